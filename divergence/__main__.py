@@ -3,7 +3,7 @@ bare checkout."""
 
 import sys
 
-from divergence.cli.interruption import INTERRUPTED_CODE, watch
+from divergence.cli.streams import INTERRUPTED_CODE, watch
 
 
 def run() -> None:

@@ -14,6 +14,7 @@ from divergence.numerics.summaries.summary import summarize
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.manifest import SampleTokens, Tokens
 from divergence.run.schema.record import Place, Record
 
 
@@ -42,10 +43,10 @@ class Toy:
         plan = SimpleNamespace(skipped_operators={})
         settings = SimpleNamespace(compute_dtype=compute_dtype)
         samples = [
-            SimpleNamespace(num_left_pad=left, prompt_ids=[0] * count, num_right_pad=right)
+            SampleTokens(num_left_pad=left, prompt_ids=[0] * count, num_right_pad=right)
             for left, count, right in pads
         ]
-        tokens = SimpleNamespace(samples=samples, groups=[list(range(len(samples)))])
+        tokens = Tokens(samples=samples, groups=[list(range(len(samples)))])
         self.manifest = SimpleNamespace(settings=settings, plan=plan, tokens=tokens)
         module = _Toy(forward, weights or {})
         for step in range(steps):

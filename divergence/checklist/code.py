@@ -1,21 +1,74 @@
-"""The rung of code: what computes, where the weights and the tokens are the same.
+"""Weights and precision, and code: what is computed with, and what computes.
 
-It explains what was found where all of this holds: the onset lies in a module of a class whose code
-differs; the difference is somebody's doing, or cannot be a matter of another version; and the error
-is made wherever that code runs. Other code elsewhere, another configuration or another attention
-fails without explaining, since a correct one makes no more than rounding.
+The first point and the second rung ask for weights and precision. A digest that both sides lack, or
+that stands for a parameter that was not read, proves nothing: such weights are unknown, though
+preflight finds two equal texts.
+
+The rung of code explains what was found where all of this holds: the onset lies in a module of a
+class whose code differs; the difference is somebody's doing, or cannot be a matter of another
+version; and the error is made wherever that code runs. Other code elsewhere, another configuration
+or another attention fails without explaining, since a correct one makes no more than rounding.
 """
 
 from __future__ import annotations
 
 from divergence.checklist.numbers import Said
-from divergence.checklist.pair import Pair, both, differs
+from divergence.checklist.pair import Pair, both, differs, worst
+from divergence.checklist.result import PointState
 from divergence.comparison.preflight.code import CodeDifference, code_differences
 from divergence.comparison.results.findings import Onset, Verdict, list_names
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import ROOT, module_of, starred
 
-__all__ = ["code", "settings_differ"]
+__all__ = ["code", "precision", "settings_differ", "weights"]
+
+_UNREAD = "offloaded"
+
+
+def weights(pair: Pair) -> tuple[PointState, str]:
+    """Are the values the same, as far as both runs tell?"""
+    line, state = pair.lines["weights"], pair.state_of("weights")
+    lacking = [
+        name for name, one in zip("AB", pair.manifests, strict=True) if not one.model.digests
+    ]
+    digests = [one.model.digest for one in pair.manifests]
+    if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
+        if line.detail and not lacking:
+            return "unknown", line.detail
+        who = " and ".join(lacking) or "a run"
+        return "unknown", f"{who}: digests of the parameters are not recorded"
+    found = [
+        one
+        for one in pair.lines.values()
+        if one.status == "blocking" and one.check in ("weights", "blocks")
+    ]
+    if found:
+        return "fail", "; ".join(one.detail or f"other {one.check}" for one in found)
+    unread = {
+        name for one in pair.manifests for name, digest in one.model.digests.items()
+        if digest == _UNREAD
+    }  # fmt: skip
+    if unread:
+        return "unknown", f"{len(unread)} offloaded parameters were not digested"
+    if state == "fail":
+        two_dtypes = pair.differs("dtype") or pair.differs("quantization")
+        detail = line.detail or "the same values"
+        return ("unknown", f"weights: {detail}") if two_dtypes else ("pass", detail)
+    return "pass", line.detail or f"the same weights ({digests[0][:12]})"
+
+
+def precision(pair: Pair) -> tuple[PointState, str]:
+    """Dtype and quantization, and what a truth was computed in."""
+
+    def say(one: Manifest) -> str:
+        quantized = f" ({one.model.quantization})" if one.model.quantization else ""
+        widened = one.settings.compute_dtype
+        return one.model.dtype + quantized + (f" (computed in {widened})" if widened else "")
+
+    a, b = (one.settings.compute_dtype for one in pair.manifests)
+    computed: PointState = "pass" if a == b else "fail"
+    return worst(computed, pair.state_of("dtype"), pair.state_of("quantization")), both(pair, say)
+
 
 _LIBRARIES = ("torch", "transformers")
 _SETTINGS = ("engine", "model class", "config", "attention")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from divergence.checklist.pair import Pair, both, sampling_text
 from divergence.checklist.result import RungState
-from divergence.comparison.measure.unmeasured import is_unmeasured
 from divergence.comparison.results.findings import Claim, Finding
 from divergence.comparison.results.sites import SiteResult
 from divergence.layout import count
@@ -63,7 +62,7 @@ def _phase(pair: Pair, *, decode: bool) -> Said:
             return "unknown", "beside nan and inf no difference is judged", False
     if not sites:
         return "unknown", f"no tensor of {what} was compared", False
-    if unmeasured := [site for site in sites if is_unmeasured(site)]:
+    if unmeasured := [site for site in sites if site.is_unmeasured]:
         text = f"{len(unmeasured)} of {len(sites)} tensors differ, by how much is not known"
         return "unknown", text, False
     return "pass", _within(sites), False

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from divergence.checklist.code import precision, weights
 from divergence.checklist.pair import Pair, both, logits_held, sampling_text, worst
 from divergence.checklist.result import Point, PointName, PointState
-from divergence.checklist.weights import precision, weights
 from divergence.comparison.results.findings import list_names
 from divergence.run.schema.manifest import Manifest
 from divergence.words import printable

@@ -20,8 +20,14 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from divergence.cli.answers import ARGUMENTS, VERBOSE
-from divergence.cli.interruption import INTERRUPTED_CODE, interrupted
-from divergence.cli.streams import nowhere, open_streams, other_rank, rank0_output
+from divergence.cli.streams import (
+    INTERRUPTED_CODE,
+    interrupted,
+    nowhere,
+    open_streams,
+    other_rank,
+    rank0_output,
+)
 from divergence.errors import DivergenceError
 from divergence.words import printable, printable_lines
 

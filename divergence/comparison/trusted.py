@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from divergence.comparison.align.names import NameMap
-from divergence.comparison.align.pairs import align
 from divergence.comparison.answer import limits_used
-from divergence.comparison.measure.reduced import equal_contents, without_unknowable
-from divergence.comparison.measure.runs import measure_tensors, opened
+from divergence.comparison.measure.reduced import equal_contents
+from divergence.comparison.measure.runs import aligned, measure_tensors, opened
 from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.sites import SiteResult
@@ -60,7 +59,7 @@ def trusted_limits(
         _refuse_own_floor(run, a, b)
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
         run.set_fallback(a)
-        alignment = without_unknowable(align(a, run, name_map=names), a, run)
+        alignment = aligned(a, run, names)
         if blocking or not alignment.pairs:
             raise UsageError(
                 f"{run.path} shows no floor for {a.path}: "

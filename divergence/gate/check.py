@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.comparison.measure.unmeasured import NO_PREFILL
+from divergence.comparison.measure.runs import NO_PREFILL
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import Coverage, PassCoverage

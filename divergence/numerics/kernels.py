@@ -2,7 +2,8 @@
 
 Compiled loops are several times faster and cost their start: numba's import, and compiling for
 this processor once (the machine code is kept on disk). So they are taken where the tensors are
-large enough to pay for it. Both measure the same (divergence.numerics.compiled).
+large enough to pay for it. Both measure the same (divergence.numerics.compiled). On a device
+torch measures, in a thread that has set it: runtimes keep the current device by thread.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import importlib.util
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import torch
+
     from divergence.numerics.formats import Format
 
 __all__ = ["READABLE", "RESIDENT_BYTES", "WORTH_BYTES", "Kernel", "chosen", "has_compiled",
-           "kernel_for"]  # fmt: skip
+           "kernel_for", "set_device"]  # fmt: skip
 
 Kernel = Literal["numpy", "compiled"]
 
@@ -43,3 +46,20 @@ def kernel_for(num_bytes: int) -> Kernel:
 def chosen(kernel: Kernel, *formats: Format) -> Kernel:
     """``kernel`` where it reads all of ``formats``, else numpy."""
     return kernel if all(form.name in READABLE for form in formats) else "numpy"
+
+
+def set_device(device: torch.device | None) -> None:
+    """Makes ``device`` the calling thread's current one; nothing is done for a host, or None.
+
+    On Ascend a thread that set no device has no context ("ctx is NULL", 107002). On CUDA its first
+    call makes a context on device 0, which takes memory there whatever device the model is on.
+    """
+    if device is None or device.type == "cpu":
+        return
+    import torch
+
+    module = torch.get_device_module(device)
+    if device.index is not None and hasattr(module, "set_device"):
+        module.set_device(device)
+    elif hasattr(module, "set_device"):
+        module.set_device(module.current_device())

@@ -124,7 +124,7 @@ def plan_capture(
         groups = group_samples(samples, pad_left=not request.pad_right, **request.grouping)
     else:
         groups = request.like.manifest.tokens.groups
-    lengths = [s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in samples]
+    lengths = [sample.num_padded for sample in samples]
     notes = describe_modules(loaded.module)
     selection = SiteSelection(request.sites, notes)
     check_operators(selection, store=request.store, only_changed=request.only_changed)

@@ -134,7 +134,7 @@ def run_pass(
             recorder.begin(
                 sample=group[0],
                 batch=len(group),
-                num_tokens=first.num_left_pad + len(first.prompt_ids) + first.num_right_pad,
+                num_tokens=first.num_padded,
             )
             wanted = (
                 None if forced is None else [forced[number][:max_new_tokens] for number in group]

@@ -16,7 +16,6 @@ import xxhash
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries.sketch import Projections
 from divergence.run.command import command_line
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.schema.contents import (
@@ -33,25 +32,21 @@ from divergence.run.schema.contents import (
     sizes_of,
     why_no_bytes,
 )
-from divergence.run.schema.layout import (
-    MANIFEST,
-    SHARD_DTYPES,
-    checked_shard_name,
-    records_name,
-)
+from divergence.run.schema.layout import MANIFEST, SHARD_DTYPES, checked_shard_name, records_name
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.parsing import is_large, name_of, read_manifest, read_records
 from divergence.run.schema.record import Coordinates, Record
 from divergence.run.schema.site import natural_key, near_names
-from divergence.run.storage.blob import Bytes
+from divergence.run.storage.blob import SPAN_BYTES, Bytes, Store
 from divergence.run.storage.location import Location, Url, location_of
-from divergence.run.storage.ranges import SPAN_BYTES
 from divergence.run.storage.shard import Entry, Headers, Shard
-from divergence.run.storage.store import Store, open_store
+from divergence.run.storage.store import open_store
 from divergence.words import Progress
 
 if TYPE_CHECKING:
     import torch
+
+    from divergence.numerics.summaries.sketch import Projections
 
 __all__ = ["Run"]
 
@@ -254,6 +249,8 @@ class Run:
 
     def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
         """The record's sketch. Errors: as ``read``."""
+        from divergence.numerics.summaries.sketch import Projections
+
         sketch = record.sketch
         assert sketch is not None
         stored = self._view(record, parts_of(record)[-1], verify=verify)

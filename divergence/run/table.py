@@ -37,9 +37,8 @@ from divergence.run.schema.layout import SHARD_DTYPES, checked_shard_name, recor
 from divergence.run.schema.manifest import Manifest, Sizes
 from divergence.run.schema.parsing import BROKEN_JSON, UNSOUND, portions, record_check
 from divergence.run.schema.record import Coordinates, PassName, Record
-from divergence.run.storage.blob import Blob
+from divergence.run.storage.blob import Blob, Store
 from divergence.run.storage.shard import Shard, has_header
-from divergence.run.storage.store import Store
 
 __all__ = ["Table", "read_table"]
 

@@ -35,9 +35,9 @@ def test_hand_worked():
     assert found.gain_reference.tolist() == pytest.approx([4 / 25])
     assert found.gain_candidate.tolist() == pytest.approx([1.0])
     assert found.update_gain_reference.tolist() == pytest.approx([4 / 16])
-    assert found.channel_reference.tolist() == [0.0, 1.0]
-    assert found.channel_candidate.tolist() == [9.0, 16.0]
-    assert found.channel_norm.tolist() == [9.0, 16.0]
+    assert found.channels[0].tolist() == [0.0, 1.0]
+    assert found.channels[1].tolist() == [9.0, 16.0]
+    assert found.channels[3].tolist() == [9.0, 16.0]
     assert found.spread.tolist() == pytest.approx([1.0])  # the update lies in one column
 
 
@@ -57,7 +57,8 @@ def test_any_shape_and_dtype_as_plain_float64(shape, dtype, monkeypatch):
         gain = (diff * rows).sum(1) / rows.square().sum(1)
         np.testing.assert_allclose(getattr(found, f"gain_{side}"), gain, rtol=1e-9, atol=1e-15)
         channel = diff.square().sum(0)
-        np.testing.assert_allclose(getattr(found, f"channel_{side}"), channel, rtol=1e-12, atol=0)
+        number = ("reference", "candidate").index(side)
+        np.testing.assert_allclose(found.channels[number], channel, rtol=1e-12, atol=0)
 
 
 def test_masked_rows_and_rows_without_numbers_are_left_out():
@@ -78,7 +79,7 @@ def test_a_sink_token_is_in_no_channel():
     b[0] += 1
     found = measure_against(a, b, truth)
     assert found.sink.tolist() == [True] + [False] * 8
-    assert found.channel_candidate.tolist() == [0.0] * 4
+    assert found.channels[1].tolist() == [0.0] * 4
     assert found.candidate[0] == pytest.approx(2.0)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from divergence.numerics.chance import rare_ratio
+from divergence.numerics.floor import rare_ratio
 from divergence.numerics.pairs.operator import measure_operator, slices_of, sum_rounding
 
 

@@ -29,8 +29,7 @@ from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls, one_s
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
 from divergence.comparison.results.sites import SiteResult
-from divergence.numerics.chance import normal_deviate, spread
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.floor import Thresholds, normal_deviate, spread
 from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:

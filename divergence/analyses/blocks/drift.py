@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from divergence.comparison.measure.floors import allowed_errors, main_path
 from divergence.comparison.results.findings import Evidence, figure
 from divergence.comparison.results.sites import SiteResult
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.floor import Thresholds, spread
 from divergence.run.schema.site import ROOT, module_of
 from divergence.words import Side
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from divergence.analyses.blocks.blame import Blame
 from divergence.analyses.blocks.units import Unit
 from divergence.comparison.decide import check
-from divergence.comparison.measure.unmeasured import is_unmeasured
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, figure
 from divergence.comparison.results.sites import SiteResult
 
-__all__ = ["checks_of", "next_commands", "only_in", "unanchored_evidence", "unit_evidence"]
+__all__ = ["checks_of", "estimated_evidence", "next_commands", "only_in", "unanchored_evidence",
+           "unit_evidence", "unmeasured_evidence"]  # fmt: skip
 
 
 def only_in(unit: Unit) -> str:
@@ -121,6 +122,58 @@ def unanchored_evidence(steps: list[int]) -> list[Evidence]:
     return [Evidence(text=f"not anchored, so judged from free runs: step {names}")]
 
 
+def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
+    """How well estimated numbers are known."""
+    found = [site for site in sites if site.estimated is not None]
+    if not found:
+        return []
+    said, values = [], {"num_estimated": float(len(found))}
+    for phase, steps in (("prefill", False), ("decode", True)):
+        errors = [
+            site.estimated.relative_error
+            for site in found
+            if site.estimated is not None
+            and (site.step > 0) == steps
+            and site.estimated.relative_error is not None
+        ]
+        if errors:
+            middle, worst = statistics.median(errors), max(errors)
+            values[phase] = middle
+            said.append(f"in the {phase} ±{100 * middle:.0f}% (at worst ±{100 * worst:.0f}%)")
+    return [
+        Evidence(
+            text=f"{len(found)} of {len(sites)} differences are estimated from sketches; relative "
+            f"L2 {', '.join(said)}, in 95 of 100 cases",
+            values=values,
+        )
+    ]
+
+
+def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
+    """What differs and was not measured, and the most that its statistics tell."""
+    found = [site for site in sites if site.is_unmeasured]
+    if not found:
+        return []
+    evidence = [
+        Evidence(
+            text=f"{len(found)} of {len(sites)} compared tensors differ, but by how much is not "
+            "known: neither bytes nor sketches of both sides are left",
+            values={"num_unmeasured": len(found)},
+        )
+    ]
+    told = [site for site in found if site.at_least]
+    if told:
+        most = max(told, key=lambda site: site.at_least or 0.0)
+        evidence.append(
+            Evidence(
+                text=f"by their statistics, at {most.site} ({most.pass_}, step {most.step}) the "
+                f"two are at least {most.at_least:.1e} apart (relative L2)",
+                values={"at_least": most.at_least or 0.0},
+            )
+        )
+    return evidence
+
+
 def checks_of(unit: Unit) -> list[Check]:
     """Equal inputs, and an error clearly over its limit."""
     return [
@@ -140,7 +193,7 @@ def next_commands(measured: Measured, unit: Unit | None, *, escalated: bool) -> 
         return advice.certainty(_outside_blocks(measured.sites))
     commands: list[str] = []
     again: list[str] = []
-    unmeasured = [site for site in measured.sites if is_unmeasured(site)]
+    unmeasured = [site for site in measured.sites if site.is_unmeasured]
     if unmeasured or (unit is not None and any(r.estimated for r in unit.results)):
         named = [site.site for site in unmeasured if site.role == "inner"]
         again = advice.in_full([*_outside_blocks(measured.sites), *dict.fromkeys(named)])

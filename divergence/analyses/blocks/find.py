@@ -19,18 +19,18 @@ from divergence.analyses.blocks.blame import TABLES
 from divergence.analyses.blocks.drift import find_drift
 from divergence.analyses.blocks.evidence import (
     checks_of,
+    estimated_evidence,
     next_commands,
     only_in,
     unanchored_evidence,
     unit_evidence,
+    unmeasured_evidence,
 )
-from divergence.analyses.blocks.nonfinite import find_nonfinite
 from divergence.analyses.blocks.rounding import evidence_of, find_standouts, within_rounding
 from divergence.analyses.blocks.suspects import Escalation, find_suspects, judge_escalated
 from divergence.analyses.blocks.units import Family, Unit, build_units, find_family
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide import check
-from divergence.comparison.measure.unmeasured import estimated_evidence, unmeasured_evidence
 from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
@@ -56,9 +56,12 @@ def find(measured: Measured) -> Answer:
     """What the blocks show, and all sites with the limits that they were held against."""
     if not measured.sites:
         return Answer(parts={"sites": []})
-    bad = find_nonfinite(measured)
-    if bad is not None:
-        return Answer(findings=[bad], parts={"sites": list(measured.sites)})
+    if any(site.nonfinite is not None for site in measured.sites):
+        from divergence.analyses.blocks.nonfinite import find_nonfinite
+
+        bad = find_nonfinite(measured)
+        if bad is not None:
+            return Answer(findings=[bad], parts={"sites": list(measured.sites)})
     judged = judge_units(measured)
     escalation = judge_escalated(
         measured.sites, routed=measured.routed, thresholds=measured.thresholds

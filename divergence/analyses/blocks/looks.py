@@ -9,7 +9,7 @@ Many looks are taken, and the largest of many is large by chance. Its limit is t
 both in multiples of the control:
 
 * ``sibling`` · spread(n, num_looks): the rounding model, each look with its share of the chance
-  that a single one has (Bonferroni; numerics.chance).
+  that a single one has (Bonferroni; numerics.floor).
 * ``forward`` · M: M is what a sibling's largest look is, over *its* control, among as many looks:
   the median over the siblings. It holds whatever the model leaves out (heavy tails, tokens that
   depend on each other), and grows with the number of looks by itself.

@@ -21,12 +21,10 @@ from divergence.analyses.blocks.evidence import next_commands
 from divergence.analyses.blocks.suspects import Escalation
 from divergence.analyses.blocks.units import Unit, families_of, num_values
 from divergence.comparison.decide import check
-from divergence.comparison.measure.unmeasured import is_unmeasured
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import order_of
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.floor import Thresholds, spread
 from divergence.words import Side
 
 __all__ = ["StandOut", "evidence_of", "find_standouts", "within_rounding"]
@@ -41,7 +39,7 @@ def within_rounding(
     standouts: list[StandOut],
 ) -> Finding:
     judged = [unit for unit in units if unit.results]
-    unmeasured = [site for site in measured.sites if is_unmeasured(site)]
+    unmeasured = [site for site in measured.sites if site.is_unmeasured]
     reason = None
     if unmeasured and not any(site.ratio for site in measured.sites):
         first = min(unmeasured, key=order_of)

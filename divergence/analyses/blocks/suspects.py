@@ -41,8 +41,7 @@ from divergence.comparison.measure.truth_stats import TruthStats, stats_of
 from divergence.comparison.measured import Shown
 from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import SiteResult
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.floor import Thresholds, spread
 from divergence.words import Side, SideOrBoth
 
 __all__ = ["Escalation", "find_suspects", "judge_escalated"]

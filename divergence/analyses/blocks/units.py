@@ -20,8 +20,7 @@ from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of,
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.run.schema.site import ROOT, module_of
 from divergence.words import SideOrBoth
 

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Literal
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.sites import SiteResult
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds, floor_weights
+from divergence.numerics.floor import Thresholds, floor_weights, spread
 from divergence.numerics.formats import Format, format_named
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest

@@ -3,7 +3,7 @@
 For each operator W = err(b, R) / err(a, R), the floor of one operator (numerics.operator) added in
 quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
 ``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
-may spread wider (numerics.chance). Narrower questions see what a median cannot: one row's error
+may spread wider (numerics.floor). Narrower questions see what a median cannot: one row's error
 over the other side's there, one column's, and one slice's (a head's typical row).
 
 Integers are codes: chosen indices may differ only where rounding explains it, that is where the
@@ -29,8 +29,7 @@ from msgspec.structs import replace
 from divergence.analyses.operators.errors import OperatorUnit
 from divergence.analyses.operators.operands import argument_names
 from divergence.comparison.results.operators import OperatorResult, Question, RegionResult
-from divergence.numerics.chance import rare_ratio
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.floor import Thresholds, rare_ratio
 from divergence.numerics.pairs.operator import slices_of
 from divergence.words import Side
 

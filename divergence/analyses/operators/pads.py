@@ -29,18 +29,8 @@ class Pads:
 
     def __init__(self, manifest: Manifest, forward: Forward) -> None:
         first, step = forward
-        group = next((g for g in manifest.tokens.groups if first == g[0]), [first])
-        samples = [manifest.tokens.samples[number] for number in group]
         self.apart = False
-        self._grid: torch.Tensor | None = None  # (B, T)
-        if step or not any(s.num_left_pad or s.num_right_pad for s in samples):
-            return
-        length = max(s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in samples)
-        grid = torch.zeros(len(samples), length, dtype=torch.bool)
-        for row, sample in enumerate(samples):
-            grid[row, : sample.num_left_pad] = True
-            grid[row, length - sample.num_right_pad :] = True
-        self._grid = grid
+        self._grid = None if step else manifest.tokens.pads(first)  # (B, T)
 
     @property
     def rows(self) -> torch.Tensor | None:

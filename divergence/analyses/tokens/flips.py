@@ -39,8 +39,7 @@ import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.results.tokens import TokenDifference
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.floor import Thresholds, spread
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.logits import kl_divergence, logit_error
 from divergence.run.reader import Run

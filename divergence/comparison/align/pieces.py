@@ -90,7 +90,7 @@ def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
         return [Piece(record, record.sample)]
     pieces = []
     for row, (number, sample) in enumerate(zip(group, members, strict=True)):
-        length = sample.num_left_pad + len(sample.prompt_ids) + sample.num_right_pad
+        length = sample.num_padded
         left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
         encoded = manifest.model.task == "encoder-decoder"  # goes into every step
         whole = record.step == 0 or encoded
@@ -200,26 +200,14 @@ class Pieces:
         """True for real tokens, per row (all leading axes); None where nothing is padded."""
         if piece.row is not None or piece.record.step > 0 or len(shape) < 2:
             return None
-        manifest = self.reference.manifest
-        group = manifest.tokens.group_of(piece.record.sample)
-        samples = [manifest.tokens.samples[number] for number in group]
-        if not any(s.num_left_pad or s.num_right_pad for s in samples):
+        pads = self.reference.manifest.tokens.pads(piece.record.sample)
+        if pads is None:
             return None
-        length = samples[0].num_left_pad + len(samples[0].prompt_ids) + samples[0].num_right_pad
         kept = piece.record.positions
-        expected = length if kept is None else len(kept)
-        flat = len(shape) == 2 and shape[0] == len(samples) * expected  # a router's tokens
-        if not flat and (len(shape) < 3 or shape[0] != len(samples) or shape[1] != expected):
+        mask = ~pads if kept is None else ~pads[:, list(kept)]
+        flat = len(shape) == 2 and shape[0] == mask.numel()  # a router's tokens
+        if not flat and (len(shape) < 3 or tuple(shape[:2]) != mask.shape):
             return None
-        import torch
-
-        mask = torch.ones(len(samples), length, dtype=torch.bool)
-        for row, sample in enumerate(samples):
-            mask[row, : sample.num_left_pad] = False
-            if sample.num_right_pad:
-                mask[row, -sample.num_right_pad :] = False
-        if kept is not None:
-            mask = mask[:, list(kept)]
         inner = 1 if flat else math.prod(shape[2:-1])
         return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -34,10 +34,12 @@ from divergence.comparison.results.sites import (
     num_rows,
 )
 from divergence.numerics.formats import Format, format_named
-from divergence.numerics.pairs.against import AgainstTruth, with_rounding
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
+
+if TYPE_CHECKING:
+    from divergence.numerics.pairs.against import AgainstTruth
 
 __all__ = ["Judge", "PairNumbers"]
 
@@ -288,7 +290,6 @@ class Judge:
             **self._place(pair),
             **shared_fields(judged.metrics),
             shape=shape,
-            identical=judged.metrics.identical,
             worst_sample=sample,
             worst_position=position,
             nonfinite=nonfinite_of(judged.metrics),
@@ -327,6 +328,8 @@ class Judge:
             floor = floors.get(id(one))
             if one is not None and floor is not None:
                 if not self._same_dtype:
+                    from divergence.numerics.pairs.against import with_rounding
+
                     one = with_rounding(one, floor)
                 self.truth_samples.add(result, one, floor)
 

@@ -19,13 +19,11 @@ from divergence.comparison.experts import Routing
 from divergence.comparison.measure.floors import Floor, work_format
 from divergence.comparison.measure.judge import Judge, PairNumbers
 from divergence.comparison.measure.reading import Reading, equal_by_record
-from divergence.comparison.measure.reduced import look_reduced
 from divergence.comparison.measure.truth import Truth
 from divergence.comparison.results.sites import LogitsDiff
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel
-from divergence.numerics.pairs.against import AgainstTruth, against_many, measure_against
 from divergence.numerics.pairs.logits import measure_logits
 from divergence.numerics.pairs.many import MOST_NUMEL, NUMEL_AT_ONCE, measure_many
 from divergence.numerics.pairs.pair import measure_pair
@@ -35,6 +33,8 @@ from divergence.run.schema.site import module_of
 
 if TYPE_CHECKING:
     import torch
+
+    from divergence.numerics.pairs.against import AgainstTruth
 
 __all__ = ["Measurer", "PairNumbers"]
 
@@ -159,6 +159,8 @@ class Measurer:
             return [None] * len(pairs)
         against: Sequence[AgainstTruth | None] = [None] * len(pairs)
         if right is not None:
+            from divergence.numerics.pairs.against import against_many
+
             against = against_many(a, b, right, base)
         shape = first.one.shape
         if first.equal:
@@ -175,6 +177,8 @@ class Measurer:
 
     def _reduced(self, pair: Pair) -> PairNumbers | None:
         """What can be known without the bytes of both sides."""
+        from divergence.comparison.measure.reduced import look_reduced
+
         is_block = self._is_block(pair)
         base = self._pieces.base_record(pair) if is_block else None
         looked = look_reduced(self._pieces, pair, base=base)
@@ -197,6 +201,8 @@ class Measurer:
     def _against(self, pair: Pair, right: Record, is_block: bool) -> AgainstTruth | None:
         """Both sides against the truth, where all three can be laid side by side. Only a block adds
         to what it gets: of a dropout that hands its input on, nothing would be left."""
+        from divergence.numerics.pairs.against import measure_against
+
         assert self._truth is not None
         pieces, run = self._pieces, self._truth.run
         a = pieces.tensor(self._reference, pair.reference)

@@ -28,8 +28,7 @@ from divergence.comparison.align.pieces import Pair
 from divergence.comparison.measure.measurer import Measurer, PairNumbers
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
-from divergence.numerics.kernels import kernel_for
-from divergence.run.current_device import set_device
+from divergence.numerics.kernels import kernel_for, set_device
 from divergence.words import Progress
 
 if TYPE_CHECKING:

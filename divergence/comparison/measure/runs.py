@@ -11,14 +11,11 @@ from divergence.comparison.align.names import NameMap, renaming
 from divergence.comparison.align.pairs import Alignment, align, why_nothing
 from divergence.comparison.answer import numbers_of
 from divergence.comparison.experts import routing_notes, unknown_blocks
-from divergence.comparison.measure.escalated import compare_escalated, drop_escalated
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.pipeline import measure_all
-from divergence.comparison.measure.reduced import without_unknowable
 from divergence.comparison.measure.site_fields import without_floor
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.measure.unmeasured import NO_PREFILL, is_unmeasured
 from divergence.comparison.measured import Measured, is_probe
 from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import SiteResult
@@ -28,7 +25,12 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.words import Progress
 
-__all__ = ["measure", "measure_tensors", "opened", "run_notes"]
+__all__ = ["NO_PREFILL", "aligned", "measure", "measure_tensors", "opened", "run_notes"]
+
+NO_PREFILL = (
+    "the prefill was not recorded: what goes wrong there is seen only as far as it shows in later "
+    "steps"
+)
 
 
 def opened(run: str | Path | Run) -> Run:
@@ -39,6 +41,19 @@ def opened(run: str | Path | Run) -> Run:
     from divergence.run.unshard import unsharded
 
     return unsharded(run)
+
+
+def aligned(a: Run, b: Run, names: NameMap | None) -> Alignment:
+    """The pairs of which something can be known; the others are skipped, with the reason."""
+    alignment = align(a, b, name_map=names)
+    if all(
+        a.has_bytes(pair.reference.record) and b.has_bytes(pair.candidate.record)
+        for pair in alignment.pairs
+    ):
+        return alignment
+    from divergence.comparison.measure.reduced import without_unknowable
+
+    return without_unknowable(alignment, a, b)
 
 
 def measure(
@@ -57,13 +72,18 @@ def measure(
     other runs.
     """
     right = None if truth is None else Truth(opened(truth), a, b)
-    alignment = without_unknowable(align(a, b, name_map=names), a, b)
+    alignment = aligned(a, b, names)
     rename = names or renaming(a, b, None)[0]
     measured = measure_tensors(a, b, alignment, truth=right, thresholds=thresholds,
                                progress=progress)  # fmt: skip
-    escalated = compare_escalated(
-        a, b, right, thresholds, measure_all, progress, routes=measured.routes
-    )
+    escalated: list[SiteResult] = []
+    if any("escalated" in run.manifest.plan.passes for run in (a, b)):
+        from divergence.comparison.measure.escalated import compare_escalated, drop_escalated
+
+        escalated = compare_escalated(
+            a, b, right, thresholds, measure_all, progress, routes=measured.routes
+        )
+        alignment = drop_escalated(alignment, escalated)
     sites = [*measured.sites, *escalated]
     measured = replace(measured, sites=sites, preflight=lines, rename=rename)
     measured = replace(measured, operators=numbers_of("operators", measured))
@@ -74,7 +94,6 @@ def measure(
             where=f"{a.path} and {b.path}",
             hint=why_nothing(alignment),
         )
-    alignment = drop_escalated(alignment, escalated)
     alignment, covered = account(
         alignment, a, b, rename=rename, escalated=escalated, operators=measured.operators
     )
@@ -141,7 +160,7 @@ def _truth_notes(truth: Truth | None, sites: list[SiteResult]) -> list[str]:
         )
     elif not truth.anchors:
         notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
-    if any(s.estimated or is_unmeasured(s) for s in sites):
+    if any(s.estimated or s.is_unmeasured for s in sites):
         notes.append("the truth judges only what both runs keep in full")
     return notes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
@@ -43,36 +43,9 @@ class SitePlace(ModuleFields):
     candidate_dtype: str
 
 
-class _Shared(TypedDict):
-    """The fields that a SiteResult has of PairMetrics."""
-
-    numel: int
-    num_masked: int
-    rel_l2: float | None
-    cosine: float | None
-    one_minus_cosine: float | None
-    sqnr_db: float | None
-    max_abs: float | None
-    max_abs_index: tuple[int, ...] | None
-    max_abs_reference: float | None
-    max_abs_candidate: float | None
-    reference_norm: float | None
-    candidate_norm: float | None
-    gain: float | None
-    gain_se: float | None
-    ulp_format: str | None
-    ulp_share_over_1: float | None
-    ulp_p99: float | None
-    ulp_max: float | None
-    token_rel_l2_median: float | None
-    token_rel_l2_p99: float | None
-    token_rel_l2_max: float | None
-    channel_rel_l2_max: float | None
-    worst_channel: int | None
-    update_rel_l2: float | None
-    num_sink_tokens: int
-    rel_l2_without_sinks: float | None
-    pad_rel_l2: float | None
+_SHARED = [
+    name for name in PairMetrics.__struct_fields__ if name in SiteResult.__struct_fields__
+]  # fmt: skip
 
 
 def identical_site(record: Record, place: SitePlace) -> SiteResult:
@@ -101,37 +74,9 @@ def identical_site(record: Record, place: SitePlace) -> SiteResult:
     )  # fmt: skip
 
 
-def shared_fields(metrics: PairMetrics) -> _Shared:
-    """The fields that SiteResult takes over as they are."""
-    return {
-        "numel": metrics.numel,
-        "num_masked": metrics.num_masked,
-        "rel_l2": metrics.rel_l2,
-        "cosine": metrics.cosine,
-        "one_minus_cosine": metrics.one_minus_cosine,
-        "sqnr_db": metrics.sqnr_db,
-        "max_abs": metrics.max_abs,
-        "max_abs_index": metrics.max_abs_index,
-        "max_abs_reference": metrics.max_abs_reference,
-        "max_abs_candidate": metrics.max_abs_candidate,
-        "reference_norm": metrics.reference_norm,
-        "candidate_norm": metrics.candidate_norm,
-        "gain": metrics.gain,
-        "gain_se": metrics.gain_se,
-        "ulp_format": metrics.ulp_format,
-        "ulp_share_over_1": metrics.ulp_share_over_1,
-        "ulp_p99": metrics.ulp_p99,
-        "ulp_max": metrics.ulp_max,
-        "token_rel_l2_median": metrics.token_rel_l2_median,
-        "token_rel_l2_p99": metrics.token_rel_l2_p99,
-        "token_rel_l2_max": metrics.token_rel_l2_max,
-        "channel_rel_l2_max": metrics.channel_rel_l2_max,
-        "worst_channel": metrics.worst_channel,
-        "update_rel_l2": metrics.update_rel_l2,
-        "num_sink_tokens": metrics.num_sink_tokens,
-        "rel_l2_without_sinks": metrics.rel_l2_without_sinks,
-        "pad_rel_l2": metrics.pad_rel_l2,
-    }
+def shared_fields(metrics: PairMetrics) -> dict[str, Any]:
+    """The fields that SiteResult takes over as they are: those of the same name."""
+    return {name: getattr(metrics, name) for name in _SHARED}
 
 
 def nonfinite_in(tensor: torch.Tensor, row_mask: torch.Tensor) -> NonfiniteCount | None:

@@ -18,13 +18,14 @@ from divergence.comparison.preflight.code import other_code
 from divergence.comparison.preflight.models import other_weights
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError, UsageError
-from divergence.numerics.pairs.against import AgainstTruth
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from divergence.numerics.pairs.against import AgainstTruth
 
 __all__ = ["SamplesBySite", "Truth", "TruthSamples", "inputs_of"]
 

@@ -124,18 +124,12 @@ def without_pads(manifest: Manifest, record: Record, tensor: torch.Tensor) -> to
     """The tensor with the rows of pads set to 0: what stands there is no result (a row that sees
     no key has one value in one kernel and another in the next). None where a batch has pads and
     the tensor's axes are not (B, T, ...): which of its rows are pads is not known."""
-    group = manifest.tokens.group_of(record.sample) or [record.sample]
-    samples = [manifest.tokens.samples[number] for number in group]
-    if record.step or not any(s.num_left_pad or s.num_right_pad for s in samples):
+    pads = None if record.step else manifest.tokens.pads(record.sample)
+    if pads is None:
         return tensor
-    lengths = {s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in samples}
-    if tensor.ndim < 2 or tensor.shape[0] != len(group) or {tensor.shape[1]} != lengths:
+    if tensor.shape[:2] != pads.shape:
         return None
-    tensor = tensor.clone()
-    for row, sample in enumerate(samples):
-        tensor[row, : sample.num_left_pad] = 0
-        tensor[row, tensor.shape[1] - sample.num_right_pad :] = 0
-    return tensor
+    return tensor.masked_fill(pads.reshape(*pads.shape, *[1] * (tensor.ndim - 2)), 0)
 
 
 def limit_of(manifest: Manifest, record: Record) -> float:

@@ -236,6 +236,11 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
         """What tells it from all other results of a comparison."""
         return self.pass_, self.of, self.sample, self.step, self.site
 
+    @property
+    def is_unmeasured(self) -> bool:
+        """Do the two differ by nobody knows how much?"""
+        return not self.identical and self.rel_l2 is None
+
 
 def onset_at(site: SiteResult) -> Onset:
     """The place of a result, as that of a verdict."""

@@ -20,8 +20,7 @@ import msgspec
 
 from divergence.comparison.measure.reduced import equal_contents
 from divergence.experiments.result import Repetition
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import THRESHOLDS
+from divergence.numerics.floor import THRESHOLDS, spread
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record

@@ -31,8 +31,7 @@ from divergence.experiments.result import Sensitivity
 from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
 from divergence.experiments.sensitivity.sizes import confirm_sizes, search_sizes
 from divergence.experiments.sensitivity.trials import Trials
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llvmlite import ir
+from llvmlite.ir import IRBuilder, Value
 from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from numba.core.types import Type
     from numba.core.typing.templates import Signature
 
-    Typed = tuple[Signature, Callable[..., ir.Value]]
+    Typed = tuple[Signature, Callable[..., Value]]
     # what numba asks of an intrinsic: the types it takes and gives, and what writes the code
 
 __all__ = ["add_if", "distance", "in_range", "jit", "key", "larger", "magnitude", "number",
@@ -60,12 +61,20 @@ def _instructions(typed: Callable[..., Typed]) -> Callable[..., Any]:
     return found
 
 
+def _typed(signature: Signature, write: Callable[..., Value]) -> Typed:
+    """``write(builder, *arguments)`` makes the code; it needs no more of what numba hands out."""
+
+    def generate(
+        context: BaseContext, builder: IRBuilder, signature: Signature, arguments: Sequence[Value]
+    ) -> Value:
+        return write(builder, *arguments)
+
+    return signature, generate
+
+
 def _widened(
-    context: BaseContext,
-    builder: ir.IRBuilder,
-    signature: Signature,
-    arguments: Sequence[ir.Value],
-) -> ir.Value:
+    context: BaseContext, builder: IRBuilder, signature: Signature, arguments: Sequence[Value]
+) -> Value:
     (value,), (kind,) = arguments, signature.args
     if kind == types.uint16:  # bfloat16
         bits = builder.shl(builder.zext(value, _I32), _I32(16))
@@ -95,106 +104,68 @@ def number(typing: BaseContext, stored: Type) -> Typed:
 def magnitude(typing: BaseContext, value: Type) -> Typed:
     """The bits of |value| as int64: in the order of the magnitudes, inf and then nan beyond."""
 
-    def generate(
-        context: BaseContext,
-        builder: ir.IRBuilder,
-        signature: Signature,
-        arguments: Sequence[ir.Value],
-    ) -> ir.Value:
-        bits = builder.bitcast(arguments[0], _I64)
-        return builder.and_(bits, _I64(2**63 - 1))
+    def write(builder: IRBuilder, x: Value) -> Value:
+        return builder.and_(builder.bitcast(x, _I64), _I64(2**63 - 1))
 
-    return types.int64(types.float64), generate
+    return _typed(types.int64(types.float64), write)
 
 
 @_instructions
 def sign_of_order(typing: BaseContext, value: Type) -> Typed:
     """The bits of ``value`` as an int64 in the order of the values: -nan, -inf, ..., inf, nan."""
 
-    def generate(
-        context: BaseContext,
-        builder: ir.IRBuilder,
-        signature: Signature,
-        arguments: Sequence[ir.Value],
-    ) -> ir.Value:
-        bits = builder.bitcast(arguments[0], _I64)
-        flip = builder.lshr(builder.ashr(bits, _I64(63)), _I64(1))
-        return builder.xor(bits, flip)
+    def write(builder: IRBuilder, x: Value) -> Value:
+        bits = builder.bitcast(x, _I64)
+        return builder.xor(bits, builder.lshr(builder.ashr(bits, _I64(63)), _I64(1)))
 
-    return types.int64(types.float64), generate
+    return _typed(types.int64(types.float64), write)
 
 
 @_instructions
 def key(typing: BaseContext, bits: Type) -> Typed:
     """Position on the lattice of a signed bit pattern; see divergence.numerics.pairs.ulp."""
 
-    def generate(
-        context: BaseContext,
-        builder: ir.IRBuilder,
-        signature: Signature,
-        arguments: Sequence[ir.Value],
-    ) -> ir.Value:
-        kind = arguments[0].type
-        sign = builder.ashr(arguments[0], kind(kind.width - 1))
-        folded = builder.xor(builder.lshr(sign, kind(1)), arguments[0])
-        return builder.sub(folded, sign)
+    def write(builder: IRBuilder, x: Value) -> Value:
+        sign = builder.ashr(x, x.type(x.type.width - 1))
+        return builder.sub(builder.xor(builder.lshr(sign, x.type(1)), x), sign)
 
-    return bits(bits), generate
+    return _typed(bits(bits), write)
 
 
 @_instructions
 def distance(typing: BaseContext, one: Any, two: Any) -> Typed:
     """|one - two| as an unsigned integer of the same width, exact where it wraps."""
 
-    def generate(
-        context: BaseContext,
-        builder: ir.IRBuilder,
-        signature: Signature,
-        arguments: Sequence[ir.Value],
-    ) -> ir.Value:
-        higher = builder.icmp_signed(">", *arguments)
-        high = builder.select(higher, arguments[0], arguments[1])
-        low = builder.select(higher, arguments[1], arguments[0])
-        return builder.sub(high, low)
+    def write(builder: IRBuilder, x: Value, y: Value) -> Value:
+        higher = builder.icmp_signed(">", x, y)
+        return builder.sub(builder.select(higher, x, y), builder.select(higher, y, x))
 
     kinds: dict[int, Type] = {16: types.uint16, 32: types.uint32, 64: types.uint64}
-    unsigned = kinds[one.bitwidth]
-    return unsigned(one, one), generate
+    return _typed(kinds[one.bitwidth](one, one), write)
 
 
 @_instructions
 def in_range(typing: BaseContext, value: Type, low: Type, high: Type) -> Typed:
     """low <= |value| <= high."""
 
-    def generate(
-        context: BaseContext,
-        builder: ir.IRBuilder,
-        signature: Signature,
-        arguments: Sequence[ir.Value],
-    ) -> ir.Value:
-        value, low, high = arguments
-        negative = builder.icmp_signed("<", value, value.type(0))
-        size = builder.select(negative, builder.sub(value.type(0), value), value)
+    def write(builder: IRBuilder, x: Value, low: Value, high: Value) -> Value:
+        negated = builder.sub(x.type(0), x)
+        size = builder.select(builder.icmp_signed("<", x, x.type(0)), negated, x)
         return builder.and_(
             builder.icmp_signed(">=", size, low), builder.icmp_signed("<=", size, high)
         )
 
-    return types.boolean(value, value, value), generate
+    return _typed(types.boolean(value, value, value), write)
 
 
 @_instructions
 def or_zero(typing: BaseContext, keep: Type, value: Type) -> Typed:
     """``value`` where ``keep``, else 0."""
 
-    def generate(
-        context: BaseContext,
-        builder: ir.IRBuilder,
-        signature: Signature,
-        arguments: Sequence[ir.Value],
-    ) -> ir.Value:
-        return builder.select(arguments[0], arguments[1], arguments[1].type(0))
+    def write(builder: IRBuilder, keep: Value, x: Value) -> Value:
+        return builder.select(keep, x, x.type(0))
 
-    return value(types.boolean, value), generate
+    return _typed(value(types.boolean, value), write)
 
 
 @_instructions
@@ -202,27 +173,17 @@ def larger(typing: BaseContext, one: Any, two: Any) -> Typed:
     """The larger of two integers of one type."""
     order = "icmp_signed" if one.signed else "icmp_unsigned"
 
-    def generate(
-        context: BaseContext,
-        builder: ir.IRBuilder,
-        signature: Signature,
-        arguments: Sequence[ir.Value],
-    ) -> ir.Value:
-        return builder.select(getattr(builder, order)(">", *arguments), *arguments)
+    def write(builder: IRBuilder, x: Value, y: Value) -> Value:
+        return builder.select(getattr(builder, order)(">", x, y), x, y)
 
-    return one(one, one), generate
+    return _typed(one(one, one), write)
 
 
 @_instructions
 def add_if(typing: BaseContext, count: Type, condition: Type) -> Typed:
     """``count`` + 1 where ``condition``, in the counter's own width."""
 
-    def generate(
-        context: BaseContext,
-        builder: ir.IRBuilder,
-        signature: Signature,
-        arguments: Sequence[ir.Value],
-    ) -> ir.Value:
-        return builder.add(arguments[0], builder.zext(arguments[1], arguments[0].type))
+    def write(builder: IRBuilder, count: Value, condition: Value) -> Value:
+        return builder.add(count, builder.zext(condition, count.type))
 
-    return count(count, types.boolean), generate
+    return _typed(count(count, types.boolean), write)

@@ -71,22 +71,6 @@ class AgainstTruth:
     def num_rows(self) -> int:
         return len(self.norm)
 
-    @property
-    def channel_reference(self) -> np.ndarray:
-        return np.asarray(self.channels[0])
-
-    @property
-    def channel_candidate(self) -> np.ndarray:
-        return np.asarray(self.channels[1])
-
-    @property
-    def channel_between(self) -> np.ndarray:
-        return np.asarray(self.channels[2])
-
-    @property
-    def channel_norm(self) -> np.ndarray:
-        return np.asarray(self.channels[3])
-
 
 def with_rounding(against: AgainstTruth, floor: np.ndarray) -> AgainstTruth:
     """The same with one more rounding on both sides: what is left of the difference between two

@@ -141,7 +141,7 @@ class Division:
         if "tp" in ranks.sizes and self.groups:
             group = self.groups[0]
             first = samples[group[0]]
-            length = first.num_left_pad + len(first.prompt_ids) + first.num_right_pad
+            length = first.num_padded
             self._tensor = TensorPlacement(
                 tensor_plan(module),
                 forward_shapes(request, loaded, selection, notes, batch=len(group), tokens=length),

@@ -32,8 +32,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.numerics.kernels import set_device
 from divergence.run.command import quoted
-from divergence.run.current_device import set_device
 from divergence.run.schema.manifest import Mesh, MeshAxis
 
 __all__ = ["AXES", "Ranks", "joined", "parse_mesh", "start_ranks"]

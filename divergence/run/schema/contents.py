@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries.sketch import grid_of, rows_of
 from divergence.run.schema.layout import SHARD_DTYPES
 from divergence.run.schema.manifest import Manifest, Sizes
 from divergence.run.schema.record import Coordinates, PassName, Place, Record, Sketch
@@ -81,6 +80,8 @@ def parts_of(record: Record) -> list[Part]:
 
 def _shape_of(sketch: Sketch, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of what is stored: numerics.summaries.sketch.Projections.joined."""
+    from divergence.numerics.summaries.sketch import grid_of, rows_of
+
     num_rows, num_cols = rows_of(shape)[0], sketch.num_projections + 2
     if not sketch.num_pooled:
         return num_rows, num_cols

@@ -8,7 +8,7 @@ in the shards; nothing here is executed.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
@@ -16,33 +16,15 @@ from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.engine import CompiledNote, EngineNote, EngineValue
 from divergence.run.schema.record import Count
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
-    "SCHEMA_VERSION",
-    "SUITE",
-    "UNKNOWN",
-    "CodeNote",
-    "CompiledNote",
-    "EngineNote",
-    "EngineValue",
-    "Environment",
-    "Manifest",
-    "Mesh",
-    "MeshAxis",
-    "ModelIdentity",
-    "ModuleNote",
-    "ModuleRole",
-    "Override",
-    "Plan",
-    "Repeatability",
-    "SampleTokens",
-    "Settings",
-    "Sizes",
-    "StoreMode",
-    "Switch",
-    "SwitchStatus",
-    "Task",
-    "Tokens",
-]
+    "SCHEMA_VERSION", "SUITE", "UNKNOWN", "CodeNote", "CompiledNote", "EngineNote", "EngineValue",
+    "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote", "ModuleRole",
+    "Override", "Plan", "Repeatability", "SampleTokens", "Settings", "Sizes", "StoreMode",
+    "Switch", "SwitchStatus", "Task", "Tokens",
+]  # fmt: skip
 
 SCHEMA_VERSION = 6
 SUITE = "suite:"
@@ -160,6 +142,11 @@ class SampleTokens(_Strict, kw_only=True):
     """The greedy choice at each step. It differs from ``generated_ids`` only where tokens were
     forced."""
 
+    @property
+    def num_padded(self) -> int:
+        """Length of its row in the batch: the prompt and its pads."""
+        return self.num_left_pad + len(self.prompt_ids) + self.num_right_pad
+
 
 class Tokens(_Strict, kw_only=True):
     """All prompts, and how they were batched."""
@@ -176,6 +163,19 @@ class Tokens(_Strict, kw_only=True):
     def group_of(self, sample: int) -> list[int]:
         """The group whose first sample this is; empty where there is none."""
         return next((group for group in self.groups if group and group[0] == sample), [])
+
+    def pads(self, sample: int) -> torch.Tensor | None:
+        """(B, T), True where the prompts of the group whose first sample this is have pads; None
+        where they have none."""
+        members = [self.samples[number] for number in self.group_of(sample)]
+        if not any(one.num_left_pad or one.num_right_pad for one in members):
+            return None
+        import torch
+
+        place = torch.arange(max(one.num_padded for one in members))
+        begins = torch.tensor([[one.num_left_pad] for one in members])
+        ends = torch.tensor([[one.num_left_pad + len(one.prompt_ids)] for one in members])
+        return (place < begins) | (place >= ends)
 
     @property
     def layout(self) -> tuple[list[list[int]], list[tuple[int, int]]]:

@@ -29,7 +29,7 @@ from divergence.run.schema.record import (
     UnsoundError,
 )
 from divergence.run.schema.site import escape_path, unescape_path
-from divergence.run.storage.store import Store
+from divergence.run.storage.blob import Store
 
 __all__ = [
     "BROKEN_JSON",
@@ -107,7 +107,7 @@ def _broken_manifest(manifest: Manifest) -> str | None:
         members = [samples[number] for number in group]
         if not members:
             return f"a group is empty{at}"
-        lengths = {s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in members}
+        lengths = {sample.num_padded for sample in members}
         if max(lengths) * len(members) > MAX_FORWARD_TOKENS:
             return f"samples {group[:9]} are padded to {max(lengths)} tokens, beyond any batch{at}"
         if len(lengths) > 1:

@@ -2,7 +2,8 @@
 
 Local ones are views of a private memory map (also inside a tar, or a zip whose members are stored),
 so a comparison streams through dumps larger than memory without a copy; remote ones are ranges that
-were fetched.
+were fetched. A store maps a run's names to blobs: a directory's entries, an archive's members, an
+object store's objects.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 import io
 import mmap
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from divergence.run.process_tuning import release_pages
+from divergence.run.storage.location import Location
 
-__all__ = ["Blob", "BlobFile", "Bytes", "LocalBlob", "reader"]
+__all__ = ["SPAN_BYTES", "Blob", "BlobFile", "Bytes", "LocalBlob", "Store", "reader"]
 
 Bytes = bytes | memoryview
 
-
+SPAN_BYTES = 8 << 20
+"""The most that is read at a time: ranges are put together to it, and larger ones are fetched in
+parts of it."""
 _SCRATCH_BYTES = 1 << 20
 """Stays in a core's cache."""
 
@@ -176,3 +181,50 @@ class BlobFile(io.RawIOBase):
 def reader(blob: Blob, *, ahead_bytes: int) -> BinaryIO:
     """The blob as a file that reads ``ahead_bytes`` at a time."""
     return io.BufferedReader(BlobFile(blob), ahead_bytes)
+
+
+class Store:
+    """The files of one run. Methods raise RunFormatError, or OSError of this machine's files.
+
+    ``far``: bytes cost time and money to fetch, so only those are read that must be.
+    """
+
+    place: Location
+    far = False
+
+    def has(self, name: str) -> bool:
+        """Is there anything under this name?"""
+        raise NotImplementedError
+
+    def where(self, name: str) -> str:
+        """What to call a file of the run in messages."""
+        raise NotImplementedError
+
+    def blob(self, name: str) -> Blob:
+        """A file's bytes; RunFormatError where it is missing, a link, or no regular file."""
+        raise NotImplementedError
+
+    def open(self, name: str) -> BinaryIO:
+        """A file from end to end."""
+        return reader(self.blob(name), ahead_bytes=SPAN_BYTES)
+
+    def size(self, name: str) -> int:
+        """Bytes of what ``open`` gives."""
+        return self.blob(name).size
+
+    def whole(self, name: str) -> Iterator[Bytes]:
+        """A file from end to end, in pieces, without a copy where it lies here as it is."""
+        blob = self.blob(name)
+        for begin in range(0, blob.size, SPAN_BYTES):
+            yield blob.view(begin, SPAN_BYTES)
+        blob.close()
+
+    def has_changed(self, name: str) -> bool:
+        """Is a file another one now than when the store was opened?"""
+        return False
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        """(name, begin, end) of what will be read, in about this order."""
+
+    def close(self) -> None:
+        """Releases maps and connections."""

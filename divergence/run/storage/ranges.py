@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-__all__ = ["SPAN_BYTES", "Ranges", "coalesced"]
+from divergence.run.storage.blob import SPAN_BYTES
+
+__all__ = ["Ranges", "coalesced"]
 
 GAP_BYTES = 256 << 10
 """Bytes between two ranges that are read along rather than asked for twice: less than a request's
 latency costs."""
-SPAN_BYTES = 8 << 20
-"""The most that ranges are put together to, and parts that a larger one is fetched in."""
 BUDGET_BYTES = 256 << 20
 """What is kept of one store; half of it may be filled ahead of the reader."""
 NUM_REQUESTS = 8

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.errors import RunWriteError
+from divergence.numerics.kernels import set_device
 from divergence.numerics.summaries.summary import summarize_many
 from divergence.run.command import command_line
-from divergence.run.current_device import set_device
 from divergence.run.process_tuning import disable_openmp
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, PassName, Place, Placement, Record

@@ -13,7 +13,7 @@ from divergence.analyses.blocks.evidence import only_in
 from divergence.analyses.blocks.looks import controls, one_step
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.results.sites import PromptRatio, SiteResult
-from divergence.numerics.chance import spread
+from divergence.numerics.floor import spread
 
 ROWS, FEATURES = 16, 64
 

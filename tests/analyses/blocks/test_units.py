@@ -84,7 +84,7 @@ def test_the_width_is_that_of_the_f_distribution():
     width, whatever n is."""
     import torch
 
-    from divergence.numerics.chance import spread as _spread
+    from divergence.numerics.floor import spread as _spread
 
     assert _spread(64) == _spread(10**6) == 1.0
     draw = torch.Generator().manual_seed(0)

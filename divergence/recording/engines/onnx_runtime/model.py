@@ -1,21 +1,30 @@
-"""An ONNX file as a model: its modules, with the config and tokenizer that lie beside it."""
+"""An ONNX file as a model: modules, parameters, and the config and tokenizer beside it.
+
+torch's exporter notes the operator each node was made of, and that the parameters it used
+(``%p_model_norm_weight``). A matrix of ``linear`` is stored transposed; equal tensors are stored
+once, under the first one's name. So parameters are named by who uses them. What the exporter
+computed from a parameter beforehand is no parameter any more: where constants are left that no name
+fits, the model's weights as a whole cannot be told from another's, and that is said.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from divergence.errors import ModelError, UsageError, first_line
 from divergence.recording.engines.engine import Loading
 from divergence.recording.engines.load import LoadedModel, load_tokenizer, resolve_task
-from divergence.recording.engines.onnx_runtime.graph import Graph
-from divergence.recording.engines.onnx_runtime.weights import modules_of
+from divergence.recording.engines.onnx_runtime.file import tensor_of
+from divergence.recording.engines.onnx_runtime.graph import Graph, Node
 from divergence.recording.model.structure import describe_modules
 
-__all__ = ["model_of"]
+__all__ = ["model_of", "modules_of"]
 
 _INPUTS = ("attention_mask", "position_ids", "token_type_ids", "use_cache_branch")
 
@@ -90,3 +99,122 @@ def _generation(folder: Path, config: Any) -> GenerationConfig:
         except Exception:  # as if it were not there
             pass
     return GenerationConfig.from_model_config(config)
+
+
+_FX = "pkg.torch.onnx.fx_node"
+_USED = re.compile(r"%([pb])_(\w+)")
+_PRODUCT = re.compile(r"aten\.(addmm|mm|matmul|bmm)\b")
+_WITH_BIAS = ("Conv", "Gemm", "LayerNormalization")
+"""Their third operand is one."""
+_FLOATS = (1, 10, 11, 16)
+
+
+def modules_of(graph: Graph, folder: Path) -> tuple[nn.Module, list[str]]:
+    """The modules as far as the graph tells them, with their parameters; and the constants that are
+    no parameter by name. Nothing of it can be called."""
+    kinds: dict[str, type[nn.Module]] = {}
+
+    def made(kind: str) -> nn.Module:
+        name = kind if kind.isidentifier() else "Module"
+        if name not in kinds:
+            kinds[name] = type(name, (nn.Module,), {"__module__": __name__})
+        return kinds[name]()
+
+    root = made(graph.kinds[""])
+    for path in graph.kinds:
+        parent = root
+        parts = path.split(".") if path else []
+        for number, part in enumerate(parts):
+            child = parent._modules.get(part or "_")
+            if child is None:
+                here, after = ".".join(parts[: number + 1]), parts[number + 1 : number + 2]
+                listed = here not in graph.kinds and after and after[0].isdecimal()
+                child = nn.ModuleList() if listed else made(graph.kinds.get(here, "Module"))
+                parent.add_module(part or "_", child)
+            parent = child
+    named, left = _named(graph)
+    matrices: dict[str, nn.Parameter] = {}
+    for name, (constant, transposed) in named.items():
+        path, _, last = name.rpartition(".")
+        parameter = matrices.get(constant)
+        if parameter is None:
+            tensor = tensor_of(graph.constants[constant], folder)
+            parameter = nn.Parameter(tensor.T if transposed else tensor, requires_grad=False)
+            if tensor.ndim == 2:  # equal vectors are stored once, whoever has them
+                matrices[constant] = parameter
+        root.get_submodule(path).register_parameter(last, parameter)
+    _embeddings(root, graph, named)
+    return root, left
+
+
+def _named(graph: Graph) -> tuple[dict[str, tuple[str, bool]], list[str]]:
+    """Parameter → (constant, is it transposed); and the names of constants that are none."""
+    found: dict[str, tuple[str, bool]] = {}
+    known: set[str] = set()
+    for node in graph.nodes if graph.has_modules else ():
+        for constant in {name for name in node.inputs if _counts(graph, name)}:
+            choice = _choice(node, constant)
+            if choice is not None:
+                known.add(constant)
+                kind, name, transposed = choice
+                if kind == "p":
+                    found.setdefault(name, (constant, transposed))
+    left = [name for name in graph.constants if _counts(graph, name) and name not in known]
+    return found, left
+
+
+def _choice(node: Node, constant: str) -> tuple[str, str, bool] | None:
+    """(parameter or buffer, its name, is it stored transposed) of a constant that the node takes;
+    None where that is not certain."""
+    operator, place = node.proto.op_type, node.inputs.index(constant)
+    made_of = node.properties.get(_FX, "")
+    used = [(kind, _parameter(mangled, node, constant)) for kind, mangled in _USED.findall(made_of)]
+    if not made_of:  # an older exporter: names are kept, of matrices that were not transposed
+        path, _, last = constant.rpartition(".")
+        return ("p", constant, False) if last and path in node.scopes else None
+    if len(used) > 1:
+        is_bias = operator == "Add" or (place == 2 and operator in _WITH_BIAS)
+        used = [one for one in used if one[1] is not None and one[1].endswith("bias") == is_bias]
+    if len(used) != 1 or used[0][1] is None:
+        return None
+    transposed = False
+    if operator in ("MatMul", "Gemm") and place < 2:
+        turned = any(one.name == "transB" and one.i for one in node.proto.attribute)
+        if "aten.linear" in made_of:
+            transposed = place == 1 and not turned
+        elif turned or not _PRODUCT.search(made_of):
+            return None
+    return used[0][0], used[0][1], transposed
+
+
+def _counts(graph: Graph, name: str) -> bool:
+    """Is it a tensor of numbers, and no epsilon or the like?"""
+    one = graph.constants.get(name)
+    return one is not None and one.data_type in _FLOATS and any(n > 1 for n in one.dims)
+
+
+def _parameter(mangled: str, node: Node, constant: str) -> str | None:
+    """``model_norm_weight`` as ``model.norm.weight``, by the modules that the node runs in. The
+    exporter writes it in lower case; of parameters that are tied it tells one name."""
+    mangled = mangled.lower()
+    for path in reversed(node.scopes):
+        start = re.sub(r"\W", "_", path).lower() + "_"
+        if mangled.startswith(start):
+            last, own = mangled.removeprefix(start), constant.rpartition(".")[2]
+            if own.lower() == last:
+                return f"{path}.{own}"
+            return f"{path}.{last}" if last in ("weight", "bias") else None
+    return f"{node.scopes[-1]}.weight" if node.scopes and mangled.endswith("_weight") else None
+
+
+def _embeddings(root: Any, graph: Graph, named: dict[str, tuple[str, bool]]) -> None:
+    """What transformers' models say of themselves: the first and the last matrix."""
+    matrices = [name for name, (c, _) in named.items() if len(graph.constants[c].dims) == 2]
+    first = next((n for n in matrices if graph.kinds.get(n.rpartition(".")[0]) == "Embedding"), "")
+    ending = [n for n in matrices if not re.search(r"(^|\.)\d+\.", n)]
+    last = (
+        ending[-1] if ending and graph.kinds.get(ending[-1].rpartition(".")[0]) == "Linear" else ""
+    )
+    ends = [root.get_submodule(n.rpartition(".")[0]) if n else None for n in (first, last)]
+    object.__setattr__(root, "get_input_embeddings", lambda: ends[0])
+    object.__setattr__(root, "get_output_embeddings", lambda: ends[1])

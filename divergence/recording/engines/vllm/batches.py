@@ -107,7 +107,7 @@ def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> Forward:
         steps.setdefault(step, []).append((place, number, int(ends[number])))
     first = samples[0]
     size = len(samples)
-    padded = first.num_left_pad + len(first.prompt_ids) + first.num_right_pad
+    padded = first.num_padded
     parts, last = [], []
     for step, found in sorted(steps.items()):
         rows: list[int] = []

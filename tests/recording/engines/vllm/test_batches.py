@@ -10,7 +10,7 @@ import torch
 
 from divergence.errors import ModelError
 from divergence.recording.engines.vllm.batches import Gathered, alone, forward_of
-from divergence.recording.engines.vllm.tokens import Tokens
+from divergence.recording.engines.vllm.session import Tokens
 from divergence.recording.hooks.sink import Sink
 from divergence.recording.prompts import group_samples
 from divergence.run.schema.manifest import SampleTokens

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from divergence.run.current_device import set_device
+from divergence.numerics.kernels import set_device
 from divergence.run.writing import writer
 from divergence.run.writing.writer import RunWriter
 

@@ -41,33 +41,11 @@ if TYPE_CHECKING:
     from divergence.sending import bundle
 
 __all__ = [
-    "Checkup",
-    "DiffResult",
-    "Matrix",
-    "Report",
-    "Run",
-    "SelfcheckResult",
-    "__version__",
-    "bundle",
-    "capture",
-    "check",
-    "compare",
-    "compare_many",
-    "diff",
-    "doctor",
-    "import_dump",
-    "localize",
-    "pack",
-    "probe",
-    "record",
-    "replay",
-    "repro",
-    "selfcheck",
-    "selftest",
-    "sensitivity",
-    "truth",
+    "Checkup", "DiffResult", "Matrix", "Report", "Run", "SelfcheckResult", "__version__", "bundle",
+    "capture", "check", "compare", "compare_many", "diff", "doctor", "import_dump", "localize",
+    "pack", "probe", "record", "replay", "repro", "selfcheck", "selftest", "sensitivity", "truth",
     "unpack",
-]
+]  # fmt: skip
 
 _HOMES = {
     "Checkup": "divergence.checklist.result",

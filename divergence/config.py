@@ -43,18 +43,9 @@ from divergence.run.schema.site import BUILTIN_SITES, near_names
 from divergence.run.trust import ATTENTION
 
 __all__ = [
-    "BUILTIN_SITES",
-    "SECTIONS",
-    "SitesPreset",
-    "config_names",
-    "decode",
-    "expand_sites",
-    "find_config",
-    "ignored_variables",
-    "load_settings",
-    "load_toml",
-    "settings_of",
-]
+    "BUILTIN_SITES", "SECTIONS", "SitesPreset", "config_names", "decode", "expand_sites",
+    "find_config", "ignored_variables", "load_settings", "load_toml", "settings_of",
+]  # fmt: skip
 
 SETTINGS_FILE = "divergence.toml"
 PREFIX = "DIVERGENCE_"

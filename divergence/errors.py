@@ -10,22 +10,10 @@ from __future__ import annotations
 from divergence.words import printable
 
 __all__ = [
-    "ConfigError",
-    "DivergenceError",
-    "DumpError",
-    "EndpointError",
-    "FaultError",
-    "IncomparableError",
-    "ModelError",
-    "PlantError",
-    "PromptError",
-    "RunError",
-    "RunExistsError",
-    "RunFormatError",
-    "RunWriteError",
-    "UsageError",
-    "first_line",
-]
+    "ConfigError", "DivergenceError", "DumpError", "EndpointError", "FaultError",
+    "IncomparableError", "ModelError", "PlantError", "PromptError", "RunError", "RunExistsError",
+    "RunFormatError", "RunWriteError", "UsageError", "first_line",
+]  # fmt: skip
 
 
 class DivergenceError(Exception):

@@ -9,17 +9,9 @@ from collections.abc import Callable
 from typing import Literal
 
 __all__ = [
-    "HEADLINES",
-    "Progress",
-    "Side",
-    "SideBothOrNeither",
-    "SideOrBoth",
-    "markdown_code",
-    "markdown_text",
-    "printable",
-    "printable_json",
-    "printable_lines",
-]
+    "HEADLINES", "Progress", "Side", "SideBothOrNeither", "SideOrBoth", "markdown_code",
+    "markdown_text", "printable", "printable_json", "printable_lines",
+]  # fmt: skip
 
 Progress = Callable[[str, int, int | None, str], None]
 """Called as work goes on, with (event, how much is done, of how much, detail); the total is None

@@ -35,24 +35,10 @@ from divergence.numerics.formats import format_of
 from divergence.run.schema.fingerprint import digest_tensor
 
 __all__ = [
-    "FUNCTIONS",
-    "MODES",
-    "SIZES",
-    "batch_groups",
-    "fused_elementwise",
-    "inputs_of",
-    "lanes",
-    "probe_elementary",
-    "probe_fused",
-    "probe_rounding",
-    "probe_rows",
-    "probe_subnormals",
-    "rounding_mode",
-    "row_share",
-    "spans",
-    "subnormals",
-    "worst_ulp",
-]
+    "FUNCTIONS", "MODES", "SIZES", "batch_groups", "fused_elementwise", "inputs_of", "lanes",
+    "probe_elementary", "probe_fused", "probe_rounding", "probe_rows", "probe_subnormals",
+    "rounding_mode", "row_share", "spans", "subnormals", "worst_ulp",
+]  # fmt: skip
 
 Unary = Callable[[torch.Tensor], torch.Tensor]
 

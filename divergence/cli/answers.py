@@ -11,15 +11,9 @@ from typing import Any
 from divergence.words import Progress, printable, printable_lines
 
 __all__ = [
-    "ARGUMENTS",
-    "VERBOSE",
-    "progress_bars",
-    "show",
-    "show_briefly",
-    "show_copy",
-    "show_plan",
+    "ARGUMENTS", "VERBOSE", "progress_bars", "show", "show_briefly", "show_copy", "show_plan",
     "show_run",
-]
+]  # fmt: skip
 
 ARGUMENTS = "divergence.arguments"
 """Context key: the command line as it was given."""

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from divergence.cli.answers import progress_bars, show
 from divergence.cli.compare import HTML, check_folder
 from divergence.errors import RunExistsError, RunWriteError, UsageError
-from divergence.options.commands import (
-    LIMITS,
-    Device,
-    FloorRuns,
-    Json,
-    Model,
-    Operators,
-    Quiet,
-    TrustRemoteCode,
-    Truth,
-    Verbose,
+from divergence.options.commands import LIMITS, Json, Quiet, Verbose
+from divergence.options.experiments import (
+    LocalizeOptions,
+    SelfcheckOptions,
+    SelftestOptions,
+    SensitivityOptions,
 )
 from divergence.options.option import Option
 
@@ -29,38 +23,13 @@ __all__ = ["localize", "selfcheck", "selftest", "sensitivity"]
 
 
 def localize(
+    *,
     reference: Annotated[str, Option("A", "The reference run.")],
     candidate: Annotated[str, Option("B", "The candidate run.")],
     out: Annotated[
         str | None, Option("--out -o DIR", "Directory for the runs that are made; needed.")
     ] = None,
-    truth: Annotated[
-        str | None,
-        Option(
-            "--truth TRUTH",
-            "The float64 run of `divergence truth`, made on A's machine. Default: made in "
-            "DIR, there.",
-        ),
-    ] = None,
-    block: Annotated[
-        str | None, Option("--block PATH", "Go into this block, whatever the comparison says.")
-    ] = None,
-    model: Model = None,
-    device: Device = "auto",
-    here: Annotated[
-        str,
-        Option(
-            "--here SIDE",
-            "Whose machine this is: reference, candidate, both, none; auto asks the runs. "
-            "What is made must have that run's bits.",
-            choices=("auto", "reference", "candidate", "both", "none"),
-        ),
-    ] = "auto",
-    force: Annotated[
-        bool, Option("--force", "Replace what DIR holds of another pair of runs.")
-    ] = False,
-    trust_remote_code: TrustRemoteCode = False,
-    operators: Operators = (),
+    options: Annotated[dict[str, Any], LocalizeOptions],
     html: Annotated[Path | None, HTML] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -89,11 +58,7 @@ def localize(
     from divergence.report.localization import localization_lines
 
     with progress_bars(quiet=quiet or json) as progress:
-        result = localize(
-            reference, candidate, out=out, truth=truth, block=block, model=model, device=device,
-            here=here, force=force, trust_remote_code=trust_remote_code, operators=operators,
-            progress=progress,
-        )  # fmt: skip
+        result = localize(reference, candidate, out=out, progress=progress, **options)
     if html is not None:
         result.to_html(html)
     if json:
@@ -105,41 +70,11 @@ def localize(
         raise typer.Exit(2)
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def sensitivity(
+    *,
     run: Annotated[str, Option("RUN", "The reference run.")],
-    candidate: Annotated[
-        str | None,
-        Option(
-            "--candidate B",
-            "A healthy run captured like RUN. Default: made here, of other kernels.",
-        ),
-    ] = None,
-    truth: Truth = None,
-    floor: FloorRuns = (),
-    blocks: Annotated[
-        str,
-        Option(
-            "--blocks LIST", "first, middle, last, all, numbers from 0 or module paths; by commas."
-        ),
-    ] = "first,middle,last",
-    faults: Annotated[
-        str, Option("--faults LIST", "scale, update-scale, noise, bias, channel, zero; by commas.")
-    ] = "scale,update-scale,noise,bias,channel",
-    policy: Annotated[str | None, LIMITS] = None,
-    confirm: Annotated[
-        bool,
-        Option(
-            "--confirm",
-            "Also plant the found sizes in the running model, in one block; needs the model.",
-        ),
-    ] = False,
-    model: Model = None,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
+    options: Annotated[dict[str, Any], SensitivityOptions],
+    policy: Annotated[str | None, LIMITS.but(after="faults")] = None,
     html: Annotated[Path | None, HTML] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -167,11 +102,8 @@ def sensitivity(
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
 
     with progress_bars(quiet=quiet or json) as progress:
-        result = sensitivity(
-            run, candidate=candidate, truth=truth, floor=floor, blocks=_words(blocks),
-            faults=_words(faults), thresholds=load_policy(policy).thresholds, confirm=confirm,
-            model=model, device=device, trust_remote_code=trust_remote_code, progress=progress,
-        )  # fmt: skip
+        thresholds = load_policy(policy).thresholds
+        result = sensitivity(run, thresholds=thresholds, progress=progress, **options)
     if html is not None:
         result.to_html(html)
     if json:
@@ -181,44 +113,12 @@ def sensitivity(
 
 
 def selfcheck(
+    *,
     model: Annotated[str, Option("MODEL", "Name on the hub, or a folder.")],
-    prompts: Annotated[
-        Sequence[str],
-        Option("--prompt TEXT", "A prompt; repeatable. Default: four of 16 tokens at most."),
-    ] = (),
-    prompts_file: Annotated[
-        Path | None,
-        Option("--prompts FILE", "A file of prompts: .txt (one a line), .jsonl or .json."),
-    ] = None,
-    chat: Annotated[bool, Option("--chat", "Put prompts through the chat template.")] = False,
-    max_new_tokens: Annotated[
-        int, Option("--max-new-tokens N", "Tokens to generate for each prompt.", minimum=1)
-    ] = 3,
-    dtype: Annotated[
-        str | None, Option("--dtype DTYPE", "float32, bfloat16, float16. Default: auto.")
-    ] = None,
-    device: Device = "auto",
-    attn_implementation: Annotated[
-        str | None,
-        Option("--attn-implementation NAME", "Of the base run: eager (default), sdpa."),
-    ] = None,
-    only: Annotated[
-        str,
-        Option(
-            "--only LIST",
-            "again, hooks, threads, batch, place, mates, pads, whole, cache, chunks, attention, "
-            "compile; by commas. Default: all but compile, which takes minutes.",
-        ),
-    ] = "",
-    truth: Annotated[
-        bool,
-        Option("--truth", "Make the float64 truth too: tells which side of a line is wrong."),
+    options: Annotated[dict[str, Any], SelfcheckOptions],
+    exit_code: Annotated[
+        bool, Option("--exit-code", "Exit with 1 where a line diverged.", after="keep")
     ] = False,
-    keep: Annotated[
-        Path | None, Option("--keep DIR", "Keep the runs there; else they are removed.")
-    ] = None,
-    exit_code: Annotated[bool, Option("--exit-code", "Exit with 1 where a line diverged.")] = False,
-    trust_remote_code: TrustRemoteCode = False,
     html: Annotated[Path | None, HTML] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -243,12 +143,7 @@ def selfcheck(
     from divergence.report.selfcheck import selfcheck_answer, selfcheck_lines
 
     with progress_bars(quiet=quiet or json) as progress:
-        result = selfcheck(
-            model, prompts=prompts, prompts_file=prompts_file, chat=chat, dtype=dtype,
-            device=device, attn_implementation=attn_implementation, max_new_tokens=max_new_tokens,
-            trust_remote_code=trust_remote_code, only=_words(only), truth=truth, keep=keep,
-            progress=progress,
-        )  # fmt: skip
+        result = selfcheck(model, progress=progress, **options)
     if html is not None:
         result.to_html(html)
     if json:
@@ -264,14 +159,11 @@ def selfcheck(
 
 
 def selftest(
+    *,
     out: Annotated[
         Path | None, Option("-o --out FILE", "The answer as JSON. Default: selftest-DEVICE.json.")
     ] = None,
-    device: Device = "auto",
-    quick: Annotated[bool, Option("--quick", "Leave out the suite of operators.")] = False,
-    keep: Annotated[
-        Path | None, Option("--keep DIR", "Keep the runs there; else they are removed.")
-    ] = None,
+    options: Annotated[dict[str, Any], SelftestOptions],
     force: Annotated[bool, Option("--force", "Replace FILE where it exists.")] = False,
     exit_code: Annotated[bool, Option("--exit-code", "Exit with 1 where a step failed.")] = False,
     json: Json = False,
@@ -294,13 +186,13 @@ def selftest(
     from divergence.recording.machine.environment import resolve_device
     from divergence.report.environment import selftest_answer, selftest_lines
 
-    name = resolve_device(device)
+    name = resolve_device(options.pop("device", "auto"))
     file = out or Path(f"selftest-{name.replace(':', '-')}.json")
     if file.exists() and not force:
         raise RunExistsError(f"{file} exists", hint="choose another -o, or --force")
     try:
         with progress_bars(quiet=quiet or json) as progress:
-            result = selftest(name, quick=quick, keep=keep, progress=progress)
+            result = selftest(name, progress=progress, **options)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:
             _write(file, interrupt.args[0].to_json(indent=2))

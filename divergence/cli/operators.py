@@ -9,13 +9,11 @@ from divergence.errors import UsageError
 from divergence.options.commands import (
     Force,
     Json,
-    ModelOfWeights,
-    Operators,
     Quiet,
     ReplayOptions,
-    TrustRemoteCode,
     Verbose,
 )
+from divergence.options.experiments import ReproOptions
 from divergence.options.option import Option
 from divergence.run.command import command_line
 
@@ -60,32 +58,11 @@ def replay(
 
 
 def repro(
+    *,
     run: Annotated[str, Option("RUN", "A run that holds operators.")],
     out: Annotated[str | None, Option("--out -o DIR", "Directory to write; needed.")] = None,
     site: Annotated[str | None, Option("--site SITE", "The operator's site; needed.")] = None,
-    against: Annotated[
-        str | None,
-        Option(
-            "--against RUN2",
-            "The other machine's run, best a replay of RUN: its figures stand beside.",
-        ),
-    ] = None,
-    truth: Annotated[
-        str | None, Option("--truth TRUTH", "A float64 replay of RUN. Default: computed here.")
-    ] = None,
-    sample: Annotated[int | None, Option("--sample N", "Which prompt's call.", minimum=0)] = None,
-    step: Annotated[
-        int | None,
-        Option(
-            "--step N",
-            "Which forward's call. Default: where RUN2 differs most, else the first.",
-            minimum=0,
-        ),
-    ] = None,
-    model: ModelOfWeights = None,
-    trust_remote_code: TrustRemoteCode = False,
-    operators: Operators = (),
-    force: Annotated[bool, Option("--force", "Replace an existing reproducer.")] = False,
+    options: Annotated[dict[str, Any], ReproOptions],
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -119,11 +96,7 @@ def repro(
     from divergence.report.machine import strict_json
 
     with progress_bars(quiet=quiet or json) as progress:
-        made = call(
-            run, site=site, out=out, truth=truth, against=against, sample=sample, step=step,
-            model=model, trust_remote_code=trust_remote_code, operators=operators,
-            force=force, progress=progress,
-        )  # fmt: skip
+        made = call(run, site=site, out=out, progress=progress, **options)
         for note in made.notes:
             progress("note", 0, None, note)
     if json:

@@ -95,8 +95,11 @@ def _spread(kind: type[Options]) -> list[_Parameter]:
         for option in field.options:
             name = field.name if option is field.option else option.word
             hidden = option.setting or "Default: " in option.help
-            default = field.default if isinstance(field.default, str) and not hidden else None
-            parameters.append(_parameter(name, field.type, default, option))
+            type_, default = field.type, field.default
+            if option.commas:
+                type_, default = str, ",".join(default)
+            default = default if isinstance(default, str) and not hidden else None
+            parameters.append(_parameter(name, type_, default, option))
     return parameters
 
 
@@ -142,6 +145,8 @@ def _given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:
                 raise UsageError(f"{both} cannot be combined", hint="give one of them")
             if isinstance(value, enum.Enum):
                 value = value.value
+            if option.commas:
+                value = [part.strip() for part in value.split(",") if part.strip()]
             given[field.name] = option.turns_on if value is True else value
     return given
 

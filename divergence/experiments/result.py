@@ -17,19 +17,9 @@ from divergence.run.schema.manifest import Environment, Switch
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = [
-    "SELFTEST_SCHEMA_VERSION",
-    "SENSITIVITY_SCHEMA_VERSION",
-    "Confirmation",
-    "FaultSize",
-    "Level",
-    "Localization",
-    "OwnError",
-    "Repetition",
-    "Selftest",
-    "Sensitivity",
-    "Step",
-    "StepStatus",
-]
+    "SELFTEST_SCHEMA_VERSION", "SENSITIVITY_SCHEMA_VERSION", "Confirmation", "FaultSize", "Level",
+    "Localization", "OwnError", "Repetition", "Selftest", "Sensitivity", "Step", "StepStatus",
+]  # fmt: skip
 
 LOCALIZATION_SCHEMA_VERSION = 1
 

@@ -23,17 +23,9 @@ import torch
 from divergence.run.schema.site import near_names
 
 __all__ = [
-    "Refusal",
-    "Unsafe",
-    "asked_for",
-    "check_namespace",
-    "check_operator",
-    "draws_random_numbers",
-    "find_operator",
-    "is_uninitialised",
-    "short_name",
-    "suite_function",
-]
+    "Refusal", "Unsafe", "asked_for", "check_namespace", "check_operator", "draws_random_numbers",
+    "find_operator", "is_uninitialised", "short_name", "suite_function",
+]  # fmt: skip
 
 
 class Refusal(Exception):

@@ -63,6 +63,8 @@ class Option(msgspec.Struct, frozen=True):
     needs_like: bool = False
     suite: bool = False
     """Means something to a suite of operators."""
+    commas: bool = False
+    """A list that is written as one text, its parts divided by commas."""
     after: str | None = None
     """The parameter that it follows in help, where that is not the one before it."""
 

@@ -49,19 +49,9 @@ if TYPE_CHECKING:
     from divergence.run.schema.manifest import StoreMode
 
 __all__ = [
-    "BufferKeeper",
-    "CopyKeeper",
-    "DeviceCopies",
-    "Event",
-    "Keeper",
-    "Recent",
-    "ReducedKeeper",
-    "ShapeKeeper",
-    "SideStream",
-    "Stream",
-    "can_pin",
-    "side_stream",
-]
+    "BufferKeeper", "CopyKeeper", "DeviceCopies", "Event", "Keeper", "Recent", "ReducedKeeper",
+    "ShapeKeeper", "SideStream", "Stream", "can_pin", "side_stream",
+]  # fmt: skip
 
 
 class Event(Protocol):

@@ -49,18 +49,9 @@ if TYPE_CHECKING:
     from divergence.recording.selection import SiteSelection
 
 __all__ = [
-    "Pass",
-    "RememberingSink",
-    "RepeatSink",
-    "TensorKey",
-    "check_forwards",
-    "own_inputs",
-    "own_plants",
-    "run_pass",
-    "run_whole",
-    "why_not_whole",
-    "widened",
-]
+    "Pass", "RememberingSink", "RepeatSink", "TensorKey", "check_forwards", "own_inputs",
+    "own_plants", "run_pass", "run_whole", "why_not_whole", "widened",
+]  # fmt: skip
 
 TensorKey = tuple[int, int, str]
 

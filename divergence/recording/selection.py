@@ -31,13 +31,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "OPERATORS",
-    "SiteSelection",
-    "check_operators",
-    "narrowed",
-    "select_positions",
+    "OPERATORS", "SiteSelection", "check_operators", "narrowed", "select_positions",
     "step_selected",
-]
+]  # fmt: skip
 
 OPERATORS = "ops@"
 """Before a module's path: every operator inside it."""

@@ -21,17 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Joined",
-    "NotWholeError",
-    "Share",
-    "adds",
-    "along",
-    "combined",
-    "leaves_of",
-    "merged",
-    "shape_of",
-    "shares_of",
-]
+    "Joined", "NotWholeError", "Share", "adds", "along", "combined", "leaves_of", "merged",
+    "shape_of", "shares_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,9 @@ from divergence.run.schema.engine import EngineValue
 from divergence.run.schema.manifest import Manifest
 
 __all__ = [
-    "ATTENTION",
-    "recorded_attention",
-    "recorded_engine_options",
-    "recorded_revision",
-    "recorded_seed",
-    "recorded_sites",
-    "recorded_source",
-]
+    "ATTENTION", "recorded_attention", "recorded_engine_options", "recorded_revision",
+    "recorded_seed", "recorded_sites", "recorded_source",
+]  # fmt: skip
 
 ATTENTION = (
     "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4",

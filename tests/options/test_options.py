@@ -17,9 +17,14 @@ from divergence.checklist.doctor import doctor
 from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
+from divergence.experiments.localization.localize import localize
+from divergence.experiments.selfcheck.selfcheck import selfcheck
+from divergence.experiments.selftest import selftest
+from divergence.experiments.sensitivity.sensitivity import sensitivity
 from divergence.fleet.many import compare_many
 from divergence.gate.check import check
 from divergence.ops.replay import replay
+from divergence.ops.reproducer.repro import repro
 from divergence.options.capture import CaptureOptions
 from divergence.options.commands import (
     CheckOptions,
@@ -31,6 +36,13 @@ from divergence.options.commands import (
     TruthOptions,
     Verbose,
 )
+from divergence.options.experiments import (
+    LocalizeOptions,
+    ReproOptions,
+    SelfcheckOptions,
+    SelftestOptions,
+    SensitivityOptions,
+)
 from divergence.options.option import (
     Option,
     command_options,
@@ -41,9 +53,11 @@ from divergence.options.option import (
 from divergence.recording.api import capture, truth
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
+from divergence.words import Progress
 
 KINDS = [
     CaptureOptions, TruthOptions, CompareOptions, CheckOptions, ReplayOptions, ProbeOptions,
+    LocalizeOptions, ReproOptions, SelfcheckOptions, SelftestOptions, SensitivityOptions,
 ]  # fmt: skip
 
 
@@ -124,13 +138,23 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
         ),
         (check, CheckOptions, "golden new progress"),
         (doctor, DoctorOptions, "reference candidate progress"),
+        (
+            localize,
+            LocalizeOptions,
+            "reference candidate out prepare_reference prepare_candidate progress",
+        ),
+        (sensitivity, SensitivityOptions, "run thresholds progress"),
+        (selfcheck, SelfcheckOptions, "model revision progress"),
+        (selftest, SelftestOptions, "progress"),
+        (repro, ReproOptions, "run site out progress"),
     ],
 )
 def test_the_python_api_has_the_same_options(function, kind, own):
     """Names and defaults are the struct's, and no type is narrower. They are written down twice,
     since type checkers and help() read a written signature alone."""
     signature = inspect.signature(function)
-    hints = typing.get_type_hints(function, localns={"Run": Run, "torch": torch})
+    names = {"Run": Run, "torch": torch, "Progress": Progress, "Prepare": Any}
+    hints = typing.get_type_hints(function, localns=names)
     fields = {field.name: field for field in fields_of(kind)}
     assert set(signature.parameters) - set(own.split()) == set(fields)
     for name, field in fields.items():

@@ -27,13 +27,8 @@ from divergence.run.schema.record import Record
 from divergence.words import Side
 
 __all__ = [
-    "MeasuredOperators",
-    "OperatorUnit",
-    "Rights",
-    "distance_of",
-    "measure_operators",
-    "num_terms",
-]
+    "MeasuredOperators", "OperatorUnit", "Rights", "distance_of", "measure_operators", "num_terms",
+]  # fmt: skip
 
 _Item = TypeVar("_Item", OtherInput, OtherOperand)
 

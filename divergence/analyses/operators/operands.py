@@ -31,14 +31,9 @@ from divergence.run.schema.record import Call, Operand, Record
 from divergence.run.schema.scalars import OtherScalar, other_scalars, scalar_words
 
 __all__ = [
-    "argument_names",
-    "given_inputs",
-    "operand_record",
-    "operands_text",
-    "other_inputs",
-    "other_operands",
-    "relative_difference",
-]
+    "argument_names", "given_inputs", "operand_record", "operands_text", "other_inputs",
+    "other_operands", "relative_difference",
+]  # fmt: skip
 
 _SMALL = 64
 """Elements of a constant: more are a table."""

@@ -11,15 +11,9 @@ from divergence.numerics.formats import format_named
 from divergence.run.schema.record import Operand
 
 __all__ = [
-    "SOFTMAX",
-    "Calls",
-    "PartOperators",
-    "accumulates",
-    "bare",
-    "is_attention",
-    "is_float",
+    "SOFTMAX", "Calls", "PartOperators", "accumulates", "bare", "is_attention", "is_float",
     "is_product",
-]
+]  # fmt: skip
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "matmul",
                        "linear", "einsum", "convolution", "_convolution"})  # fmt: skip

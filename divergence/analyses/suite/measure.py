@@ -33,15 +33,9 @@ from divergence.numerics.formats import Format, format_of
 from divergence.numerics.pairs.ulp import ROUNDING_RMS, spacing, ulp_distance
 
 __all__ = [
-    "GAIN_LIMIT",
-    "SCORE_LIMIT",
-    "Truths",
-    "between",
-    "excess",
-    "ideal_error",
-    "kind_of",
+    "GAIN_LIMIT", "SCORE_LIMIT", "Truths", "between", "excess", "ideal_error", "kind_of",
     "score_of_side",
-]
+]  # fmt: skip
 
 SCORE_LIMIT = 4.0
 GAIN_LIMIT = 6.0

@@ -49,14 +49,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "TIE",
-    "Distances",
-    "deviations",
-    "distances_of",
-    "judge_by_model",
-    "judge_flip",
-    "kl_fields",
-]
+    "TIE", "Distances", "deviations", "distances_of", "judge_by_model", "judge_flip", "kl_fields",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,9 @@ from divergence.arithmetic.additions.trees import Tree
 from divergence.numerics.formats import format_of
 
 __all__ = [
-    "Encoding",
-    "NotATreeError",
-    "TooManyError",
-    "find_encoding",
-    "num_portions",
-    "reveal",
+    "Encoding", "NotATreeError", "TooManyError", "find_encoding", "num_portions", "reveal",
     "size_measure",
-]
+]  # fmt: skip
 
 Measure = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(i, j) of equal lengths → size(i, j) of each pair."""

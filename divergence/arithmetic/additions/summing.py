@@ -25,16 +25,9 @@ import torch
 from divergence.numerics.formats import format_of
 
 __all__ = [
-    "COLUMNS",
-    "Summing",
-    "attention",
-    "cancelling",
-    "exact_values",
-    "linear",
-    "matmul",
-    "sdpa",
+    "COLUMNS", "Summing", "attention", "cancelling", "exact_values", "linear", "matmul", "sdpa",
     "summing",
-]
+]  # fmt: skip
 
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -34,17 +34,9 @@ from divergence.ops.suite.operators import (
 from divergence.run.schema.site import near_names
 
 __all__ = [
-    "DEFAULT",
-    "OPERATORS",
-    "SUITES",
-    "Chosen",
-    "available",
-    "case_path",
-    "cases_in",
-    "choose",
-    "find",
-    "suite_named",
-]
+    "DEFAULT", "OPERATORS", "SUITES", "Chosen", "available", "case_path", "cases_in", "choose",
+    "find", "suite_named",
+]  # fmt: skip
 
 _FAMILIES = (
     gemm, norms, rope, attention, paged_attention, activations, reductions, quantization,

@@ -17,6 +17,7 @@ projection.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,20 +29,9 @@ import torch
 from divergence.ops.suite.values import FLOATS, Values, draw, integers, normal, to_tensor
 
 __all__ = [
-    "PLAN",
-    "PREFIX",
-    "ROWS",
-    "Arguments",
-    "Case",
-    "Implementation",
-    "Operator",
-    "Plan",
-    "Source",
-    "Unavailable",
-    "cases_of",
-    "output_port",
-    "outputs_of",
-]
+    "PLAN", "PREFIX", "ROWS", "Arguments", "Case", "Implementation", "Operator", "Plan", "Source",
+    "Unavailable", "cases_of", "output_port", "outputs_of",
+]  # fmt: skip
 
 PREFIX = "suite."
 """What the names of operators begin with in a run."""
@@ -74,12 +64,17 @@ class Operator:
     not there; ``torch`` is ``run``. ``scores``: of an output of indices, see above."""
 
     name: str
-    arguments: tuple[str, ...]
     run: Callable[..., Any]
     truth: Callable[..., Any]
     cases: Callable[[], Iterator[Case]]
     scores: Callable[..., torch.Tensor] | None = None
     implementations: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of what the truth takes; each implementation is given the same by name."""
+        parameters = inspect.signature(self.truth).parameters.values()
+        return tuple(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
 
     @property
     def full_name(self) -> str:

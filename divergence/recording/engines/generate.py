@@ -24,18 +24,9 @@ if TYPE_CHECKING:
     from divergence.run.schema.manifest import SampleTokens
 
 __all__ = [
-    "GroupResult",
-    "can_generate",
-    "check_ids",
-    "choices",
-    "control",
-    "failures",
-    "generate",
-    "inputs",
-    "pad_id",
-    "padded_right",
-    "run_group",
-]
+    "GroupResult", "can_generate", "check_ids", "choices", "control", "failures", "generate",
+    "inputs", "pad_id", "padded_right", "run_group",
+]  # fmt: skip
 
 _TOP = 5
 _KEEP, _POSITIONS = "logits_to_keep", "position_ids"

@@ -37,13 +37,9 @@ if TYPE_CHECKING:
     from divergence.recording.ranks.processes import Ranks
 
 __all__ = [
-    "LoadedModel",
-    "empty_model",
-    "load_model",
-    "load_tokenizer",
-    "register_operators",
+    "LoadedModel", "empty_model", "load_model", "load_tokenizer", "register_operators",
     "resolve_task",
-]
+]  # fmt: skip
 
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
 

@@ -31,17 +31,9 @@ if TYPE_CHECKING:
     from divergence.recording.ranks.processes import Ranks
 
 __all__ = [
-    "DeviceMap",
-    "as_loaded",
-    "device_map_of",
-    "distribution",
-    "divide",
-    "input_device",
-    "map_text",
-    "tensor_plan",
-    "weights_of",
-    "why_not",
-]
+    "DeviceMap", "as_loaded", "device_map_of", "distribution", "divide", "input_device", "map_text",
+    "tensor_plan", "weights_of", "why_not",
+]  # fmt: skip
 
 _WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -25,18 +25,9 @@ from typing import Any
 import torch
 
 __all__ = [
-    "argument_names",
-    "as_json",
-    "as_word",
-    "draws_random_numbers",
-    "input_leaves",
-    "map_inputs",
-    "map_output",
-    "named_arguments",
-    "operator_name",
-    "output_leaves",
-    "written_arguments",
-]
+    "argument_names", "as_json", "as_word", "draws_random_numbers", "input_leaves", "map_inputs",
+    "map_output", "named_arguments", "operator_name", "output_leaves", "written_arguments",
+]  # fmt: skip
 
 Leaf = tuple[str, torch.Tensor]
 

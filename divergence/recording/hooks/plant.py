@@ -31,15 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "FAULTS",
-    "FORWARDS",
-    "Plant",
-    "Substitute",
-    "check_places",
-    "parse_plant",
-    "parse_substitutes",
+    "FAULTS", "FORWARDS", "Plant", "Substitute", "check_places", "parse_plant", "parse_substitutes",
     "substitute_from",
-]
+]  # fmt: skip
 
 FORWARDS = 100_003
 """A forward's number is sample · FORWARDS + step: more than any run has steps, and a prime, so

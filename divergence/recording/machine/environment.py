@@ -20,14 +20,9 @@ from divergence.run.schema.manifest import Environment
 from divergence.run.schema.site import near_names
 
 __all__ = [
-    "DEVICE_TYPES",
-    "SETTABLE",
-    "VARIABLES",
-    "accelerator_type",
-    "collect_environment",
-    "resolve_device",
-    "variables_to_set",
-]
+    "DEVICE_TYPES", "SETTABLE", "VARIABLES", "accelerator_type", "collect_environment",
+    "resolve_device", "variables_to_set",
+]  # fmt: skip
 
 DEVICE_TYPES = ("auto", "cpu", "cuda", "npu", "xpu", "mps")
 

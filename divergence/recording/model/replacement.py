@@ -33,17 +33,9 @@ from divergence.recording.model.source import (
 )
 
 __all__ = [
-    "attributes_of",
-    "hooks_of",
-    "kernels_replaced",
-    "module_text",
-    "original_forward",
-    "put_by",
-    "put_in_namespace",
-    "put_in_place",
-    "replaced_in_torch",
-    "wrappers_of",
-]
+    "attributes_of", "hooks_of", "kernels_replaced", "module_text", "original_forward", "put_by",
+    "put_in_namespace", "put_in_place", "replaced_in_torch", "wrappers_of",
+]  # fmt: skip
 
 _TORCH_FUNCTIONS = {
     "torch.nn.functional": (

@@ -23,16 +23,9 @@ from typing import Any
 from divergence.run.schema.fingerprint import digest_text
 
 __all__ = [
-    "chains",
-    "declared",
-    "digest_of",
-    "file_of",
-    "innermost",
-    "is_library",
-    "layers",
-    "place_of",
+    "chains", "declared", "digest_of", "file_of", "innermost", "is_library", "layers", "place_of",
     "syntax_of",
-]
+]  # fmt: skip
 
 _LIBRARIES = (
     "torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "torch_npu", "vllm",

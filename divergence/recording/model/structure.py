@@ -33,13 +33,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "by_token",
-    "describe_modules",
-    "inside",
-    "is_routing",
-    "output_paths",
-    "routing_modules",
-]
+    "by_token", "describe_modules", "inside", "is_routing", "output_paths", "routing_modules",
+]  # fmt: skip
 
 
 def inside(path: str, roots: Iterable[str]) -> bool:

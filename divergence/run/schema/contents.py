@@ -25,30 +25,11 @@ if TYPE_CHECKING:
     from divergence.run.storage.shard import Shard
 
 __all__ = [
-    "Content",
-    "Digests",
-    "Part",
-    "SiteCounts",
-    "StoredRecords",
-    "call_passes",
-    "check_part",
-    "contents_of",
-    "count_passes",
-    "count_sites",
-    "each_of",
-    "find_content",
-    "first_nonfinite",
-    "is_mask",
-    "nonfinite_text",
-    "num_kept",
-    "parts_of",
-    "records_at",
-    "records_by_content",
-    "site_names",
-    "sizes_counted",
-    "sizes_of",
-    "why_no_bytes",
-]
+    "Content", "Digests", "Part", "SiteCounts", "StoredRecords", "call_passes", "check_part",
+    "contents_of", "count_passes", "count_sites", "each_of", "find_content", "first_nonfinite",
+    "is_mask", "nonfinite_text", "num_kept", "parts_of", "records_at", "records_by_content",
+    "site_names", "sizes_counted", "sizes_of", "why_no_bytes",
+]  # fmt: skip
 
 Content = tuple[str, str, tuple[int, ...]]
 """(digest of either kind, dtype, shape)."""

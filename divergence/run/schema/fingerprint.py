@@ -16,13 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "digest_json",
-    "digest_many",
-    "digest_tensor",
-    "digest_text",
-    "plain_tensor",
-    "tensor_bytes",
-]
+    "digest_json", "digest_many", "digest_tensor", "digest_text", "plain_tensor", "tensor_bytes",
+]  # fmt: skip
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -14,25 +14,11 @@ from pathlib import Path
 from divergence.errors import RunFormatError
 
 __all__ = [
-    "COMMON_SHARD_DTYPES",
-    "MANIFEST",
-    "MAX_FORWARD_TOKENS",
-    "MAX_LINE_BYTES",
-    "MAX_MANIFEST_BYTES",
-    "MAX_NUMEL",
-    "MAX_RANKS",
-    "RECORDS",
-    "SHARD_DTYPES",
-    "SHARD_PATTERN",
-    "TENSORS",
-    "checked_file",
-    "checked_shard_name",
-    "expanded",
-    "is_records_name",
-    "is_run_name",
-    "records_name",
+    "COMMON_SHARD_DTYPES", "MANIFEST", "MAX_FORWARD_TOKENS", "MAX_LINE_BYTES", "MAX_MANIFEST_BYTES",
+    "MAX_NUMEL", "MAX_RANKS", "RECORDS", "SHARD_DTYPES", "SHARD_PATTERN", "TENSORS", "checked_file",
+    "checked_shard_name", "expanded", "is_records_name", "is_run_name", "records_name",
     "shard_name",
-]
+]  # fmt: skip
 
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"

@@ -32,15 +32,9 @@ from divergence.run.schema.site import escape_path, unescape_path
 from divergence.run.storage.blob import Store
 
 __all__ = [
-    "BROKEN_JSON",
-    "UNSOUND",
-    "is_large",
-    "name_of",
-    "portions",
-    "read_manifest",
-    "read_records",
+    "BROKEN_JSON", "UNSOUND", "is_large", "name_of", "portions", "read_manifest", "read_records",
     "record_check",
-]
+]  # fmt: skip
 
 BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

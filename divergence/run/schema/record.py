@@ -38,23 +38,9 @@ from divergence.run.schema.layout import MANIFEST, MAX_NUMEL, SHARD_PATTERN, rec
 from divergence.run.schema.site import near_names
 
 __all__ = [
-    "Call",
-    "Checked",
-    "Codes",
-    "Coordinates",
-    "Count",
-    "Operand",
-    "PassName",
-    "Place",
-    "Placement",
-    "Record",
-    "RecordCheck",
-    "Sketch",
-    "StrictRecord",
-    "Summary",
-    "UnsoundError",
-    "operand_indices",
-]
+    "Call", "Checked", "Codes", "Coordinates", "Count", "Operand", "PassName", "Place", "Placement",
+    "Record", "RecordCheck", "Sketch", "StrictRecord", "Summary", "UnsoundError", "operand_indices",
+]  # fmt: skip
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things, a size or an index: what torch holds in 64 bits."""

@@ -35,25 +35,10 @@ from typing import Any
 from divergence.errors import UsageError
 
 __all__ = [
-    "BUILTIN_SITES",
-    "LOGPROBS",
-    "LOGPROBS_SITE",
-    "LOGPROB_IDS_SITE",
-    "ROOT",
-    "compile_patterns",
-    "escape_path",
-    "is_operator_site",
-    "join_site",
-    "module_of",
-    "natural_key",
-    "near_names",
-    "one_or_more",
-    "operator_of",
-    "operator_path",
-    "split_site",
-    "starred",
-    "unescape_path",
-]
+    "BUILTIN_SITES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "ROOT", "compile_patterns",
+    "escape_path", "is_operator_site", "join_site", "module_of", "natural_key", "near_names",
+    "one_or_more", "operator_of", "operator_path", "split_site", "starred", "unescape_path",
+]  # fmt: skip
 
 ROOT = "."
 """How the root module is written in a site."""

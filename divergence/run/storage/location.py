@@ -17,15 +17,9 @@ from divergence.errors import UsageError
 from divergence.run.schema.layout import expanded
 
 __all__ = [
-    "ARCHIVES",
-    "WITH_BUCKETS",
-    "Location",
-    "Url",
-    "archive_kind",
-    "folder_of",
-    "location_of",
+    "ARCHIVES", "WITH_BUCKETS", "Location", "Url", "archive_kind", "folder_of", "location_of",
     "same_location",
-]
+]  # fmt: skip
 
 ARCHIVES = (".tar", ".zip")
 """What a name ends in that is written as one file."""

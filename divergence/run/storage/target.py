@@ -35,12 +35,7 @@ from divergence.run.storage.remote import Object, Remote
 from divergence.run.storage.shard import write_shard
 from divergence.run.writing.captured_tensor import ShardEntry
 
-__all__ = [
-    "Target",
-    "check_target",
-    "open_target",
-    "partial_of",
-]
+__all__ = ["Target", "check_target", "open_target", "partial_of"]
 
 
 class Target(Protocol):

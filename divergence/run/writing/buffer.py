@@ -27,14 +27,7 @@ from divergence.run.process_tuning import release_pages, request_huge_pages, sho
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DEFAULT_BUFFER_BYTES",
-    "MIN_BUFFER_BYTES",
-    "Buffer",
-    "Limits",
-    "Slot",
-    "buffer_bytes",
-]
+__all__ = ["DEFAULT_BUFFER_BYTES", "MIN_BUFFER_BYTES", "Buffer", "Limits", "Slot", "buffer_bytes"]
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 MIN_BUFFER_BYTES = 16 << 20

@@ -26,14 +26,7 @@ if TYPE_CHECKING:
     from divergence.numerics.summaries.sketch import Projections, SumDtype
     from divergence.run.schema.record import Call, PassName, Place, Placement, Sketch, Summary
 
-__all__ = [
-    "CapturedTensor",
-    "Reduced",
-    "ShardEntry",
-    "flat_parts",
-    "piece_of",
-    "piece_of_item",
-]
+__all__ = ["CapturedTensor", "Reduced", "ShardEntry", "flat_parts", "piece_of", "piece_of_item"]
 
 
 class CapturedTensor:

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from divergence.run.storage.target import Target
     from divergence.run.writing.captured_tensor import ShardEntry
 
-__all__ = [
-    "DedupIndex",
-    "ShardBuilder",
-]
+__all__ = ["DedupIndex", "ShardBuilder"]
 
 
 _shard_name = lru_cache(maxsize=64)(shard_name)

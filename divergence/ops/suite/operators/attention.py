@@ -32,14 +32,6 @@ __all__ = ["OPERATORS", "attend"]
 Shape = tuple[int, ...]
 
 
-def _run_softmax(x: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(x, -1)
-
-
-def _run_log_softmax(x: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(x, -1)
-
-
 def _truth_softmax(x: torch.Tensor) -> torch.Tensor:
     """p_i = exp(x_i - m) / Σ_j exp(x_j - m), m = max x."""
     weights = torch.exp(x - x.amax(-1, keepdim=True))
@@ -58,7 +50,6 @@ def _logits(source: Source, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape, scale=1.0 if source.values == "subnormals" else 4.0)}
 
 
-_ARGUMENTS = ("query", "key", "value", "mask", "causal", "scale")
 _WINDOW = 5
 
 
@@ -77,16 +68,9 @@ def _run_sdpa(
     )  # fmt: skip
 
 
-def _run_math(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
+def _run_math(**operands: Any) -> torch.Tensor:
     """torch's own formula, in elementary operators."""
-    attended: torch.Tensor = _backend("MATH")()(query, key, value, mask, causal, scale)
+    attended: torch.Tensor = _backend("MATH")()(**operands)
     return attended
 
 
@@ -236,9 +220,9 @@ def _backend(name: str) -> Callable[[], Implementation]:
         if backend is None:
             raise Unavailable(f"torch {torch.__version__} has no {name.lower()}")
 
-        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def call(**operands: Any) -> torch.Tensor:
             with sdpa_kernel([backend]):
-                return _run_sdpa(*args, **kwargs)
+                return _run_sdpa(**operands)
 
         return call
 
@@ -267,15 +251,15 @@ def _flash_attn() -> Implementation:
 
 OPERATORS = (
     Operator(
-        name="softmax", arguments=("x",), run=_run_softmax, truth=_truth_softmax,
+        name="softmax", run=lambda x: torch.softmax(x, -1), truth=_truth_softmax,
         cases=cases_of(_logits),
     ),
     Operator(
-        name="log_softmax", arguments=("x",), run=_run_log_softmax, truth=_truth_log_softmax,
+        name="log_softmax", run=lambda x: torch.log_softmax(x, -1), truth=_truth_log_softmax,
         cases=cases_of(_logits),
     ),
     Operator(
-        name="attention", arguments=_ARGUMENTS, run=_run_sdpa, truth=_truth, cases=_cases,
+        name="attention", run=_run_sdpa, truth=_truth, cases=_cases,
         implementations={
             "sdpa_flash": _backend("FLASH_ATTENTION"), "sdpa_math": _backend("MATH"),
             "sdpa_efficient": _backend("EFFICIENT_ATTENTION"),
@@ -283,11 +267,11 @@ OPERATORS = (
         },
     ),
     Operator(
-        name="attention_math", arguments=_ARGUMENTS, run=_run_math, truth=_truth_eager,
+        name="attention_math", run=_run_math, truth=_truth_eager,
         cases=_cases,
     ),
     Operator(
-        name="attention_eager", arguments=_ARGUMENTS, run=_run_eager, truth=_truth_eager,
+        name="attention_eager", run=_run_eager, truth=_truth_eager,
         cases=_cases,
     ),
 )  # fmt: skip

@@ -136,7 +136,7 @@ def _liger_rms_norm() -> Implementation:
 
 OPERATORS = (
     Operator(
-        name="rms_norm", arguments=("x", "weight", "eps"), run=rms_norm, truth=_truth_rms_norm,
+        name="rms_norm", run=rms_norm, truth=_truth_rms_norm,
         cases=cases_of(_norm),
         implementations={
             "llama": lambda: rms_norm_llama, "torch_npu": _npu_rms_norm, "vllm": _vllm_rms_norm,
@@ -144,12 +144,12 @@ OPERATORS = (
         },
     ),
     Operator(
-        name="add_rms_norm", arguments=("x", "residual", "weight", "eps"), run=_add_rms_norm,
+        name="add_rms_norm", run=_add_rms_norm,
         truth=_truth_add_rms_norm, cases=cases_of(_add_norm),
         implementations={"torch_npu": _npu_add_rms_norm, "vllm": _vllm_add_rms_norm},
     ),
     Operator(
-        name="layer_norm", arguments=("x", "weight", "bias", "eps"), run=_layer_norm,
+        name="layer_norm", run=_layer_norm,
         truth=_truth_layer_norm, cases=cases_of(_layer),
     ),
 )  # fmt: skip

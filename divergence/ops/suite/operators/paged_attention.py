@@ -31,7 +31,6 @@ from divergence.ops.suite.values import normal, to_tensor
 __all__ = ["OPERATORS"]
 
 Shape = tuple[int, ...]
-_ARGUMENTS = ("query", "key_cache", "value_cache", "block_tables", "context_lens", "scale")
 _BLOCK = 16
 _FLASH_PAGE = 256
 
@@ -197,7 +196,7 @@ def _cases() -> Iterator[Case]:
 
 OPERATORS = (
     Operator(
-        name="paged_attention", arguments=_ARGUMENTS, run=_run, truth=_truth, cases=_cases,
+        name="paged_attention", run=_run, truth=_truth, cases=_cases,
         implementations={"flash_attn": _flash_attn, "torch_npu": _npu},
     ),
 )  # fmt: skip

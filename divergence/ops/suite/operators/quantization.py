@@ -223,7 +223,7 @@ def _casts() -> Iterator[Operator]:
         for kind in ("", "_saturating"):
             run, truth = _cast(f"float8_{short}", saturating=bool(kind))
             yield Operator(
-                name=f"cast_{short}{kind}", arguments=("x",), run=run, truth=truth,
+                name=f"cast_{short}{kind}", run=run, truth=truth,
                 cases=cases_of(_cast_inputs, plan=_CAST_PLAN),
             )  # fmt: skip
 
@@ -266,17 +266,17 @@ def _npu_dynamic_quant() -> Implementation:
 
 OPERATORS = (
     Operator(
-        name="quantize", arguments=("x", "scale", "offset"), run=_run_quantize,
+        name="quantize", run=_run_quantize,
         truth=_truth_quantize, cases=_quantize_cases,
         implementations={"torch_npu": _npu_quantize},
     ),
     Operator(
-        name="dynamic_quant", arguments=("x", "smooth"), run=_run_dynamic_quant,
+        name="dynamic_quant", run=_run_dynamic_quant,
         truth=_truth_dynamic_quant, cases=_dynamic_cases,
         implementations={"torch_npu": _npu_dynamic_quant},
     ),
     Operator(
-        name="w8a8_linear", arguments=("x", "weight", "x_scale", "weight_scale", "out_dtype"),
+        name="w8a8_linear",
         run=_run_w8a8, truth=_truth_w8a8,
         cases=cases_of(
             _w8a8_inputs,

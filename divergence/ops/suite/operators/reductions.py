@@ -31,18 +31,10 @@ Shape = tuple[int, ...]
 _K = 4
 
 
-def _run_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.topk(x, k, dim=-1)
-
-
 def _run_moe_gating(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As Mixtral's and Qwen's routers in transformers: softmax in float32, then top-k."""
     weights, experts = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), experts
-
-
-def _run_argmax(x: torch.Tensor) -> torch.Tensor:
-    return torch.argmax(x, -1)
 
 
 def _truth_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,10 +86,6 @@ _EXPERTS = {"decode": (1, 128), "odd": (7, 60), "prefill": (64, 128)}
 _VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
 
 
-def _run_embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return functional.embedding(ids, weight)
-
-
 def _truth_embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """y_t = W[id_t]."""
     return weight[ids]
@@ -108,18 +96,6 @@ def _rows(source: Source, shape: tuple[int, ...]) -> Arguments:
     return {
         "ids": source.indices("ids", (tokens,), rows), "weight": source.main("x", (rows, width)),
     }  # fmt: skip
-
-
-def _run_sum(x: torch.Tensor) -> torch.Tensor:
-    return x.sum(-1)
-
-
-def _run_mean(x: torch.Tensor) -> torch.Tensor:
-    return x.mean(-1)
-
-
-def _run_cumsum(x: torch.Tensor) -> torch.Tensor:
-    return x.cumsum(-1)
 
 
 def _truth_sum(x: torch.Tensor) -> torch.Tensor:
@@ -146,21 +122,22 @@ _SUM_PLAN: Plan = (
 
 OPERATORS = (
     Operator(
-        name="topk", arguments=("x", "k"), run=_run_topk, truth=_truth_topk,
+        name="topk", run=lambda x, k: torch.topk(x, k, dim=-1), truth=_truth_topk,
         cases=cases_of(_choose, shapes=_VOCABULARY, plan=_PLAN), scores=lambda x, k: x,
     ),
     Operator(
-        name="moe_gating", arguments=("logits", "k"), run=_run_moe_gating, truth=_truth_moe_gating,
+        name="moe_gating", run=_run_moe_gating, truth=_truth_moe_gating,
         cases=cases_of(_route, shapes=_EXPERTS, plan=_PLAN),
         scores=lambda logits, k: _truth_softmax(logits),
         implementations={"torch_npu": _npu_moe_gating},
     ),
     Operator(
-        name="argmax", arguments=("x",), run=_run_argmax, truth=_truth_argmax,
+        name="argmax", run=lambda x: torch.argmax(x, -1), truth=_truth_argmax,
         cases=cases_of(_one, shapes=_VOCABULARY, plan=_PLAN),
     ),
     Operator(
-        name="embedding", arguments=("ids", "weight"), run=_run_embedding, truth=_truth_embedding,
+        name="embedding", run=lambda ids, weight: functional.embedding(ids, weight),
+        truth=_truth_embedding,
         cases=cases_of(
             _rows,
             shapes={"decode": (1, 64, 512), "odd": (7, 33, 129), "prefill": (64, 64, 512)},
@@ -172,13 +149,13 @@ OPERATORS = (
     ),
     *(
         Operator(
-            name=name, arguments=("x",), run=run, truth=truth,
+            name=name, run=run, truth=truth,
             cases=cases_of(_one, shapes=_SUM_SHAPES, plan=_SUM_PLAN),
         )
         for name, run, truth in (
-            ("sum", _run_sum, _truth_sum),
-            ("mean", _run_mean, _truth_mean),
-            ("cumsum", _run_cumsum, _truth_cumsum),
+            ("sum", lambda x: x.sum(-1), _truth_sum),
+            ("mean", lambda x: x.mean(-1), _truth_mean),
+            ("cumsum", lambda x: x.cumsum(-1), _truth_cumsum),
         )
     ),
 )  # fmt: skip

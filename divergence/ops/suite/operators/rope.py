@@ -30,7 +30,6 @@ from divergence.ops.suite.values import normal, to_tensor
 __all__ = ["OPERATORS"]
 
 Shape = tuple[int, ...]
-_ARGUMENTS = ("query", "key", "cos", "sin")
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,12 +124,12 @@ _PLAN = [entry for entry in PLAN if entry != ("odd", "equal")]  # adds nothing h
 
 OPERATORS = (
     Operator(
-        name="rope", arguments=_ARGUMENTS, run=_rope, truth=_truth_rope,
+        name="rope", run=_rope, truth=_truth_rope,
         cases=cases_of(_inputs, shapes=_SHAPES, plan=_PLAN),
         implementations={"torch_npu": _npu(False)},
     ),
     Operator(
-        name="rope_interleaved", arguments=_ARGUMENTS, run=_rope_interleaved,
+        name="rope_interleaved", run=_rope_interleaved,
         truth=_truth_rope_interleaved, cases=cases_of(_inputs, shapes=_SHAPES, plan=_PLAN),
         implementations={"torch_npu": _npu(True)},
     ),

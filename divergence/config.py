@@ -39,7 +39,7 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.commands import CheckOptions, CompareOptions
 from divergence.options.option import Field, Options, fields_of
 from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
-from divergence.run.schema.site import BUILTIN_SITES, near_names
+from divergence.run.schema.site import BUILTIN_SITES, did_you_mean, near_names
 from divergence.run.trust import ATTENTION
 
 __all__ = [
@@ -120,14 +120,11 @@ def find_config(name: str | os.PathLike[str], *, prefix: str = "", what: str = "
     names = config_names(prefix)
     if not prefix:
         names = [item for item in names if not item.startswith("sites-")]
-    near = near_names(text, names)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    known = f"give the path of a TOML file, or one of: {', '.join(names) or 'none shipped'}"
+    hint = did_you_mean(text, names, then=known)
     if not is_path(text) and path.is_file():
-        hint = f"for the file of that name write .{os.sep}{text}; otherwise "
-    raise ConfigError(
-        f"there is no {what} {text!r}",
-        hint=f"{hint}give the path of a TOML file, or one of: {', '.join(names) or 'none shipped'}",
-    )
+        hint = f"for the file of that name write .{os.sep}{text}; otherwise {known}"
+    raise ConfigError(f"there is no {what} {text!r}", hint=hint)
 
 
 def is_path(text: str) -> bool:
@@ -159,10 +156,8 @@ def decode(tables: Mapping[str, Any], kind: type[_T], *, where: str) -> _T:
         if unknown:
             key = unknown[1]
             names = sorted(_keys_at(kind, keys))
-            near = near_names(key, names)
             text = f"unknown key {key!r}"
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
-            hint += f"keys here: {', '.join(names)}"
+            hint = did_you_mean(key, names, then=f"keys here: {', '.join(names)}")
         place = f"{where}: {keys}" if keys else where
         raise ConfigError(f"{text[:1].lower()}{text[1:]}", where=place, hint=hint) from error
 

@@ -105,7 +105,7 @@ class Advice:
         down = self._localize(truth=self._truth, note=f"{_WITH_MODEL}; or by hand:")
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
         inside = (block + ".*", f"ops@{block}") if alike and not ranks else (block + ".*",)
-        right = beside(one, "-truth") if hidden or self._truth else None
+        truth = beside(one, "-truth") if hidden or self._truth else None
         return [
             *([down] if whole and not ranks else []),
             # operators of a pass that is anchored itself would have no partner in the candidate's
@@ -113,8 +113,8 @@ class Advice:
                 o=one, sites=["blocks", *inside], store=None if whole else "full"
             ),
             self._candidate_again(like=one, o=two, escalate=hidden),
-            *([command_line("truth", one, o=right, note=_ON_REFERENCE)] if right else []),
-            command_line("compare", one, two, truth=right),
+            *([command_line("truth", one, o=truth, note=_ON_REFERENCE)] if truth else []),
+            command_line("compare", one, two, truth=truth),
         ]
 
     def inside(self, block: str) -> list[str]:
@@ -269,13 +269,13 @@ class WithinAdvice(Advice):
 
 def _blocks(manifest: Manifest) -> set[str]:
     """The blocks that were recorded, and by the names of the parameters those beside them."""
-    found = {path for path, note in manifest.plan.modules.items() if note.role == "block"}
-    for stack in {path.rpartition(".")[0] for path in found}:
+    blocks = {path for path, note in manifest.plan.modules.items() if note.role == "block"}
+    for stack in {path.rpartition(".")[0] for path in blocks}:
         for name in manifest.model.digests:
             number = name.removeprefix(f"{stack}.").partition(".")[0]
             if name.startswith(f"{stack}.") and number.isdecimal():
-                found.add(f"{stack}.{number}")
-    return found
+                blocks.add(f"{stack}.{number}")
+    return blocks
 
 
 def beside(path: str, ending: str) -> str:
@@ -311,33 +311,33 @@ def _mesh(manifest: Manifest) -> dict[str, Any]:
 
 def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
     """What makes a run special beside the one it repeats, as options."""
-    found = _mesh(manifest)
+    options = _mesh(manifest)
     mine, theirs = manifest.model, like.model
     if mine.source != theirs.source:
-        found["model"] = mine.source
+        options["model"] = mine.source
     if mine.dtype != theirs.dtype and not mine.dtype.startswith("float8"):
-        found["dtype"] = mine.dtype
+        options["dtype"] = mine.dtype
     if (
         mine.attn_implementation in ATTENTION  # no command names what may be code of a run's own
         and mine.attn_implementation != theirs.attn_implementation
     ):
-        found["attn_implementation"] = mine.attn_implementation
+        options["attn_implementation"] = mine.attn_implementation
     if not manifest.settings.deterministic and like.settings.deterministic:
-        found["no_deterministic"] = True
+        options["no_deterministic"] = True
     groups = manifest.tokens.groups
     if groups != like.tokens.groups:  # the option that puts prompts together as in this run
         if all(len(group) == 1 for group in groups):
-            found["no_batch"] = True
+            options["no_batch"] = True
         elif groups == [sorted(groups[0])]:
-            found["batch"] = True
+            options["batch"] = True
         else:
-            found["batches"] = " ".join(",".join(map(str, group)) for group in groups)
+            options["batches"] = " ".join(",".join(map(str, group)) for group in groups)
     if not manifest.settings.use_cache and like.settings.use_cache:
-        found["no_cache"] = True
+        options["no_cache"] = True
     if manifest.settings.prefill_chunk != like.settings.prefill_chunk:
-        found["prefill_chunk"] = manifest.settings.prefill_chunk
-    found["plant"] = manifest.plan.plants
+        options["prefill_chunk"] = manifest.settings.prefill_chunk
+    options["plant"] = manifest.plan.plants
     environment = manifest.environment
     if not environment.label.startswith(environment.device_name):  # one of the user's own
-        found["label"] = environment.label
-    return found
+        options["label"] = environment.label
+    return options

@@ -67,18 +67,18 @@ class Analysis:
 def applying(measured: Measured, names: Sequence[str] | None = None) -> list[Analysis]:
     """The analyses that have something to look at in these runs, imported; of ``names`` alone,
     where they are given."""
-    found = []
+    analyses = []
     for name in ANALYSES if names is None else names:
         if not _module_of(name).applies(measured):
             continue
         module = _module_of(name, "find")
-        found.append(
+        analyses.append(
             Analysis(
                 name=name, find=getattr(module, "find", None),
                 explain=getattr(module, "explain", None),
             )
         )  # fmt: skip
-    return found
+    return analyses
 
 
 def numbers_of(name: str, measured: Measured) -> Any:

@@ -29,7 +29,7 @@ def background_of(report: Report) -> Background:
         a.set_fallback(b)
         b.set_fallback(a)
         positions = _positions(report, a, b)
-    found = Background(
+    background = Background(
         reference=None if a is None else a.manifest,
         candidate=None if b is None else b.manifest,
         positions=positions,
@@ -38,7 +38,7 @@ def background_of(report: Report) -> Background:
     for run in (a, b):
         if run is not None:
             run.close()
-    return found
+    return background
 
 
 def _opened(summary: RunSummary, notes: list[str]) -> Run | None:

@@ -80,10 +80,10 @@ class Routing:
         self._read: dict[tuple[int, str, int, int, str], torch.Tensor | None] = {}
 
     def of(
-        self, pair: Pair, num_rows: int, right: tuple[Run, Record] | None = None
+        self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None = None
     ) -> Routed | None:
         """What may be judged of a pair of ``num_rows`` rows; None where that is not known.
-        ``right``: the truth's run and record, whose choices must agree as well."""
+        ``truth``: its run and record, whose choices must agree as well."""
         block = _block_of(module_of(pair.reference.record.site), self._blocks)
         if block is None:
             return _ALL
@@ -93,13 +93,13 @@ class Routing:
         if pair.pass_ == "free":
             return None
         sides = [(self._reference, pair.reference), (self._candidate, pair.candidate)]
-        if right is not None:
-            sides.append((right[0], _like(right[1], pair)))
-        found = [self._of_forward(run, piece.record) for run, piece in sides]
-        if not all(found) or len({len(records) for records in found}) > 1:
+        if truth is not None:
+            sides.append((truth[0], _like(truth[1], pair)))
+        choices = [self._of_forward(run, piece.record) for run, piece in sides]
+        if not all(choices) or len({len(records) for records in choices}) > 1:
             return None
         kept = experts = margin = None
-        for choice in zip(*found, strict=True):
+        for choice in zip(*choices, strict=True):
             if choice[0].order > pair.reference.record.order:
                 continue  # chosen later: it plays no part here
             read = [self._rows(run, record, piece) for (run, piece), record in
@@ -199,7 +199,7 @@ def _block_of(path: str, blocks: Sequence[str]) -> str | None:
 def _index(run: Run) -> dict[_Choice, list[Record]]:
     """By (pass, sample, step, block): which experts, (T, k) integers; with ``logits`` before it,
     the routers' first results."""
-    blocks, found = _routed_blocks(run.manifest), dict[_Choice, list[Record]]()
+    blocks, by_choice = _routed_blocks(run.manifest), dict[_Choice, list[Record]]()
     notes = run.manifest.plan.modules
     beside = {path.rpartition(".")[0] for path in notes if path.endswith(".experts")}
     for record in run.records if blocks else ():
@@ -211,18 +211,18 @@ def _index(run: Run) -> dict[_Choice, list[Record]]:
         floats = format_named(record.dtype).kind == "float"
         if path.endswith(".experts"):
             if port.startswith("in.") and not floats:
-                found.setdefault(key, []).append(record)
+                by_choice.setdefault(key, []).append(record)
         elif port == "out" and floats and path.rpartition(".")[0] in beside:
-            found.setdefault(("logits", *key), []).append(record)
-    for records in found.values():
+            by_choice.setdefault(("logits", *key), []).append(record)
+    for records in by_choice.values():
         records.sort(key=lambda record: record.order)
-    return found
+    return by_choice
 
 
-def _like(right: Record, pair: Pair) -> Piece:
+def _like(true_record: Record, pair: Pair) -> Piece:
     """The truth's piece: cut like the side whose batches it has."""
-    own = pair.reference if right.shape == pair.reference.record.shape else pair.candidate
-    return Piece(right, own.sample, own.row, own.left, own.right, own.pads)
+    own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
+    return Piece(true_record, own.sample, own.row, own.left, own.right, own.pads)
 
 
 def _of_piece(

@@ -120,10 +120,10 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     return replace(found, lines=[line], evidence=evidence, precise=precise)
 
 
-def sentences(pairs: Sequence[FactPair], found: Explained) -> list[Evidence]:
+def sentences(pairs: Sequence[FactPair], explained: Explained) -> list[Evidence]:
     """One a difference; those that say the same of several shapes are one. Of orders, those that
     change the error most come first."""
-    told = [(group[0][0].probe, _evidence(group, found.widths)) for group in _grouped(pairs)]
+    told = [(group[0][0].probe, _evidence(group, explained.widths)) for group in _grouped(pairs)]
     place = {probe: number for number, probe in enumerate(_ORDER)}
 
     def key(item: tuple[str, Evidence]) -> tuple[int, float]:

@@ -152,13 +152,13 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
         wrote. Raises UsageError where there is none."""
         hint = "divergence compare A B --json > report.json"
         try:
-            found = msgspec.json.decode(Path(path).read_bytes())
-            found = found.get("report", found)
-            version = found["schema_version"]
+            stored = msgspec.json.decode(Path(path).read_bytes())
+            stored = stored.get("report", stored)
+            version = stored["schema_version"]
             if version != REPORT_SCHEMA_VERSION:
                 hint = "a newer divergence wrote it, which reads it too"
                 raise ValueError(f"its schema_version is {version}")
-            return msgspec.convert(found, cls, strict=False)  # "nan" is a number
+            return msgspec.convert(stored, cls, strict=False)  # "nan" is a number
         except OSError as error:
             reason = error.strerror or str(error)
         except (AttributeError, KeyError, TypeError):

@@ -33,7 +33,7 @@ from divergence.gate.known import Knowledge, excuse, place_of
 from divergence.gate.policy import Policy, TokensPolicy, load_policy
 from divergence.gate.result import CheckResult, Failure
 from divergence.run.command import command_line
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 from divergence.words import Progress
 
 if TYPE_CHECKING:
@@ -322,7 +322,6 @@ def _notes(report: Report, policy: Policy) -> list[str]:
     for key in ("allow", "refuse"):
         for pattern in getattr(policy.preflight, key):
             if not fnmatch.filter(checks, pattern):
-                near = near_names(pattern, checks)
-                like = f"; did you mean {' or '.join(near)}?" if near else ""
-                notes.append(f"preflight.{key}: no check here is called {pattern!r}{like}")
+                text = f"preflight.{key}: no check here is called {pattern!r}"
+                notes.append("; ".join(filter(None, (text, did_you_mean(pattern, checks)))))
     return notes

@@ -60,7 +60,7 @@ from divergence.errors import ConfigError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_range, check_thresholds
 from divergence.numerics.formats import FORMATS
 from divergence.run.schema.record import PassName
-from divergence.run.schema.site import compile_patterns, near_names
+from divergence.run.schema.site import compile_patterns, did_you_mean
 
 __all__ = [
     "Known",
@@ -315,11 +315,10 @@ def _check_rule(rule: Tolerance | Known, place: str) -> None:
 
 def _check_dtype(dtype: str | None, place: str) -> None:
     if dtype is not None and dtype not in FORMATS:
-        near = near_names(dtype, FORMATS)
         raise ConfigError(
             f"no dtype is called {dtype!r}",
             where=place,
-            hint=f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(FORMATS)}",
+            hint=did_you_mean(dtype, FORMATS) or f"one of {', '.join(FORMATS)}",
         )
 
 

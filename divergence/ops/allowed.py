@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 
 __all__ = [
     "Refusal", "Unsafe", "asked_for", "check_namespace", "check_operator", "draws_random_numbers",
@@ -104,10 +104,9 @@ def suite_function(operator: str, *, truth: bool = False) -> Callable[..., Any]:
 
     found = OPERATORS.get(operator)
     if found is None:
-        near = near_names(operator, OPERATORS)
         raise Refusal(
             f"this divergence has no operator {operator}",
-            detail=f"near: {', '.join(near)}" if near else None,
+            detail=did_you_mean(operator, OPERATORS) or None,
         )
     return found.truth if truth else found.run
 

@@ -15,7 +15,7 @@ from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.contents import call_passes
 from divergence.run.schema.record import Call, Operand, PassName, Record
-from divergence.run.schema.site import compile_patterns, near_names
+from divergence.run.schema.site import compile_patterns, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -109,12 +109,10 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
             if any(matches(record.site) for record in one.results.values()) or one.path in sites
         ]
         if not kept:
-            near = near_names(sites[0], {one.first.site for one in found})
             raise UsageError(
                 f"no operator at {', '.join(sites)} in {run.path}",
-                hint=f"did you mean {' or '.join(near)}?"
-                if near
-                else f"`{command_line('inspect', run.path, v=True)}` lists the sites",
+                hint=did_you_mean(sites[0], {one.first.site for one in found})
+                or f"`{command_line('inspect', run.path, v=True)}` lists the sites",
             )
         found = kept
     return found

@@ -27,7 +27,7 @@ from divergence.recording.selection import select_positions, step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
-from divergence.run.schema.site import LOGPROBS, ROOT, join_site, near_names
+from divergence.run.schema.site import LOGPROBS, ROOT, did_you_mean, join_site
 from divergence.run.storage.location import Location
 from divergence.run.trust import (
     recorded_attention,
@@ -326,10 +326,9 @@ def _chosen_store(store: str | None, *, only_changed: bool, like: Run | None) ->
     has digests, or with a mode that keeps no bytes anyhow.
     """
     if store is not None and store not in _STORES:
-        near = near_names(store, _STORES)
         raise UsageError(
             f"--store {store}: there are {', '.join(_STORES)}",
-            hint=f"did you mean {near[0]}?" if near else "full keeps every byte",
+            hint=did_you_mean(store, _STORES, count=1) or "full keeps every byte",
         )
     if not only_changed:
         recorded = like.manifest.plan.store if like is not None else "full"

@@ -24,7 +24,7 @@ from divergence.config import BUILTIN_SITES, expand_sites
 from divergence.errors import UsageError
 from divergence.recording.model.structure import is_routing, routing_modules
 from divergence.run.schema.manifest import ModuleNote, StoreMode
-from divergence.run.schema.site import ROOT, compile_patterns, join_site, near_names
+from divergence.run.schema.site import ROOT, compile_patterns, did_you_mean, join_site
 
 if TYPE_CHECKING:
     import torch
@@ -123,12 +123,10 @@ def _check(pattern: str, notes: Mapping[str, ModuleNote]) -> None:
     test = compile_patterns([path + ":*"])
     if any(test(f"{name}:") for name in notes):
         return
-    near = near_names(path, notes)
     raise UsageError(
         f"no module of this model matches {pattern!r}",
-        hint=f"did you mean {', '.join(near)}?"
-        if near
-        else "`divergence capture MODEL --sites modules --dry-run` lists every site",
+        hint=did_you_mean(path, notes)
+        or "`divergence capture MODEL --sites modules --dry-run` lists every site",
     )
 
 

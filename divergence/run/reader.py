@@ -36,7 +36,7 @@ from divergence.run.schema.layout import MANIFEST, SHARD_DTYPES, checked_shard_n
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.parsing import is_large, name_of, read_manifest, read_records
 from divergence.run.schema.record import Coordinates, Record
-from divergence.run.schema.site import natural_key, near_names
+from divergence.run.schema.site import did_you_mean, natural_key
 from divergence.run.storage.blob import SPAN_BYTES, Bytes, Store
 from divergence.run.storage.location import Location, Url, location_of
 from divergence.run.storage.shard import Entry, Headers, Shard
@@ -326,12 +326,10 @@ class Run:
         """All records of one site. Raises UsageError with near names if there are none."""
         records = records_at(self.records, [site])
         if not records:
-            near = near_names(site, self.sites())
             raise UsageError(
                 f"no site {site!r} in {self.path}",
-                hint=f"did you mean {', '.join(near)}?"
-                if near
-                else f"`{command_line('inspect', self.path)}` lists the sites",
+                hint=did_you_mean(site, self.sites())
+                or f"`{command_line('inspect', self.path)}` lists the sites",
             )
         return records
 

@@ -25,29 +25,29 @@ def find(measured: Measured) -> Answer:
     return Answer(findings=[Finding(claim="context", role="context", evidence=facts.brief())])
 
 
-def _of_probes(measured: Measured, found: Explained) -> Finding:
+def _of_probes(measured: Measured, facts_found: Explained) -> Finding:
     sites, missing = measured.sites, measured.missing
     different = [site for site in sites if not site.identical]
     tensors = f"{len(different)} of {len(sites)} recorded tensors differ"
     count = Evidence(text=tensors, values={"num_different": len(different)})
-    evidence = [*found.evidence, count]
+    evidence = [*facts_found.evidence, count]
     if missing:
         evidence.append(Evidence(text=f"{missing} tensors had no partner: other shapes or orders"))
-    if not found.evidence:
+    if not facts_found.evidence:
         return Finding(
             claim="arithmetic", kind="undetermined", summary="the runs hold no fact in common",
             rests_on=[check("measured", False, "")], evidence=evidence,
         )  # fmt: skip
-    facts = count_of(found.num_differ, "fact")
-    if found.precise:
+    facts = count_of(facts_found.num_differ, "fact")
+    if facts_found.precise:
         return Finding(
             claim="arithmetic",
             kind="systematic",
             summary=f"the two machines compute in other precision: {facts} differ, "
-            f"{len(found.precise)} of them in precision",
+            f"{len(facts_found.precise)} of them in precision",
             evidence=evidence,
         )
-    if found.num_differ:
+    if facts_found.num_differ:
         return Finding(
             claim="arithmetic",
             kind="within_floor",

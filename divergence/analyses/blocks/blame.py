@@ -86,11 +86,11 @@ def questions(
     """
     family = [mine, *siblings] if len(siblings) >= 2 else []
     assert mine.first is not None
-    found = [_typical(mine, family, lone_w, widened, thresholds)]
+    blames = [_typical(mine, family, lone_w, widened, thresholds)]
     if TABLES not in mine.kind.lower():
         limit = thresholds.typical * spread(mine.num_values) * widened
-        found.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
-    found += _forward(mine, family, forwards, routed, widened, thresholds)
+        blames.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
+    blames += _forward(mine, family, forwards, routed, widened, thresholds)
     asked: tuple[tuple[Why, float, int], ...] = (
         ("channel", thresholds.truth_channel, mine.num_rows),
         ("token", thresholds.truth_token, mine.num_columns),
@@ -100,8 +100,8 @@ def questions(
         # one forward's only row is no outlier among its like: a rerouted token fills the channels
         few = ("token", "sink", "channel") if mine.first.step else ("token", "sink")
         if not (routed and why in few):
-            found += _excess(mine, family[1:], why, room * widened, spread(count))
-    return found + _gain(mine, family, thresholds, widened)
+            blames += _excess(mine, family[1:], why, room * widened, spread(count))
+    return blames + _gain(mine, family, thresholds, widened)
 
 
 def _typical(
@@ -162,7 +162,7 @@ def usages(
         return {}
     least = least_of(family, thresholds)
     room = thresholds.truth_sibling if family else thresholds.truth_lone
-    found: dict[PromptStep, tuple[float, float, float]] = {}
+    by_place: dict[PromptStep, tuple[float, float, float]] = {}
     for place, forward in mine.forwards.items():
         few = forward.num_rows < FEW_ROWS
         if place not in held.at or (few and (routed or one_step(forward.result))):
@@ -172,8 +172,8 @@ def usages(
         w = forward.w(least)
         control = max(held.at[place] if family else _lone_control(w, held.at[place]), 1e-300)
         excess = w / control if _stands_out(w, control) else 1.0
-        found[place] = excess, control, limit
-    return found
+        by_place[place] = excess, control, limit
+    return by_place
 
 
 def _apart(value: _Floats, control: _Floats) -> _Floats:
@@ -191,12 +191,12 @@ def _forward(
     thresholds: Thresholds,
 ) -> list[Blame]:
     """The forward that stands out most."""
-    found = usages(mine, family, held, routed, widened, thresholds)
-    if not found:
+    by_place = usages(mine, family, held, routed, widened, thresholds)
+    if not by_place:
         return []
-    place = max(found, key=lambda at: max(found[at][0], 1 / max(found[at][0], 1e-300))
-                / found[at][2])  # fmt: skip
-    excess, control, limit = found[place]
+    place = max(by_place, key=lambda at: max(by_place[at][0], 1 / max(by_place[at][0], 1e-300))
+                / by_place[at][2])  # fmt: skip
+    excess, control, limit = by_place[place]
     at = mine.forwards[place].result
     if excess >= 1:
         return [Blame("candidate", "forward", excess * control, control, limit, at, place=place)]
@@ -216,19 +216,19 @@ def _excess(
     mine: TruthStats, siblings: list[TruthStats], why: Why, limit: float, chance: float
 ) -> list[Blame]:
     """``chance``: what few numbers do by themselves; the siblings' own excess shows it as well."""
-    found: list[Blame] = []
+    blames: list[Blame] = []
     for side, (value, at) in mine.peak.get(why, {}).items():
         others = [o.peak[why][side][0] for o in siblings if side in o.peak.get(why, {})]
         control = max(chance, statistics.median(others)) if others else chance
-        found.append(Blame(side, why, value, control, limit, at))
-    return sorted(found, key=lambda one: -one.limit_usage)[:1]
+        blames.append(Blame(side, why, value, control, limit, at))
+    return sorted(blames, key=lambda one: -one.limit_usage)[:1]
 
 
 def _gain(
     mine: TruthStats, family: list[TruthStats], thresholds: Thresholds, widened: float
 ) -> list[Blame]:
     """A scale error that stands out among the siblings'."""
-    found: list[Blame] = []
+    blames: list[Blame] = []
     for number, own in enumerate(mine.gains):
         others = [o.gains[number] for o in family if len(o.gains) > number]
         if len(others) < 3:
@@ -244,8 +244,8 @@ def _gain(
         side: Side = max(SIDES, key=lambda s: off[s])
         assert mine.first is not None
         what = ("output", "update")[number]
-        found.append(
+        blames.append(
             Blame(side, "gain", deviations, 1.0, thresholds.truth_gain * widened, mine.first,
                   detail=f"the {what} is scaled by {1 + own[side]:.6g}")
         )  # fmt: skip
-    return sorted(found, key=lambda one: -one.limit_usage)[:1]
+    return sorted(blames, key=lambda one: -one.limit_usage)[:1]

@@ -37,10 +37,10 @@ def phase_curves(report: Report, phase: str, rows: Sequence[Row]) -> list[Plot]:
         return []
     steps = len({s.step for s in report.sites if s.step})
     what = "Prefill: the prompt" if phase == "prefill" else f"Decode: {count(steps, 'step')}"
-    found = [_error_plot(phase, what, outputs)]
+    plots = [_error_plot(phase, what, outputs)]
     if any(row.main is not None and row.main.truth is not None for row in outputs):
-        found.append(_truth_plot(phase, what, outputs))
-    return found
+        plots.append(_truth_plot(phase, what, outputs))
+    return plots
 
 
 def _typical(row: Row, *, free: bool) -> float | None:

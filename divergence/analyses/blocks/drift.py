@@ -55,14 +55,14 @@ def find_drift(
         for site in path[last:]:
             by_truth = site.truth is not None and not two_dtypes
             if by_truth:
-                found = _against_truth(site, allowed.get(place), thresholds)
+                drift = _against_truth(site, allowed.get(place), thresholds)
             else:
-                found = _against_floors(site, allowed.get(place), thresholds)
+                drift = _against_floors(site, allowed.get(place), thresholds)
             if routed and _num_rows(site) < _MIN_ROWS:
-                found = None
-            found = found or _behind_blocks(site, thresholds)
-            if found is not None:
-                return found
+                drift = None
+            drift = drift or _behind_blocks(site, thresholds)
+            if drift is not None:
+                return drift
     return None
 
 

@@ -124,14 +124,14 @@ def unanchored_evidence(steps: list[int]) -> list[Evidence]:
 
 def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
     """How well estimated numbers are known."""
-    found = [site for site in sites if site.estimated is not None]
-    if not found:
+    estimated = [site for site in sites if site.estimated is not None]
+    if not estimated:
         return []
-    said, values = [], {"num_estimated": float(len(found))}
+    said, values = [], {"num_estimated": float(len(estimated))}
     for phase, steps in (("prefill", False), ("decode", True)):
         errors = [
             site.estimated.relative_error
-            for site in found
+            for site in estimated
             if site.estimated is not None
             and (site.step > 0) == steps
             and site.estimated.relative_error is not None
@@ -142,8 +142,8 @@ def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
             said.append(f"in the {phase} ±{100 * middle:.0f}% (at worst ±{100 * worst:.0f}%)")
     return [
         Evidence(
-            text=f"{len(found)} of {len(sites)} differences are estimated from sketches; relative "
-            f"L2 {', '.join(said)}, in 95 of 100 cases",
+            text=f"{len(estimated)} of {len(sites)} differences are estimated from sketches; "
+            f"relative L2 {', '.join(said)}, in 95 of 100 cases",
             values=values,
         )
     ]
@@ -151,17 +151,17 @@ def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
 
 def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
     """What differs and was not measured, and the most that its statistics tell."""
-    found = [site for site in sites if site.is_unmeasured]
-    if not found:
+    unmeasured = [site for site in sites if site.is_unmeasured]
+    if not unmeasured:
         return []
     evidence = [
         Evidence(
-            text=f"{len(found)} of {len(sites)} compared tensors differ, but by how much is not "
-            "known: neither bytes nor sketches of both sides are left",
-            values={"num_unmeasured": len(found)},
+            text=f"{len(unmeasured)} of {len(sites)} compared tensors differ, but by how much is "
+            "not known: neither bytes nor sketches of both sides are left",
+            values={"num_unmeasured": len(unmeasured)},
         )
     ]
-    told = [site for site in found if site.at_least]
+    told = [site for site in unmeasured if site.at_least]
     if told:
         most = max(told, key=lambda site: site.at_least or 0.0)
         evidence.append(

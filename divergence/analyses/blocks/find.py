@@ -117,10 +117,13 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
         two_dtypes=two_dtypes,
         routed=measured.experts or bool(measured.routed),
     )
-    found = [within_rounding(measured, judged.units, judged.excused, judged.unanchored, escalation,
-                             standouts)]  # fmt: skip
+    findings = [
+        within_rounding(
+            measured, judged.units, judged.excused, judged.unanchored, escalation, standouts
+        )
+    ]
     if drift is not None:
-        found.append(
+        findings.append(
             Finding(
                 claim="drift",
                 kind="drift",
@@ -133,8 +136,8 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
             )
         )
     if standouts:
-        found.append(Finding(claim="stands_out", role="hints", evidence=evidence_of(standouts)))
-    return found
+        findings.append(Finding(claim="stands_out", role="hints", evidence=evidence_of(standouts)))
+    return findings
 
 
 def _context(measured: Measured, judged: JudgedUnits) -> Finding:

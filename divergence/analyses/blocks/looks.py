@@ -59,20 +59,20 @@ class Look:
 
 def looks_of(results: Iterable[SiteResult]) -> list[Look]:
     """One look a forward; where a batch was run, one for each of its prompts."""
-    found: list[Look] = []
+    looks: list[Look] = []
     for result in results:
         if result.ratio is None:
             continue
         rows = num_rows(result)
         if not result.prompts:
-            found.append(Look(result, result.sample, result.ratio, rows))
+            looks.append(Look(result, result.sample, result.ratio, rows))
             continue
         total = sum(one.num_rows for one in result.prompts)
-        found += [
+        looks += [
             Look(result, one.sample, one.ratio, one.num_rows, one.num_rows / total)
             for one in result.prompts
         ]
-    return found
+    return looks
 
 
 def one_step(result: SiteResult) -> bool:
@@ -122,12 +122,12 @@ def controls(
     held = _middle(table) if own else _middle_of_others(table)
     with np.errstate(invalid="ignore"):
         over = np.nan_to_num(excess(table, held), nan=0.0, posinf=np.finfo(float).max).max(axis=1)
-    found = []
+    by_unit = []
     for number, row in enumerate(held):
         at = {place: float(x) for place, x in zip(places, row, strict=True) if not np.isnan(x)}
         others = np.delete(over, number)
-        found.append(Controls(at, max(1.0, float(np.median(others)))))
-    return found
+        by_unit.append(Controls(at, max(1.0, float(np.median(others)))))
+    return by_unit
 
 
 def _middle(table: np.ndarray) -> np.ndarray:

@@ -40,10 +40,10 @@ def find_nonfinite(measured: Measured) -> Finding | None:
 
     apart = [site for site in sites if _num_apart(site)]
     shared = _shared(sites)
-    found = [site for site in (*apart, *shared) if site.pass_ != "escalated"] or apart
-    if not found:
+    candidates = [site for site in (*apart, *shared) if site.pass_ != "escalated"] or apart
+    if not candidates:
         return None
-    first = min(found, key=place)
+    first = min(candidates, key=place)
     assert first.nonfinite is not None
     side, summary = (_both if first in shared else _unlike)(first, first.nonfinite)
     flagged = [site for site in apart if site.pass_ == first.pass_]
@@ -71,9 +71,11 @@ def _num_apart(site: SiteResult) -> int:
 
 def _shared(sites: Sequence[SiteResult]) -> list[SiteResult]:
     """Where both sides have what no block should hand on."""
-    found = [site for site in sites if not _num_apart(site) and _is_no_result(site)]
-    outer = {(s.pass_, s.sample, s.step, s.block) for s in found if s.role in ("block", "trunk")}
-    return [s for s in found if (s.pass_, s.sample, s.step, s.block) in outer]
+    without_result = [site for site in sites if not _num_apart(site) and _is_no_result(site)]
+    outer = {
+        (s.pass_, s.sample, s.step, s.block) for s in without_result if s.role in ("block", "trunk")
+    }
+    return [s for s in without_result if (s.pass_, s.sample, s.step, s.block) in outer]
 
 
 def _is_no_result(site: SiteResult) -> bool:

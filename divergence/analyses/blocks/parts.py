@@ -91,27 +91,27 @@ def _row(block: str, site: SiteResult) -> tuple[str, ...]:
 
 
 def _facts(site: SiteResult, groups: Iterable[list[SiteResult]]) -> list[tuple[str, str]]:
-    found = [
+    facts = [
         ("class", site.kind or "-"),
         ("dtype", _both(site.reference_dtype, site.candidate_dtype)),
     ]
-    found.append(("relative L2", "equal bits" if site.identical else decimal(site.rel_l2)))
+    facts.append(("relative L2", "equal bits" if site.identical else decimal(site.rel_l2)))
     if site.floor is not None:
-        found.append(("rounding floor", decimal(site.floor)))
+        facts.append(("rounding floor", decimal(site.floor)))
     if site.ratio is not None and site.limit is not None:
-        found.append(("× floor, limit", f"{times(site.ratio)}, {times(site.limit)}"))
+        facts.append(("× floor, limit", f"{times(site.ratio)}, {times(site.limit)}"))
     if site.truth is not None:
         one = site.truth
-        found.append(("from the truth, A", decimal(one.reference_error)))
-        found.append(("from the truth, B", decimal(one.candidate_error)))
+        facts.append(("from the truth, A", decimal(one.reference_error)))
+        facts.append(("from the truth, B", decimal(one.candidate_error)))
     if site.worst_position is not None and not site.identical:
-        found.append(("worst token", str(site.worst_position)))
+        facts.append(("worst token", str(site.worst_position)))
     if site.worst_channel is not None and not site.identical:
-        found.append(("worst feature", str(site.worst_channel)))
+        facts.append(("worst feature", str(site.worst_channel)))
     flagged = sum(one.flagged for group in groups for one in group)
     if flagged:
-        found.append(("results beyond a limit", str(flagged)))
-    return found
+        facts.append(("results beyond a limit", str(flagged)))
+    return facts
 
 
 def _both(one: str, two: str) -> str:

@@ -204,7 +204,7 @@ def find_standouts(
     units: Sequence[Unit], excused: Sequence[Unit], thresholds: Thresholds
 ) -> list[StandOut]:
     """In execution order, one a block; ``excused``: beyond a limit, yet equally near the truth."""
-    found: list[StandOut] = []
+    standouts: list[StandOut] = []
     anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
     for family in families_of(anchored):
         for unit in family if len(family) >= 4 else ():
@@ -214,11 +214,11 @@ def find_standouts(
             if times > thresholds.standout * spread(numbers) or (
                 unit in excused and times > thresholds.truth_confirm
             ):
-                found.append(StandOut(unit, times))
-        found += _all_of(family, thresholds)
-    found.sort(key=lambda one: order_of(one.unit.first))
+                standouts.append(StandOut(unit, times))
+        standouts += _all_of(family, thresholds)
+    standouts.sort(key=lambda one: order_of(one.unit.first))
     named: dict[str | None, StandOut] = {}
-    for one in found:
+    for one in standouts:
         named.setdefault(one.unit.results[0].block, one)
     return list(named.values())
 

@@ -66,12 +66,12 @@ def main_pass(sites: Iterable[SiteResult]) -> str:
 
 def escalated_ratios(report: Report, phase: str) -> dict[str, float]:
     """By site, the escalated pass's largest ratio over the float32 floor in this phase."""
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for site in report.sites:
         if site.pass_ == "escalated" and (site.step == 0) == (phase == "prefill"):
             ratio = site.ratio if site.ratio is not None else 0.0
-            found[site.site] = max(ratio, found.get(site.site, 0.0))
-    return found
+            ratios[site.site] = max(ratio, ratios.get(site.site, 0.0))
+    return ratios
 
 
 def badness(site: SiteResult) -> tuple[bool, bool, float, float]:
@@ -140,7 +140,7 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
 def worst_rows(report: Report) -> list[Row]:
     """One row a block or site, by the share of a limit that it uses; each is of the phase and shows
     the forward that uses most. What is beyond a limit, or not finite, comes first."""
-    found: dict[str, Row] = {}
+    by_site: dict[str, Row] = {}
     onset = report.verdict.onset
     for phase in phases(report):
         sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
@@ -155,10 +155,10 @@ def worst_rows(report: Report) -> list[Row]:
             flagged = any(one.flagged for one in group)
             here = onset is not None and name in (onset.site, onset.block)
             row = Row(name, False, site, None, flagged, here)
-            if name not in found or _share(row) > _share(found[name]):
-                found[name] = row
-    rows = [row for row in found.values() if row.flagged or not is_input(row.name)]
-    return sorted(rows or found.values(), key=_share, reverse=True)
+            if name not in by_site or _share(row) > _share(by_site[name]):
+                by_site[name] = row
+    rows = [row for row in by_site.values() if row.flagged or not is_input(row.name)]
+    return sorted(rows or by_site.values(), key=_share, reverse=True)
 
 
 def _place(site: SiteResult) -> tuple[bool, bool, float, float]:

@@ -146,12 +146,12 @@ def _use_looks(
     assert unit.stats is not None
     family = [unit.stats, *others] if len(others) >= 2 else []
     is_routed = unit.results[0].block in routed
-    found = usages(unit.stats, family, forwards, is_routed, unit.widened, thresholds)
+    by_place = usages(unit.stats, family, forwards, is_routed, unit.widened, thresholds)
     for look in unit.looks:
-        if look.place in found:
-            excess, _, limit = found[look.place]
+        if look.place in by_place:
+            excess, _, limit = by_place[look.place]
             look.usage = max(excess, 1 / max(excess, 1e-300)) / limit
-    return {place: max(excess, 1 / max(excess, 1e-300)) for place, (excess, *_) in found.items()}
+    return {place: max(excess, 1 / max(excess, 1e-300)) for place, (excess, *_) in by_place.items()}
 
 
 def _confirmed(unit: Unit, answers: list[Blame], thresholds: Thresholds) -> Blame | None:

@@ -340,14 +340,14 @@ def _sources(unit: Unit, units: list[Unit]) -> list[Unit]:
     which are much farther off than what entered, and the unit's own family. What is merely
     fed by something bad says nothing of its own."""
     entering = {u.site: u for u in units if u.kind[2] == "in"}
-    found = []
+    sources = []
     for other in units:
         if other.kind[0] != "block" or other.kind[2:5] != unit.kind[2:5] or not other.kind[1]:
             continue
         fed = entering.get(other.site.rpartition(":")[0] + ":in")
         if other.kind == unit.kind or (fed is not None and (fed.why is None or _adds(other, fed))):
-            found.append(other)
-    return found
+            sources.append(other)
+    return sources
 
 
 def _adds(out: Unit, entering: Unit) -> bool:

@@ -14,15 +14,15 @@ __all__ = ["explain"]
 def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
     """Other code in the onset's block; and where the truth cannot tell the side, why."""
     a, b = measured.reference.manifest, measured.candidate.manifest
-    found = []
+    findings = []
     if verdict.onset is not None:
         evidence = code_evidence(a, b, verdict.onset.block)
-        found.append(Finding(claim="explanation", role="explains", evidence=evidence))
+        findings.append(Finding(claim="explanation", role="explains", evidence=evidence))
     reason = None
     if measured.truth is not None:
         reason = why_no_side(verdict, measured.truth.run, a, b)
     if reason is not None:
-        found.append(
+        findings.append(
             Finding(
                 claim="side_not_told",
                 role="abstains",
@@ -37,4 +37,4 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
                 evidence=[Evidence(text=reason)],
             )
         )
-    return found
+    return findings

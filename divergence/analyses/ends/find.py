@@ -209,7 +209,7 @@ class Misfit:
 
 def _find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
     """In the order of samples and steps; nothing of runs that recorded no logits."""
-    found: list[Misfit] = []
+    misfits: list[Misfit] = []
     sides: tuple[tuple[Side, Run], ...] = ("reference", reference), ("candidate", candidate)
     for side, run in sides:
         other = candidate if run is reference else reference
@@ -223,11 +223,11 @@ def _find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
                 found_there = None if row is None else misfit_in(row, chosen)
                 if found_there is not None:
                     largest, behind = found_there
-                    found.append(
+                    misfits.append(
                         Misfit(side=side, place=(sample, step), chosen=chosen, largest=largest,
                                behind=behind)
                     )  # fmt: skip
-    return sorted(found, key=lambda misfit: misfit.place)
+    return sorted(misfits, key=lambda misfit: misfit.place)
 
 
 def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:

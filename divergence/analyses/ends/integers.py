@@ -63,7 +63,7 @@ def find_integers(measured: Measured) -> list[Integers]:
     truth = None if measured.truth is None else measured.truth.run
     results = {(s.pass_, s.sample, s.step, s.site): s for s in measured.sites}
     pieces = Pieces(a, b)
-    found: list[Integers] = []
+    integers: list[Integers] = []
     for pair in measured.alignment.pairs:
         one, two = pair.reference.record, pair.candidate.record
         kinds = {format_named(record.dtype).kind for record in (one, two)}
@@ -77,8 +77,8 @@ def find_integers(measured: Measured) -> list[Integers]:
         else:
             difference = _given(pair, result, a, b, pieces, truth)
         if difference is not None:
-            found.append(difference)
-    return found
+            integers.append(difference)
+    return integers
 
 
 def _is_choice(record: Record, run: Run) -> bool:
@@ -132,12 +132,12 @@ def _side(one: Record, two: Record, truth: Run | None) -> Side | None:
         return None
     for pass_ in dict.fromkeys((one.pass_, two.pass_, "free", "anchored")):
         for record in (one, two):
-            right = truth.find((pass_, record.sample, record.step, record.site))
-            if right is None or right.xxh3 is None:
+            true_record = truth.find((pass_, record.sample, record.step, record.site))
+            if true_record is None or true_record.xxh3 is None:
                 continue
-            if right.xxh3 == one.xxh3 != two.xxh3:
+            if true_record.xxh3 == one.xxh3 != two.xxh3:
                 return "candidate"
-            if right.xxh3 == two.xxh3 != one.xxh3:
+            if true_record.xxh3 == two.xxh3 != one.xxh3:
                 return "reference"
     return None
 
@@ -181,10 +181,10 @@ def _choice(pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces) -> I
         other = other & real
     if not bool(other.any()):
         return None  # the same ones, in another order
-    right = [_follows(a, pair.reference.record, x), _follows(b, pair.candidate.record, y)]
+    follows = [_follows(a, pair.reference.record, x), _follows(b, pair.candidate.record, y)]
     side: Side | None = None
-    if set(right) == {True, False}:
-        side = "candidate" if right[0] else "reference"
+    if set(follows) == {True, False}:
+        side = "candidate" if follows[0] else "reference"
     first = int(other.nonzero()[0])
     return Integers(
         result=result,

@@ -83,14 +83,14 @@ def find_seams(measured: Measured) -> list[Seam]:
         results={(s.pass_, s.sample, s.step, s.site): s for s in measured.sites},
         thresholds=measured.thresholds,
     )
-    found: list[Seam] = []
+    seams: list[Seam] = []
     first: dict[int, list[Pair]] = {}  # outputs of the first forward, which later ones use again
     for pairs in _forwards(measured.alignment.pairs, a.manifest):
         sample, step = pairs[0].reference.sample, pairs[0].reference.record.step
-        found += looked.in_forward(pairs, first.get(sample, []) if step else [])
+        seams += looked.in_forward(pairs, first.get(sample, []) if step else [])
         if step == 0:
             first[sample] = [pair for pair in pairs if not _takes(pair.reference.record.site)]
-    return found
+    return seams
 
 
 def _forwards(pairs: Iterable[Pair], manifest: Manifest) -> Iterator[list[Pair]]:
@@ -180,7 +180,7 @@ class _Looked:
 
     def in_forward(self, pairs: Sequence[Pair], earlier: Sequence[Pair]) -> list[Seam]:
         """``earlier``: outputs of the first forward, such as an encoder's."""
-        found: list[Seam] = []
+        seams: list[Seam] = []
         given = _Given(earlier, self._is_block)
         for pair in pairs:
             record = pair.reference.record
@@ -188,10 +188,10 @@ class _Looked:
             if _takes(record.site) and result is not None and not result.identical:
                 seam = self._seam(pair, given, result)
                 if seam is not None:
-                    found.append(seam)
+                    seams.append(seam)
             if not _takes(record.site):
                 given.add(pair)
-        return found
+        return seams
 
     def _seam(self, pair: Pair, given: _Given, result: SiteResult) -> Seam | None:
         mine, theirs = pair.reference.record, pair.candidate.record
@@ -211,17 +211,17 @@ class _Looked:
     def _sources(self, run: Run, record: Record, given: _Given, side: int) -> list[Pair]:
         """The outputs before it that are this very tensor, the last one first; else one behind the
         last block of which it holds some rows."""
-        found = list(reversed(given.equal_to(record, side)))
+        sources = list(reversed(given.equal_to(record, side)))
         last = given.since_last_block()
-        if not found:  # of a tensor in parts there is no digest: the nearest ones are read
+        if not sources:  # of a tensor in parts there is no digest: the nearest ones are read
             near = ((pair, _of(pair, side)) for pair in reversed(last))
-            found = [
+            sources = [
                 pair
                 for pair, other in near
                 if None in (_digest(record), _digest(other)) and _same(run, record, other)
             ]
-        if found or record.positions is None:
-            return found
+        if sources or record.positions is None:
+            return sources
         narrowed = (
             pair
             for pair in reversed(last)

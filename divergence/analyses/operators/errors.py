@@ -88,7 +88,7 @@ def measure_operators(
         if run is not None:  # most of it will be looked at
             run.expect(record for record in run.records if record.pass_ == pass_)
     ours, theirs = forwards_of(a, passes[0]), forwards_of(b, passes[1])
-    right = {} if truth is None else forwards_of(truth, truth_pass)
+    true_nodes = {} if truth is None else forwards_of(truth, truth_pass)
     exact = a.manifest.settings.compute_dtype == "float64"
     replays = "replayed" in passes
     # an operator that takes a number out of a tensor returns no tensor
@@ -113,7 +113,7 @@ def measure_operators(
             matches, only_a, only_b = match_calls(
                 ours[forward], theirs[forward], apart=apart, rename=rename
             )
-        rights = Rights(truth, ours[forward], right.get(forward, []), exact=exact, run=a)
+        rights = Rights(truth, ours[forward], true_nodes.get(forward, []), exact=exact, run=a)
         partners = {match.reference.path: match.candidate.path for match in matches}
 
         def read(match: Match, index: int) -> tuple[torch.Tensor | None, ...]:
@@ -180,16 +180,16 @@ class _Feeds:
     def of(self, match: Match, region: Region | None) -> list[str]:
         members = [match.reference] if region is None else region.reference
         own = {node.path for node in members}
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         waiting, seen = list(members), set(own)
         while waiting:
             for feed in waiting.pop(0).feeds:
                 if feed in self._known and feed not in own:
-                    found[feed] = None
+                    names[feed] = None
                 elif feed not in seen and feed in self._nodes:
                     seen.add(feed)
                     waiting.append(self._nodes[feed])
-        return list(found)
+        return list(names)
 
 
 def _of_operand(
@@ -201,17 +201,17 @@ def _of_operand(
         return None
     one = operand_record(consumer.reference, operands[0], a)
     two = operand_record(consumer.candidate, operands[1], b)
-    right = rights.operand(consumer.reference, region.number)
-    if one is None or two is None or (right is None and rights.exist):
+    truth = rights.operand(consumer.reference, region.number)
+    if one is None or two is None or (truth is None and rights.exist):
         return None
     if {format_named(record.dtype).kind for record in (one, two)} != {"float"}:
         return None
     x, y = a.read(one), b.read(two)
-    if x.numel() != y.numel() or (right is not None and right.numel() != x.numel()):
+    if x.numel() != y.numel() or (truth is not None and truth.numel() != x.numel()):
         return None
     shape = operands[0].shape
-    right = None if right is None else right.reshape(shape)
-    cleared = pads.cleared(tuple(shape), x.reshape(shape), y.reshape(shape), right)
+    truth = None if truth is None else truth.reshape(shape)
+    cleared = pads.cleared(tuple(shape), x.reshape(shape), y.reshape(shape), truth)
     if cleared is None:
         unit.untold = unit.untold or not torch.equal(x, y.reshape(x.shape))
         return None
@@ -223,12 +223,12 @@ def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
     members = (region.reference, region.candidate)
     if not all(is_product_region(nodes) for nodes in members):
         return
-    found = own_error(a, members[0]), own_error(b, members[1])
-    if found[0] is None or found[1] is None:
+    own_errors = own_error(a, members[0]), own_error(b, members[1])
+    if own_errors[0] is None or own_errors[1] is None:
         return
     unit.own = unit.own or (OwnError(), OwnError())
-    unit.own[0].add(found[0])
-    unit.own[1].add(found[1])
+    unit.own[0].add(own_errors[0])
+    unit.own[1].add(own_errors[1])
 
 
 def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
@@ -340,10 +340,10 @@ class Rights:
         """The run and record that hold it, or None."""
         if self._exact:
             return self._run, node.results[index]
-        found = self._by_path.get(node.path, ())
-        if self._truth is None or index >= len(found):
+        names = self._by_path.get(node.path, ())
+        if self._truth is None or index >= len(names):
             return None
-        record = found[index]
+        record = names[index]
         return (self._truth, record) if record.numel == node.results[index].numel else None
 
     def operand(self, node: Node, number: int) -> torch.Tensor | None:

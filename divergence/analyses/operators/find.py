@@ -51,8 +51,8 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
     first = next((r for r in operators.results if r.site == operators.onset), None)
     if first is None:
         return []
-    found = explain_arithmetic(measured.reference.manifest, measured.candidate.manifest)
-    evidence = behind_operator(first, found)
+    explained = explain_arithmetic(measured.reference.manifest, measured.candidate.manifest)
+    evidence = behind_operator(first, explained)
     return [Finding(claim="explanation", role="explains", about_onset=True, evidence=evidence)]
 
 
@@ -163,11 +163,11 @@ def _what_happens(first: OperatorResult, seems: str) -> str:
 
 def onset_result(operators: OperatorsResult) -> OperatorResult | None:
     """The result that the onset names, of the first phase in which it is beyond its limit."""
-    found = [r for r in operators.results if r.site == operators.onset]
-    beyond = [r for r in found if r.limit_usage > 1]
+    at_onset = [r for r in operators.results if r.site == operators.onset]
+    beyond = [r for r in at_onset if r.limit_usage > 1]
     if beyond:
         return min(beyond, key=lambda r: r.phase == "decode")
-    return max(found, key=lambda r: r.limit_usage, default=None)
+    return max(at_onset, key=lambda r: r.limit_usage, default=None)
 
 
 def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Evidence]:
@@ -179,7 +179,7 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         for key in ("w", "reference_error", "candidate_error", "floor", "difference", "codes")
         if (value := getattr(first, key)) is not None
     }
-    found = [
+    evidence = [
         Evidence(text=f"{name}: {_reason(first)}", values=values),
         *_operand_evidence(first),
         *_region_evidence(first),
@@ -209,10 +209,10 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         names = ", ".join(f"{u.site} ({u.source})" if u.source else u.site for u in before[:3])
         other = "reference" if first.fed_by_side == "candidate" else "candidate"
         texts.append(f"what feeds it has no partner in the {other}: {names}")
-    found += [Evidence(text=text) for text in texts]
+    evidence += [Evidence(text=text) for text in texts]
     if operators.causal is not None:
-        found.append(_causal_evidence(operators.causal))
-    return found
+        evidence.append(_causal_evidence(operators.causal))
+    return evidence
 
 
 def _causal_evidence(check: CausalCheck) -> Evidence:
@@ -227,14 +227,14 @@ def _causal_evidence(check: CausalCheck) -> Evidence:
 
 
 def _operand_evidence(first: OperatorResult) -> list[Evidence]:
-    found: list[Evidence] = []
+    evidence: list[Evidence] = []
     if not first.other_operands:
-        return found
+        return evidence
     for item in first.other_operands:
         values = {} if item.difference is None else {"difference": item.difference}
         where = "made outside the recorded modules" if item.kind == "constant" else "in the call"
         by = f", {item.difference:.2%} off" if item.difference not in (None, math.inf) else ""
-        found.append(
+        evidence.append(
             Evidence(
                 text=f"{item.argument}, {where}: {item.reference} in the reference, "
                 f"{item.candidate} in the candidate{by}",
@@ -243,11 +243,11 @@ def _operand_evidence(first: OperatorResult) -> list[Evidence]:
         )
     if first.why == "operands" and not first.measurable:
         text = "what that changes here is within rounding: the number differs for sure"
-        found.append(Evidence(text=text))
+        evidence.append(Evidence(text=text))
     if first.verdict in ("candidate", "reference"):
         text = "the truth is of the reference's code: it cannot tell which value is meant"
-        found.append(Evidence(text=text))
-    return found
+        evidence.append(Evidence(text=text))
+    return evidence
 
 
 def _region_evidence(first: OperatorResult) -> list[Evidence]:
@@ -255,9 +255,9 @@ def _region_evidence(first: OperatorResult) -> list[Evidence]:
     if region is None:
         return []
     begin = f", from {', '.join(region.inputs[:3])}" if region.inputs else ""
-    found = [Evidence(text=f"compared as one step{begin}: {region.text}")]
+    evidence = [Evidence(text=f"compared as one step{begin}: {region.text}")]
     if region.candidate_times is not None and region.reference_times is not None:
-        found.append(
+        evidence.append(
             Evidence(
                 text="by themselves, computed again in float64 from each side's own inputs, they "
                 f"add {region.candidate_times:.3g} × what an ideal product does (it rounds once), "
@@ -268,7 +268,7 @@ def _region_evidence(first: OperatorResult) -> list[Evidence]:
                 },
             )
         )
-    return found
+    return evidence
 
 
 def _reason(first: OperatorResult) -> str:
@@ -324,20 +324,20 @@ def _farther(first: OperatorResult) -> str:
 _MOST = 3
 
 
-def behind_operator(first: OperatorResult, found: Explained) -> list[Evidence]:
+def behind_operator(first: OperatorResult, explained: Explained) -> list[Evidence]:
     """What the arithmetic says of the operator at the onset; nothing where nothing was probed."""
     dtypes = {first.reference_dtype, first.candidate_dtype}
 
     def about(fact: ArithmeticFact) -> bool:
         return is_about(fact, first.operator, dtypes)
 
-    differ = [pair for pair in found.differing if about(pair[0])]
-    same = [fact for fact in found.equal if about(fact)]
+    differ = [pair for pair in explained.differing if about(pair[0])]
+    same = [fact for fact in explained.equal if about(fact)]
     name = f"{first.operator} in {' and '.join(sorted(dtypes))}"
     if differ:
         return [
             Evidence(text=f"arithmetic behind {name}: {item.text}", values=item.values)
-            for item in sentences(differ, found)[:_MOST]
+            for item in sentences(differ, explained)[:_MOST]
         ]
     if not same:
         return []

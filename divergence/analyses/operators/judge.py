@@ -143,14 +143,14 @@ def _telling(
 
 def _only_there(node: Node, extra: dict[str, Node]) -> list[str]:
     """Calls without a partner that feed ``node``, also through one another, in order."""
-    found: dict[str, Node] = {}
+    first_calls: dict[str, Node] = {}
     waiting = [path for path in node.feeds if path in extra]
     while waiting:
         path = waiting.pop()
-        if path not in found:
-            found[path] = extra[path]
+        if path not in first_calls:
+            first_calls[path] = extra[path]
             waiting += [feed for feed in extra[path].feeds if feed in extra]
-    return sorted(found, key=lambda path: found[path].order)
+    return sorted(first_calls, key=lambda path: first_calls[path].order)
 
 
 def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str]) -> OperatorResult:

@@ -93,31 +93,31 @@ def judge_unit(
 
 
 def _pool(unit: OperatorUnit) -> _Pooled | None:
-    found = [errors for _, _, errors in unit.forwards if errors is not None]
-    if not found:
+    measured = [errors for _, _, errors in unit.forwards if errors is not None]
+    if not measured:
         return None
     reference, candidate, between, floor = (
-        torch.cat([getattr(errors, name) for errors in found])
+        torch.cat([getattr(errors, name) for errors in measured])
         for name in ("reference", "candidate", "between", "floor")
     )
-    widths = {len(errors.column_floor) for errors in found if len(errors.reference)}
+    widths = {len(errors.column_floor) for errors in measured if len(errors.reference)}
     columns = None
     if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
-        base = sum(errors.column_floor for errors in found)
+        base = sum(errors.column_floor for errors in measured)
         columns = tuple(
-            (sum(getattr(errors, f"column_{side}") for errors in found) + base).sqrt()
+            (sum(getattr(errors, f"column_{side}") for errors in measured) + base).sqrt()
             for side in ("reference", "candidate")
         )
-    weight = max(1, sum(len(errors.reference) for errors in found))
+    weight = max(1, sum(len(errors.reference) for errors in measured))
 
     def median(rows: torch.Tensor) -> float:
         return float(rows.median()) if len(rows) else 0.0
 
     def num_nonfinite(side: int) -> int:
-        return sum(errors.num_nonfinite[side] for errors in found)
+        return sum(errors.num_nonfinite[side] for errors in measured)
 
     def over_1_ulp(side: int) -> float:
-        return sum(errors.over_1_ulp[side] * len(errors.reference) for errors in found) / weight
+        return sum(errors.over_1_ulp[side] * len(errors.reference) for errors in measured) / weight
 
     return _Pooled(
         reference=torch.hypot(reference, floor),
@@ -126,9 +126,9 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         floor=floor,
         raw=(median(reference), median(candidate)),
         columns=columns,
-        wide=torch.cat([errors.counts for errors in found]) >= _ENOUGH_COLUMNS,
-        slices=slices_of([e for e in found if len(e.reference)], least=_ENOUGH_ROWS),
-        num_values=sum(len(e.reference) * len(e.column_floor) for e in found),
+        wide=torch.cat([errors.counts for errors in measured]) >= _ENOUGH_COLUMNS,
+        slices=slices_of([e for e in measured if len(e.reference)], least=_ENOUGH_ROWS),
+        num_values=sum(len(e.reference) * len(e.column_floor) for e in measured),
         num_columns=min(widths, default=0),
         nonfinite=(num_nonfinite(0), num_nonfinite(1)),
         over_1_ulp=(over_1_ulp(0), over_1_ulp(1)),

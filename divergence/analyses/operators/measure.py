@@ -37,24 +37,25 @@ def compare_operators(
     a: Run, b: Run, truth: Truth | None, *, rename: Callable[[str], str], thresholds: Thresholds
 ) -> OperatorsResult | None:
     """None where not both sides recorded operators from equal inputs."""
-    right = truth if truth is not None and truth.anchors else None
+    anchoring_truth = truth if truth is not None and truth.anchors else None
     first: OperatorsResult | None = None
     for passes in _passes(a.manifest, b.manifest):
         measured = measure_operators(
-            a, b, passes, truth=None if right is None else right.run,
-            truth_pass="anchored" if right is None else right.anchored_pass, rename=rename,
+            a, b, passes, truth=None if anchoring_truth is None else anchoring_truth.run,
+            truth_pass="anchored" if anchoring_truth is None else anchoring_truth.anchored_pass,
+            rename=rename,
         )  # fmt: skip
         if measured is None:
             continue
-        found = judge_operators(
+        result = judge_operators(
             measured, notes=a.manifest.plan.modules, thresholds=thresholds,
             two_dtypes=_two_dtypes(a.manifest, b.manifest),
         )  # fmt: skip
         if passes[1] == _ESCALATED:
-            found = replace(found, pass_=_ESCALATED)
-        if found.onset is not None:
-            return found
-        first = first or found
+            result = replace(result, pass_=_ESCALATED)
+        if result.onset is not None:
+            return result
+        first = first or result
     return first
 
 
@@ -75,15 +76,15 @@ def _two_dtypes(a: Manifest, b: Manifest) -> bool:
     return a.model.dtype != b.model.dtype
 
 
-def operator_notes(a: Run, b: Run, found: OperatorsResult | None) -> list[str]:
+def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[str]:
     """Why operators that were recorded are not compared; nothing where they are."""
     counts = {
         name: sum(record.call is not None for record in run.records)
         for name, run in (("reference", a), ("candidate", b))
     }
-    if found is not None and _two_dtypes(a.manifest, b.manifest):
+    if operators is not None and _two_dtypes(a.manifest, b.manifest):
         return ["the runs are of two dtypes: their operators are shown, but not judged"]
-    if found is not None or not any(counts.values()):
+    if operators is not None or not any(counts.values()):
         return []
     if all(counts.values()) and a.manifest.tokens.groups != b.manifest.tokens.groups:
         return [

@@ -54,7 +54,7 @@ def other_operands(
     """
     if one.name != two.name:
         return []
-    found = [
+    operands = [
         OtherOperand(
             argument=item.argument,
             kind="scalar",
@@ -66,15 +66,15 @@ def other_operands(
         for item in other_scalars(one.call, two.call)
     ]
     if len(one.call.operands) != len(two.call.operands):
-        return found
+        return operands
     names = argument_names(one.call)
     for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
         if _is_written(one, names.get(number, "")):
             continue  # what it writes to may be memory that nothing was written to before
         item = _other_constant(names.get(number, str(number)), (one, mine, a), (two, other, b))
         if item is not None:
-            found.append(item)
-    return found
+            operands.append(item)
+    return operands
 
 
 def _is_near(item: OtherScalar) -> bool:
@@ -165,13 +165,13 @@ def given_inputs(one: Node, two: Node, a: Run, b: Run) -> list[OtherInput]:
     if len(one.call.operands) != len(two.call.operands):
         return []
     names = argument_names(one.call)
-    found = []
+    inputs = []
     for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
         left, right = operand_record(one, mine, a), operand_record(two, other, b)
         if left is None or right is None or mine.shape != other.shape or left.xxh3 == right.xxh3:
             continue
         difference = relative_difference(a.read(left), b.read(right))
-        found.append(
+        inputs.append(
             OtherInput(
                 argument=names.get(number, str(number)),
                 reference=mine.weight or maker_of(mine) or mine.origin or "outside the block",
@@ -179,7 +179,7 @@ def given_inputs(one: Node, two: Node, a: Run, b: Run) -> list[OtherInput]:
                 difference=difference,
             )
         )
-    return sorted(found, key=lambda item: -(item.difference or 0.0))
+    return sorted(inputs, key=lambda item: -(item.difference or 0.0))
 
 
 def other_inputs(
@@ -189,7 +189,7 @@ def other_inputs(
     the same place. ``partner``: the candidate's path of a reference's matched call."""
     if one.name != two.name or len(one.call.operands) != len(two.call.operands):
         return []
-    found: list[OtherInput] = []
+    inputs: list[OtherInput] = []
     names = argument_names(one.call)
     for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
         if mine.weight is not None and other.weight is not None:
@@ -207,13 +207,13 @@ def other_inputs(
         difference = None
         if left is not None and right is not None and mine.shape == other.shape:
             difference = relative_difference(a.read(left), b.read(right))
-        found.append(
+        inputs.append(
             OtherInput(
                 argument=names.get(number, str(number)), reference=words[0], candidate=words[1],
                 viewed=viewed and maker_of(mine) is not None, difference=difference,
             )
         )  # fmt: skip
-    return found
+    return inputs
 
 
 def relative_difference(x: torch.Tensor, y: torch.Tensor) -> float | None:
@@ -253,18 +253,18 @@ def operand_record(node: Node, operand: Operand, run: Run) -> Record | None:
 
 
 def argument_names(call: Call) -> dict[int, str]:
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
 
     def walk(name: str, value: object) -> None:
         if isinstance(value, dict) and set(value) == {"tensor"}:
-            found[value["tensor"]] = name
+            names[value["tensor"]] = name
         elif isinstance(value, list):
             for index, item in enumerate(value):
                 walk(f"{name}[{index}]", item)
 
     for name, value in call.arguments.items():
         walk(name, value)
-    return found
+    return names
 
 
 def _words(operand: Operand) -> str:

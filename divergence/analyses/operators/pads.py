@@ -47,13 +47,13 @@ class Pads:
             return self._grid.reshape(-1, *[1] * (len(shape) - 1))
         if not leading or leading % batch or not axes or leading == batch * length:
             return None
-        found = torch.zeros([1] * len(shape), dtype=torch.bool)
+        where = torch.zeros([1] * len(shape), dtype=torch.bool)
         rows = self._grid.repeat_interleave(leading // batch, 0)
         for axis in axes:
-            found = found | rows.reshape(
+            where = where | rows.reshape(
                 [leading, *(length if axis == other else 1 for other in range(1, len(shape)))]
             )
-        return found
+        return where
 
     def blank(self, tensor: torch.Tensor) -> torch.Tensor:
         """A result with its pads set to 0, where its axes tell which they are."""
@@ -61,20 +61,20 @@ class Pads:
         return tensor if where is None else tensor.masked_fill(where, 0)
 
     def cleared(
-        self, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor, right: torch.Tensor | None
+        self, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """The reference's, the candidate's and the right result of the ``shape`` with pads set to
         0; None where they cannot be judged, as pads may be among them."""
         if self._grid is None:
-            return a, b, right
+            return a, b, truth
         where = self.mask(shape)
         if where is None:
-            return None if self.apart else (a, b, right)
+            return None if self.apart else (a, b, truth)
         where = where.expand(shape)
         self.apart = self.apart or _are_apart(where, a, b)
         return (
             _without(where, a), _without(where, b),
-            None if right is None else _without(where, right),
+            None if truth is None else _without(where, truth),
         )  # fmt: skip
 
 

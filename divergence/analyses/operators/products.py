@@ -91,15 +91,15 @@ def own_error(run: Run, nodes: Sequence[Node]) -> OwnError | None:
         made[node.path] = result.reshape(node.results[0].shape)
     last = nodes[-1].results[0]
     columns = last.shape[-1] if last.shape else 1
-    right = made[nodes[-1].path].reshape(-1, columns)
+    truth = made[nodes[-1].path].reshape(-1, columns)
     value = run.read(last)
-    stored = right.to(value.dtype).to(torch.float64)
+    stored = truth.to(value.dtype).to(torch.float64)
     value = value.reshape(-1, columns).to(torch.float64)
-    norm = right.norm(dim=1)
+    norm = truth.norm(dim=1)
     kept = (norm > 0) & value.isfinite().all(1) & stored.isfinite().all(1)
     if not bool(kept.any()):
         return None
-    parts = [((one - right)[kept].norm(dim=1) / norm[kept]).square() for one in (value, stored)]
+    parts = [((one - truth)[kept].norm(dim=1) / norm[kept]).square() for one in (value, stored)]
     num_rows, u = int(kept.sum()), format_named(last.dtype).unit_roundoff
     ideal = float(parts[1].sum()) or num_rows * (_ONE_ROUNDING * u) ** 2
     return OwnError(float(parts[0].sum()), ideal, num_rows, num_rows * columns)

@@ -81,7 +81,7 @@ def regions_in(
     places = Places(reference, candidate, rename)
     for match in matches:
         places.pair(match.reference, match.candidate)
-    found = Regions()
+    regions = Regions()
     reached: tuple[set[str], set[str]] = (set(), set())
     for match in matches:
         nodes = match.reference, match.candidate
@@ -90,31 +90,31 @@ def regions_in(
             reached[side].update(node.path for node in before[side])
         if match.method in ("value", "dataflow") or nodes[0].name != nodes[1].name:
             region = _region(places, [*before[0], nodes[0]], [*before[1], nodes[1]], match=match)
-            found.by_pair[match.reference.path] = region
-            _hold(found, region, places)
+            regions.by_pair[match.reference.path] = region
+            _hold(regions, region, places)
             continue
         for number, makers in enumerate(_open_operands(places, match)):
             if makers is None:
                 continue
             chains = [[*_before(places, side, makers[side]), makers[side]] for side in (0, 1)]
             region = _region(places, *chains, consumer=match, number=number)
-            _keep_largest(found.of_operands, region)
-            _hold(found, region, places)
+            _keep_largest(regions.of_operands, region)
+            _hold(regions, region, places)
     for side, calls in enumerate((reference, candidate)):
-        found.unreached[side].extend(
+        regions.unreached[side].extend(
             node
             for node in calls
             if places.lone(side, ("made", node.path))
             and node.path not in reached[side]
             and not is_copy(node)
         )
-    return found
+    return regions
 
 
-def _hold(found: Regions, region: Region, places: Places) -> None:
+def _hold(regions: Regions, region: Region, places: Places) -> None:
     """Its members, and the copies of one side alone among them, are in a region."""
     for side, members in enumerate((region.reference, region.candidate)):
-        own = found.members[side]
+        own = regions.members[side]
         own.update(node.path for node in members)
         waiting = list(members)
         while waiting:
@@ -144,11 +144,11 @@ def _keep_largest(known: list[Region], region: Region) -> None:
 def _open_operands(places: Places, match: Match) -> list[tuple[Node, Node] | None]:
     """Of each operand the calls without a partner that made it on both sides."""
     mine, theirs = places.sources(0, match.reference), places.sources(1, match.candidate)
-    found: list[tuple[Node, Node] | None] = []
+    operands: list[tuple[Node, Node] | None] = []
     for x, y in zip(mine, theirs, strict=False):
         both = places.lone(0, x) and places.lone(1, y)
-        found.append((places.nodes[0][x[1]], places.nodes[1][y[1]]) if both else None)
-    return found
+        operands.append((places.nodes[0][x[1]], places.nodes[1][y[1]]) if both else None)
+    return operands
 
 
 def _before(places: Places, side: int, node: Node) -> list[Node]:

@@ -149,10 +149,10 @@ def _footer(operators: OperatorsResult, *, with_truth: bool) -> str:
 def _lone(operators: OperatorsResult, *, all_sites: bool) -> list[Line]:
     lines: list[Line] = []
     for side in ("reference", "candidate"):
-        found = [item for item in operators.unmatched if item.side == side]
-        if not found:
+        alone = [item for item in operators.unmatched if item.side == side]
+        if not alone:
             continue
-        names = [item.site for item in (found if all_sites else found[:5])]
-        more = f" and {len(found) - len(names)} more" if len(found) > len(names) else ""
+        names = [item.site for item in (alone if all_sites else alone[:5])]
+        more = f" and {len(alone) - len(names)} more" if len(alone) > len(names) else ""
         lines.append(line(f"    only in the {side}: {', '.join(names)}{more}"))
     return lines

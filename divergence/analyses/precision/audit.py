@@ -128,8 +128,8 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     head = None if logits is None else module_of(logits)
     places: dict[tuple[str | None, ...], AuditedPlace] = {}
     for nodes in forwards_of(run, chosen).values():
-        for found in find_parts(nodes, blocks, head):
-            place = _place(found, manifest, family)
+        for part in find_parts(nodes, blocks, head):
+            place = _place(part, manifest, family)
             key = (place.part, place.module, place.source, place.computed, place.kernel,
                    place.result, *place.operands)  # fmt: skip
             seen = places.get(key)
@@ -140,43 +140,43 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     return kept
 
 
-def _place(found: PartOperators, manifest: Manifest, family: OperatorFamily | None) -> AuditedPlace:
-    root = found.root
-    dtypes = [node.results[0].dtype for node in found.nodes]
-    results = [(n, _COMPONENT.get(d, d)) for n, d in zip(found.nodes, dtypes, strict=True)]
+def _place(part: PartOperators, manifest: Manifest, family: OperatorFamily | None) -> AuditedPlace:
+    root = part.root
+    dtypes = [node.results[0].dtype for node in part.nodes]
+    results = [(n, _COMPONENT.get(d, d)) for n, d in zip(part.nodes, dtypes, strict=True)]
     narrow, narrowest = min(results, key=lambda item: _width(item[1]))
     same = {dtype for _, dtype in results} == {narrowest}
     computed = narrowest
-    taken = [_COMPONENT.get(one.dtype, one.dtype) for one in found.nodes[0].call.operands]
-    if found.part in ("matrix product", "router product", "logits"):
+    taken = [_COMPONENT.get(one.dtype, one.dtype) for one in part.nodes[0].call.operands]
+    if part.part in ("matrix product", "router product", "logits"):
         # what is multiplied is rounded to the operands' dtype before anything is added up
         factors = [t for t in taken if format_named(t).kind == "float" or t in _CODES]
         computed = min([computed, *factors], key=_width)
     chosen = root if same else narrow
     dtype = manifest.model.dtype
-    wanted = expectation(found.part, family, dtype)
-    if manifest.model.quantization is not None and found.part != "norm statistics":
-        wanted = None if found.part in ("matrix product", "logits", "kv cache") else wanted
+    wanted = expectation(part.part, family, dtype)
+    if manifest.model.quantization is not None and part.part != "norm statistics":
+        wanted = None if part.part in ("matrix product", "logits", "kv cache") else wanted
     expected = () if wanted is None else wanted.dtypes
     note = manifest.plan.modules.get(root.module.partition("#")[0])
     return AuditedPlace(
-        part=found.part,
+        part=part.part,
         module=root.module,
         kind=None if note is None else note.kind,
         site=chosen.path,
-        operators=[node.path for node in found.nodes],
-        near=list(found.near),
+        operators=[node.path for node in part.nodes],
+        near=list(part.near),
         source=chosen.call.source,
         operands=list(dict.fromkeys(taken)),
-        result=found.nodes[-1].results[0].dtype,
-        computed=None if found.kernel else computed,
-        kernel=root.name if found.kernel else None,
-        accumulates=not found.kernel
+        result=part.nodes[-1].results[0].dtype,
+        computed=None if part.kernel else computed,
+        kernel=root.name if part.kernel else None,
+        accumulates=not part.kernel
         and all(accumulates(node) for node, dtype in results if dtype == narrowest),
         expected=list(expected),
         expected_by="" if wanted is None else wanted.by,
         own=wanted is not None and wanted.own,
-        below=not found.kernel and is_below(computed, expected),
+        below=not part.kernel and is_below(computed, expected),
     )
 
 
@@ -193,20 +193,20 @@ def _again(seen: AuditedPlace, place: AuditedPlace) -> AuditedPlace:
 
 def _recorded_logits(run: Run, site: str, family: OperatorFamily | None) -> Iterable[AuditedPlace]:
     """The logits as the model gave them, where the operators of the head were not recorded."""
-    found = [] if is_operator_site(site) else records_at(run.records, [site])
-    if not found:
+    records = [] if is_operator_site(site) else records_at(run.records, [site])
+    if not records:
         return []
     manifest = run.manifest
     wanted = expectation("logits", family, manifest.model.dtype)
     expected = () if wanted is None else wanted.dtypes
-    dtype = found[0].dtype
+    dtype = records[0].dtype
     return [
         AuditedPlace(
             part="logits", module=module_of(site), site=site, operators=[], operands=[],
             result=dtype, computed=dtype, expected=list(expected),
             expected_by="" if wanted is None else wanted.by,
             own=wanted is not None and wanted.own, below=is_below(dtype, expected),
-            num_calls=len(found),
+            num_calls=len(records),
         )
     ]  # fmt: skip
 
@@ -231,15 +231,15 @@ def _computed(places: list[AuditedPlace]) -> list[str]:
 def _probed(manifest: Manifest, places: list[AuditedPlace]) -> list[str]:
     """What verified probes say of the accumulators behind these places, dtype by dtype."""
     stored = {place.computed for place in places if place.accumulates}
-    found: dict[tuple[str, str], list[str]] = {}
+    by_probe: dict[tuple[str, str], list[str]] = {}
     for fact in manifest.arithmetic:
         *words, dtype = fact.subject.split() or [""]
         if fact.probe == "accumulator" and fact.verified and dtype in stored:
             what = " ".join(itertools.takewhile(lambda word: "=" not in word, words))
-            found.setdefault((dtype, fact.value), []).append(what)
+            by_probe.setdefault((dtype, fact.value), []).append(what)
     return [
         f"{dtype} is accumulated in {value} (probed: {', '.join(dict.fromkeys(names))})"
-        for (dtype, value), names in found.items()
+        for (dtype, value), names in by_probe.items()
     ]
 
 
@@ -265,11 +265,11 @@ def differing(
 def _by_module(
     places: list[AuditedPlace], named: Callable[[str], str]
 ) -> dict[str, dict[str, AuditedPlace]]:
-    found: dict[str, dict[str, AuditedPlace]] = {}
+    by_module: dict[str, dict[str, AuditedPlace]] = {}
     for place in places:
         if place.computed is not None:
-            found.setdefault(named(place.module), {}).setdefault(place.computed, place)
-    return found
+            by_module.setdefault(named(place.module), {}).setdefault(place.computed, place)
+    return by_module
 
 
 def finding(

@@ -158,18 +158,18 @@ def _rotary(graph: Calls) -> None:
 
 def _halves(graph: Calls, root: Node) -> list[Node]:
     """x cos - y sin beside y cos + x sin: the same four factors twice."""
-    found: dict[str, list[Node]] = {}
+    halves: dict[str, list[Node]] = {}
     for half in graph.feeders(root):
         products = [node for node in graph.feeders(half) if bare(node) == "mul"]
         if bare(half) in ("sub", "add") and len(products) == 2:
-            found[bare(half)] = [*products, half]
-    if len(found) != 2:
+            halves[bare(half)] = [*products, half]
+    if len(halves) != 2:
         return []
     factors = [
         {operand.site for node in nodes[:2] for operand in node.call.operands}
-        for nodes in found.values()
+        for nodes in halves.values()
     ]
-    return [*found["sub"], *found["add"]] if factors[0] == factors[1] else []
+    return [*halves["sub"], *halves["add"]] if factors[0] == factors[1] else []
 
 
 def _is_turned(graph: Calls, node: Node) -> bool:

@@ -30,8 +30,8 @@ def audit_lines(
         lines.append(_row(row, alone=alone))
         if all_sites:
             for name, places in (("reference", audit.reference), ("candidate", audit.candidate)):
-                found = [place for place in places or () if place.part == row.part]
-                lines += [_place("" if alone else name, place) for place in found]
+                of_part = [place for place in places or () if place.part == row.part]
+                lines += [_place("" if alone else name, place) for place in of_part]
     lines += footer(audit, alone=alone)
     return [*lines, BLANK]
 

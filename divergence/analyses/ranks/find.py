@@ -79,29 +79,29 @@ def _check(side: Side, run: UnshardedRun, other: Run, where: Where) -> ReplicaCh
         if record.placement is not None and "replicate" in record.placement
     }
     first: dict[str, Disagreement] = {}
-    for found in sorted(run.disagreements, key=lambda d: (d.sample, d.step, d.order)):
-        first.setdefault(found.pass_, found)
+    for disagreement in sorted(run.disagreements, key=lambda d: (d.sample, d.step, d.order)):
+        first.setdefault(disagreement.pass_, disagreement)
     return ReplicaCheck(
         side=side,
         mesh=run.manifest.processes,
         num_tensors=len(copied),
-        num_different=len({found.coordinates for found in run.disagreements}),
-        first=[_measured(side, run, other, found, where) for found in first.values()],
+        num_different=len({disagreement.coordinates for disagreement in run.disagreements}),
+        first=[_measured(side, run, other, disagreement, where) for disagreement in first.values()],
     )
 
 
 def _measured(
-    side: Side, run: UnshardedRun, other: Run, found: Disagreement, where: Where
+    side: Side, run: UnshardedRun, other: Run, disagreement: Disagreement, where: Where
 ) -> ReplicaDiff:
     """How far apart the versions are, and which is wrong."""
-    ranks, peers = found.ranks, found.peers
+    ranks, peers = disagreement.ranks, disagreement.peers
     told_by: ToldBy = "majority"
     size: float | None = None
-    records = list(found.records)
+    records = list(disagreement.records)
     if all(run.has_bytes(record) for record in records):
         if len(ranks) >= len(peers):
             told_by = "nobody"
-            nearer = _nearer(side, run, other, found, where)
+            nearer = _nearer(side, run, other, disagreement, where)
             if nearer is not None:
                 told_by = "other run"
                 if nearer == 1:
@@ -111,22 +111,22 @@ def _measured(
     elif len(ranks) >= len(peers):
         told_by = "nobody"
     return ReplicaDiff(
-        side=side, pass_=found.pass_, sample=found.sample, step=found.step, site=found.site,
-        ranks=ranks, peers=peers, told_by=told_by, rel_l2=size,
+        side=side, pass_=disagreement.pass_, sample=disagreement.sample, step=disagreement.step,
+        site=disagreement.site, ranks=ranks, peers=peers, told_by=told_by, rel_l2=size,
     )  # fmt: skip
 
 
 def _nearer(
-    side: Side, run: UnshardedRun, other: Run, found: Disagreement, where: Where
+    side: Side, run: UnshardedRun, other: Run, disagreement: Disagreement, where: Where
 ) -> int | None:
     """Which of two versions (0 or 1) is clearly nearer to the other run's tensor, if one is."""
-    pair = where.get((side, found.coordinates))
-    if pair is None or len(found.records) != 2:
+    pair = where.get((side, disagreement.coordinates))
+    if pair is None or len(disagreement.records) != 2:
         return None
     theirs = (pair.candidate if side == "reference" else pair.reference).record
-    if not other.has_bytes(theirs) or theirs.shape != found.records[0].shape:
+    if not other.has_bytes(theirs) or theirs.shape != disagreement.records[0].shape:
         return None
-    far = [_apart(other, theirs, run.run, version) for version in found.records]
+    far = [_apart(other, theirs, run.run, version) for version in disagreement.records]
     if far[0] * _FAR < far[1]:
         return 0
     return 1 if far[1] * _FAR < far[0] else None

@@ -176,7 +176,7 @@ def _outputs(run: Run) -> dict[str, Record]:
 def _inputs(run: Run, other: Run) -> dict[str, tuple[object, ...]]:
     """Case → its scalars, and the digests and strides of its tensors. A replay of the other run
     (``divergence replay``) holds no inputs of its own: they are the other's."""
-    found: dict[str, tuple[object, ...]] = {}
+    inputs: dict[str, tuple[object, ...]] = {}
     digests = {record.site: record.xxh3 for record in run.records}
     if run.manifest.plan.anchored_to == other.manifest.id:
         digests = {record.site: record.xxh3 for record in other.records} | digests
@@ -185,8 +185,8 @@ def _inputs(run: Run, other: Run) -> dict[str, tuple[object, ...]]:
             operands = tuple(
                 (digests.get(one.site or ""), one.stride) for one in record.call.operands
             )
-            found[module_of(record.site)] = (record.call.arguments, operands)
-    return found
+            inputs[module_of(record.site)] = (record.call.arguments, operands)
+    return inputs
 
 
 def _check_truth(truth: Run, a: Run, b: Run) -> None:
@@ -214,20 +214,20 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
         status="identical" if same else "differs", same=same, rel_l2=rel_l2, ulp_p99=p99,
         ulp_max=largest,
     )  # fmt: skip
-    right = None if truth is None else _truths(truth, record.site)
-    if right is None or right.value.shape != one.shape:
+    truths = None if truth is None else _truths(truth, record.site)
+    if truths is None or truths.value.shape != one.shape:
         return case
     subnormal = "subnormals" in module_of(record.site).split(".")
-    sides = [score_of_side(x, right, subnormal=subnormal) for x in (one, two)]
+    sides = [score_of_side(x, truths, subnormal=subnormal) for x in (one, two)]
     count = one.numel()
     expected = None
-    if kind == "codes" and right.floor is not None:
-        judged = ~right.value.float().isnan()
-        expected = float(right.floor[judged].double().sum()) / max(1, count)
+    if kind == "codes" and truths.floor is not None:
+        judged = ~truths.value.float().isnan()
+        expected = float(truths.floor[judged].double().sum()) / max(1, count)
     over = [excess(side, expected_off=expected, count=count) for side in sides]
     status, side, why = _status(sides, over, same)
     if kind == "values":
-        ideal, before = ideal_error(right, format_of(one.dtype))
+        ideal, before = ideal_error(truths, format_of(one.dtype))
         case = msgspec.structs.replace(case, ideal_error=ideal, floor=before, w=_w(sides))
     return msgspec.structs.replace(
         case, status=status, side=side, why=why, expected_off=expected,
@@ -236,8 +236,8 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
 
 
 def _truths(truth: Run, site: str) -> Truths | None:
-    found = [truth.find(("replayed", 0, 0, site + port)) for port in ("", *_TRUTH_PORTS)]
-    value, *rest = (None if one is None else truth.read(one) for one in found)
+    records = [truth.find(("replayed", 0, 0, site + port)) for port in ("", *_TRUTH_PORTS)]
+    value, *rest = (None if one is None else truth.read(one) for one in records)
     return None if value is None else Truths(value, *rest)
 
 
@@ -299,11 +299,11 @@ def _badness(case: SuiteCase) -> tuple[int, float]:
 
 
 def _operators(cases: list[SuiteCase], a: Manifest, b: Manifest) -> list[SuiteOperator]:
-    found: dict[str, list[SuiteCase]] = {}
+    by_operator: dict[str, list[SuiteCase]] = {}
     for case in cases:
-        found.setdefault(case.operator, []).append(case)
+        by_operator.setdefault(case.operator, []).append(case)
     operators = []
-    for name, mine in found.items():
+    for name, mine in by_operator.items():
         worst = min(mine, key=_badness)
         sides = {case.side for case in mine if case.status == worst.status} - {None}
         path = module_of(worst.site)

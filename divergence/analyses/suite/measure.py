@@ -87,10 +87,10 @@ def ideal_error(truth: Truths, form: Format) -> tuple[float, float]:
     """(‖round(R)-R‖/‖R‖, ‖floor‖/‖R‖) over the elements that the format holds."""
     rounded = truth.value.to(form.torch_dtype).double()
     kept = rounded.isfinite()
-    right = truth.value[kept]
-    norm = float(right.norm())
+    true = truth.value[kept]
+    norm = float(true.norm())
     floor = 0.0 if truth.floor is None else float(truth.floor.double()[kept].norm())
-    return _over(float((rounded[kept] - right).norm()), norm), _over(floor, norm)
+    return _over(float((rounded[kept] - true).norm()), norm), _over(floor, norm)
 
 
 def between(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float | None, float | None]:
@@ -107,22 +107,24 @@ def between(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float | None, floa
 
 
 def _values(x: torch.Tensor, truth: Truths, subnormal: bool) -> SuiteSide:
-    form, right = format_of(x.dtype), truth.value
-    rounded = right.to(x.dtype)
+    form, true = format_of(x.dtype), truth.value
+    rounded = true.to(x.dtype)
     held = rounded.double().isfinite()  # beyond the range both may overflow
-    found = x.double()
-    num_nonfinite = int((held & ~found.isfinite()).sum())
-    kept = held & found.isfinite()
-    difference = torch.where(kept, found - right, 0.0)
-    zero = (found == 0.0) & kept & (rounded.double() != 0.0) & subnormal
-    z = _standardised(difference, right, rounded, truth.floor, form)
-    p99, largest = _ulp(x, rounded, right, form)
+    computed = x.double()
+    num_nonfinite = int((held & ~computed.isfinite()).sum())
+    kept = held & computed.isfinite()
+    difference = torch.where(kept, computed - true, 0.0)
+    zero = (computed == 0.0) & kept & (rounded.double() != 0.0) & subnormal
+    z = _standardised(difference, true, rounded, truth.floor, form)
+    p99, largest = _ulp(x, rounded, true, form)
     return SuiteSide(
-        error=_over(float(difference.norm()), float(torch.where(kept, right, 0.0).norm())),
+        error=_over(float(difference.norm()), float(torch.where(kept, true, 0.0).norm())),
         ulp_p99=p99,
         ulp_max=largest,
         score=_rms(z[kept & ~zero]),
-        gain=None if truth.gain is None else _gain(found, rounded.double(), kept, zero, truth.gain),
+        gain=None
+        if truth.gain is None
+        else _gain(computed, rounded.double(), kept, zero, truth.gain),
         num_flushed=int(zero.sum()),
         num_nonfinite=num_nonfinite,
     )
@@ -130,21 +132,21 @@ def _values(x: torch.Tensor, truth: Truths, subnormal: bool) -> SuiteSide:
 
 def _standardised(
     difference: torch.Tensor,
-    right: torch.Tensor,
+    true: torch.Tensor,
     rounded: torch.Tensor,
     floor: torch.Tensor | None,
     form: Format,
 ) -> torch.Tensor:
     """(x - R) / s; inf where an exact element is not."""
-    before = torch.zeros_like(right) if floor is None else floor.double()
-    exact = (before == 0.0) & (rounded.double() == right)
-    store = torch.where(exact, 0.0, spacing(right, form) * ROUNDING_RMS)
+    before = torch.zeros_like(true) if floor is None else floor.double()
+    exact = (before == 0.0) & (rounded.double() == true)
+    store = torch.where(exact, 0.0, spacing(true, form) * ROUNDING_RMS)
     deviation = (before.square() + store.square()).sqrt()
     return torch.where(difference == 0.0, 0.0, difference / deviation)
 
 
 def _gain(
-    found: torch.Tensor,
+    computed: torch.Tensor,
     rounded: torch.Tensor,
     kept: torch.Tensor,
     zero: torch.Tensor,
@@ -154,7 +156,7 @@ def _gain(
     elements, or without a deviation, are left out."""
     value = torch.where(kept, rounded, 0.0)
     norm2 = value.square().sum(-1)
-    difference = torch.where(kept, found - rounded, 0.0)
+    difference = torch.where(kept, computed - rounded, 0.0)
     gain = (difference * value).sum(-1) / torch.where(norm2 > 0, norm2, 1.0)
     known = (deviation > 0) & (norm2 > 0) & ~zero.any(-1)
     return _rms(gain[known] / deviation.double()[known])
@@ -162,8 +164,8 @@ def _gain(
 
 def _codes(x: torch.Tensor, truth: Truths) -> SuiteSide:
     """Shares of codes; those that the truth leaves open (nan) are not judged."""
-    right = truth.value.float()
-    judged = ~right.isnan()
+    true = truth.value.float()
+    judged = ~true.isnan()
     if x.is_floating_point():
         apart = ulp_distance(x, truth.value, format_of(x.dtype))
         bad = judged & ~x.float().isfinite()
@@ -180,17 +182,17 @@ def _codes(x: torch.Tensor, truth: Truths) -> SuiteSide:
 
 def _indices(x: torch.Tensor, truth: Truths) -> SuiteSide:
     """Shares of rows: a row is as bad as its worst choice."""
-    right = truth.value
-    different = x != right
+    true = truth.value
+    different = x != true
     if truth.scores is None:
         rows = different if different.ndim < 2 else different.any(-1)
         share = float(rows.double().mean()) if rows.numel() else 0.0
         return SuiteSide(rows_tied=0.0, rows_near=0.0, rows_wrong=share)
     inside = (x >= 0) & (x < truth.scores.shape[-1])
     chosen = torch.where(inside, x, 0)
-    gap = (truth.scores.gather(-1, chosen) - truth.scores.gather(-1, right)).abs()
+    gap = (truth.scores.gather(-1, chosen) - truth.scores.gather(-1, true)).abs()
     floor = torch.zeros_like(truth.scores) if truth.floor is None else truth.floor.double()
-    spread = torch.hypot(floor.gather(-1, chosen), floor.gather(-1, right))
+    spread = torch.hypot(floor.gather(-1, chosen), floor.gather(-1, true))
     repeated = _repeated(x)
     wrong = (different & ((gap > _SCORE_DEVIATIONS * spread) | ~inside)).any(-1) | repeated
     near = (different & (gap > 0)).any(-1) & ~wrong
@@ -209,14 +211,14 @@ def _repeated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _ulp(
-    x: torch.Tensor, other: torch.Tensor, right: torch.Tensor, form: Format
+    x: torch.Tensor, other: torch.Tensor, true: torch.Tensor, form: Format
 ) -> tuple[float, float]:
     """(p99, max) of the distance in values of ``form`` where |R| >= u·rms(R); see ulp_counts."""
-    finite = right.isfinite() & x.isfinite() & other.isfinite()
+    finite = true.isfinite() & x.isfinite() & other.isfinite()
     if not bool(finite.any()):
         return 0.0, 0.0
-    rms = _rms(right[finite])
-    kept = finite & (right.abs() >= form.unit_roundoff * rms)
+    rms = _rms(true[finite])
+    kept = finite & (true.abs() >= form.unit_roundoff * rms)
     distance = ulp_distance(x, other, form)[kept].double()
     if not len(distance):
         return 0.0, 0.0

@@ -98,11 +98,11 @@ def _token_evidence(tokens: TokensResult | None) -> list[Evidence]:
     if tokens is None:
         return []
     first = tokens.first_difference
-    found = [] if first is None else [_flip_evidence(first)]
+    evidence = [] if first is None else [_flip_evidence(first)]
     faults = [flip for flip in tokens.differences if flip.judgement == "fault"]
     if faults and faults[0] is not first:
-        found.append(_flip_evidence(faults[0], name="first that is no tie"))
-    return found + (_kl_evidence(tokens) if _beyond_kl(tokens) else [])
+        evidence.append(_flip_evidence(faults[0], name="first that is no tie"))
+    return evidence + (_kl_evidence(tokens) if _beyond_kl(tokens) else [])
 
 
 _SCALES = {

@@ -94,10 +94,10 @@ def distances_of(
         if apart is None:
             continue
         between.append(apart)
-        right = None if truth is None else logits_row(truth, *place)
-        if right is None:
+        true_logits = None if truth is None else logits_row(truth, *place)
+        if true_logits is None:
             continue
-        one, two = kl_divergence(right, a), kl_divergence(right, b)
+        one, two = kl_divergence(true_logits, a), kl_divergence(true_logits, b)
         if one is not None and two is not None:
             errors["reference"].append(one)
             errors["candidate"].append(two)
@@ -131,8 +131,8 @@ def _coarser(reference: Run, candidate: Run) -> Side | None:
 
 
 def _spread(values: Sequence[float]) -> Spread:
-    found = np.asarray(values)
-    return Spread(float(found.mean()), float(np.quantile(found, 0.99, method="inverted_cdf")))
+    numbers = np.asarray(values)
+    return Spread(float(numbers.mean()), float(np.quantile(numbers, 0.99, method="inverted_cdf")))
 
 
 TIE = 3.0

@@ -76,7 +76,7 @@ def compare_tokens(
     routed = _routed(reference)
     if routed:  # a tie is a tie; nothing beyond it is a fault for that
         thresholds = msgspec.structs.replace(thresholds, flip=math.inf)
-    found = [
+    differences = [
         _difference(
             reference, candidate, truth, flip, distances, thresholds,
             allowed=(allowed or {}).get(flip), tops=number == 0,
@@ -91,8 +91,8 @@ def compare_tokens(
         num_missing=_num_missing(a, b, set() if forced else {sample for sample, _ in flips}),
         num_other_text=count - len(places),
         forced=forced,
-        first_difference=found[0] if found else None,
-        differences=found,
+        first_difference=differences[0] if differences else None,
+        differences=differences,
         **kl_fields(distances, thresholds, routed=routed),
     )
 
@@ -145,7 +145,7 @@ def _difference(
     row_a, row_b = logits_row(reference, *place), logits_row(candidate, *place)
     top_a, top_b = _top(row_a, texts), _top(row_b, texts)
     margin = _margin(top_a)
-    found = TokenDifference(
+    difference = TokenDifference(
         sample=sample,
         step=step,
         reference=_choice(one, row_a, texts),
@@ -156,14 +156,17 @@ def _difference(
         reference_top=top_a if tops else [],
         candidate_top=top_b if tops else [],
     )
-    right = None if truth is None else logits_row(truth, *place)
-    if truth is None or right is None:
-        return judge_by_model(found, row_a, row_b, allowed)
+    true_logits = None if truth is None else logits_row(truth, *place)
+    if truth is None or true_logits is None:
+        return judge_by_model(difference, row_a, row_b, allowed)
     chosen = truth.manifest.tokens.samples[sample].chosen_ids
-    choice = _choice(chosen[step], right, texts) if step < len(chosen) else None
+    choice = _choice(chosen[step], true_logits, texts) if step < len(chosen) else None
     mine = row_b if distances is not None and distances.side == "candidate" else row_a
     return judge_flip(
-        msgspec.structs.replace(found, truth_choice=choice), right, mine, thresholds=thresholds
+        msgspec.structs.replace(difference, truth_choice=choice),
+        true_logits,
+        mine,
+        thresholds=thresholds,
     )
 
 

@@ -48,9 +48,9 @@ def explained_lines(report: Report) -> list[Line]:
     """The answer of --explain-token for the first screen, also where it has none."""
     if report.tokens is None or report.tokens.explanation is None:
         return [prose("explained", note) for note in report.notes if note.startswith(UNEXPLAINED)]
-    found = report.tokens.explanation
-    where = f"prompt {found.sample}, step {found.step}"
-    text = f"{where}, by {_cause(found)} alone: {_effect(found)}"
+    explanation = report.tokens.explanation
+    where = f"prompt {explanation.sample}, step {explanation.step}"
+    text = f"{where}, by {_cause(explanation)} alone: {_effect(explanation)}"
     return [prose("explained", text, style="yellow")]
 
 
@@ -114,12 +114,14 @@ def judgement_lines(first: TokenDifference) -> list[Line]:
     )
     styles = {"tie": "green", "fault": "red", None: "yellow"}
     lines = [prose("    ", judged, style=styles[first.judgement], width=4)]
-    right = first.truth_choice
-    if right is not None:
+    true_choice = first.truth_choice
+    if true_choice is not None:
         who = "with neither"
-        if right.id in (first.reference.id, first.candidate.id):
-            who = f"with the {'reference' if right.id == first.reference.id else 'candidate'}"
-        lines.append(prose("    ", f"the truth chose {_token(right)}: it agrees {who}", width=4))
+        if true_choice.id in (first.reference.id, first.candidate.id):
+            who = f"with the {'reference' if true_choice.id == first.reference.id else 'candidate'}"
+        lines.append(
+            prose("    ", f"the truth chose {_token(true_choice)}: it agrees {who}", width=4)
+        )
     return lines
 
 
@@ -156,47 +158,50 @@ def kl_lines(tokens: TokensResult) -> list[Line]:
     return [prose("  KL of what decided them: ", text, style=style, width=4)]
 
 
-def _explanation_lines(found: Explanation, first: TokenDifference | None) -> list[Line]:
+def _explanation_lines(explanation: Explanation, first: TokenDifference | None) -> list[Line]:
     """What one block's error alone does to the decision, on this machine."""
     what = "the closest decision (no token differs)"
-    if found.differs:
-        same = first is not None and (first.sample, first.step) == (found.sample, found.step)
+    if explanation.differs:
+        same = first is not None and (first.sample, first.step) == (
+            explanation.sample,
+            explanation.step,
+        )
         what = "the first difference" if same else "the first difference that is a fault"
-    why = "" if found.flagged else "; nothing is flagged, this block's error is the largest"
-    forwards = count(found.num_forwards, "forward")
-    whence = f"sample {found.sample}, step {found.step}, by {_cause(found)} alone"
-    added = f"added to the {found.disturbed}'s model in {forwards}"
+    why = "" if explanation.flagged else "; nothing is flagged, this block's error is the largest"
+    forwards = count(explanation.num_forwards, "forward")
+    whence = f"sample {explanation.sample}, step {explanation.step}, by {_cause(explanation)} alone"
+    added = f"added to the {explanation.disturbed}'s model in {forwards}"
     lines = [
         prose("  explained: ", f"{what}, {whence}{why}", width=4),
-        prose("    ", f"{added}, here in {found.dtype} on {found.device}", width=4),
+        prose("    ", f"{added}, here in {explanation.dtype} on {explanation.device}", width=4),
     ]
     rows = [
-        (f"logit of {_token(found.reference)} over {_token(found.candidate)}", ""),
-        ("  in the reference", fixed(found.reference_margin)),
-        ("  in the candidate", fixed(found.candidate_margin)),
-        ("  here, as it is", fixed(found.baseline_margin)),
-        ("  here, with the error", fixed(found.injected_margin)),
+        (f"logit of {_token(explanation.reference)} over {_token(explanation.candidate)}", ""),
+        ("  in the reference", fixed(explanation.reference_margin)),
+        ("  in the candidate", fixed(explanation.candidate_margin)),
+        ("  here, as it is", fixed(explanation.baseline_margin)),
+        ("  here, with the error", fixed(explanation.injected_margin)),
     ]
     lines += columns(rows, indent=4, widest=60)
-    chosen = f"; chosen with it: {_token(found.injected_choice)}"
-    lines.append(prose("    ", _effect(found) + chosen, style="yellow", width=4))
+    chosen = f"; chosen with it: {_token(explanation.injected_choice)}"
+    lines.append(prose("    ", _effect(explanation) + chosen, style="yellow", width=4))
     return lines
 
 
-def _cause(found: Explanation) -> str:
+def _cause(explanation: Explanation) -> str:
     """``the candidate's error at model.layers.1:out``."""
-    sites = ", ".join(found.sites[:3])
-    if len(found.sites) > 3:
-        sites += f" and {len(found.sites) - 3} more"
-    other = "candidate" if found.disturbed == "reference" else "reference"
+    sites = ", ".join(explanation.sites[:3])
+    if len(explanation.sites) > 3:
+        sites += f" and {len(explanation.sites) - 3} more"
+    other = "candidate" if explanation.disturbed == "reference" else "reference"
     return f"the {other}'s error at {sites}"
 
 
-def _effect(found: Explanation) -> str:
+def _effect(explanation: Explanation) -> str:
     share = "the two runs' margins are equal: nothing moved"
-    if found.share is not None:
-        share = f"{100 * found.share:.0f}% of the movement explained"
-    return f"{share}; the error {'flips' if found.flips else 'does not flip'} the token"
+    if explanation.share is not None:
+        share = f"{100 * explanation.share:.0f}% of the movement explained"
+    return f"{share}; the error {'flips' if explanation.flips else 'does not flip'} the token"
 
 
 def top_rows(

@@ -66,13 +66,13 @@ class _Row:
             self.reason = why
 
     def result(self) -> PassCoverage:
-        found = {f"num_{fate}": number for fate, number in self.counts.items()}
+        counts = {f"num_{fate}": number for fate, number in self.counts.items()}
         held = sum(number for fate, number in self.counts.items() if fate != "extra")
         return PassCoverage(
             pass_=self.pass_,
             what=self.what,
             num_reference=held,
-            **{"num_compared": 0, **found},
+            **{"num_compared": 0, **counts},
             elsewhere="; ".join(self.elsewhere) or None,
             reason=self.reason,
         )

@@ -43,13 +43,13 @@ def load_name_map(path: str | Path) -> NameMap:
     """Read a name map by path, or by name from configs/. Raises ConfigError."""
     from divergence.config import decode, find_config, load_toml
 
-    found = find_config(path, what="name map")
-    content = decode(load_toml(found), _MapFile, where=str(found))
+    file = find_config(path, what="name map")
+    content = decode(load_toml(file), _MapFile, where=str(file))
     rules: list[tuple[re.Pattern[str], str]] = []
     for source, target in sorted(content.map.items(), key=lambda item: -len(item[0])):
         if source.count("{n}") != target.count("{n}"):
             raise ConfigError(
-                f"{source!r} and {target!r} do not hold equally many {{n}}", where=str(found)
+                f"{source!r} and {target!r} do not hold equally many {{n}}", where=str(file)
             )
         pattern = re.escape(source).replace(re.escape("{n}"), r"(\d+)")
         rules.append((re.compile(rf"{pattern}(?=$|[.#:])"), target))

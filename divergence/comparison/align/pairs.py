@@ -139,18 +139,18 @@ class _Parts:
         self, ours: Mapping[Coordinates, Piece], theirs: Mapping[Coordinates, Piece]
     ) -> list[Skipped]:
         """Those that the other side has not either, or not in one piece: nothing else tells."""
-        found = [
+        skipped = [
             Skipped(*coordinates, self._ours[key], "reference")
             for coordinates, key in self._named
             if key not in theirs
         ]
         known = {key[1:] for key in (*ours, *self._ours)}
-        found += [
+        skipped += [
             Skipped(*key, reason, "candidate")
             for key, reason in self._theirs.items()
             if key[0] in self._compared and key[1:] not in known
         ]
-        return found
+        return skipped
 
 
 def compared_passes(a: Manifest, b: Manifest, notes: list[str]) -> list[tuple[str, str, str]]:
@@ -193,14 +193,14 @@ def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
 
 def _replayed_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
     """(reference's pass, candidate's pass) whose operators had equal inputs, each by itself."""
-    found = replayed_from(a, b)
-    if found is None:
+    replayed = replayed_from(a, b)
+    if replayed is None:
         notes.append(
             "a replay is compared with the run whose operators it ran again, or with another "
             "replay of the same pass of that run"
         )
         return None
-    one, two = (REPLAYED if m.plan.replayed_pass is not None else found[1] for m in (a, b))
+    one, two = (REPLAYED if m.plan.replayed_pass is not None else replayed[1] for m in (a, b))
     return one, two
 
 
@@ -229,10 +229,10 @@ def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
             last[number] = different
     for manifest in (a, b):  # a batched forward is as comparable as its worst sample
         for group in manifest.tokens.groups:
-            found = [last[number] for number in group if number in last]
-            if found:
+            steps = [last[number] for number in group if number in last]
+            if steps:
                 for number in group:
-                    last[number] = min(found)
+                    last[number] = min(steps)
     return last
 
 

@@ -80,7 +80,7 @@ def rerouted_in(
     """The choices of one forward that differ, with what is behind each. ``left_out``: (T,) tokens
     that are none, a batch's pads: wherever they are sent to, they are not compared."""
     nodes = {match.reference.path: match for match in matches}
-    found: list[Rerouted] = []
+    rerouted: list[Rerouted] = []
     for match in matches:
         chosen = _chosen(match)
         if chosen is None:
@@ -95,8 +95,8 @@ def rerouted_in(
             continue
         routing = Rerouted(alike, indices[0].shape[-1])
         _follow(routing, match.reference.path, nodes, read)
-        found.append(routing)
-    return found
+        rerouted.append(routing)
+    return rerouted
 
 
 def _chosen(match: Match) -> int | None:
@@ -141,10 +141,10 @@ def _permutation(match: Match, num_rows: int, read: Read) -> tuple[torch.Tensor,
     for index, record in enumerate(match.reference.results):
         if record.shape != (num_rows,) or not record.dtype.startswith("int"):
             continue
-        found = tuple(t for t in read(match, index) if t is not None)
+        orders = tuple(t for t in read(match, index) if t is not None)
         whole = torch.arange(num_rows)
-        if all(t.shape == whole.shape and torch.equal(t.sort().values, whole) for t in found):
-            return found
+        if all(t.shape == whole.shape and torch.equal(t.sort().values, whole) for t in orders):
+            return orders
     return None
 
 

@@ -76,13 +76,13 @@ def forwards_of(run: Run, pass_: str) -> dict[Forward, list[Node]]:
             nodes[path] = Node(path, module, name, record.call)
         if path in nodes:
             nodes[path].results.append(record)
-    found = {forward: list(nodes.values()) for forward, nodes in by_forward.items()}
-    for calls in found.values():
+    forwards = {forward: list(nodes.values()) for forward, nodes in by_forward.items()}
+    for calls in forwards.values():
         known = {node.path for node in calls}
         for node in calls:
             makers = dict.fromkeys(maker_of(operand) for operand in node.call.operands)
             node.feeds += [maker for maker in makers if maker in known]
-    return found
+    return forwards
 
 
 def maker_of(operand: Operand) -> str | None:
@@ -161,17 +161,17 @@ class Places:
 
     def leaves(self, side: int, source: Source) -> set[Source]:
         """What it comes from, through calls without a partner; itself where it is none."""
-        found: set[Source] = set()
+        sources: set[Source] = set()
         waiting, seen = [source], {source}
         while waiting:
             one = waiting.pop()
             if not self.lone(side, one):
-                found.add(one)
+                sources.add(one)
                 continue
             before = set(self.sources(side, self.nodes[side][one[1]])) - seen
             waiting += before
             seen |= before
-        return found
+        return sources
 
     def in_candidates_words(self, source: Source) -> Source:
         """A reference's source that has a partner, or stands outside, as the candidate has it."""
@@ -187,16 +187,16 @@ class Places:
     def compare(self, one: Node, two: Node) -> list[Linkage]:
         """Operand by operand; of a sum or a product in whichever order fits better."""
         mine, theirs = self.sources(0, one), self.sources(1, two)
-        found = [
+        linkages = [
             self._operand(one, two, number, number, x, y)
             for number, (x, y) in enumerate(zip(mine, theirs, strict=False))
         ]
         swaps = one.name in COMMUTE and len(mine) == len(theirs) == 2
-        if swaps and set(found) != {"same"}:
+        if swaps and set(linkages) != {"same"}:
             turned = [self._operand(one, two, n, 1 - n, mine[n], theirs[1 - n]) for n in (0, 1)]
-            if turned.count("same") > found.count("same"):
+            if turned.count("same") > linkages.count("same"):
                 return turned
-        return found
+        return linkages
 
     def _operand(self, one: Node, two: Node, m: int, n: int, x: Source, y: Source) -> Linkage:
         lone = self.lone(0, x), self.lone(1, y)

@@ -61,10 +61,10 @@ def match_paths(
 ) -> tuple[list[Match], list[Node], list[Node]]:
     """The same for two recordings of the very same calls, as a replay is one: by their names."""
     theirs = {node.path: node for node in candidate}
-    found = [Match(one, theirs[one.path], "exact") for one in reference if one.path in theirs]
-    matched = {match.reference.path for match in found}
+    matches = [Match(one, theirs[one.path], "exact") for one in reference if one.path in theirs]
+    matched = {match.reference.path for match in matches}
     return (
-        found,
+        matches,
         [node for node in reference if node.path not in matched],
         [node for node in candidate if node.path not in matched],
     )
@@ -315,29 +315,29 @@ class _Matcher:
     def _behind(self, side: int, node: Node) -> list[Node]:
         """Calls without a partner that work on its result, and on theirs."""
         reached = {node.path}
-        found = []
+        behind = []
         for one in sorted(self.lone[side], key=lambda n: n.order):
             sources = self._places.sources(side, one)
             if any(source[0] == "made" and source[1] in reached for source in sources):
                 reached.add(one.path)
                 if not is_copy(one):
-                    found.append(one)
-        return found
+                    behind.append(one)
+        return behind
 
 
 def _makers(operand: Operand, by_path: dict[str, Node]) -> list[Node]:
     """The call without a partner that made it, and, while that only copied, the one before."""
-    found: list[Node] = []
+    makers: list[Node] = []
     made = maker_of(operand)
     while made in by_path:
         node = by_path[made]
-        if node in found:
+        if node in makers:
             break
-        found.append(node)
+        makers.append(node)
         if not is_copy(node):
             break
         made = maker_of(node.call.operands[0])
-    return found
+    return makers
 
 
 def _alike(one: Node, two: Node) -> bool:

@@ -46,16 +46,16 @@ def compare_escalated(
     having = [(name, run) for name, run in both if _has(run)]
     results: list[SiteResult] = []
     if truth is not None and truth.anchors:
-        right = truth.run
+        true_run = truth.run
         for name, run in having:
             if name not in sides:
                 continue
-            if run.manifest.plan.anchored_to != right.manifest.plan.anchored_to:
+            if run.manifest.plan.anchored_to != true_run.manifest.plan.anchored_to:
                 continue
-            if run.manifest.model.dtype != right.manifest.model.dtype:
+            if run.manifest.model.dtype != true_run.manifest.model.dtype:
                 continue  # its weights were rounded otherwise: far beyond float32's floor
             results += _measured(
-                right, run, "anchored", name, inputs, thresholds, measure, progress, routes
+                true_run, run, "anchored", name, inputs, thresholds, measure, progress, routes
             )
     elif (
         len(having) == 2

@@ -123,19 +123,19 @@ class ModelFloor:
                 sinks.any(axis=1),
                 np.where(sinks, ratio, -math.inf).max(axis=1, initial=-math.inf),
             )
-        found: list[Ratios | None] = []
+        rated: list[Ratios | None] = []
         for number, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
             one_sided, some, middle, typical, worst, has_sink, sink = values
             if one_sided:
-                found.append(Ratios(floor=0.0, typical=math.inf, worst=math.inf))
+                rated.append(Ratios(floor=0.0, typical=math.inf, worst=math.inf))
             elif not some:
-                found.append(None)
+                rated.append(None)
             else:
                 members: tuple[tuple[int, float, int], ...] = ()
                 if num_members > 1:
                     members = _members(ratio[number], usual[number], num_members)
-                found.append(Ratios(middle, typical, worst, sink if has_sink else None, members))
-        return found
+                rated.append(Ratios(middle, typical, worst, sink if has_sink else None, members))
+        return rated
 
 
 def _members(
@@ -144,13 +144,13 @@ def _members(
     """(number, median ratio, rows) of each member of a batch."""
     rows_each = max(1, len(usual) // num_members)
     member = np.arange(len(usual)) // rows_each
-    found = []
+    by_member = []
     for number in range(num_members):
         mine = (member == number) & usual
         if mine.any():
             middle = float(medians(ratio[None], mine[None])[0])
-            found.append((number, middle, int(mine.sum())))
-    return tuple(found)
+            by_member.append((number, middle, int(mine.sum())))
+    return tuple(by_member)
 
 
 def medians(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
@@ -160,9 +160,9 @@ def medians(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
         return np.full(len(values), math.nan)
     ordered = np.sort(np.where(keep, values, math.nan), axis=1)  # nan comes last
     middle = np.maximum(keep.sum(axis=1) - 1, 0) // 2
-    found = np.take_along_axis(ordered, middle[:, None], 1)[:, 0]
-    found[(keep & np.isnan(values)).any(axis=1)] = math.nan
-    return found
+    middles = np.take_along_axis(ordered, middle[:, None], 1)[:, 0]
+    middles[(keep & np.isnan(values)).any(axis=1)] = math.nan
+    return middles
 
 
 def row_floor(
@@ -211,12 +211,12 @@ Allowed = Mapping[tuple[int, int], float]
 def main_path(sites: Sequence[SiteResult]) -> dict[tuple[int, int], list[SiteResult]]:
     """The free pass' results that end in the logits, by forward: the first output of every block,
     and of what comes after the last one, in execution order."""
-    found: dict[tuple[int, int], list[SiteResult]] = {}
+    by_forward: dict[tuple[int, int], list[SiteResult]] = {}
     for site in sites:
         if site.pass_ == "free" and site.site.endswith(":out") and site.rel_l2 is not None:
-            found.setdefault((site.sample, site.step), []).append(site)
+            by_forward.setdefault((site.sample, site.step), []).append(site)
     paths: dict[tuple[int, int], list[SiteResult]] = {}
-    for place, mine in found.items():
+    for place, mine in by_forward.items():
         mine = sorted(mine, key=order_of)
         last = max((n for n, s in enumerate(mine) if s.role == "block"), default=None)
         if last is not None:

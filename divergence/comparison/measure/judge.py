@@ -318,12 +318,12 @@ class Judge:
         for alike in grouped(judged, self._kind_of_truth):
             rows = [one for _, _, one in alike if one is not None]
             updates = [one.update for one in rows if one.update is not None]
-            found = self._row_floor(
+            row_floors = self._row_floor(
                 alike[0][0], _last(alike[0][1].shape), np.stack([one.norm for one in rows]),
                 np.stack(updates) if updates else None,
             )  # fmt: skip
-            if found is not None:
-                floors |= {id(one): floor for one, floor in zip(rows, found, strict=True)}
+            if row_floors is not None:
+                floors |= {id(one): floor for one, floor in zip(rows, row_floors, strict=True)}
         for _, result, one in judged:
             floor = floors.get(id(one))
             if one is not None and floor is not None:

@@ -81,18 +81,18 @@ class Measurer:
         """
         if not self.reading.has_both(pair):
             return self._reduced(pair)
-        right = None if self._truth is None else self._truth.record(pair)
+        true_record = None if self._truth is None else self._truth.record(pair)
         is_block = self._is_block(pair)
         if equal_by_record(pair):
             self.reading.check(pair)  # true only if the bytes agree with what was recorded
             numbers = PairNumbers(None, None, None, pair.reference.record.shape)
-            if right is None:
+            if true_record is None:
                 return None
         else:
             numbers = self._numbers(pair, is_block, threads)
-        if right is None or format_named(right.dtype).kind != "float":
+        if true_record is None or format_named(true_record.dtype).kind != "float":
             return numbers
-        return replace(numbers, against=self._against(pair, right, is_block))
+        return replace(numbers, against=self._against(pair, true_record, is_block))
 
     def measure_small(self, pairs: Sequence[Pair]) -> list[PairNumbers | None]:
         """``measure`` of each, many at a time where their tensors are small and alike."""
@@ -110,8 +110,10 @@ class Measurer:
             at_once = max(1, NUMEL_AT_ONCE // max(1, group[0][1].reference.record.numel))
             for first in range(0, len(group), at_once):
                 part = group[first : first + at_once]
-                found = self._measure_alike([(pair, operands) for _, pair, operands in part])
-                for (number, pair, _), numbers in zip(part, found, strict=True):
+                numbers_of_part = self._measure_alike(
+                    [(pair, operands) for _, pair, operands in part]
+                )
+                for (number, pair, _), numbers in zip(part, numbers_of_part, strict=True):
                     measured[number] = numbers or self.measure(pair)
         return measured
 
@@ -140,7 +142,7 @@ class Measurer:
         """Pairs of one kind; None for one that must be measured by itself, also where its bytes
         are bad: measuring it says what is wrong."""
         first = pairs[0][1]
-        base, right = None, None
+        base, truth = None, None
         try:
             a = self._reference.read_many([operands.one for _, operands in pairs])
             if first.equal:
@@ -154,14 +156,14 @@ class Measurer:
                 base = first.base[0].read_many(bases)
             if first.right is not None and self._truth is not None:
                 rights = [operands.right for _, operands in pairs if operands.right is not None]
-                right = self._truth.run.read_many(rights)
+                truth = self._truth.run.read_many(rights)
         except RunFormatError:
             return [None] * len(pairs)
         against: Sequence[AgainstTruth | None] = [None] * len(pairs)
-        if right is not None:
+        if truth is not None:
             from divergence.numerics.pairs.against import against_many
 
-            against = against_many(a, b, right, base)
+            against = against_many(a, b, truth, base)
         shape = first.one.shape
         if first.equal:
             return [
@@ -170,7 +172,7 @@ class Measurer:
             ]
         return [
             None
-            if measured is None or (right is not None and beside is None)
+            if measured is None or (truth is not None and beside is None)
             else PairNumbers(measured[0], None, measured[1], shape, against=beside)
             for measured, beside in zip(measure_many(a, b, base=base), against, strict=True)
         ]
@@ -198,7 +200,7 @@ class Measurer:
         note = self._notes.get(module_of(site))
         return note is not None and note.role == "block" and site.endswith(":out")
 
-    def _against(self, pair: Pair, right: Record, is_block: bool) -> AgainstTruth | None:
+    def _against(self, pair: Pair, true_record: Record, is_block: bool) -> AgainstTruth | None:
         """Both sides against the truth, where all three can be laid side by side. Only a block adds
         to what it gets: of a dropout that hands its input on, nothing would be left."""
         from divergence.numerics.pairs.against import measure_against
@@ -209,13 +211,13 @@ class Measurer:
         b = pieces.tensor(self._candidate, pair.candidate)
         if not (a.is_floating_point() and a.shape == b.shape):
             return None
-        own = pair.reference if right.shape == pair.reference.record.shape else pair.candidate
-        truth = pieces.rows_of(run.read(right), own)
-        base = pieces.base(pair) if is_block and right.site.endswith(":out") else None
+        own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
+        truth = pieces.rows_of(run.read(true_record), own)
+        base = pieces.base(pair) if is_block and true_record.site.endswith(":out") else None
         if base is not None and base.shape != a.shape:
             base = None
         mask = pieces.row_mask(pair.reference, tuple(a.shape))
-        routed = self._routing.of(pair, math.prod(a.shape[:-1]), (run, right))
+        routed = self._routing.of(pair, math.prod(a.shape[:-1]), (run, true_record))
         if routed is not None and routed.kept is not None:
             mask = routed.kept if mask is None else mask & routed.kept
         return measure_against(

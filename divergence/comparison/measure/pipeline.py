@@ -66,8 +66,8 @@ def measure_all(
     measurer.kernel = kernel_for(sum(map(_num_bytes, differing)))
     measurer.device = _DEVICE.get()
     measure = _MEASURE.get() or measure_pairs
-    with contextlib.closing(measure(measurer, pairs, progress)) as found:
-        return results_of_pairs(measurer, pairs, found)
+    with contextlib.closing(measure(measurer, pairs, progress)) as measured:
+        return results_of_pairs(measurer, pairs, measured)
 
 
 @contextlib.contextmanager
@@ -93,12 +93,12 @@ def measured_by(measure: Callable[..., Generator[PairNumbers | None]]) -> Iterat
 
 
 def results_of_pairs(
-    measurer: Measurer, pairs: Sequence[Pair], found: Iterable[PairNumbers | None]
+    measurer: Measurer, pairs: Sequence[Pair], measured: Iterable[PairNumbers | None]
 ) -> list[SiteResult]:
     """The results, from what ``measure_pairs`` gave for the same pairs in the same order."""
     results: list[SiteResult] = []
     waiting: list[tuple[Pair, PairNumbers | None]] = []
-    for item in zip(pairs, found, strict=True):
+    for item in zip(pairs, measured, strict=True):
         waiting.append(item)
         if len(waiting) == _JUDGED_AT_ONCE:
             results += measurer.judge.results(*zip(*waiting, strict=True))

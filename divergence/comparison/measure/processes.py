@@ -226,7 +226,7 @@ def _batches(
     job: bytes, runs: dict[tuple[object, ...], Run], rank: int
 ) -> Iterator[tuple[list[PairNumbers | None], DivergenceError | None, bool]]:
     """(found, what went wrong after these, whether more follows), in the pairs' order."""
-    found: list[PairNumbers | None] = []
+    batch: list[PairNumbers | None] = []
     try:
         try:
             measurer, pairs = _unpacked(job, runs)
@@ -236,19 +236,19 @@ def _batches(
         with contextlib.closing(measure_pairs(measurer, pairs)) as measured:
             num_bytes = 0
             for pair, one in zip(pairs, measured, strict=True):
-                found.append(one)
+                batch.append(one)
                 num_bytes += _num_bytes(pair)
-                if len(found) >= BATCH_PAIRS or num_bytes >= BATCH_BYTES:
-                    yield found, None, True
-                    found, num_bytes = [], 0
+                if len(batch) >= BATCH_PAIRS or num_bytes >= BATCH_BYTES:
+                    yield batch, None, True
+                    batch, num_bytes = [], 0
     except DivergenceError as error:
-        yield found, error, False
+        yield batch, error, False
     except Exception as error:
         fault = FaultError(f"rank {rank}: {type(error).__name__}: {_first_line(error)}")
         fault.add_note(traceback.format_exc())  # -v shows it
-        yield found, fault, False
+        yield batch, fault, False
     else:
-        yield found, None, False
+        yield batch, None, False
 
 
 class _Pickler(pickle.Pickler):

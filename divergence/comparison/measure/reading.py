@@ -39,13 +39,13 @@ class Reading:
             return
         wanted: dict[int, tuple[Run, list[Record]]] = {}
         for pair in pairs:
-            right = self._right(pair)
-            if equal_by_record(pair) and right is None:
+            in_truth = self._right(pair)
+            if equal_by_record(pair) and in_truth is None:
                 continue
             one, two = pair.reference.record, pair.candidate.record
             parts = [(self._reference, one), (self._candidate, two)]
-            if right is not None:
-                parts.append(right)
+            if in_truth is not None:
+                parts.append(in_truth)
             base = self._base_of(pair)
             parts += [] if base is None else [base]
             for run, record in parts:
@@ -85,9 +85,9 @@ class Reading:
     def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
         """What of which run is read for a pair, a block's input apart."""
         one, two = pair.reference.record, pair.candidate.record
-        found = [(self._reference, one), (self._candidate, two)]
-        right = self._right(pair)
-        return found if right is None else [*found, right]
+        parts = [(self._reference, one), (self._candidate, two)]
+        in_truth = self._right(pair)
+        return parts if in_truth is None else [*parts, in_truth]
 
     def _right(self, pair: Pair) -> tuple[Run, Record] | None:
         """What the truth has of a pair."""

@@ -71,17 +71,17 @@ def measure(
     ``lines``: preflight. Raises IncomparableError where nothing is, UsageError for a truth of
     other runs.
     """
-    right = None if truth is None else Truth(opened(truth), a, b)
+    against = None if truth is None else Truth(opened(truth), a, b)
     alignment = aligned(a, b, names)
     rename = names or renaming(a, b, None)[0]
-    measured = measure_tensors(a, b, alignment, truth=right, thresholds=thresholds,
+    measured = measure_tensors(a, b, alignment, truth=against, thresholds=thresholds,
                                progress=progress)  # fmt: skip
     escalated: list[SiteResult] = []
     if any("escalated" in run.manifest.plan.passes for run in (a, b)):
         from divergence.comparison.measure.escalated import compare_escalated, drop_escalated
 
         escalated = compare_escalated(
-            a, b, right, thresholds, measure_all, progress, routes=measured.routes
+            a, b, against, thresholds, measure_all, progress, routes=measured.routes
         )
         alignment = drop_escalated(alignment, escalated)
     sites = [*measured.sites, *escalated]
@@ -103,15 +103,15 @@ def measure(
     if sites and all(site.step > 0 for site in sites):
         notes.append(NO_PREFILL)
     notes += routing_notes(sites, measured.routes)
-    anchors = right is not None and right.anchors
+    anchors = against is not None and against.anchors
     return replace(
         measured,
         alignment=alignment,
         tokens=tokens,
         covered=[*covered, *tokens_row(tokens)],
         missing=len(unmatched) + (0 if tokens is None else tokens.num_missing),
-        notes=[*notes, *_truth_notes(right, sites)],
-        advice=Advice(a, b, right.run if right is not None and anchors else None),
+        notes=[*notes, *_truth_notes(against, sites)],
+        advice=Advice(a, b, against.run if against is not None and anchors else None),
     )
 
 

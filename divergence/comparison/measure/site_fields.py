@@ -87,7 +87,7 @@ def nonfinite_in(tensor: torch.Tensor, row_mask: torch.Tensor) -> NonfiniteCount
 
 def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
     """Counts of both sides, where there is anything to count."""
-    found = NonfiniteCount(
+    count = NonfiniteCount(
         reference_nan=metrics.reference_nan,
         reference_inf=metrics.reference_inf,
         candidate_nan=metrics.candidate_nan,
@@ -99,7 +99,7 @@ def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
         candidate_alone=metrics.candidate_alone,
         mask_alike=metrics.mask_alike,
     )
-    return found if found.total else None
+    return count if count.total else None
 
 
 def without_floor(sites: Sequence[SiteResult]) -> list[SiteResult]:

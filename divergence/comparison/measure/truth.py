@@ -100,10 +100,10 @@ class Truth:
         if pass_ != "free" and not self.anchors:
             return None
         own = pair.candidate.record if self._named_by_candidate else pair.reference.record
-        found = self.run.find((pass_, own.sample, own.step, own.site))
-        if found is None or found.shape != own.shape or found.positions != own.positions:
+        record = self.run.find((pass_, own.sample, own.step, own.site))
+        if record is None or record.shape != own.shape or record.positions != own.positions:
             return None
-        return found
+        return record
 
 
 def inputs_of(reference: Run, candidate: Run) -> Run | None:

@@ -163,12 +163,12 @@ def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, np.nd
     if len(result.prompts) < 2:
         return [(result.prompts[0].sample if result.prompts else result.sample, None)]
     rows_each = math.prod(result.shape[1:-1])
-    found: list[tuple[int, np.ndarray | None]] = []
+    by_prompt: list[tuple[int, np.ndarray | None]] = []
     for number, prompt in enumerate(result.prompts):
         members = against.row_index // rows_each == number
         if members.any():
-            found.append((prompt.sample, members))
-    return found
+            by_prompt.append((prompt.sample, members))
+    return by_prompt
 
 
 def _order(result: SiteResult) -> tuple[int, int, int]:
@@ -230,12 +230,12 @@ def _gains(stats: TruthStats, rows: _Rows) -> None:
 
 def truth_diffs(judged: Sequence[AgainstTruth | None]) -> list[TruthDiff | None]:
     """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
-    found: dict[int, TruthDiff] = {}
+    by_number: dict[int, TruthDiff] = {}
     numbered = [(n, one) for n, one in enumerate(judged) if one is not None and one.num_rows]
     for alike in grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
         differences = _differences([one for _, one in alike])
-        found |= {number: one for (number, _), one in zip(alike, differences, strict=True)}
-    return [found.get(number) for number in range(len(judged))]
+        by_number |= {number: one for (number, _), one in zip(alike, differences, strict=True)}
+    return [by_number.get(number) for number in range(len(judged))]
 
 
 def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:

@@ -57,13 +57,13 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
     if not one or not two:
         said = ["recorded" if code else "not recorded" for code in (one, two)]
         return PreflightLine(check="code", status="same", reference=said[0], candidate=said[1])
-    found = code_differences(a, b)
+    differences = code_differences(a, b)
     shown = [f"{len(code)} classes of module" for code in (one, two)]
-    if not found:
+    if not differences:
         return PreflightLine(check="code", status="same", reference=shown[0], candidate=shown[1])
     return PreflightLine(
         check="code", status="differs", reference=shown[0], candidate=shown[1],
-        detail=list_names(_texts(found, a, b), _MOST, "; "),
+        detail=list_names(_texts(differences, a, b), _MOST, "; "),
     )  # fmt: skip
 
 
@@ -73,17 +73,19 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]
     Nothing where the code is the same, or was not recorded. Without a block what was replaced
     anywhere is said.
     """
-    found = code_differences(a, b)
+    differences = code_differences(a, b)
     if block is None:
-        return [Evidence(text=f"other code: {one.text}") for one in found if one.deliberate][:_MOST]
-    texts = _texts([one for one in found if one.concerns(block)], a, b)[:_MOST]
+        return [Evidence(text=f"other code: {one.text}") for one in differences if one.deliberate][
+            :_MOST
+        ]
+    texts = _texts([one for one in differences if one.concerns(block)], a, b)[:_MOST]
     return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts]
 
 
-def _texts(found: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[str]:
+def _texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[str]:
     """What was replaced, one by one, then the differences of text together."""
-    texts = [one.text for one in found if one.deliberate]
-    plain = [one for one in found if not one.deliberate]
+    texts = [one.text for one in differences if one.deliberate]
+    plain = [one for one in differences if not one.deliberate]
     return [*texts, _counted(plain, a, b)] if plain else texts
 
 
@@ -93,23 +95,23 @@ def code_differences(a: Manifest, b: Manifest) -> list[CodeDifference]:
     one, two = a.model.code, b.model.code
     if not one or not two:
         return []
-    found: list[CodeDifference] = []
+    differences: list[CodeDifference] = []
     for name in one:
         if name in two:
-            found += _of_class(name, one[name], two[name])
+            differences += _of_class(name, one[name], two[name])
     for side, mine, others in (("reference", one, two), ("candidate", two, one)):
         for name, note in mine.items():
             if name not in others:
-                found.append(_alone(name, note, side, others))
-    return sorted(found, key=lambda one: not one.deliberate)
+                differences.append(_alone(name, note, side, others))
+    return sorted(differences, key=lambda one: not one.deliberate)
 
 
 def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
     places = sorted({*a.places, *b.places})
-    found: list[CodeDifference] = []
+    differences: list[CodeDifference] = []
 
     def add(text: str, *, deliberate: bool = True, paths: Sequence[str] = ()) -> None:
-        found.append(
+        differences.append(
             CodeDifference(name=name, text=text, deliberate=deliberate, places=places, paths=paths)
         )
 
@@ -129,15 +131,15 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
     if a.compiled != b.compiled:
         one, two = (note.compiled or "not compiled" for note in (a, b))
         add(f"{name}: {one} on the reference, {two} on the candidate")
-    if found:
-        return found
+    if differences:
+        return differences
     names = _functions(a, b)
     if a.digest != b.digest or odd or names:
         which = ", ".join(names[:_MOST]) or "forward"
         where = f" in {', '.join(only_odd[:_MOST])}" if only_odd else ""
         by = f" (replaced in both: {a.replaced[0]})" if a.replaced and b.replaced else ""
         add(f"{name}: other code of {which}{where}{by}", deliberate=bool(by), paths=only_odd)
-    return found
+    return differences
 
 
 def _functions(a: CodeNote, b: CodeNote) -> list[str]:
@@ -173,7 +175,7 @@ def _alone(name: str, note: CodeNote, side: str, others: dict[str, CodeNote]) ->
     )
 
 
-def _counted(found: Sequence[CodeDifference], a: Manifest, b: Manifest) -> str:
+def _counted(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> str:
     """Differences of text: the first few, or how many where versions explain them."""
     versions = [
         f"{name} {a.environment.versions.get(name, '-')} / {b.environment.versions.get(name, '-')}"
@@ -181,9 +183,10 @@ def _counted(found: Sequence[CodeDifference], a: Manifest, b: Manifest) -> str:
         if a.environment.versions.get(name) != b.environment.versions.get(name)
     ]
     by = f" ({', '.join(versions)})" if versions else ""
-    if len(found) <= _MOST:
-        return "; ".join(one.text for one in found) + by
-    return f"other code in {len(found)} classes{by}: {list_names([d.name for d in found], _MOST)}"
+    if len(differences) <= _MOST:
+        return "; ".join(one.text for one in differences) + by
+    names = list_names([one.name for one in differences], _MOST)
+    return f"other code in {len(differences)} classes{by}: {names}"
 
 
 def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[str]:
@@ -195,7 +198,7 @@ def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[s
     mine, theirs = one.model.code, two.model.code
     if not mine or not theirs:
         return []
-    found: list[str] = []
+    texts: list[str] = []
     for name in sorted({*mine, *theirs}):
         notes = [(code[name], m) for code, m in ((mine, one), (theirs, two)) if name in code]
         here = any(_concerns(note, name, manifest, block) for note, manifest in notes)
@@ -207,18 +210,18 @@ def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[s
             odd = _differing(mine[name].odd, theirs[name].odd)
             differs = any(_lies_in(path, block) for path in odd)
         if differs:
-            found.append(name)
-    return found
+            texts.append(name)
+    return texts
 
 
 def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
     """Code put in the place of a class' own: of the modules inside ``block``, or of all."""
-    found: list[str] = []
+    texts: list[str] = []
     for name, note in manifest.model.code.items():
         odd = [path for path in note.odd if _lies_in(path, block)]
         if odd or (not note.odd and _concerns(note, name, manifest, block)):
-            found += note.replaced or [f"{name} in {path}" for path in odd]
-    return found
+            texts += note.replaced or [f"{name} in {path}" for path in odd]
+    return texts
 
 
 def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:

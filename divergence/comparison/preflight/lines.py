@@ -105,9 +105,7 @@ def _unknown(line: PreflightLine, a: Manifest, b: Manifest) -> PreflightLine:
     ]
     if _UNKNOWN not in shown:
         return line
-    return PreflightLine(
-        check=line.check, status="unknown", reference=shown[0], candidate=shown[1]
-    )  # fmt: skip
+    return PreflightLine(check=line.check, status="unknown", reference=shown[0], candidate=shown[1])
 
 
 def _engines(a: Manifest, b: Manifest) -> PreflightLine:
@@ -151,11 +149,14 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
     return [_same("ranks", a.processes, b.processes, detail)]
 
 
-def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLine:
+def _same(
+    check: str, a: str, b: str, detail: str | None = None, *, same: bool | None = None
+) -> PreflightLine:
+    """``same``: are they, where the two texts do not tell?"""
+    same = a == b if same is None else same
     return PreflightLine(
-        check=check, status="same" if a == b else "differs", reference=a, candidate=b,
-        detail=detail,
-    )  # fmt: skip
+        check=check, status="same" if same else "differs", reference=a, candidate=b, detail=detail
+    )
 
 
 def _named(check: str, a: Sequence[str], b: Sequence[str]) -> PreflightLine:
@@ -178,16 +179,16 @@ def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
     if not one or not two:
         return []
     keys = [key for key in {**one, **two} if one.get(key) != two.get(key)] or ["compiler", "BLAS"]
-    shown = [", ".join(f"{k} {found[k]}" for k in keys if k in found) for found in (one, two)]
+    shown = [", ".join(f"{k} {side[k]}" for k in keys if k in side) for side in (one, two)]
     return [_same("torch build", shown[0] or "-", shown[1] or "-")]
 
 
 def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
     one, two = a.model, b.model
-    found = match_parameters(one.digests, two.digests, names)
-    status, detail = _weights_differ(one, two, found)
+    matching = match_parameters(one.digests, two.digests, names)
+    status, detail = _weights_differ(one, two, matching)
     if status == "blocking" and any(map(tells_in_part, (a, b))):
-        status, detail = as_far_as_told(one, two, found)
+        status, detail = as_far_as_told(one, two, matching)
     if status != "same":
         detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
     shown = [f"{model.digest[:12]} ({model.dtype})" for model in (one, two)]
@@ -196,9 +197,9 @@ def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
 
 
 def _weights_differ(
-    a: ModelIdentity, b: ModelIdentity, found: Matching
+    a: ModelIdentity, b: ModelIdentity, matching: Matching
 ) -> tuple[PreflightStatus, str | None]:
-    """(status, detail) of two models' weights. ``found``: their parameters by name."""
+    """(status, detail) of two models' weights. ``matching``: their parameters by name."""
     detail = None
     if missing := a.missing or b.missing:
         detail = (
@@ -214,8 +215,8 @@ def _weights_differ(
             return "same", f"the same weights, rounded from {a.dtype} to {b.dtype}"
         if a.digest == rounded[1]:
             return "same", f"the same weights, rounded from {b.dtype} to {a.dtype}"
-        if digested and not found.is_one_to_one:
-            return "blocking", f"other parameters: {found.describe()}"
+        if digested and not matching.is_one_to_one:
+            return "blocking", f"other parameters: {matching.describe()}"
         if set(a.digests) != set(b.digests):
             return "differs", "digests of other names and dtypes cannot be compared"
         if any(rounded):
@@ -227,15 +228,19 @@ def _weights_differ(
         return "differs", "one side is quantised"
     if not digested:
         return "blocking", "the parameters' digests are not recorded"
-    different = [name for name, other in found.pairs.items() if a.digests[name] != b.digests[other]]
+    different = [
+        name for name, other in matching.pairs.items() if a.digests[name] != b.digests[other]
+    ]
     if different:
-        text = f"{len(different)} of {len(found.pairs)} parameters differ: {list_names(different)}"
-        return "blocking", "; ".join(filter(None, (text, found.describe())))
-    if not found.is_one_to_one:
-        return "blocking", f"other parameters: {found.describe()}"
-    if found.prefixes or found.mapped:
-        return "differs", f"the same values under other names: {found.describe()}"
-    return "differs", found.describe()
+        text = (
+            f"{len(different)} of {len(matching.pairs)} parameters differ: {list_names(different)}"
+        )
+        return "blocking", "; ".join(filter(None, (text, matching.describe())))
+    if not matching.is_one_to_one:
+        return "blocking", f"other parameters: {matching.describe()}"
+    if matching.prefixes or matching.mapped:
+        return "differs", f"the same values under other names: {matching.describe()}"
+    return "differs", matching.describe()
 
 
 def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
@@ -282,10 +287,8 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
         pairs = list(zip(ids_a, ids_b, strict=True))
         if all(one[: len(two)] == two[: len(one)] for one, two in pairs):
             same, detail = True, "forced; padding follows where a prompt ended before its batch"
-    return PreflightLine(
-        check="generated ids", status="same" if same else "differs", detail=detail,
-        reference=f"{sum(map(len, ids_a))} tokens", candidate=f"{sum(map(len, ids_b))} tokens",
-    )  # fmt: skip
+    shown = [f"{sum(map(len, ids))} tokens" for ids in (ids_a, ids_b)]
+    return _same("generated ids", shown[0], shown[1], detail, same=same)
 
 
 def _dtype(manifest: Manifest) -> str:
@@ -326,31 +329,24 @@ def _switches(a: Manifest, b: Manifest) -> PreflightLine:
         "deterministic" if one.settings.deterministic else "not deterministic" for one in (a, b)
     ]
     same = shown[0] == shown[1] and not different
-    return PreflightLine(
-        check="determinism", status="same" if same else "differs",
-        reference=shown[0], candidate=shown[1], detail="; ".join(details) or None,
-    )  # fmt: skip
+    return _same("determinism", shown[0], shown[1], "; ".join(details) or None, same=same)
 
 
 def _repeatable(a: Manifest, b: Manifest) -> PreflightLine:
     def say(manifest: Manifest) -> str:
-        found = manifest.repeatability
-        if found.num_runs < 2:
+        repeated = manifest.repeatability
+        if repeated.num_runs < 2:
             return "not measured"
-        if found.num_different == 0:
-            return f"{found.num_runs} runs, all bits equal"
-        return (
-            f"{found.num_runs} runs, {found.num_different} of {found.num_compared} tensors differ"
-        )
+        if repeated.num_different == 0:
+            return f"{repeated.num_runs} runs, all bits equal"
+        differ = f"{repeated.num_different} of {repeated.num_compared} tensors differ"
+        return f"{repeated.num_runs} runs, {differ}"
 
     noisy = [m.repeatability for m in (a, b) if m.repeatability.num_different]
     detail = None
     if noisy:
         detail = f"a machine does not repeat itself, first at {noisy[0].first_difference}"
-    return PreflightLine(
-        check="repeatability", status="differs" if noisy else "same",
-        reference=say(a), candidate=say(b), detail=detail,
-    )  # fmt: skip
+    return _same("repeatability", say(a), say(b), detail, same=not noisy)
 
 
 def _device(manifest: Manifest) -> str:
@@ -374,10 +370,7 @@ def _variables(a: Manifest, b: Manifest) -> PreflightLine:
     def say(values: dict[str, str]) -> str:
         return ", ".join(f"{k}={values[k]}" for k in different if k in values) or "-"
 
-    return PreflightLine(
-        check="environment variables", status="differs" if different else "same",
-        reference=say(one), candidate=say(two), detail=None,
-    )  # fmt: skip
+    return _same("environment variables", say(one), say(two), same=not different)
 
 
 def _complete(a: Manifest, b: Manifest) -> PreflightLine:
@@ -386,9 +379,6 @@ def _complete(a: Manifest, b: Manifest) -> PreflightLine:
             return "complete"
         return f"incomplete ({manifest.stopped_by or 'killed'})"
 
-    incomplete = not (a.complete and b.complete)
-    return PreflightLine(
-        check="completeness", status="differs" if incomplete else "same",
-        reference=say(a), candidate=say(b),
-        detail="only what both hold is compared" if incomplete else None,
-    )  # fmt: skip
+    whole = a.complete and b.complete
+    detail = None if whole else "only what both hold is compared"
+    return _same("completeness", say(a), say(b), detail, same=whole)

@@ -137,12 +137,12 @@ def tells_in_part(manifest: Manifest) -> bool:
 
 
 def as_far_as_told(
-    a: ModelIdentity, b: ModelIdentity, found: Matching
+    a: ModelIdentity, b: ModelIdentity, matching: Matching
 ) -> tuple[PreflightStatus, str | None]:
     """(status, detail) of two models' weights, where an engine tells some of them, or none."""
     pairs = [
         (name, one, two)
-        for name, other in (found.pairs if a.dtype == b.dtype else {}).items()
+        for name, other in (matching.pairs if a.dtype == b.dtype else {}).items()
         if UNKNOWN not in (one := a.digests[name], two := b.digests[other])
     ]
     different = [name for name, one, two in pairs if one != two]
@@ -178,13 +178,13 @@ def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[Preflig
         [unescape_path(path) for path, note in one.plan.modules.items() if note.role == "block"]
         for one in (a, b)
     )
-    found = match_parameters(dict.fromkeys(ours, ""), dict.fromkeys(theirs, ""), names)
-    parts = found.left_over()
+    matching = match_parameters(dict.fromkeys(ours, ""), dict.fromkeys(theirs, ""), names)
+    parts = matching.left_over()
     if not parts:
         return []
     # all under other names: no architecture's difference, and nothing to compare them by
     status: PreflightStatus = "differs"
-    if found.pairs or len(ours) != len(theirs):
+    if matching.pairs or len(ours) != len(theirs):
         status = "blocking"
     return [
         PreflightLine(
@@ -218,9 +218,9 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
         ours = {key: value for key, value in ours.items() if key in theirs}
         theirs = {key: value for key, value in theirs.items() if key in ours}
     if ours and theirs:
-        found, moved = config_differences(ours, theirs)
-        if found:
-            status, detail = "differs", list_names(found, _MOST, "; ")
+        differences, moved = config_differences(ours, theirs)
+        if differences:
+            status, detail = "differs", list_names(differences, _MOST, "; ")
         elif moved and not same:
             status, detail = "same", f"the same values, {moved} of them under other keys"
         elif not same:
@@ -235,7 +235,7 @@ def config_differences(
 ) -> tuple[list[str], int]:
     """(sentences, how many keys only moved). Values that differ come before keys that one side
     alone has; of those, what is null says nothing."""
-    found = [
+    differences = [
         f"{key} {_text(a[key])} / {_text(b[key])}" for key in a if key in b and a[key] != b[key]
     ]
     only_a = {key: value for key, value in a.items() if key not in b and value is not None}
@@ -250,19 +250,19 @@ def config_differences(
         if one == two:
             moved += 1
         else:
-            found.append(f"{leaf} {_text(one)} / {_text(two)} ({key}, there {there[0]})")
+            differences.append(f"{leaf} {_text(one)} / {_text(two)} ({key}, there {there[0]})")
     for mine, other, flipped in ((only_b, a, False), (only_a, b, True)):
         for key in list(mine):
             leaf = key.rpartition(".")[2]
             there = [k for k in other if k.rpartition(".")[2] == leaf and other[k] != mine[key]]
             if leaf not in _ANYWHERE and len(there) == 1:
                 pair = (f"{_text(other[there[0]])} ({there[0]})", f"{_text(mine.pop(key))} ({key})")
-                found.append(f"{leaf} {' / '.join(pair[::-1] if flipped else pair)}")
+                differences.append(f"{leaf} {' / '.join(pair[::-1] if flipped else pair)}")
     for side, only in (("reference", only_a), ("candidate", only_b)):
         if only:
             texts = [f"{key}={_text(value)}" for key, value in only.items()]
-            found.append(f"only in the {side}: {list_names(texts, _MOST)}")
-    return found, moved
+            differences.append(f"only in the {side}: {list_names(texts, _MOST)}")
+    return differences, moved
 
 
 def _text(value: ConfigValue) -> str:

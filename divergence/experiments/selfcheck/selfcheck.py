@@ -40,7 +40,7 @@ from divergence.recording.engines.load import load_tokenizer
 from divergence.recording.prompts import Prompt, collect_prompts, tokenize
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 from divergence.run.storage.location import folder_of
 from divergence.words import Progress
 
@@ -144,12 +144,10 @@ def selfcheck(
 def _wanted(only: Sequence[str]) -> list[str]:
     for name in only:
         if name not in NAMES:
-            near = near_names(name, NAMES, count=1)
             raise UsageError(
                 f"no line {name!r}",
                 where="--only",
-                hint=(f"did you mean {near[0]}? " if near else "")
-                + f"there are {', '.join(NAMES)}",
+                hint=did_you_mean(name, NAMES, count=1, then=f"there are {', '.join(NAMES)}"),
             )
     return list(only or UNASKED)
 

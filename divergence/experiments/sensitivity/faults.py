@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from divergence.errors import UsageError
 from divergence.recording.hooks.plant import parse_plant
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -123,11 +123,10 @@ def faults_named(names: Sequence[str]) -> list[Fault]:
     found: dict[str, Fault] = {}
     for name in names:
         if name not in FAULTS:
-            near = near_names(name, FAULTS)
             raise UsageError(
                 f"no fault of growing size is called {name!r}",
                 where="--faults",
-                hint=(f"did you mean {near[0]}? " if near else "") + f"one of {', '.join(FAULTS)}",
+                hint=did_you_mean(name, FAULTS, count=1, then=f"one of {', '.join(FAULTS)}"),
             )
         found[name] = FAULTS[name]
     if not found:

@@ -37,7 +37,7 @@ from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 from divergence.run.unshard import unsharded
 from divergence.words import Progress
 
@@ -229,13 +229,14 @@ def _chosen_blocks(known: list[str], wanted: Sequence[str]) -> list[str]:
         elif word.isdecimal() and int(word) < len(known):
             places.add(int(word))
         else:
-            near = near_names(word, [*words, "all", *known], count=1)
+            said = (
+                f"first, middle, last, all, numbers from 0 to {len(known) - 1}, or a module path "
+                f"such as {known[0]}"
+            )
             raise UsageError(
                 f"no block {word!r} among the {len(known)} of the run",
                 where="--blocks",
-                hint=(f"did you mean {near[0]}? " if near else "")
-                + f"first, middle, last, all, numbers from 0 to {len(known) - 1}, or a module path "
-                f"such as {known[0]}",
+                hint=did_you_mean(word, [*words, "all", *known], count=1, then=said),
             )
     if not places:
         raise UsageError("no block to plant in", where="--blocks", hint="first, middle, last, all")

@@ -289,7 +289,7 @@ def _in_loops(
     kept: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same in compiled loops."""
-    from divergence.numerics.compiled.against import add_channels, row_sums
+    from divergence.numerics.compiled.sums import add_channels, row_sums
 
     sums = row_sums(a, b, truth, base)
     sink = _sinks(sums[0].sqrt(), kept)

@@ -31,7 +31,7 @@ from divergence.recording.machine.environment import resolve_device
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import is_operator_site, module_of, natural_key, near_names
+from divergence.run.schema.site import did_you_mean, is_operator_site, module_of, natural_key
 from divergence.run.storage.location import folder_of
 
 if TYPE_CHECKING:
@@ -180,12 +180,10 @@ def _no_operator(run: Run, site: str, calls: list[RecordedCall]) -> UsageError:
                 hint=f"its operators are {', '.join(f'{p}:out' for p in inside[:6])}"
                 + (f" and {len(inside) - 6} more" if len(inside) > 6 else ""),
             )
-    near = near_names(site.partition(":")[0], paths)
     return UsageError(
         f"no operator at {site} in {run.path}",
-        hint=f"did you mean {' or '.join(f'{p}:out' for p in near)}?"
-        if near
-        else f"`{command_line('inspect', run.path, v=True)}` lists the sites",
+        hint=did_you_mean(site, [f"{path}:out" for path in paths])
+        or f"`{command_line('inspect', run.path, v=True)}` lists the sites",
     )
 
 
@@ -277,12 +275,10 @@ def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
             best = size, one
     if best is None:
         paths = {r.site.partition(":")[0] for r in other.records if r.pass_ == pass_}
-        near = near_names(calls[0].path, paths)
         raise UsageError(
             f"{other.path} does not hold {calls[0].path}",
-            hint=f"near: {', '.join(near)}"
-            if near
-            else f"{command_line('replay', source.path, o='OTHER')}, on the other machine",
+            hint=did_you_mean(calls[0].path, paths)
+            or f"{command_line('replay', source.path, o='OTHER')}, on the other machine",
         )
     return best[1]
 

@@ -31,7 +31,7 @@ from divergence.ops.suite.operators import (
     reductions,
     rope,
 )
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 
 __all__ = [
     "DEFAULT", "OPERATORS", "SUITES", "Chosen", "available", "case_path", "cases_in", "choose",
@@ -57,10 +57,9 @@ def find(name: str) -> Operator:
     """The operator called ``name`` (``suite.rms_norm``). Raises UsageError with near names."""
     operator = OPERATORS.get(name)
     if operator is None:
-        near = near_names(name, OPERATORS)
         raise UsageError(
             f"no operator of a suite is called {name!r}",
-            hint=f"did you mean {', '.join(near)}?" if near else f"one of {', '.join(OPERATORS)}",
+            hint=did_you_mean(name, OPERATORS) or f"one of {', '.join(OPERATORS)}",
         )
     return operator
 

@@ -24,7 +24,7 @@ from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.sessions import TorchSession, blocks_of, loaded_by_transformers
 from divergence.recording.hooks.modules import Recorder
 from divergence.run.schema.manifest import EngineValue, SampleTokens
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 
 __all__ = ["CompileEngine", "CompileOptions"]
 
@@ -107,17 +107,16 @@ def _check(options: CompileOptions, loading: Loading) -> None:
 
     backends = torch._dynamo.list_backends(exclude_tags=())
     if options.backend not in backends:
-        near = near_names(options.backend, backends)
         raise UsageError(
             f"--engine-option backend={options.backend}: torch has no such backend",
-            hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(backends)}",
+            hint=did_you_mean(options.backend, backends, count=1)
+            or f"one of {', '.join(backends)}",
         )
     modes = torch._inductor.list_mode_options()
     if options.mode is not None and options.mode not in modes:
-        near = near_names(options.mode, modes)
         raise UsageError(
             f"--engine-option mode={options.mode}: torch has no such mode",
-            hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(modes)}",
+            hint=did_you_mean(options.mode, modes, count=1) or f"one of {', '.join(modes)}",
         )
     if options.backend == "inductor" and loading.device.startswith("cpu"):
         from torch._inductor.cpp_builder import get_cpp_compiler

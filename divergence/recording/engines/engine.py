@@ -27,7 +27,7 @@ import msgspec
 
 from divergence.errors import UsageError
 from divergence.run.schema.manifest import EngineNote, EngineValue
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 
 if TYPE_CHECKING:
     from divergence.recording.engines.generate import GroupResult
@@ -158,12 +158,11 @@ def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:
             ) from error
         return engine
     known = [*BUILT_IN, *points]
-    near = near_names(name, known)
     raise UsageError(
         f"--engine {name}: there is no such engine"
         + (" that comes with divergence" if name in points else ""),
         hint=f"name it yourself: --engine {name}" if name in points
-        else f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}",
+        else did_you_mean(name, known, count=1) or f"one of {', '.join(known)}",
     )  # fmt: skip
 
 
@@ -180,12 +179,11 @@ def options_for(engine: Engine, values: Mapping[str, EngineValue]) -> EngineOpti
     types = {field.name: field.type for field in msgspec.structs.fields(engine.Options)}
     for key in values:
         if key not in types:
-            near = near_names(key, types)
             raise UsageError(
                 f"--engine-option {key}: the engine {engine.name} has no such option",
-                hint=f"did you mean {near[0]}?" if near
-                else f"it has {', '.join(sorted(types))}" if types else "it has none",
-            )  # fmt: skip
+                hint=did_you_mean(key, types, count=1)
+                or f"it has {', '.join(sorted(types)) or 'none'}",
+            )
     try:
         return msgspec.convert(dict(values), engine.Options, strict=False)
     except msgspec.ValidationError as error:

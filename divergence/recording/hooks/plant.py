@@ -25,7 +25,7 @@ from divergence.errors import PlantError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.contents import site_names
-from divergence.run.schema.site import is_operator_site, near_names, one_or_more, split_site
+from divergence.run.schema.site import did_you_mean, is_operator_site, one_or_more, split_site
 
 if TYPE_CHECKING:
     import torch
@@ -109,12 +109,9 @@ def parse_plant(text: str) -> Plant:
     name, *arguments = does.split(":")
     maker = _MAKERS.get(name)
     if maker is None:
-        near = near_names(name, FAULTS)
         first, *faults = _list_of_faults()
-        known = f"did you mean {near[0]}? " if near else ""
-        raise PlantError(
-            f"unknown fault {name!r}", where=f"--plant {text}", hint=(known + first, *faults)
-        )
+        near = did_you_mean(name, FAULTS, count=1, then=first)
+        raise PlantError(f"unknown fault {name!r}", where=f"--plant {text}", hint=(near, *faults))
     try:
         change = maker(*arguments)
     except (TypeError, ValueError, UsageError) as error:
@@ -146,10 +143,9 @@ def check_places(plants: Iterable[Plant], modules: Collection[str], *, num_ranks
     """Raise PlantError for a module or rank that is not there."""
     for plant in plants:
         if plant.path not in modules:
-            near = near_names(plant.path, modules)
             raise PlantError(
                 f"no module {plant.path!r} to plant a fault at",
-                hint=f"did you mean {', '.join(near)}?" if near else None,
+                hint=did_you_mean(plant.path, modules) or None,
             )
         if plant.rank is not None and plant.rank >= num_ranks:
             raise PlantError(
@@ -324,10 +320,9 @@ def parse_substitutes(
             source = _opened(site, source)
         held = site_names(source.run.records)
         if source.site not in held:
-            near = near_names(source.site, held)
             raise UsageError(
                 f"{source.run.path} holds no {source.site}",
-                hint=f"did you mean {', '.join(near)}?" if near else "capture it with --sites ops@",
+                hint=did_you_mean(source.site, held) or "capture it with --sites ops@",
             )
         found[site.rpartition(":")[0]] = source
     return found

@@ -17,7 +17,7 @@ from pathlib import Path
 from divergence.errors import UsageError
 from divergence.recording.machine.hardware import cpu_model, cpu_name, torch_build
 from divergence.run.schema.manifest import Environment
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 
 __all__ = [
     "DEVICE_TYPES", "SETTABLE", "VARIABLES", "accelerator_type", "collect_environment",
@@ -129,11 +129,9 @@ def resolve_device(name: str = "auto") -> str:
 
     kind, _, index = name.partition(":")
     if kind not in DEVICE_TYPES:
-        near = near_names(kind, DEVICE_TYPES)
+        known = f"known: {', '.join(DEVICE_TYPES)} (ROCm devices are called cuda, as in torch)"
         raise UsageError(
-            f"unknown device {name!r}",
-            hint=(f"did you mean {near[0]}? " if near else "")
-            + f"known: {', '.join(DEVICE_TYPES)} (ROCm devices are called cuda, as in torch)",
+            f"unknown device {name!r}", hint=did_you_mean(kind, DEVICE_TYPES, count=1, then=known)
         )
     if index and not (index.isascii() and index.isdecimal()):
         raise UsageError(f"device index {index!r} is not a number", hint="for example cuda:0")

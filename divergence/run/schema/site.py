@@ -36,8 +36,9 @@ from divergence.errors import UsageError
 
 __all__ = [
     "BUILTIN_SITES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "ROOT", "compile_patterns",
-    "escape_path", "is_operator_site", "join_site", "module_of", "natural_key", "near_names",
-    "one_or_more", "operator_of", "operator_path", "split_site", "starred", "unescape_path",
+    "did_you_mean", "escape_path", "is_operator_site", "join_site", "module_of", "natural_key",
+    "near_names", "one_or_more", "operator_of", "operator_path", "split_site", "starred",
+    "unescape_path",
 ]  # fmt: skip
 
 ROOT = "."
@@ -177,6 +178,12 @@ def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str
         return []
     short = itertools.islice((name for name in names if len(name) <= _MAX_NEAR_CHARS), _MAX_NEAR)
     return difflib.get_close_matches(wanted, short, n=count, cutoff=0.5)
+
+
+def did_you_mean(wanted: str, names: Iterable[str], *, count: int = 3, then: str = "") -> str:
+    """``did you mean a or b?``, and ``then`` behind it; ``then`` alone where no name is like it."""
+    near = near_names(wanted, names, count=count)
+    return f"did you mean {' or '.join(near)}? {then}".rstrip() if near else then
 
 
 def one_or_more(value: Any) -> list[Any]:

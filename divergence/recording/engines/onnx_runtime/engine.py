@@ -21,7 +21,7 @@ from divergence.recording.engines.onnx_runtime.pieces import LEVELS, Runtime
 from divergence.recording.engines.sessions import TorchSession, blocks_of
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import EngineNote
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import did_you_mean
 
 if TYPE_CHECKING:
     from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
@@ -62,10 +62,9 @@ class OnnxOptions(EngineOptions, frozen=True, kw_only=True):
 def check_level(level: str) -> None:
     """Raise UsageError for a level of optimisation that there is none of."""
     if level not in LEVELS:
-        near = near_names(level, LEVELS)
         raise UsageError(
             f"--engine-option optimization={level}: there is no such level",
-            hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(LEVELS)}",
+            hint=did_you_mean(level, LEVELS, count=1) or f"one of {', '.join(LEVELS)}",
         )
 
 
@@ -102,10 +101,9 @@ def provider_for(given: str | None, device: str) -> str:
     listed = ", ".join(here)
     name = names.get(given.lower())
     if name is None:
-        near = near_names(given.lower(), names)
         raise UsageError(
             f"--engine-option provider={given}: there is no such execution provider",
-            hint=(f"did you mean {near[0]}? " if near else "") + f"here there are {listed}",
+            hint=did_you_mean(given.lower(), names, count=1, then=f"here there are {listed}"),
         )
     if name not in here:
         package = next((p for n, p in _PROVIDERS.values() if n == name), None)

@@ -22,7 +22,7 @@ import msgspec
 from divergence.config import config_names, decode, find_config, load_toml
 from divergence.errors import UsageError
 from divergence.recording.model.structure import describe_modules
-from divergence.run.schema.site import ROOT, escape_path, near_names
+from divergence.run.schema.site import ROOT, did_you_mean, escape_path
 
 if TYPE_CHECKING:
     import torch
@@ -159,8 +159,8 @@ def _check_here(path: str, ours: Mapping[str, object]) -> None:
 
 
 def _nothing(pattern: str, library: str, paths: Iterable[str]) -> None:
-    near = near_names(pattern.replace("*", "0"), [path for path in paths if path])
+    near = did_you_mean(pattern.replace("*", "0"), [path for path in paths if path])
     raise UsageError(
         f"the name map's {pattern!r} matches no module of the model in {library}",
-        hint=f"did you mean {', '.join(near)}?" if near else "is it a map for another family?",
+        hint=near or "is it a map for another family?",
     )

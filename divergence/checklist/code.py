@@ -37,13 +37,13 @@ def weights(pair: Pair) -> tuple[PointState, str]:
             return "unknown", line.detail
         who = " and ".join(lacking) or "a run"
         return "unknown", f"{who}: digests of the parameters are not recorded"
-    found = [
+    blocking = [
         one
         for one in pair.lines.values()
         if one.status == "blocking" and one.check in ("weights", "blocks")
     ]
-    if found:
-        return "fail", "; ".join(one.detail or f"other {one.check}" for one in found)
+    if blocking:
+        return "fail", "; ".join(one.detail or f"other {one.check}" for one in blocking)
     unread = {
         name for one in pair.manifests for name, digest in one.model.digests.items()
         if digest == _UNREAD
@@ -79,9 +79,9 @@ _LINES = (*_SETTINGS, "operators on the CPU", "substituted operators")
 def code(pair: Pair) -> Said:
     """Is the same computed, by the same code?"""
     a, b = pair.manifests
-    found = code_differences(a, b)
+    differences = code_differences(a, b)
     lines = [pair.lines[name] for name in _LINES if pair.differs(name)]
-    texts = [*(differs(line) for line in lines), *(one.text for one in found)]
+    texts = [*(differs(line) for line in lines), *(one.text for one in differences)]
     lacking = [name for name, one in (("A", a), ("B", b)) if not one.model.code]
     untold = [name for name in _LINES if pair.state_of(name) == "unknown"]
     if untold:
@@ -93,16 +93,16 @@ def code(pair: Pair) -> Said:
     text = list_names(texts, 2, "; ")
     verdict = pair.verdict
     if verdict is not None and verdict.kind in ("identical", "within_floor"):
-        if not (lines or found):
+        if not (lines or differences):
             return "unknown", text, False
         effect = "every bit is equal" if verdict.kind == "identical" else "no more than rounding"
         return "pass", f"{text}; {effect}", False
-    if not lines and not found:
+    if not lines and not differences:
         return "unknown", text, False
     if not pair.diverged:  # compare abstains: whether it makes a difference is not known
         return "unknown", f"{text}; {pair.why_unjudged}", False
     assert verdict is not None
-    guilty = [one for one in found if _explains(one, verdict, pair)]
+    guilty = [one for one in differences if _explains(one, verdict, pair)]
     if guilty:
         assert verdict.onset is not None
         return "fail", f"{guilty[0].text}: where the error begins, {verdict.onset.site}", True

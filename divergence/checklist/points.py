@@ -32,13 +32,13 @@ def points_of(pair: Pair) -> list[Point]:
         ("logprobs", "log-probs recorded", _logprobs),
         ("logprob_diff", "log-probs agree", _logprob_diff),
     )
-    found = []
+    settled = []
     for number, (name, title, ask) in enumerate(points, start=1):
         state, evidence = ask(pair)
-        found.append(
+        settled.append(
             Point(number=number, name=name, title=title, state=state, evidence=printable(evidence))
         )
-    return found
+    return settled
 
 
 def _weights(pair: Pair) -> Said:
@@ -86,11 +86,11 @@ def _shortcuts(one: Manifest) -> Said:
     states: list[PointState] = []
     texts = []
     for word, needed in (("prefix", True), ("specul", True), ("chunk", False)):
-        found = {key: text for key, text in one.engine.facts.items() if word in key.lower()}
-        if needed and not found:
+        facts = {key: text for key, text in one.engine.facts.items() if word in key.lower()}
+        if needed and not facts:
             states.append("unknown")
             texts.append({"prefix": "prefix caching", "specul": "speculation"}[word] + " not told")
-        for key, text in found.items():
+        for key, text in facts.items():
             states.append(_switched(text))
             texts.append(f"{key} {text}")
     return worst(*states), f"{one.engine.name}: {', '.join(texts)}"
@@ -168,10 +168,10 @@ def tokens(pair: Pair) -> Said:
         return "unknown", line.detail or "a run does not tell the tokens it was fed"
     if state == "fail":
         template = pair.lines["chat template"]
-        found = [f"A: {line.reference}, B: {line.candidate}", line.detail or "other ids"]
+        parts = [f"A: {line.reference}, B: {line.candidate}", line.detail or "other ids"]
         if pair.differs("chat template"):
-            found.append("chat template: " + (template.detail or "another one"))
-        return "fail", "; ".join(found)
+            parts.append("chat template: " + (template.detail or "another one"))
+        return "fail", "; ".join(parts)
     count = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)
     if not count:
         return "unknown", "neither run records the ids of a prompt"

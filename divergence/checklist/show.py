@@ -80,10 +80,12 @@ def _stop(checkup: Checkup) -> str:
 
 def _commands(checkup: Checkup) -> list[str]:
     """What settles the rungs that fail; else what compare says, or compare itself."""
-    found = dict.fromkeys(rung.next for rung in checkup.failed if rung.next is not None)
-    if not found and checkup.verdict is not None:
-        found = dict.fromkeys(checkup.verdict.next[:1])
-    return list(found) or [command_line("compare", checkup.reference.path, checkup.candidate.path)]
+    commands = dict.fromkeys(rung.next for rung in checkup.failed if rung.next is not None)
+    if not commands and checkup.verdict is not None:
+        commands = dict.fromkeys(checkup.verdict.next[:1])
+    return list(commands) or [
+        command_line("compare", checkup.reference.path, checkup.candidate.path)
+    ]
 
 
 def checkup_markdown(checkup: Checkup) -> str:

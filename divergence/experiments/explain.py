@@ -96,7 +96,7 @@ def injections_of(
     """The errors at ``sites`` (the reference's names) in the batch that begins with ``sample``,
     up to ``last_step``. Sites of which no anchored pair is there are left out."""
     wanted = set(sites)
-    found: dict[str, Injection] = {}
+    injections: dict[str, Injection] = {}
     for pair in pairs:
         one, two = pair.reference.record, pair.candidate.record
         if pair.pass_ != "anchored" or one.site not in wanted:
@@ -105,9 +105,9 @@ def injections_of(
             continue
         own = one if guilty == "candidate" else two
         a, b = reference.read(one).double(), candidate.read(two).double()
-        injection = found.setdefault(one.site, Injection(own.site))
+        injection = injections.setdefault(one.site, Injection(own.site))
         injection.errors[one.step] = (b - a if guilty == "candidate" else a - b, own.positions)
-    return list(found.values())
+    return list(injections.values())
 
 
 _OTHER: dict[Side, Side] = {"reference": "candidate", "candidate": "reference"}

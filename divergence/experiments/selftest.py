@@ -185,11 +185,13 @@ class _Bench:
         return _healthy(self._held(dtype, like=f"cpu-{dtype}"))
 
     def repeats(self) -> str:
-        found = self._capture("repeated", "cpu-bfloat16", repeat=3).manifest.repeatability
-        if found.num_different:
-            raise _Failed(f"{found.num_different} of {found.num_compared} repeated tensors differ, "
-                          f"first at {found.first_difference}")  # fmt: skip
-        return f"{found.num_compared} repeated tensors, all bits equal"
+        repeated = self._capture("repeated", "cpu-bfloat16", repeat=3).manifest.repeatability
+        if repeated.num_different:
+            raise _Failed(
+                f"{repeated.num_different} of {repeated.num_compared} repeated tensors differ, "
+                f"first at {repeated.first_difference}"
+            )
+        return f"{repeated.num_compared} repeated tensors, all bits equal"
 
     def stored(self, store: str) -> str:
         self._capture(store, "cpu-float32", store=store)

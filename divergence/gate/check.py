@@ -249,13 +249,13 @@ def _too_few(
     rules: TokensPolicy, equal: int, ties: int, total: int, counted: str
 ) -> Iterator[Failure]:
     """``counted``: what to say of ties, which count as equal, and of missing tokens."""
-    for rule, least, found in (
+    for rule, least, share in (
         ("tokens.min_equal", rules.min_equal, (equal + ties) / total if total else 0.0),
         ("tokens.min_equal_count", rules.min_equal_count, equal + ties),
     ):
-        if least is not None and found < least:
+        if least is not None and share < least:
             yield Failure(
-                rule=rule, allowed=f">= {least:g}", found=f"{found:.6g}",
+                rule=rule, allowed=f">= {least:g}", found=f"{share:.6g}",
                 text=f"{equal} of {total} generated tokens are equal{counted}; "
                 f"the policy wants {least:g}",
             )  # fmt: skip
@@ -297,20 +297,20 @@ def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
         if tolerance_here is None:
             continue
         for name, limit in tolerance_here.limits().items():
-            found = getattr(site, name)
+            value = getattr(site, name)
             # written as "not <=", so that a nan is above every limit
-            if site.identical or (found is not None and found <= limit):
+            if site.identical or (value is not None and value <= limit):
                 continue
             place = place_of(site)
             lacking = "not both sides keep what it takes (--store)"
             if name.startswith("ratio"):
                 lacking = "there is no floor"
             text = f"{name} is unknown at {place}, where {lacking}"
-            if found is not None:
-                text = f"{name} is {found:.3g} at {place}; the policy allows {limit:g}"
+            if value is not None:
+                text = f"{name} is {value:.3g} at {place}; the policy allows {limit:g}"
             yield Failure(
                 rule=f"tolerance.{name}", site=site.site, allowed=f"<= {limit:g}",
-                found="unknown" if found is None else f"{found:.6g}", text=text,
+                found="unknown" if value is None else f"{value:.6g}", text=text,
                 tolerance=policy.tolerance.index(tolerance_here),
             )  # fmt: skip
 

@@ -107,7 +107,7 @@ def _use(number: int, entry: Known, flagged: list[SiteResult], day: datetime.dat
     meant = [site for site in flagged if entry.matches(site)]
     beyond = [site for site in meant if not _covers(entry, site)]
     limits = entry.max.limits()
-    found = {name: _largest([getattr(site, name) for site in meant]) for name in limits}
+    largest = {name: _largest([getattr(site, name) for site in meant]) for name in limits}
     if not meant:
         status = "unused"
         text = "nothing that is flagged is meant; take the entry out if the difference is gone"
@@ -120,10 +120,10 @@ def _use(number: int, entry: Known, flagged: list[SiteResult], day: datetime.dat
     else:
         status = "used"
         last = "" if entry.until is None else f", until {entry.until}"
-        text = f"{len(meant)} flagged records, {_figures(limits, found)}{last}"
+        text = f"{len(meant)} flagged records, {_figures(limits, largest)}{last}"
     return KnownUse(
         number=number, sites=entry.sites, status=status, num_records=len(meant), allowed=limits,
-        found=found if meant else {}, reason=entry.reason, until=entry.until, text=text,
+        found=largest if meant else {}, reason=entry.reason, until=entry.until, text=text,
     )  # fmt: skip
 
 

@@ -69,18 +69,18 @@ def find_operator(name: str) -> torch._ops.OpOverload:
 
         register_operators()
     home = torch.ops.__dict__.get(space) or getattr(torch.ops, space)
-    found: Any = None
+    resolved: Any = None
     if isinstance(home, torch._ops._OpNamespace):
-        found = getattr(getattr(home, packet, None), overload, None)
-    if not isinstance(found, torch._ops.OpOverload):
+        resolved = getattr(getattr(home, packet, None), overload, None)
+    if not isinstance(resolved, torch._ops.OpOverload):
         raise Refusal(f"this machine has no operator {name}")
-    schema = found._schema
+    schema = resolved._schema
     if any(argument.name in _OUTSIDE for argument in schema.arguments):
         raise Refusal(f"{short_name(name)} reads or writes files")
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     if not writes and not any("Tensor" in str(result.type) for result in schema.returns):
         raise Refusal(f"{short_name(name)} returns no tensor")
-    return found
+    return resolved
 
 
 def is_uninitialised(name: str) -> bool:
@@ -102,13 +102,13 @@ def suite_function(operator: str, *, truth: bool = False) -> Callable[..., Any]:
     """The function that ``suite.NAME`` stands for, or its float64 definition. Raises Refusal."""
     from divergence.ops.suite.catalog import OPERATORS
 
-    found = OPERATORS.get(operator)
-    if found is None:
+    known = OPERATORS.get(operator)
+    if known is None:
         raise Refusal(
             f"this divergence has no operator {operator}",
             detail=did_you_mean(operator, OPERATORS) or None,
         )
-    return found.truth if truth else found.run
+    return known.truth if truth else known.run
 
 
 _OWN = frozenset({"aten", "suite", "transformers"})

@@ -63,9 +63,9 @@ def decoded(value: Any, tensors: Sequence[Any], device: str | torch.device) -> A
             if all(isinstance(part, int | float) for part in parts):
                 return complex(*parts)
         if kind in _KINDS and isinstance(inner, str):
-            found = getattr(torch, inner.removeprefix("torch."), None)
-            if isinstance(found, _KINDS[kind]):
-                return found
+            constant = getattr(torch, inner.removeprefix("torch."), None)
+            if isinstance(constant, _KINDS[kind]):
+                return constant
             raise Refusal(f"this torch has no {kind} {inner}")
     raise Refusal("its arguments cannot be read", detail=repr(value)[:80])
 

@@ -84,8 +84,8 @@ def _most_bytes(bound: Bound) -> int:
 
 
 def _all_on_meta(bound: Bound) -> dict[str, Any]:
-    found = {name: _on_meta(value) for name, value in bound.items()}
-    return found | ({"device": torch.device("meta")} if "device" in found else {})
+    on_meta = {name: _on_meta(value) for name, value in bound.items()}
+    return on_meta | ({"device": torch.device("meta")} if "device" in on_meta else {})
 
 
 def _on_meta(value: Any) -> Any:

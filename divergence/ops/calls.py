@@ -100,22 +100,22 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
         results.setdefault(key, {})[port] = record
         if record.call is not None:
             firsts[key] = record
-    found = [RecordedCall(first, results[key]) for key, first in firsts.items()]
+    calls = [RecordedCall(first, results[key]) for key, first in firsts.items()]
     if sites:
         matches = compile_patterns(sites)
         kept = [
             one
-            for one in found
+            for one in calls
             if any(matches(record.site) for record in one.results.values()) or one.path in sites
         ]
         if not kept:
             raise UsageError(
                 f"no operator at {', '.join(sites)} in {run.path}",
-                hint=did_you_mean(sites[0], {one.first.site for one in found})
+                hint=did_you_mean(sites[0], {one.first.site for one in calls})
                 or f"`{command_line('inspect', run.path, v=True)}` lists the sites",
             )
-        found = kept
-    return found
+        calls = kept
+    return calls
 
 
 def operand_values(run: Run, one: RecordedCall, weights: Weights | None) -> list[torch.Tensor]:
@@ -146,10 +146,10 @@ def operand_value(run: Run, at: Record, operand: Operand, weights: Weights | Non
         raise Refusal(NO_VALUE)
     if weights is None:
         raise Refusal(NO_WEIGHT, detail=operand.weight)
-    found = weights.find(operand.weight, format_named(operand.dtype).torch_dtype, operand.xxh3)
-    if found is None:
+    weight = weights.find(operand.weight, format_named(operand.dtype).torch_dtype, operand.xxh3)
+    if weight is None:
         raise Refusal(OTHER_WEIGHT, detail=operand.weight)
-    return _part(found, operand)
+    return _part(weight, operand)
 
 
 def _part(weight: torch.Tensor, operand: Operand) -> torch.Tensor:

@@ -163,13 +163,13 @@ def _suite(
 
 def _written(operator: torch._ops.OpOverload, bound: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that the operator writes to, in the order of its arguments."""
-    found: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
     for argument in operator._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = bound.get(argument.name)
             items = value if isinstance(value, list) else [value]
-            found += [item for item in items if isinstance(item, torch.Tensor)]
-    return found
+            written += [item for item in items if isinstance(item, torch.Tensor)]
+    return written
 
 
 def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:

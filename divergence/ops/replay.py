@@ -161,7 +161,7 @@ def _run_one(
         raise Refusal("it was recorded by another process of a distributed run")
     wide = one.first.pass_ == "escalated" and not truth  # as that pass ran it
     with Widening(torch.float32) if wide else contextlib.nullcontext():
-        found = execute_ports(
+        results = execute_ports(
             one.call,
             operand_values(source, one, weights),
             device=device,
@@ -169,12 +169,12 @@ def _run_one(
             aligned=source.manifest.environment.device_type != device.partition(":")[0],
             namespaces=namespaces,
         )
-    missing = sorted(set(one.results) - set(found))
+    missing = sorted(set(one.results) - set(results))
     if missing:
         raise Refusal("it returned other results than were recorded", detail=one.path)
     for port, record in one.results.items():
         writer.put(
-            CapturedTensor(found[port]),
+            CapturedTensor(results[port]),
             pass_="replayed",
             sample=record.sample,
             step=record.step,

@@ -146,15 +146,15 @@ def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
         return f"it holds only the token positions {plan.positions}; capture it again without them"
     if plan.steps is not None and not step_selected(plan.steps, 0):
         return f"it holds only the steps {plan.steps}; capture it again with the prefill"
-    found = [
+    recorded = [
         record
         for record in run.records
         if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
     ]
-    inputs = {module_of(record.site) for record in found}
+    inputs = {module_of(record.site) for record in recorded}
     without = [
         record
-        for record in found
+        for record in recorded
         if not run.has_bytes(record)
         and (note := notes.get(module_of(record.site))) is not None
         and note.role == "block"

@@ -57,10 +57,10 @@ def collect_prompts(
     prompts: Sequence[str | Prompt], prompts_file: str | Path | None
 ) -> list[Prompt]:
     """Prompts from the command line and a file, in that order; the default if there are none."""
-    found = []
+    collected = []
     for number, text in enumerate(prompts, 1):
         if isinstance(text, Prompt):
-            found.append(text)
+            collected.append(text)
             continue
         if not text:
             raise PromptError(
@@ -73,10 +73,10 @@ def collect_prompts(
                 f"--prompt number {number} is not UTF-8 text",
                 hint="put it into a file in UTF-8: --prompts FILE",
             ) from error
-        found.append(Prompt(text=text))
+        collected.append(Prompt(text=text))
     if prompts_file is not None:
-        found += _read_prompts(prompts_file)
-    return found or [Prompt(text=text) for text in _DEFAULT_PROMPTS]
+        collected += _read_prompts(prompts_file)
+    return collected or [Prompt(text=text) for text in _DEFAULT_PROMPTS]
 
 
 def _read_prompts(path: str | Path) -> list[Prompt]:

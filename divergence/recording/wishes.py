@@ -35,28 +35,28 @@ def options_of(kind: type[_T], given: Mapping[str, Any]) -> _T:
 
 def plain_wishes(**wishes: Any) -> dict[str, Any]:
     """The arguments by name, each of its plain type. Raises UsageError that names the argument."""
-    found = dict(wishes)
+    plain = dict(wishes)
     types = {field.name: field.type for field in fields_of(CaptureOptions)} | _OTHERS
     for name, value in wishes.items():
         if name in types and name not in ("dtype", "device"):
-            found[name] = _plain(name, value, types[name])
+            plain[name] = _plain(name, value, types[name])
     for name in ("dtype", "device"):
         if wishes.get(name) is not None:
-            found[name] = _torch_name(name, wishes[name])
-    if found.get("dtype") == "auto":
-        found["dtype"] = None
+            plain[name] = _torch_name(name, wishes[name])
+    if plain.get("dtype") == "auto":
+        plain["dtype"] = None
     if "sites" in wishes:
-        found["sites"] = tuple(_text("sites", one) for one in one_or_more(wishes["sites"]))
+        plain["sites"] = tuple(_text("sites", one) for one in one_or_more(wishes["sites"]))
     if "plants" in wishes:
-        found["plants"] = tuple(one_or_more(wishes["plants"]))
+        plain["plants"] = tuple(one_or_more(wishes["plants"]))
     if "prompts" in wishes:
         prompts = wishes["prompts"]
         if isinstance(prompts, str | Mapping | Prompt):
             prompts = [prompts]
         if not isinstance(prompts, Iterable):
             raise _not("prompts", prompts, "a text or a list")
-        found["prompts"] = tuple(map(_prompt, prompts))
-    return found
+        plain["prompts"] = tuple(map(_prompt, prompts))
+    return plain
 
 
 def _plain(name: str, value: Any, type_: Any) -> Any:

@@ -198,7 +198,7 @@ class _Match:
         if inner not in self._ahead:
             text, states = self._text, self._states
             parts = _reachable(states, inner)
-            found = [False] * (len(text) + 1)
+            wanted = [False] * (len(text) + 1)
             later: set[int] = set()
             for at in range(len(text), -1, -1):
                 now = {one for one in parts if states[one][0] == "here"}
@@ -218,8 +218,8 @@ class _Match:
                             continue
                         now.add(one)
                         waiting.append(one)
-                later, found[at] = now, inner in now
-            self._ahead[inner] = found
+                later, wanted[at] = now, inner in now
+            self._ahead[inner] = wanted
         return self._ahead[inner]
 
 

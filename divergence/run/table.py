@@ -283,8 +283,8 @@ class Table(StoredRecords):
         said = np.array([codes.get((entry.dtype, entry.shape), -1) for entry in entries])
         held = np.array([end - begin for begin, end in [entry.data_offsets for entry in entries]])
         kinds = self._col["kind"][rows]
-        right = (said == kinds) & (held == self._sizes()[kinds])
-        for row in rows[~right].tolist():
+        fits = (said == kinds) & (held == self._sizes()[kinds])
+        for row in rows[~fits].tolist():
             check_part(shard, parts_of(self._at(row))[0], where="")
 
     def _sizes(self) -> Array:

@@ -58,10 +58,10 @@ class Folder:
 
     def _verified(self) -> list[str]:
         try:
-            found = json.loads((self.path / _VERIFIED).read_text(encoding="utf-8"))
+            verified = json.loads((self.path / _VERIFIED).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return []
-        return found if isinstance(found, list) else []
+        return verified if isinstance(verified, list) else []
 
     def _write(self, name: str, text: str) -> None:
         try:

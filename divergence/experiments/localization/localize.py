@@ -137,21 +137,21 @@ def _descend(
 ) -> Localization:
     """``done`` with what is found, as far down as the runs at hand reach."""
     maker.tell("localize", 0, 4, "blocks")
-    right: Run | None = None
+    true_run: Run | None = None
     report: Report | None = None
     if truth is None and block is None:  # a truth is dear: not where there is nothing to judge
         report = compare(a, b, progress=maker.tell)
     if report is None or _is_to_judge(report):
-        right = maker.truth("truth", Goal()) if truth is None else Run.open(truth)
-        right = None if right is None else unsharded(right)
-        report = compare(a, b, truth=right, progress=maker.tell)
+        true_run = maker.truth("truth", Goal()) if truth is None else Run.open(truth)
+        true_run = None if true_run is None else unsharded(true_run)
+        report = compare(a, b, truth=true_run, progress=maker.tell)
     done = replace(
         done,
         levels=[Level.of_report("block", report)],
-        truth=None if right is None else str(right.path),
+        truth=None if true_run is None else str(true_run.path),
     )
     chosen, why = _choose(report, block)
-    if _is_to_judge(report) and right is None:
+    if _is_to_judge(report) and true_run is None:
         text = "the truth has to be made on the reference's machine, by its code"
         return replace(done, stopped=text)
     if chosen is None:
@@ -167,16 +167,16 @@ def _descend(
     made: dict[str, Run] = {}
     for number, side in enumerate(_SIDES):
         maker.tell("localize", 1 + number, 4, f"operators of {chosen}, {side}")
-        run = maker.operators(side, goal, truth=right)
+        run = maker.operators(side, goal, truth=true_run)
         if run is not None:
             made[side] = run
     ops_truth = None
     if "reference" in made:  # also where the other side is still to come
         ops_truth = maker.truth("truth-operators", goal)
-    assert right is not None
-    apart = None if ops_truth is None else disagreement(right, ops_truth).first
+    assert true_run is not None
+    apart = None if ops_truth is None else disagreement(true_run, ops_truth).first
     if ops_truth is not None and apart is not None:
-        maker.refusals.insert(0, _two_truths(maker, right, ops_truth, apart))
+        maker.refusals.insert(0, _two_truths(maker, true_run, ops_truth, apart))
         maker.ask("reference", "makes its truths, with both removed")
         return done
     missing = [side for side in _SIDES if side not in made]
@@ -245,15 +245,15 @@ def _at_operator(
     )
 
 
-def _two_truths(maker: Maker, right: Run, made: Run, apart: Disagreement) -> str:
+def _two_truths(maker: Maker, true_run: Run, made: Run, apart: Disagreement) -> str:
     """Two float64 runs of the reference that are not of one code."""
     whose = (
-        f"{made.path} was made on a machine that repeats the reference, so {right.path} was not "
+        f"{made.path} was made on a machine that repeats the reference, so {true_run.path} was not "
         "made by the reference's code"
         if maker.folder.is_verified(made)
         else "one of them was not made by the reference's code"
     )
-    return f"{made.path} is not the same truth as {right.path}: {apart}; {whose}"
+    return f"{made.path} is not the same truth as {true_run.path}: {apart}; {whose}"
 
 
 def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:

@@ -152,19 +152,19 @@ class Maker:
         if run is None:
             self.folder.claim()
             run = self._capture(side, out, values)
-        found = check_repetition(
+        repetition = check_repetition(
             run, self.runs[side], name=name, side=side, truth=truth, block=goal.block
         )
-        self.repetitions[name] = found
-        if found.how == "differs":
-            self._refuse(side, found, run if lay_there else None)
+        self.repetitions[name] = repetition
+        if repetition.how == "differs":
+            self._refuse(side, repetition, run if lay_there else None)
             self.commands.append(self._command(side, out, values, force=lay_there))
             if not lay_there:
                 run.close()
                 shutil.rmtree(out, ignore_errors=True)
             return None
         if not lay_there:
-            self._repeated[side] = found
+            self._repeated[side] = repetition
         return run
 
     def substituted(
@@ -184,9 +184,9 @@ class Maker:
             self.folder.claim()
             run = self._capture(side, out, self._values(side, goal), {site: healthy})
             self.folder.verify(run)
-        found = check_substituted(run, made, site=site, block=block, name=name)
-        self.repetitions[name] = found
-        return run if found.met else None
+        repetition = check_substituted(run, made, site=site, block=block, name=name)
+        self.repetitions[name] = repetition
+        return run if repetition.met else None
 
     def repeats(self, side: str) -> bool:
         """Does this machine repeat that side's run? Tried once, with its free pass, if nothing that
@@ -201,15 +201,15 @@ class Maker:
         self.folder.claim()
         out = self.folder / name
         run = self._capture(side, out, values)
-        found = check_repetition(run, own, name=name, side=side)
+        repetition = check_repetition(run, own, name=name, side=side)
         run.close()
         shutil.rmtree(out, ignore_errors=True)
-        self.repetitions[name] = found
+        self.repetitions[name] = repetition
         why = why_not_bits(own.manifest, run.manifest)
-        if found.met or (found.how == "differs" and why is not None):
-            self._repeated[side] = found
+        if repetition.met or (repetition.how == "differs" and why is not None):
+            self._repeated[side] = repetition
             return True
-        self._refuse(side, found, None)
+        self._refuse(side, repetition, None)
         return False
 
     @property
@@ -217,10 +217,10 @@ class Maker:
         """Were both sides' runs repeated here, by what is installed here?"""
         return {"reference", "candidate"} <= set(self._repeated)
 
-    def _refuse(self, side: str, found: Repetition, lay_there: Run | None) -> None:
-        by = "" if found.rel_l2 is None else f", rel L2 {found.rel_l2:.2e}"
-        what = f"{found.site} differs{by}"
-        if found.how == "unknown":
+    def _refuse(self, side: str, repetition: Repetition, lay_there: Run | None) -> None:
+        by = "" if repetition.rel_l2 is None else f", rel L2 {repetition.rel_l2:.2e}"
+        what = f"{repetition.site} differs{by}"
+        if repetition.how == "unknown":
             what = "no tensor to hold against it"
         label = self.runs[side].manifest.environment.label
         is_not = "this is not" if lay_there is None else f"{lay_there.path} was not made on"

@@ -91,7 +91,7 @@ def _is_off(site: SiteResult, side: str) -> bool:
 
 def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> list[OwnError]:
     """Each side's operator on its own recorded inputs, against float64."""
-    found: list[OwnError] = []
+    errors: list[OwnError] = []
     places: tuple[tuple[Side, str], ...] = (
         ("reference", first.site), ("candidate", first.candidate_site)
     )  # fmt: skip
@@ -99,7 +99,7 @@ def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> l
         if not stands_alone(first, side):
             continue
         try:
-            right = replay(
+            truth = replay(
                 made[side], out=maker.folder / f"{side}-float64", sites=[f"{path}:*"], truth=True,
                 force=True, operators=maker.namespaces,
             )  # fmt: skip
@@ -107,7 +107,7 @@ def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> l
             reason = f"{path} could not be computed in float64: {error.message}"
             maker.tell("note", 0, None, reason)
             return []
-        report = compare(right, made[side])
+        report = compare(truth, made[side])
         results = [] if report.operators is None else report.operators.results
         mine = [
             OwnError(side=side, error=r.candidate_error, ideal=r.floor, times=r.w)
@@ -116,8 +116,8 @@ def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> l
             and r.candidate_error is not None and r.floor is not None
         ]  # fmt: skip
         if mine:
-            found.append(max(mine, key=lambda own: own.times))
-    return found
+            errors.append(max(mine, key=lambda own: own.times))
+    return errors
 
 
 def reproduce(

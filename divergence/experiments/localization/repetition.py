@@ -39,8 +39,8 @@ def check_repetition(
 
     ``truth`` and ``block``: for the error that stands in for bits, see the module's head.
     """
-    found = _held(made, own, _shared(made, own))
-    result = _result(found, name=name, repeats=f"the {side}")
+    repetition = _held(made, own, _shared(made, own))
+    result = _result(repetition, name=name, repeats=f"the {side}")
     if result.how != "differs":
         return result
     why = why_not_bits(own.manifest, made.manifest)
@@ -178,7 +178,7 @@ def _same_error(made: Run, own: Run, truth: Run, block: str) -> bool:
     for record in truth.records:
         if record.pass_ != "anchored" or record.site != f"{block}:out":
             continue
-        right = truth.read(record).double()
+        true = truth.read(record).double()
         place = (record.sample, record.step, record.site)
         for which, run in (("made", made), ("own", own)):
             anchored = run.find(("anchored", *place))
@@ -186,8 +186,8 @@ def _same_error(made: Run, own: Run, truth: Run, block: str) -> bool:
                 anchored = run.find(("free", *place))  # it is what anchors the others
             if anchored is None or anchored.shape != record.shape or not run.has_bytes(anchored):
                 return False
-            error = (run.read(anchored).double() - right).flatten(0, -2).norm(dim=-1)
-            rows[which].append(error / right.flatten(0, -2).norm(dim=-1).clamp_min(1e-300))
+            error = (run.read(anchored).double() - true).flatten(0, -2).norm(dim=-1)
+            rows[which].append(error / true.flatten(0, -2).norm(dim=-1).clamp_min(1e-300))
         numel += record.numel
     if not rows["made"]:
         return False

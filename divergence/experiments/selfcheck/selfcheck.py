@@ -158,9 +158,9 @@ def _built_in(model: str, *, revision: str | None, trust_remote_code: bool) -> l
     tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
     if tokenizer is None:
         return list(_PROMPTS)
-    found = tokenize(collect_prompts(_PROMPTS, None), tokenizer, chat=False)
-    num = min(_PROMPT_TOKENS, *(len(one.prompt_ids) for one in found))
-    return [Prompt(input_ids=tuple(one.prompt_ids[:num])) for one in found]
+    prompts = tokenize(collect_prompts(_PROMPTS, None), tokenizer, chat=False)
+    num = min(_PROMPT_TOKENS, *(len(one.prompt_ids) for one in prompts))
+    return [Prompt(input_ids=tuple(one.prompt_ids[:num])) for one in prompts]
 
 
 class _Bench:
@@ -237,10 +237,10 @@ class _Bench:
                 self._made[name] = self._repeat(name, anchor=self._variations[name].anchor)
             except DivergenceError as error:
                 self._made[name] = error
-        found = self._made[name]
-        if isinstance(found, DivergenceError):
-            raise found
-        return found
+        made = self._made[name]
+        if isinstance(made, DivergenceError):
+            raise made
+        return made
 
     def _repeat(self, name: str, *, anchor: bool) -> Run:
         return self._capture(
@@ -251,8 +251,8 @@ class _Bench:
     def _closer(self, one: Variation) -> list[str]:
         folder = Path("RUNS" if self._keep is None else str(self._keep))
         others = [] if one.name == "whole" else [folder / one.against]
-        right = None if self._truth is None or not others else folder / "truth"
-        return [command_line("compare", *others, folder / one.name, truth=right)]
+        truth = None if self._truth is None or not others else folder / "truth"
+        return [command_line("compare", *others, folder / one.name, truth=truth)]
 
     def _say(self, done: int, total: int | None, what: str) -> None:
         if self._progress is not None:

@@ -120,7 +120,7 @@ DEFAULT_FAULTS = ("scale", UPDATE_SCALE, "noise", "bias", "channel")
 
 def faults_named(names: Sequence[str]) -> list[Fault]:
     """The faults asked for, once each. Raises UsageError with what there is."""
-    found: dict[str, Fault] = {}
+    faults: dict[str, Fault] = {}
     for name in names:
         if name not in FAULTS:
             raise UsageError(
@@ -128,7 +128,7 @@ def faults_named(names: Sequence[str]) -> list[Fault]:
                 where="--faults",
                 hint=did_you_mean(name, FAULTS, count=1, then=f"one of {', '.join(FAULTS)}"),
             )
-        found[name] = FAULTS[name]
-    if not found:
+        faults[name] = FAULTS[name]
+    if not faults:
         raise UsageError("no fault to plant", where="--faults", hint=f"some of {', '.join(FAULTS)}")
-    return list(found.values())
+    return list(faults.values())

@@ -201,9 +201,9 @@ def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[Trials, Verdict]:
         )
     verdict = trials.verdict_of(measured)
     if verdict.kind not in _HEALTHY:
-        right = None if measured.truth is None else measured.truth.run.path
+        truth = None if measured.truth is None else measured.truth.run.path
         again = command_line(
-            "compare", a.path, b.path, truth=right,
+            "compare", a.path, b.path, truth=truth,
             floor=[run.path if isinstance(run, Run) else run for run in given["floor"]],
         )  # fmt: skip
         raise UsageError(

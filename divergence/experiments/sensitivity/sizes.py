@@ -106,7 +106,7 @@ def _search(
     if reason is not None:
         return FaultSize(block=block, fault=fault.name, size=None, tried=0.0, reason=reason)
     num_features = trials.num_features(block)
-    found: dict[bool, tuple[float | None, str | None]] = {False: (None, None), True: (None, None)}
+    by_pass: dict[bool, tuple[float | None, str | None]] = {False: (None, None), True: (None, None)}
     for escalated in (False, True)[: 1 + trials.escalated]:
         why: dict[float, str] = {}
 
@@ -123,18 +123,18 @@ def _search(
             guess=guesses.get(escalated),
         )
         if size is None:
-            found[escalated] = None, why[fault.high]
+            by_pass[escalated] = None, why[fault.high]
             continue
         guesses[escalated] = size
-        found[escalated] = fault.rounded(size, num_features), why[size]
+        by_pass[escalated] = fault.rounded(size, num_features), why[size]
     return FaultSize(
         block=block,
         fault=fault.name,
-        size=found[False][0],
+        size=by_pass[False][0],
         tried=fault.high,
-        by=found[False][1],
-        escalated_size=found[True][0],
-        escalated_by=found[True][1],
+        by=by_pass[False][1],
+        escalated_size=by_pass[True][0],
+        escalated_by=by_pass[True][1],
     )
 
 
@@ -154,7 +154,7 @@ def confirm_sizes(
     """Two captures a fault that has a plant and was seen at ``block``, with the candidate's dtype
     and attention; faults that come in whole features are left out. ``capturing`` repeats ``a``
     with other options, ``comparing`` judges as the trials did."""
-    found: list[Confirmation] = []
+    confirmations: list[Confirmation] = []
     own = b.manifest.model
     for one in sizes:
         fault = FAULTS[one.fault]
@@ -175,7 +175,7 @@ def confirm_sizes(
             finally:
                 faulty.close()
             verdict = report.verdict
-            found.append(
+            confirmations.append(
                 Confirmation(
                     block=block,
                     fault=fault.name,
@@ -187,16 +187,18 @@ def confirm_sizes(
                     summary=verdict.summary,
                 )
             )
-    return found
+    return confirmations
 
 
 def _check(faulty: Run, b: Run, block: str) -> None:
     """Raises UsageError where this machine does not repeat ``b`` at what the plant leaves alone."""
-    found = check_substituted(faulty, b, site=f"{block}:out", block=block, name="the planted run")
-    if found.how == "differs" and why_not_bits(b.manifest, faulty.manifest) is None:
+    repetition = check_substituted(
+        faulty, b, site=f"{block}:out", block=block, name="the planted run"
+    )
+    if repetition.how == "differs" and why_not_bits(b.manifest, faulty.manifest) is None:
         raise UsageError(
-            f"this is not the machine of {b.path}: {found.site} differs where nothing was planted, "
-            "so a plant here confirms nothing",
-            where=f"{found.num_different} of {found.num_compared} shared tensors differ",
+            f"this is not the machine of {b.path}: {repetition.site} differs where nothing was "
+            "planted, so a plant here confirms nothing",
+            where=f"{repetition.num_different} of {repetition.num_compared} shared tensors differ",
             hint="run it on that machine, or without --candidate, or without --confirm",
         )

@@ -184,10 +184,14 @@ class Trials:
     def _entering(self, record: Record) -> torch.Tensor | None:
         """The anchored input of a block, where it is like its output."""
         site = module_of(record.site) + ":in"
-        found = self._inputs.find(("free", record.sample, record.step, site))
-        if found is None or found.shape != record.shape or found.positions != record.positions:
+        entering = self._inputs.find(("free", record.sample, record.step, site))
+        if (
+            entering is None
+            or entering.shape != record.shape
+            or entering.positions != record.positions
+        ):
             return None
-        tensor = self._inputs.read(found)
+        tensor = self._inputs.read(entering)
         return tensor if tensor.is_floating_point() else None
 
     def channel(self, block: str) -> int:

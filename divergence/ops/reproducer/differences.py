@@ -69,8 +69,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
 
 def store_error(truth: torch.Tensor, dtype: torch.dtype) -> float | None:
     """‖round(R) - R‖ / ‖R‖: what storing the right result in ``dtype`` costs."""
-    found = difference(truth.to(dtype), truth)
-    return None if found is None else found.rel_l2
+    apart = difference(truth.to(dtype), truth)
+    return None if apart is None else apart.rel_l2
 
 
 def what_differs(
@@ -102,15 +102,15 @@ def what_differs(
         except Refusal:
             return f"what {name} was is not recorded there"
         if digest_tensor(value) != digest_tensor(values[number]):
-            found = difference(value, values[number])
-            by = "" if found is None else f" by rel L2 {found.rel_l2:.3g}"
+            apart = difference(value, values[number])
+            by = "" if apart is None else f" by rel L2 {apart.rel_l2:.3g}"
             return f"{name} differs{by}"
     return None
 
 
 def _names(call: Call) -> dict[int, str]:
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name in call.arguments:
         for place, number in enumerate(operand_indices(call, name)):
-            found[number] = name if place == 0 else f"{name}[{place}]"
-    return found
+            names[number] = name if place == 0 else f"{name}[{place}]"
+    return names

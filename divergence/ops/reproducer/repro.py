@@ -89,12 +89,14 @@ def repro(
     scalars, RunFormatError, ModelError, RunExistsError and
     RunWriteError.
     """
-    source, other, right = (None if one is None else Run.open(one) for one in (run, against, truth))
+    source, other, true_run = (
+        None if one is None else Run.open(one) for one in (run, against, truth)
+    )
     assert source is not None
     pass_ = replayable_pass(source)
     calls = _calls_at(source, pass_, site, sample=sample, step=step)
-    if right is not None:
-        _check_truth(right, source, pass_)
+    if true_run is not None:
+        _check_truth(true_run, source, pass_)
     out = folder_of(out)
     _check_folder(out, force=force)
     one = calls[0] if other is None else _worst(source, other, calls)
@@ -108,7 +110,7 @@ def repro(
     try:
         operands = operand_values(source, one, weights)
         expected = {port: source.read(record) for port, record in one.results.items()}
-        true, made_by = _truth(source, right, one, operands, notes, asked)
+        true, made_by = _truth(source, true_run, one, operands, notes, asked)
         sides = [_side(source, expected, true, expected)]
         if other is not None:
             sides.append(_other_side(source, other, one, operands, expected, true))
@@ -149,16 +151,16 @@ def _calls_at(
     """The calls of one site, in the order of capture. Raises UsageError with what is there."""
     calls = recorded_calls(run, pass_)
     path = site.partition(":")[0]
-    found = [one for one in calls if one.path == path]
-    if not found:
+    at_site = [one for one in calls if one.path == path]
+    if not at_site:
         raise _no_operator(run, site, calls)
     chosen = [
         one
-        for one in found
+        for one in at_site
         if sample in (None, one.first.sample) and step in (None, one.first.step)
     ]
     if not chosen:
-        there = ", ".join(f"{one.first.sample}/{one.first.step}" for one in found[:8])
+        there = ", ".join(f"{one.first.sample}/{one.first.step}" for one in at_site[:8])
         raise UsageError(
             f"{path} was not recorded in sample {sample}, step {step}"
             if None not in (sample, step)
@@ -216,7 +218,7 @@ def _check_folder(out: Path, *, force: bool) -> None:
 
 
 def _truth(
-    source: Run, right: Run | None, one: RecordedCall, operands: list[torch.Tensor],
+    source: Run, true_run: Run | None, one: RecordedCall, operands: list[torch.Tensor],
     notes: list[str], asked: frozenset[str],
 ) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
     """The right results by port and what computed them; empty where that cannot be had.
@@ -231,16 +233,20 @@ def _truth(
         if isinstance(refusal, Unsafe) or refusal.reason in (RANDOM, UNINITIALISED, one.call.note):
             raise  # no machine's result would be the right one
         results, why = None, refusal.reason
-    if right is not None:
-        found = {port: _find(right, "replayed", record) for port, record in one.results.items()}
-        held = {port: right.read(record) for port, record in found.items() if record is not None}
+    if true_run is not None:
+        records = {
+            port: _find(true_run, "replayed", record) for port, record in one.results.items()
+        }
+        held = {
+            port: true_run.read(record) for port, record in records.items() if record is not None
+        }
         if held:
             return (
                 held,
                 "computed by divergence "
-                f"{code_span(right.manifest.tool_version)}, in a run of its own",
+                f"{code_span(true_run.manifest.tool_version)}, in a run of its own",
             )
-        notes.append(f"{right.path} does not hold this operator: the truth was computed here")
+        notes.append(f"{true_run.path} does not hold this operator: the truth was computed here")
     if results is None:
         notes.append(f"no truth: {why}")
         return {}, None
@@ -268,8 +274,8 @@ def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
         record = _find(other, pass_, one.first)
         if record is None:
             continue
-        found = difference(other.read(record), source.read(one.first))
-        size = float("inf") if found is None else found.rel_l2
+        apart = difference(other.read(record), source.read(one.first))
+        size = float("inf") if apart is None else apart.rel_l2
         size = float("inf") if size != size else size
         if best is None or size > best[0]:
             best = size, one
@@ -332,10 +338,10 @@ def _check_inputs(
               and (c.first.sample, c.first.step) == (first.sample, first.step)]  # fmt: skip
     differs = "its call was not recorded there"
     if theirs:
-        found = what_differs(one, operands, other, theirs[0])
-        if found is None:
+        difference = what_differs(one, operands, other, theirs[0])
+        if difference is None:
             return
-        differs = found
+        differs = difference
     raise UsageError(
         f"inputs differ at {one.path}: this reproducer would blame the operator for what it was "
         "given",

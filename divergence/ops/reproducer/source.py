@@ -108,10 +108,10 @@ def check_script(text: str, template: str, meant: Mapping[str, ast.expr]) -> Non
     """
     wanted = _Filled(meant).visit(ast.parse(template))
     try:
-        found = ast.parse(text)
+        syntax = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise FaultError(f"the script would be no Python: {error}") from error
-    if _plain(found) != _plain(wanted):
+    if _plain(syntax) != _plain(wanted):
         raise FaultError("the script would hold something that was not meant: it is not written")
 
 
@@ -187,11 +187,11 @@ def _name(
 
 def _names(code: types.CodeType) -> set[str]:
     """Every global name that a function and what is defined inside it uses."""
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _names(constant)
-    return found
+            names |= _names(constant)
+    return names
 
 
 def _is_literal(value: Any) -> bool:

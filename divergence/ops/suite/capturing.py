@@ -161,14 +161,14 @@ def truth_of_suite(
                 arguments = work.load()
                 with torch.no_grad(), Checking():
                     work.operator.truth(**widened(arguments))
-                found = list(truth_of(work.operator, arguments, equal=equal))
+                outputs = list(truth_of(work.operator, arguments, equal=equal))
             except (Unsafe, *_REFUSED) as error:
                 why = first_line(error, most=160)
                 raise RunFormatError(
                     f"{work.path} is no case of {work.operator.name}: {why}",
                     where=str(run.path),
                 ) from error
-            for port, tensor in found:
+            for port, tensor in outputs:
                 cases.put(join_site(place, port), tensor)
     return Run.open(out)
 
@@ -290,13 +290,13 @@ def _works(
             for operator, case in cases_in(suite_named(suite))
         ]
     matches = compile_patterns(patterns)
-    found = [work for work in works if matches(f"{work.path}:out")]
-    if not found:
+    chosen = [work for work in works if matches(f"{work.path}:out")]
+    if not chosen:
         raise UsageError(
             f"--sites {' '.join(patterns)} matches no case",
             hint="divergence capture suite:llm --dry-run lists them: 'rms_norm.*', '*.equal'",
         )
-    return found
+    return chosen
 
 
 def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:

@@ -122,13 +122,13 @@ def choose(wishes: Wishes) -> dict[str, Chosen]:
 
 def available() -> dict[str, list[str]]:
     """Implementation name → operators that can run it here."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for operator in OPERATORS.values():
         for name in operator.implementations:
             with contextlib.suppress(ImportError, Unavailable, OSError):
                 operator.implementations[name]()
-                found.setdefault(name, []).append(operator.name)
-    return found
+                names.setdefault(name, []).append(operator.name)
+    return names
 
 
 def _operator(name: str) -> Operator:
@@ -144,15 +144,15 @@ def _everywhere(name: str) -> dict[str, Chosen]:
     having = [operator for operator in OPERATORS.values() if name in operator.implementations]
     if not having:
         raise UsageError(f"no operator has an implementation called {name!r}", hint=_known())
-    found, why = {}, ""
+    chosen, why = {}, ""
     for operator in having:
         try:
-            found[operator.full_name] = Chosen(name, operator.implementations[name]())
+            chosen[operator.full_name] = Chosen(name, operator.implementations[name]())
         except (ImportError, Unavailable, OSError) as error:
             why = str(error)
-    if not found:
+    if not chosen:
         raise UsageError(f"{name} is not here: {why}", hint=_known())
-    return found
+    return chosen
 
 
 def _named(operator: Operator, name: str) -> Callable[..., Any]:

@@ -194,14 +194,14 @@ def truth_of(
     for number, truth in enumerate(truths):
         port = output_port(number)
         yield port, truth
-        found = [trial[number] for trial in trials]
+        results = [trial[number] for trial in trials]
         if truth.dtype == torch.float64:
-            floor, gain = _floor(truth, found), _gain(truth, found, form, equal=equal)
+            floor, gain = _floor(truth, results), _gain(truth, results, form, equal=equal)
             yield f"{port}.floor", floor.float()
             yield f"{port}.gain", gain.float()
         elif truth.dtype != torch.int64:
             codes = truth.float()
-            other = [(trial.float() != codes) & ~codes.isnan() for trial in found]
+            other = [(trial.float() != codes) & ~codes.isnan() for trial in results]
             yield f"{port}.floor", torch.stack(other).float().mean(0)
         elif operator.scores is not None:
             scores_of = partial(operator.scores, **wide)
@@ -240,16 +240,18 @@ def _gain(
     """Per row (all axes but the last): standard deviation of <x - round(R), R> / ‖R‖², x and R
     rounded to the dtype. One more rounding of each element is allowed for, independent of the
     others' unless the values are all ``equal``. 0 for rows of zeros."""
-    right = _rounded(truth, form)
-    norm2 = right.square().sum(-1)
+    rounded = _rounded(truth, form)
+    norm2 = rounded.square().sum(-1)
     least = torch.where(norm2 > 0, norm2, 1.0)
     drawn = [
-        (torch.where(right == 0, 0.0, _difference(right, _rounded(trial, form))) * right).sum(-1)
+        (torch.where(rounded == 0, 0.0, _difference(rounded, _rounded(trial, form))) * rounded).sum(
+            -1
+        )
         / least
         for trial in trials
     ]
     spread = torch.stack(drawn).square().mean(0)
-    steps = (right * spacing(right, form)).abs() * ROUNDING_RMS
+    steps = (rounded * spacing(rounded, form)).abs() * ROUNDING_RMS
     stores = steps.sum(-1).square() if equal else steps.square().sum(-1)
     return (spread + stores / least.square()).sqrt()
 

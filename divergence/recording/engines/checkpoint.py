@@ -73,16 +73,16 @@ def _weights(source: str, revision: str | None, config: Path) -> list[str]:
 
 def _indexed(index: Path | None) -> list[str]:
     """The files that an index names: they need not be safetensors because it is called so."""
-    found = {} if index is None else _json(index).get("weight_map")
-    return [str(name) for name in found.values()] if isinstance(found, dict) else []
+    weight_map = {} if index is None else _json(index).get("weight_map")
+    return [str(name) for name in weight_map.values()] if isinstance(weight_map, dict) else []
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # the loader says what is wrong with it
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _file(source: str, revision: str | None, name: str) -> Path | None:
@@ -93,10 +93,10 @@ def _file(source: str, revision: str | None, name: str) -> Path | None:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(os.path.expanduser(source), name, revision=revision)
+        file = cached_file(os.path.expanduser(source), name, revision=revision)
     except (OSError, ValueError):  # no such file or repository, or the hub is out of reach
         return None
-    return None if found is None else Path(found)
+    return None if file is None else Path(file)
 
 
 def _refused(source: str, what: str) -> ModelError:
@@ -156,8 +156,8 @@ class Weights:
             ).module
             self._loaded = dict(module.named_parameters(remove_duplicate=False))
             self._loaded |= dict(module.named_buffers(remove_duplicate=False))
-        found = self._loaded.get(name)
-        return None if found is None else found.detach()
+        loaded = self._loaded.get(name)
+        return None if loaded is None else loaded.detach()
 
 
 def _files(root: Path) -> dict[str, Path]:

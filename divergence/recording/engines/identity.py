@@ -161,10 +161,10 @@ def _code(module: torch.nn.Module) -> dict[str, CodeNote]:
 
 
 def _quantization(config: Any) -> str | None:
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         return None
-    values = found if isinstance(found, dict) else found.to_dict()
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = values.get("quant_method", "unknown")
     bits = values.get("bits") or values.get("weight_bits")
     return f"{getattr(method, 'value', method)}{f' {bits}-bit' if bits else ''}"
@@ -200,34 +200,34 @@ _MAX_EXAMPLE = 4000
 
 def config_values(config: dict[str, Any]) -> dict[str, ConfigValue]:
     """Dotted key → value, in the order of keys."""
-    found: dict[str, ConfigValue] = {}
-    _flatten(config, "", found)
+    values: dict[str, ConfigValue] = {}
+    _flatten(config, "", values)
     size = 0
-    for key in sorted(found):
-        size += len(key) + len(str(found[key]))
+    for key in sorted(values):
+        size += len(key) + len(str(values[key]))
         if size > MAX_CONFIG_BYTES:
-            found[key] = _digest(found[key])
-    return dict(sorted(found.items()))
+            values[key] = _digest(values[key])
+    return dict(sorted(values.items()))
 
 
-def _flatten(value: Any, key: str, found: dict[str, ConfigValue]) -> None:
+def _flatten(value: Any, key: str, values: dict[str, ConfigValue]) -> None:
     if _UNTOLD.search(key):
         return
     if isinstance(value, dict):
         # labels by number are a list in disguise
         table = len(value) > 8 and all(str(name).isdecimal() for name in value)
         if key and (len(value) > _MAX_LIST or table):
-            found[key] = _digest(value)
+            values[key] = _digest(value)
             return
         for name, inner in value.items():
-            _flatten(inner, f"{key}.{name}" if key else str(name), found)
+            _flatten(inner, f"{key}.{name}" if key else str(name), values)
     elif isinstance(value, list | tuple):
         items = [_plain(item) for item in value]
         long = len(value) > _MAX_LIST or any(item is _NOT_PLAIN for item in items)
-        found[key] = _digest(value) if long else items
+        values[key] = _digest(value) if long else items
     else:
         plain = _plain(value)
-        found[key] = _digest(value) if plain is _NOT_PLAIN else plain
+        values[key] = _digest(value) if plain is _NOT_PLAIN else plain
 
 
 _NOT_PLAIN: Any = object()

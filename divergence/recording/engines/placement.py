@@ -49,18 +49,22 @@ def device_map_of(given: DeviceMap) -> str | dict[str, str | int]:
     if given in _WORDS or not (given.endswith(".json") or given.startswith("{")):
         return given
     try:
-        found = json.loads(given if given.startswith("{") else path.read_text(encoding="utf-8"))
+        device_map = json.loads(
+            given if given.startswith("{") else path.read_text(encoding="utf-8")
+        )
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--device-map {given} cannot be read: {error}",
             hint='a JSON object of module paths: {"model.layers.0": 0, "model.layers.1": "disk"}',
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(v, str | int) for v in found.values()):
+    if not isinstance(device_map, dict) or not all(
+        isinstance(v, str | int) for v in device_map.values()
+    ):
         raise UsageError(
             f"--device-map {given} is no JSON object of module path → device",
             hint='for example {"": "cpu"}, or {"model.layers.0": 0, "model.layers.1": "disk"}',
         )
-    return found
+    return device_map
 
 
 def map_text(given: DeviceMap | None) -> str | None:
@@ -74,8 +78,8 @@ def input_device(module: torch.nn.Module) -> torch.device:
     """Where token ids are put: with the first weight that is anywhere; hooks move them on."""
     import torch
 
-    found = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
-    return torch.device("cpu") if found is None else found
+    device = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
+    return torch.device("cpu") if device is None else device
 
 
 def weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,12 +176,12 @@ def _untie(module: Any) -> bool:
 
 def why_not(module_class: str, error: BaseException, ranks: Ranks | None) -> ModelError | None:
     """The clear word for a model that cannot be divided so; None for another error."""
-    found = re.search(r"has no `(\w+)_plan`", str(error))
+    match = re.search(r"has no `(\w+)_plan`", str(error))
     # stages are cut from a list called ``layers``, without looking whether there is one
     stages = ranks is not None and "pp" in ranks.sizes and isinstance(error, AttributeError)
-    if found is None and not stages:
+    if match is None and not stages:
         return None
-    axis = "pp" if found is None else found[1]
+    axis = "pp" if match is None else match[1]
     return ModelError(
         f"{module_class or 'this model'} has no plan for --mesh {axis}",
         hint="--mesh dp (each rank the whole model)"

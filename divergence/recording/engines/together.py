@@ -123,9 +123,9 @@ class _Group:
     def forward(self, step: int, *, num_steps: int = 1) -> torch.Tensor:
         """Feed what the cache lacks up to ``step``'s token; the logits (B, num_steps, V)."""
         upto = self.num_prompt + step
-        found: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         hook = self._model.register_forward_hook(
-            lambda module, args, output: found.append(output.logits)
+            lambda module, args, output: parts.append(output.logits)
         )
         try:
             generate(
@@ -135,7 +135,7 @@ class _Group:
         finally:
             hook.remove()
         self._num_fed = upto
-        return found[-1][:, -num_steps:]
+        return parts[-1][:, -num_steps:]
 
     def choose(self, logits: torch.Tensor) -> None:
         """Note the greedy choices of one step or several."""

@@ -108,8 +108,8 @@ def recorded_rows(
     cache the rows of all steps up to ``step``."""
     if step and not cached:
         return _rows_so_far(anchor, sample, step, site, own)
-    found = anchor(sample, step, site, own)
-    return found if found is None or chunks is None else chunks.rows(found, own)
+    rows = anchor(sample, step, site, own)
+    return rows if rows is None or chunks is None else chunks.rows(rows, own)
 
 
 def _rows_so_far(

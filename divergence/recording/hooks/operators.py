@@ -360,10 +360,10 @@ class OperatorRecorder(TorchDispatchMode):
 
 def _weights_by_storage(model: torch.nn.Module) -> dict[int, list[tuple[str, torch.Tensor]]]:
     """Several may share one memory: the parts of a fused weight, for example."""
-    found: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.setdefault(storage_of(tensor), []).append((name, tensor))
-    return found
+        by_storage.setdefault(storage_of(tensor), []).append((name, tensor))
+    return by_storage
 
 
 def _source() -> str | None:

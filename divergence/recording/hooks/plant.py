@@ -308,7 +308,7 @@ def parse_substitutes(
     Raises UsageError for a site that is no operator's or that the run does not hold, and
     RunFormatError for an unreadable run.
     """
-    found: dict[str, Substitute] = {}
+    by_path: dict[str, Substitute] = {}
     named = given if isinstance(given, Mapping) else dict(map(_parted, one_or_more(given)))
     for site, source in named.items():
         if not is_operator_site(site) or ":out" not in site:
@@ -324,8 +324,8 @@ def parse_substitutes(
                 f"{source.run.path} holds no {source.site}",
                 hint=did_you_mean(source.site, held) or "capture it with --sites ops@",
             )
-        found[site.rpartition(":")[0]] = source
-    return found
+        by_path[site.rpartition(":")[0]] = source
+    return by_path
 
 
 def _parted(word: str) -> tuple[str, str]:

@@ -172,10 +172,10 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
     try:
         if enabled:
             _set_variables(device_type, state, variables)
-            found = str(mode[0]).lower()
+            mode_name = str(mode[0]).lower()
             # warn_only: an operator without a deterministic form is recorded, not fatal.
             torch.use_deterministic_algorithms(True, warn_only=True)
-            _note(state, "torch.use_deterministic_algorithms", "true", found, "accepted")
+            _note(state, "torch.use_deterministic_algorithms", "true", mode_name, "accepted")
             _set(state, undo, "utils.deterministic.fill_uninitialized_memory", False)
         pairs = _wanted(device_type)
         # All are read before any is set: a general fp32_precision answers for those below it.
@@ -303,16 +303,18 @@ def _set_variables(device_type: str, state: Determinism, saved: dict[str, str | 
     module = getattr(torch, device_type, None)
     started = bool(getattr(module, "is_initialized", bool)())
     for name, value in _VARIABLES.get(device_type, ()):
-        found = os.environ.get(name)
-        if found is not None and found in _AS_GOOD.get(name, ()):
-            _note(state, name, value, found, "set", "kept: it promises as much or more")
+        before = os.environ.get(name)
+        if before is not None and before in _AS_GOOD.get(name, ()):
+            _note(state, name, value, before, "set", "kept: it promises as much or more")
             continue
-        if started and found != value:
-            _note(state, name, value, found or "unset", "refused", "the device had started already")
+        if started and before != value:
+            _note(
+                state, name, value, before or "unset", "refused", "the device had started already"
+            )
             continue
-        saved[name] = found
+        saved[name] = before
         os.environ[name] = value
-        _note(state, name, value, found or "unset", "set")
+        _note(state, name, value, before or "unset", "set")
 
 
 @contextlib.contextmanager
@@ -327,13 +329,13 @@ def _collected_warnings(state: Determinism) -> Iterator[None]:
         pass_on = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            for pattern, found in ((_NOISY, state.warnings), (_FELL_BACK, state.fallbacks)):
+            for pattern, texts in ((_NOISY, state.warnings), (_FELL_BACK, state.fallbacks)):
                 match = pattern.search(str(message))
                 if match is not None:
                     name = next(filter(None, match.groups()), "an operator")
-                    if name not in found:
-                        found.append(name)
-                    state.num_fallbacks += found is state.fallbacks
+                    if name not in texts:
+                        texts.append(name)
+                    state.num_fallbacks += texts is state.fallbacks
                     return
             pass_on(message, category, *place, **more)
 

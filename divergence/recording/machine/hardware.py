@@ -87,15 +87,15 @@ def torch_build() -> dict[str, str]:
     import torch
 
     text = torch.__config__.show()
-    found = {}
+    build = {}
     for name, pattern in _BUILD:
         match = re.search(pattern, text, re.MULTILINE)
         if match is not None:
-            found[name] = match[1].rstrip(",")
+            build[name] = match[1].rstrip(",")
     flags = [flag for flag in _ODD_FLAGS if flag in text]
     if flags:
-        found["flags"] = " ".join([*filter(None, [found.get("flags")]), *flags])
-    return found
+        build["flags"] = " ".join([*filter(None, [build.get("flags")]), *flags])
+    return build
 
 
 def _arm(info: dict[str, str]) -> str | None:
@@ -121,12 +121,12 @@ def _cpuinfo() -> dict[str, str]:
         text = _CPUINFO.read_text(errors="replace")
     except OSError:
         return {}
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if colon:
-            found.setdefault(key.strip(), value.strip())
-    return found
+            fields.setdefault(key.strip(), value.strip())
+    return fields
 
 
 _MEMINFO = Path("/proc/meminfo")

@@ -331,16 +331,16 @@ def _chosen(value: Any, module: Any) -> tuple[str, Any] | None:
 
 def _torch_note() -> dict[str, CodeNote]:
     """torch's own functions that something else was put in place of, by name."""
-    found: dict[str, str] = {}
+    notes: dict[str, str] = {}
     replaced = []
     for title, function in replaced_in_torch():
         chain = layers(function)
-        found[title] = digest_of(chain[-1], syntax_of(chain[-1])) if chain else ""
+        notes[title] = digest_of(chain[-1], syntax_of(chain[-1])) if chain else ""
         replaced.append(f"{title} was replaced by {put_by(chain[0] if chain else None)}")
     for text in kernels_replaced():
         replaced.append(text)
-        found[text.partition(" was ")[0]] = ""
+        notes[text.partition(" was ")[0]] = ""
     if not replaced:
         return {}
-    note = CodeNote(digest=digest_many(found), origin="torch", functions=found, replaced=replaced)
+    note = CodeNote(digest=digest_many(notes), origin="torch", functions=notes, replaced=replaced)
     return {FUNCTIONAL: note}

@@ -58,15 +58,15 @@ def _unwrapped(wrapper: Any) -> torch.nn.Module:
 
 def compiled_regions(model: torch.nn.Module) -> dict[str, str]:
     """Path of each module that was given to ``torch.compile`` → backend."""
-    found = {}
+    regions = {}
     for path, module in model.named_modules():
         forward = module.__dict__.get("forward", type(module).forward)
         for one in (module.__dict__.get("_compiled_call_impl"), forward):
             disabled = getattr(one, "_torchdynamo_disable", False)
             if hasattr(one, "_torchdynamo_orig_callable") and not disabled:
-                found[path or ROOT] = backend_of(one)
+                regions[path or ROOT] = backend_of(one)
                 break
-    return found
+    return regions
 
 
 @contextlib.contextmanager
@@ -229,12 +229,12 @@ class CompiledWatch:
     def _codes(self, path: str) -> set[tuple[str, int]]:
         """File and line of each function that may be compiled as a frame of this region."""
         module = self._model.get_submodule("" if path == ROOT else path)
-        found = set()
+        codes = set()
         for one in module.modules():
             for function in (one.__dict__.get("forward"), type(one).forward):
                 for each in layers(function):
-                    found.add((each.__code__.co_filename, each.__code__.co_firstlineno))
-        return found
+                    codes.add((each.__code__.co_filename, each.__code__.co_firstlineno))
+        return codes
 
 
 def listed(paths: list[str]) -> str:

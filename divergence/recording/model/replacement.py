@@ -190,7 +190,7 @@ def kernels_replaced() -> list[str]:
     stands in place of, with the dispatch key; those without values (``Meta``) do not count."""
     import torch
 
-    found = []
+    kernels = []
     for name in _OPERATORS:
         try:
             text = torch._C._dispatch_dump(f"aten::{name}")
@@ -205,12 +205,12 @@ def kernels_replaced() -> list[str]:
                 hidden.add(key)
             else:
                 active[key] = f"{PurePath(file.replace(chr(92), '/')).name}:{line}"
-        found += [
+        kernels += [
             f"the {key} kernel of aten.{name} was replaced by {active[key]}"
             for key in sorted(hidden - {"Meta"})
             if key in active
         ]
-    return found
+    return kernels
 
 
 _QUANTIZED = {
@@ -232,7 +232,7 @@ def attributes_of(modules: dict[str, Any]) -> dict[str, str]:
     """Plain numbers that the modules hold (a scale, an epsilon), as most of them have it, with the
     few that have another; what differs from module to module (its number) is left out, and so are
     the sizes of torch's own layers: the configuration and the shapes tell them."""
-    found: dict[str, str] = {}
+    attributes: dict[str, str] = {}
     names = dict.fromkeys(
         name
         for module in modules.values()
@@ -246,8 +246,8 @@ def attributes_of(modules: dict[str, Any]) -> dict[str, str]:
         if len(counts) > _MOST_VALUES or (len(modules) > 1 and number == 1):
             continue
         odd = [f"{values[path]} in {path}" for path in modules if values[path] != usual]
-        found[name] = "; ".join([usual, *odd[:_MOST_VALUES]])
-    return found
+        attributes[name] = "; ".join([usual, *odd[:_MOST_VALUES]])
+    return attributes
 
 
 def _kinds(module: Any) -> tuple[type, ...]:
@@ -293,24 +293,24 @@ def hooks_of(module: Any) -> dict[str, Any]:
 
 def wrappers_of(module: Any) -> list[str]:
     """What stands around a module, in words."""
-    found = [
+    wrappers = [
         f"{name.rpartition(' ')[0]} {place_of(hook)}" for name, hook in hooks_of(module).items()
     ]
     names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
     if _is_divided(module.__dict__.get("forward")):
-        found.append("tensor parallel")
+        wrappers.append("tensor parallel")
     hook = module.__dict__.get("_hf_hook")
     if hook is not None:
-        found.append(f"accelerate: {type(hook).__name__}")
+        wrappers.append(f"accelerate: {type(hook).__name__}")
     if any(name.startswith("torch.distributed") and "FSDP" in name for name in names):
-        found.append("FSDP")
+        wrappers.append("FSDP")
     if type(module).__name__ in _PARALLEL:
-        found.append(_PARALLEL[type(module).__name__])
-    found += _adapters(module)
-    found += _quantized(module, names)
+        wrappers.append(_PARALLEL[type(module).__name__])
+    wrappers += _adapters(module)
+    wrappers += _quantized(module, names)
     if "parametrizations" in module._modules:
-        found.append(f"parametrised: {', '.join(module._modules['parametrizations'])}")
-    return found
+        wrappers.append(f"parametrised: {', '.join(module._modules['parametrizations'])}")
+    return wrappers
 
 
 def _adapters(module: Any) -> list[str]:

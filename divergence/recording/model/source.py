@@ -38,8 +38,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 def layers(function: Any) -> list[types.FunctionType]:
     """The function and what it wraps (``functools.wraps``), outermost first; Python's own only."""
-    found: list[types.FunctionType] = []
-    while function is not None and len(found) < 20:
+    functions: list[types.FunctionType] = []
+    while function is not None and len(functions) < 20:
         if isinstance(function, functools.partial):
             function = function.func
             continue
@@ -50,9 +50,9 @@ def layers(function: Any) -> list[types.FunctionType]:
             continue
         if not isinstance(function, types.FunctionType):
             break
-        found.append(function)
+        functions.append(function)
         function = function.__dict__.get("__wrapped__")
-    return found
+    return functions
 
 
 def innermost(function: Any) -> types.FunctionType | None:
@@ -84,11 +84,13 @@ def syntax_of(function: types.FunctionType) -> ast.AST | None:
     """Its part of its file's syntax tree; None where there is no source."""
     code = function.__code__
     index = _index(code.co_filename)
-    found = index.get((code.co_name, code.co_firstlineno), ())
-    if len(found) > 1:  # lambdas of one line: those with these arguments
+    candidates = index.get((code.co_name, code.co_firstlineno), ())
+    if len(candidates) > 1:  # lambdas of one line: those with these arguments
         wanted = code.co_varnames[: code.co_argcount]
-        found = [n for n in found if tuple(a.arg for a in n.args.args) == wanted] or found
-    return found[0] if len(found) == 1 else None
+        candidates = [
+            n for n in candidates if tuple(a.arg for a in n.args.args) == wanted
+        ] or candidates
+    return candidates[0] if len(candidates) == 1 else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -131,25 +133,25 @@ def _plain_values(function: types.FunctionType) -> dict[str, str]:
     """Numbers that the function uses and does not compute: of its closure, its defaults and its
     module. Of a library's module numbers alone; switches there tell what is installed."""
     code = function.__code__
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     cells = function.__closure__ or ()
     for name, cell in zip(code.co_freevars, cells, strict=True):
         try:
-            found[f"closure {name}"] = cell.cell_contents
+            values[f"closure {name}"] = cell.cell_contents
         except ValueError:  # not yet filled
             continue
     names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
     pairs = zip(names[len(names) - len(defaults) :], defaults, strict=True)
-    found |= {f"default {name}": value for name, value in pairs}
-    found |= {f"default {name}": v for name, v in (function.__kwdefaults__ or {}).items()}
+    values |= {f"default {name}": value for name, value in pairs}
+    values |= {f"default {name}": v for name, v in (function.__kwdefaults__ or {}).items()}
     kinds: tuple[type, ...] = (float, int) if is_library(function) else (float, int, bool, str)
     for name in _names(code):
         value = function.__globals__.get(name)
         if type(value) in kinds:
-            found[f"global {name}"] = value
+            values[f"global {name}"] = value
     plain = (float, int, bool, str, type(None))
-    return {name: repr(value) for name, value in found.items() if type(value) in plain}
+    return {name: repr(value) for name, value in values.items() if type(value) in plain}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -215,13 +217,13 @@ def _tree(file: str) -> ast.Module | None:
 def _index(file: str) -> dict[tuple[str, int], list[Any]]:
     """(name, first line) → functions of a file; a decorated one begins with its decorators."""
     tree = _tree(file)
-    found: dict[tuple[str, int], list[Any]] = {}
+    by_place: dict[tuple[str, int], list[Any]] = {}
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, _FUNCTIONS):
             decorators = getattr(node, "decorator_list", [])
             line = min([node.lineno, *(one.lineno for one in decorators)])
-            found.setdefault((getattr(node, "name", "<lambda>"), line), []).append(node)
-    return found
+            by_place.setdefault((getattr(node, "name", "<lambda>"), line), []).append(node)
+    return by_place
 
 
 def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

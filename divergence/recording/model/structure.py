@@ -89,15 +89,15 @@ def output_paths(model: nn.Module) -> set[str]:
 def _block_lists(model: nn.Module) -> dict[str, nn.Module]:
     from torch import nn
 
-    found: dict[str, nn.Module] = {}
+    lists: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
-        if any(path.startswith(outer + ".") for outer in found):
+        if any(path.startswith(outer + ".") for outer in lists):
             continue  # experts, or layers within a layer
         if all(any(True for _ in child.parameters()) for child in module):
-            found[path] = module
-    return found
+            lists[path] = module
+    return lists
 
 
 _ROUTER = re.compile(r"Router|Gate$|TopK")
@@ -113,12 +113,12 @@ def routing_modules(notes: Mapping[str, ModuleNote]) -> dict[str, str]:
         if path.endswith(".experts") and any(path.startswith(block + ".") for block in blocks)
     }
     parents = {path.rpartition(".")[0] for path in experts}
-    found = dict.fromkeys(experts, "experts")
+    kinds = dict.fromkeys(experts, "experts")
     for path, note in notes.items():
         parent, _, name = path.rpartition(".")
         if parent in parents and (name in _ROUTER_NAMES or _ROUTER.search(note.kind)):
-            found.setdefault(path, "router")
-    return found
+            kinds.setdefault(path, "router")
+    return kinds
 
 
 def is_routing(part: str | None, port: str, tensor: torch.Tensor) -> bool:

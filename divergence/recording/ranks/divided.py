@@ -211,10 +211,10 @@ class Division:
 
     def note_environments(self, manifest: Manifest) -> None:
         """Notes the mesh, and the ranks' machines where they are not all alike."""
-        found: list[Environment] = self.ranks.gather(manifest.environment)
-        differing = any(environment != found[0] for environment in found)
+        environments: list[Environment] = self.ranks.gather(manifest.environment)
+        differing = any(environment != environments[0] for environment in environments)
         manifest.mesh = msgspec.structs.replace(
-            self.ranks.mesh, environments=found if differing else []
+            self.ranks.mesh, environments=environments if differing else []
         )
 
     def count(self, manifest: Manifest) -> None:

@@ -130,8 +130,8 @@ class Ranks:
             dist.init_process_group(_backend(self.device), timeout=TIMEOUT)
             atexit.register(_leave)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        found = mesh.places_of(self.rank)
-        self.places = {axis.name: place for axis, place in zip(mesh.axes, found, strict=True)}
+        places = mesh.places_of(self.rank)
+        self.places = {axis.name: place for axis, place in zip(mesh.axes, places, strict=True)}
         self.sizes = {axis.name: axis.size for axis in mesh.axes}
         self._control = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._note = f"divergence/stopped/{next(_CAPTURES)}"

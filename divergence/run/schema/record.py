@@ -336,10 +336,10 @@ def _digests(texts: Sequence[str | None]) -> bytes | None:
     known = [_ZEROS if text is None else text for text in texts]
     joined = "".join(known)
     try:
-        found = bytes.fromhex(joined)
+        digests = bytes.fromhex(joined)
     except ValueError:
         return None
-    return found if set(map(len, known)) == {32} and found.hex() == joined else None
+    return digests if set(map(len, known)) == {32} and digests.hex() == joined else None
 
 
 _ZEROS = "0" * 32

@@ -59,10 +59,10 @@ def open_store(place: Location) -> Store:
 def _runs_in(folder: Path) -> list[str]:
     """The first runs directly inside: the folder of a diff is often meant to be one of them."""
     try:
-        found = sorted(path for path in folder.iterdir() if (path / MANIFEST).is_file())
+        runs = sorted(path for path in folder.iterdir() if (path / MANIFEST).is_file())
     except OSError:
         return []
-    return [str(path) for path in found[:4]]
+    return [str(path) for path in runs[:4]]
 
 
 def _open_path(place: Path) -> Store:

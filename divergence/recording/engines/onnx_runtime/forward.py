@@ -125,8 +125,8 @@ class GraphRecorder(Recorder):
 
     def _owner(self, path: str) -> str:
         """The part that a module is in, or none."""
-        found = (p.path for p in self._parts if path == p.path or path.startswith(f"{p.path}."))
-        return next(found, "")
+        owners = (p.path for p in self._parts if path == p.path or path.startswith(f"{p.path}."))
+        return next(owners, "")
 
     def _run_parts(
         self, given: dict[str, torch.Tensor]
@@ -171,11 +171,14 @@ class GraphRecorder(Recorder):
             rows = own[:, (stop - 1 if step else 0) : stop]
             if (site, step) not in self._given:
                 self._given[site, step] = self._anchor(self._sample, step, site, rows)
-            found = self._given[site, step]
+            recorded = self._given[site, step]
             few = one.path in self._logit_paths
-            if found is None or found.shape not in (rows.shape, rows[:, -1:].shape if few else ()):
+            if recorded is None or recorded.shape not in (
+                rows.shape,
+                rows[:, -1:].shape if few else (),
+            ):
                 return None
-            whole[:, stop - found.shape[1] : stop] = found.to(own.dtype)
+            whole[:, stop - recorded.shape[1] : stop] = recorded.to(own.dtype)
         return whole
 
 
@@ -225,19 +228,19 @@ def feeds(graph: Graph, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torc
         "token_type_ids": torch.zeros_like(ids),
         "use_cache_branch": torch.tensor([False]),
     }
-    found = {}
+    fed = {}
     for one in graph.model.graph.input:
         if one.name not in graph.inputs:
             continue
         kind = one.type.tensor_type
         if one.name in made:
             tensor = made[one.name]
-            found[one.name] = tensor.to(torch.int32) if kind.elem_type == 6 else tensor
+            fed[one.name] = tensor.to(torch.int32) if kind.elem_type == 6 else tensor
             continue
         sizes = [dim.dim_value for dim in kind.shape.dim]  # 0 where it has a name
         sizes[0] = ids.shape[0]
-        found[one.name] = torch.zeros(sizes, dtype=_DTYPES.get(kind.elem_type, torch.float32))
-    return found
+        fed[one.name] = torch.zeros(sizes, dtype=_DTYPES.get(kind.elem_type, torch.float32))
+    return fed
 
 
 def decode(

@@ -119,11 +119,11 @@ class Graph:
             self.nodes[number] = replace(node, scopes=shared)
 
     def _stream(self) -> set[str]:
-        found = {self.tokens}
+        stream = {self.tokens}
         for node in self.nodes:
-            if node.proto.op_type not in ("Shape", "Size") and not found.isdisjoint(node.inputs):
-                found.update(node.outputs)
-        return found
+            if node.proto.op_type not in ("Shape", "Size") and not stream.isdisjoint(node.inputs):
+                stream.update(node.outputs)
+        return stream
 
     def _ports(self) -> list[Port]:
         entering: dict[str, dict[str, None]] = {}
@@ -198,11 +198,11 @@ class Graph:
 def _listed(text: str) -> list[str]:
     """A list of texts, as the exporter writes one into a property."""
     try:
-        found = ast.literal_eval(text) if text else []
+        names = ast.literal_eval(text) if text else []
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return []
-    is_list = isinstance(found, list) and all(isinstance(one, str) for one in found)
-    return found if is_list else []
+    is_list = isinstance(names, list) and all(isinstance(one, str) for one in names)
+    return names if is_list else []
 
 
 def _inputs(proto: Any) -> Iterator[str]:

@@ -149,7 +149,7 @@ def modules_of(graph: Graph, folder: Path) -> tuple[nn.Module, list[str]]:
 
 def _named(graph: Graph) -> tuple[dict[str, tuple[str, bool]], list[str]]:
     """Parameter → (constant, is it transposed); and the names of constants that are none."""
-    found: dict[str, tuple[str, bool]] = {}
+    named: dict[str, tuple[str, bool]] = {}
     known: set[str] = set()
     for node in graph.nodes if graph.has_modules else ():
         for constant in {name for name in node.inputs if _counts(graph, name)}:
@@ -158,9 +158,9 @@ def _named(graph: Graph) -> tuple[dict[str, tuple[str, bool]], list[str]]:
                 known.add(constant)
                 kind, name, transposed = choice
                 if kind == "p":
-                    found.setdefault(name, (constant, transposed))
+                    named.setdefault(name, (constant, transposed))
     left = [name for name in graph.constants if _counts(graph, name) and name not in known]
-    return found, left
+    return named, left
 
 
 def _choice(node: Node, constant: str) -> tuple[str, str, bool] | None:

@@ -97,10 +97,10 @@ class Piece:
         """The targets by name. Raises what ONNX Runtime does, as RuntimeError."""
         feeds = {one: _given(values[one], self._types[one]) for one in (*self.inputs, *self.cuts)}
         try:
-            found = self._session.run_with_ort_values(self.targets, feeds)
+            results = self._session.run_with_ort_values(self.targets, feeds)
         except Exception as error:  # ONNX Runtime's own kinds
             raise RuntimeError(first_line(error, most=300)) from error
-        return {name: _taken(one) for name, one in zip(self.targets, found, strict=True)}
+        return {name: _taken(one) for name, one in zip(self.targets, results, strict=True)}
 
 
 def _part(

@@ -109,18 +109,18 @@ def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> Forward:
     size = len(samples)
     padded = first.num_padded
     parts, last = [], []
-    for step, found in sorted(steps.items()):
+    for step, prompts in sorted(steps.items()):
         rows: list[int] = []
         places: list[int] = []
-        for place, _, start in found:
+        for place, _, start in prompts:
             count = 1 if step else len(samples[place].prompt_ids)
             begin = place if step else place * padded + samples[place].num_left_pad
             rows += range(start, start + count)
             places += range(begin, begin + count)
-        members = tuple(place for place, _, _ in found)
+        members = tuple(place for place, _, _ in prompts)
         shape = size, 1 if step else padded
         parts.append(_part(step, members, shape, rows, places, num_rows=int(ends[len(requests)])))
-        numbers = [number for _, number, _ in found]
+        numbers = [number for _, number, _ in prompts]
         last.append(_part(step, members, (size, 1), numbers, list(members), num_rows=len(requests)))
     return Forward(tuple(parts), tuple(last), requests, int(ends[len(requests)]))
 

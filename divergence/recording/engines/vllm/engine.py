@@ -85,14 +85,14 @@ class VllmEngine:
         )  # fmt: skip
         _check(loading, options, twin)
         family = str(getattr(twin.module.config, "model_type", ""))
-        found = map_for(family, options.name_map)
+        name_map = map_for(family, options.name_map)
         shown: dict[str, Any] = {}
 
         def on_loaded(module: torch.nn.Module) -> None:
             places = shown["places"] = places_of(
-                found, structure=twin.module, module=module, model_type=family
+                name_map, structure=twin.module, module=module, model_type=family
             )
-            more = parameters_of(found, structure=twin.module, module=module)
+            more = parameters_of(name_map, structure=twin.module, module=module)
             gather = None if loading.ranks is None else loading.ranks.gather
             shown["identity"] = identity_of(twin, module, places, more, gather=gather)
 

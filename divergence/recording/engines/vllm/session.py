@@ -190,9 +190,9 @@ class Tokens:
     @property
     def done(self) -> bool:
         """Has each prompt ended, and made the steps of those that ended last?"""
-        found = [self._num_steps(place) for place in range(len(self._fed))]
-        known = [num for num in found if num is not None]
-        return len(known) == len(found) and min(map(len, self._fed)) >= max(known)
+        counts = [self._num_steps(place) for place in range(len(self._fed))]
+        known = [num for num in counts if num is not None]
+        return len(known) == len(counts) and min(map(len, self._fed)) >= max(known)
 
     def result(self) -> GroupResult:
         """Raises ModelError where vLLM made fewer forwards than were asked for."""

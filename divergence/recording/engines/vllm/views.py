@@ -254,11 +254,11 @@ def _names(module: Any) -> list[str]:
 
 def _hidden(given: dict[str, Any]) -> tuple[str, torch.Tensor]:
     """What the module computes on, and its name: positions stand before it in some."""
-    found = [(name, value) for name, value in given.items() if isinstance(value, torch.Tensor)]
-    for name, value in found:
+    tensors = [(name, value) for name, value in given.items() if isinstance(value, torch.Tensor)]
+    for name, value in tensors:
         if name == "hidden_states":
             return name, value
-    return next((item for item in found if item[0] not in ("positions", _RESIDUAL)), found[0])
+    return next((item for item in tensors if item[0] not in ("positions", _RESIDUAL)), tensors[0])
 
 
 def _entering(before: Before, module: torch.nn.Module) -> Shown:

@@ -57,18 +57,18 @@ def identity_of(
         for name, buffer in list(part._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 part._buffers[name] = None
-    found = identify(LoadedModel(
+    identity = identify(LoadedModel(
         source=twin.source, revision=twin.revision, task=twin.task, module=filled,
         tokenizer=twin.tokenizer, device=torch.device("cpu"),
         trust_remote_code=twin.trust_remote_code,
     ))  # fmt: skip
-    unknown = sorted(names - set(found.digests))
-    digests = found.digests | dict.fromkeys(unknown, UNKNOWN)
+    unknown = sorted(names - set(identity.digests))
+    digests = identity.digests | dict.fromkeys(unknown, UNKNOWN)
     count = sum(weight.numel() for weight in twin.module.parameters())
     sizes: dict[str, Any] = {"num_parameters": count}
     if unknown:
         sizes |= {"digests": digests, "digest": digest_many(digests), "rounded_digests": {}}
-    return msgspec.structs.replace(found, code={}, attn_implementation=None, **sizes)
+    return msgspec.structs.replace(identity, code={}, attn_implementation=None, **sizes)
 
 
 def _read(

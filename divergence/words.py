@@ -10,13 +10,18 @@ from typing import Literal
 
 __all__ = [
     "HEADLINES", "Progress", "Side", "SideBothOrNeither", "SideOrBoth", "markdown_code",
-    "markdown_text", "printable", "printable_json", "printable_lines",
+    "markdown_text", "printable", "printable_json", "printable_lines", "silent",
 ]  # fmt: skip
 
 Progress = Callable[[str, int, int | None, str], None]
 """Called as work goes on, with (event, how much is done, of how much, detail); the total is None
 where nobody knows it. ``event``: ``load``, ``digest``, ``probe``, ``free``, ``repeat``,
 ``anchored``, ``escalated``, ``whole``, ... or ``note`` for a warning in the detail."""
+
+
+def silent(event: str, done: int, total: int | None, detail: str) -> None:
+    """The Progress of work that nobody watches."""
+
 
 Side = Literal["reference", "candidate"]
 """One of the two runs that are compared."""

@@ -29,7 +29,7 @@ from divergence.run.schema.manifest import (
 )
 from divergence.run.storage.location import location_of
 from divergence.run.writing.writer import CapturedTensor, RunWriter
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["FULL_TERMS", "MAX_TERMS", "probe"]
 
@@ -74,7 +74,7 @@ def probe(
     if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
         raise RunExistsError(f"{svg} is no directory", hint="choose another --svg")
     device = resolve_device(device)
-    on_progress = progress or (lambda event, done, total, detail: None)
+    on_progress = progress or silent
     with deterministic_settings(device.partition(":")[0], seed=0, enabled=deterministic) as state:
         manifest = _manifest(device, lengths, quick, deterministic, label, command)
         manifest.settings.switches = state.switches

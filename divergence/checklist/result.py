@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.result import RunSummary, strict_json
+from divergence.comparison.result import JsonAnswer, RunSummary
 from divergence.comparison.results.findings import Verdict
 
 __all__ = [
@@ -57,7 +57,7 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True):
     """The command to run where the rung fails, or where it is unknown and more can be known."""
 
 
-class Checkup(msgspec.Struct, frozen=True, kw_only=True):
+class Checkup(msgspec.Struct, JsonAnswer, frozen=True, kw_only=True):
     """The answer of `doctor`."""
 
     schema_version: int = CHECKUP_SCHEMA_VERSION
@@ -85,7 +85,3 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self) -> list[Rung]:
         """The rungs that fail, the first cause to look at first."""
         return [rung for rung in self.ladder if rung.state == "fail"]
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """The checkup as strict JSON; nan and inf become strings."""
-        return strict_json(self, indent=indent)

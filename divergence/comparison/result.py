@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
 
 __all__ = [
-    "REPORT_SCHEMA_VERSION", "Answer", "Cell", "RankShare", "ReplicaCheck", "ReplicaDiff", "Report",
-    "RunSummary", "SuiteCase", "SuiteOperator", "SuiteResult", "SuiteSide", "SuiteStatus", "ToldBy",
-    "json_safe", "strict_json", "summary_of",
+    "REPORT_SCHEMA_VERSION", "Answer", "Cell", "JsonAnswer", "RankShare", "ReplicaCheck",
+    "ReplicaDiff", "Report", "RunSummary", "SuiteCase", "SuiteOperator", "SuiteResult", "SuiteSide",
+    "SuiteStatus", "ToldBy", "json_safe", "strict_json", "summary_of",
 ]  # fmt: skip
 
 REPORT_SCHEMA_VERSION = 1
@@ -68,14 +68,20 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The model chooses tokens."""
 
 
-class Answer:
-    """What a command found: a Struct that is written as JSON or as a page."""
+class JsonAnswer:
+    """What a command found: a Struct that is written as JSON."""
 
     __slots__ = ()
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole answer as strict JSON; nan and inf become strings."""
         return strict_json(self, indent=indent)
+
+
+class Answer(JsonAnswer):
+    """One that is written as a page too."""
+
+    __slots__ = ()
 
     def html(self) -> str:
         """A page for a browser: one file that loads nothing. What an answer does not hold (texts,

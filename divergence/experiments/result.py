@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.result import Answer, Report, RunSummary, json_safe
+from divergence.comparison.result import Answer, JsonAnswer, Report, RunSummary
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.comparison.results.sites import SiteResult
@@ -274,7 +274,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen, or why the path failed or was left out."""
 
 
-class Selftest(msgspec.Struct, kw_only=True, frozen=True):
+class Selftest(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
     """The answer of `selftest`."""
 
     schema_version: int = SELFTEST_SCHEMA_VERSION
@@ -291,8 +291,3 @@ class Selftest(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def failed(self) -> list[Step]:
         return [step for step in self.steps if step.status == "failed"]
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """Strict JSON."""
-        text = msgspec.json.encode(json_safe(msgspec.to_builtins(self)))
-        return (msgspec.json.format(text, indent=indent) if indent else text).decode()

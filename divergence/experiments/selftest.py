@@ -35,7 +35,7 @@ from divergence.recording.machine.environment import collect_environment, resolv
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Environment, Switch
 from divergence.run.storage.location import folder_of
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["selftest"]
 
@@ -92,8 +92,7 @@ def selftest(
     try:
         wanted = list(_steps(bench, quick))
         for number, (title, work) in enumerate(wanted):
-            if progress is not None:
-                progress("selftest", number, len(wanted), title)
+            (progress or silent)("selftest", number, len(wanted), title)
             steps.append(_tried(title, work))
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(result(complete=False)) from interrupt

@@ -39,7 +39,7 @@ from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import one_or_more
 from divergence.run.unshard import unsharded
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["compare_many"]
 
@@ -86,8 +86,7 @@ def compare_many(
     fleet = _Fleet(first, float64, options)
     rows = []
     for number, given in enumerate(candidates):
-        if progress is not None:
-            progress("runs", number, len(candidates), _path(given))
+        (progress or silent)("runs", number, len(candidates), _path(given))
         row = fleet.row(given)
         if row.report is not None and folder is not None:
             file = _write(row.report, folder, number + 1, row.path)

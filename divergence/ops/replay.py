@@ -38,7 +38,7 @@ from divergence.run.schema.manifest import Manifest, Plan
 from divergence.run.storage.location import location_of
 from divergence.run.trust import recorded_seed
 from divergence.run.writing.writer import CapturedTensor, RunWriter
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["replay"]
 
@@ -93,7 +93,7 @@ def replay(
     if model is not None:
         weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
     settings = source.manifest.settings
-    on_progress: Progress = progress or (lambda event, done, total, detail: None)
+    on_progress: Progress = progress or silent
     seed = recorded_seed(source.manifest)
     said = [f"{len(calls)} operators with their recorded inputs", f"seed {seed}"]
     on_progress("taken", 0, None, taken_from(source.path, said))

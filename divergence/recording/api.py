@@ -46,7 +46,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded
 from divergence.run.storage.location import location_of
 from divergence.run.unshard import unsharded
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 if TYPE_CHECKING:
     import torch
@@ -259,7 +259,7 @@ def _execute(
             check_output(place, force=force, like=request.like, substitutes=others)
         else:
             progress = None  # the first rank speaks for all
-        on_progress: Progress = progress or (lambda event, done, total, detail: None)
+        on_progress: Progress = progress or silent
         if ranks is not None:
             device = ranks.device
         if request.like is not None:

@@ -41,7 +41,7 @@ from divergence.run.storage.blob import SPAN_BYTES, Bytes, Store
 from divergence.run.storage.location import Location, Url, location_of
 from divergence.run.storage.shard import Entry, Headers, Shard
 from divergence.run.storage.store import open_store
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 if TYPE_CHECKING:
     import torch
@@ -339,8 +339,7 @@ class Run:
         seen: set[tuple[str, str, str | None]] = set()
         self.expect(each_of(self.records))
         for number, record in enumerate(each_of(self.records)):
-            if progress is not None:
-                progress("verify", number, len(self.records), record.site)
+            (progress or silent)("verify", number, len(self.records), record.site)
             for part in parts_of(record):
                 identity = (part.place.shard, part.place.key, part.xxh3)
                 if identity in seen:

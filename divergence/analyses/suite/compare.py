@@ -46,7 +46,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of, operator_of, split_site
-from divergence.words import Progress, SideOrBoth
+from divergence.words import Progress, SideOrBoth, silent
 
 __all__ = ["compare_suites", "report_on"]
 
@@ -123,8 +123,7 @@ def compare_suites(
     cases: list[SuiteCase] = []
     inputs_a, inputs_b = _inputs(a, b), _inputs(b, a)
     for number, (site, record) in enumerate(ours.items()):
-        if progress is not None:
-            progress("compare", number, len(ours), site)
+        (progress or silent)("compare", number, len(ours), site)
         other = theirs.get(site)
         if other is None:
             skipped.append(_skip(record, "no partner", "reference"))

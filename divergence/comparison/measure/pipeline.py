@@ -29,7 +29,7 @@ from divergence.comparison.measure.measurer import Measurer, PairNumbers
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for, set_device
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 if TYPE_CHECKING:
     import torch
@@ -164,8 +164,9 @@ def measure_pairs(
                 under_way_bytes += coming.num_bytes
                 fetched_bytes -= coming.num_bytes
                 started += 1
-            if progress is not None:
-                progress("compare", number, len(pairs), batch.pairs[0].reference.record.site)
+            (progress or silent)(
+                "compare", number, len(pairs), batch.pairs[0].reference.record.site
+            )
             yield from ahead.popleft().result()
             under_way_bytes -= batch.num_bytes
             number += len(batch.pairs)

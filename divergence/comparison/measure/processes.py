@@ -36,7 +36,7 @@ from divergence.comparison.measure.pipeline import measure_pairs, measured_by
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["num_processes", "share_out", "shared_with_ranks"]
 
@@ -161,8 +161,7 @@ class _Ranks:
         sources += [self._found_by(rank) for rank in range(1, self._size)]
         try:
             for number, (pair, owner) in enumerate(zip(pairs, owners, strict=True)):
-                if progress is not None:
-                    progress("compare", number, len(pairs), pair.reference.record.site)
+                (progress or silent)("compare", number, len(pairs), pair.reference.record.site)
                 yield next(sources[owner])
         finally:
             sources[0].close()

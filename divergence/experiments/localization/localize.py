@@ -43,7 +43,7 @@ from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.site import ROOT, module_of
 from divergence.run.storage.location import folder_of
 from divergence.run.unshard import unsharded
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def localize(
     what capture, reference and compare raise.
     """
     a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
-    on_progress: Progress = progress or (lambda event, done, total, detail: None)
+    on_progress: Progress = progress or silent
     folder = folder_of(out)
     if a.manifest.plan.store != "full":
         raise UsageError(

@@ -35,7 +35,7 @@ from divergence.run.schema.site import did_you_mean, is_operator_site, module_of
 from divergence.run.storage.location import folder_of
 
 if TYPE_CHECKING:
-    from divergence.words import Progress
+    from divergence.words import Progress, silent
 
 __all__ = ["FILES", "Reproducer", "repro"]
 
@@ -103,8 +103,7 @@ def repro(
     weights = None
     if model is not None:
         weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
-    if progress is not None:
-        progress("repro", 0, None, one.path)
+    (progress or silent)("repro", 0, None, one.path)
     notes: list[str] = []
     asked = asked_for(operators, resolve_device("auto"))
     try:

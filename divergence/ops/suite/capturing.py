@@ -59,7 +59,7 @@ from divergence.run.schema.manifest import (
 from divergence.run.schema.site import compile_patterns, join_site, module_of, operator_path
 from divergence.run.trust import recorded_seed
 from divergence.run.writing.writer import RunWriter
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["capture_suite", "plan_cases", "truth_of_suite"]
 
@@ -111,7 +111,7 @@ def capture_suite(
         deterministic = recorded.deterministic if deterministic is None else deterministic
         seed = recorded_seed(like.manifest) if seed is None else seed
         said = [f"{len(works)} recorded cases", f"seed {seed}"]
-        _tell(progress, "taken", 0, None, taken_from(like.path, said))
+        (progress or silent)("taken", 0, None, taken_from(like.path, said))
     deterministic = True if deterministic is None else deterministic
     with deterministic_settings(
         device.partition(":")[0], seed=seed or 0, enabled=deterministic
@@ -122,7 +122,7 @@ def capture_suite(
         )  # fmt: skip
         manifest.plan.skipped_operators = skipped
         if probe:
-            _tell(progress, "probe", 0, None, "")
+            (progress or silent)("probe", 0, None, "")
             manifest.arithmetic = quick_facts(device)
         with RunWriter(out, manifest, force=force) as writer:
             runner = _Runner(writer, chosen, device, repeat, progress, determinism)
@@ -154,7 +154,7 @@ def truth_of_suite(
     with RunWriter(out, manifest, force=force) as writer:
         cases = CaseWriter(writer, "replayed")
         for number, work in enumerate(works):
-            _tell(progress, "truth", number, len(works), work.path)
+            (progress or silent)("truth", number, len(works), work.path)
             place = operator_path(work.path, work.operator.full_name, 1)
             equal = "equal" in work.path.split(".")
             try:
@@ -219,14 +219,14 @@ class _Runner:
         self._determinism = determinism
         self._cases = CaseWriter(writer, "free" if writer.manifest.like is None else "replayed")
         self._chosen, self._device, self._repeat = chosen, device, repeat
-        self._progress, self._manifest = progress, writer.manifest
+        self._progress, self._manifest = progress or silent, writer.manifest
         self._inputs: list[tuple[str, str]] = []
 
     def run(self, works: list[Work]) -> None:
         repeated = Repeatability(num_runs=self._repeat)
         skipped = self._manifest.plan.skipped_operators
         for number, work in enumerate(works):
-            _tell(self._progress, "suite", number, len(works), work.path)
+            self._progress("suite", number, len(works), work.path)
             arguments = work.load()
             try:
                 outputs = self._call(work, arguments)
@@ -248,7 +248,7 @@ class _Runner:
                 where=next(iter(skipped), None),
             )
         for reason, count in skipped.items():
-            _tell(self._progress, "note", 0, None, f"{count} cases were skipped: {reason}")
+            self._progress("note", 0, None, f"{count} cases were skipped: {reason}")
         self._manifest.repeatability = repeated
         self._manifest.model.digest = digest_many(self._inputs)
 
@@ -384,8 +384,3 @@ def _manifest(
         if recorded is None or not used
         else [Override(name="impl", reference=DEFAULT, used=", ".join(used))],
     )  # fmt: skip
-
-
-def _tell(progress: Progress | None, event: str, done: int, total: int | None, what: str) -> None:
-    if progress is not None:
-        progress(event, done, total, what)

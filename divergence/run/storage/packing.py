@@ -38,7 +38,7 @@ from divergence.run.storage.location import (
 )
 from divergence.run.storage.remote import Remote
 from divergence.run.storage.store import open_store
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["check_archive", "pack", "put_in_place", "unpack", "write_archive", "write_directory"]
 
@@ -219,8 +219,7 @@ def _files(
     total = sum(run.files().values())
     done = 0
     for name, size, pieces in run.whole_files():
-        if progress is not None:
-            progress(event, done >> 20, total >> 20, name)
+        (progress or silent)(event, done >> 20, total >> 20, name)
         yield name, size, pieces
         done += size
 

@@ -11,13 +11,14 @@ explaining what was found fails too, and the ladder goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from divergence._version import __version__
 from divergence.checklist.code import code, precision, settings_differ, weights
-from divergence.checklist.numbers import Said, decode, prefill, ranks, sampling
+from divergence.checklist.numbers import Said, phase, ranks, sampling
 from divergence.checklist.pair import Pair, worst
 from divergence.checklist.points import points_of, tokens
 from divergence.checklist.result import Checkup, Rung, RungName
@@ -138,9 +139,10 @@ class Ladder:
 
 def ladder_of(pair: Pair) -> Ladder:
     """All seven rungs, in order."""
-    asks = {
-        "tokens": _tokens, "weights": _weights, "code": code, "prefill": prefill,
-        "decode": decode, "sampling": sampling, "ranks": ranks,
+    asks: dict[RungName, Callable[[Pair], Said]] = {
+        "tokens": _tokens, "weights": _weights, "code": code,
+        "prefill": partial(phase, decode=False), "decode": partial(phase, decode=True),
+        "sampling": sampling, "ranks": ranks,
     }  # fmt: skip
     rungs: list[Rung] = []
     stop: RungName | None = None

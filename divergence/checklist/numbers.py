@@ -12,7 +12,7 @@ from divergence.comparison.results.findings import Claim, Finding
 from divergence.comparison.results.sites import SiteResult
 from divergence.layout import count
 
-__all__ = ["Said", "decode", "prefill", "ranks", "sampling"]
+__all__ = ["Said", "phase", "ranks", "sampling"]
 
 Said = tuple[RungState, str, bool]
 """(state, evidence, does it explain the rungs below)."""
@@ -25,17 +25,8 @@ _SAMPLED: Claim = "not_the_largest_logit"
 _SHARE = "share of rank"
 
 
-def prefill(pair: Pair) -> Said:
-    """The first forward of each prompt."""
-    return _phase(pair, decode=False)
-
-
-def decode(pair: Pair) -> Said:
-    """The forwards of one token each."""
-    return _phase(pair, decode=True)
-
-
-def _phase(pair: Pair, *, decode: bool) -> Said:
+def phase(pair: Pair, *, decode: bool) -> Said:
+    """The first forward of each prompt, or those of one token each."""
     sites, verdict = pair.sites(decode=decode), pair.verdict
     what = "a decode step" if decode else "the prefill"
     if pair.why_unjudged is not None:

@@ -14,7 +14,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["Pair", "both", "differs", "logits_held", "sampling_text", "worst"]
+__all__ = ["Pair", "both", "differs", "in_both", "logits_held", "sampling_text", "worst"]
 
 _STATES: dict[str, PointState] = {"same": "pass", "differs": "fail", "blocking": "fail"}
 _DIVERGED = ("localized", "systematic", "nonfinite", "drift")
@@ -110,8 +110,12 @@ def worst(*states: PointState) -> PointState:
 
 def both(pair: Pair, say: Callable[[Manifest], str]) -> str:
     """``both: bfloat16``, or ``A: bfloat16, B: float16``."""
-    one, two = map(say, pair.manifests)
-    return f"both: {one}" if one == two else f"A: {one}, B: {two}"
+    return in_both(*map(say, pair.manifests))
+
+
+def in_both(one: str, two: str, *, between: str = ", ") -> str:
+    """The same of two texts."""
+    return f"both: {one}" if one == two else f"A: {one}{between}B: {two}"
 
 
 def differs(line: PreflightLine) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from divergence.checklist.code import precision, weights
-from divergence.checklist.pair import Pair, both, logits_held, sampling_text, worst
+from divergence.checklist.pair import Pair, both, in_both, logits_held, sampling_text, worst
 from divergence.checklist.result import Point, PointName, PointState
 from divergence.comparison.results.findings import list_names
 from divergence.run.schema.manifest import Manifest
@@ -28,7 +28,7 @@ def points_of(pair: Pair) -> list[Point]:
         ("seed", "seed", _seed),
         ("engine", "prefix cache etc. off", _engine),
         ("deterministic", "deterministic", _deterministic),
-        ("tokens", "rendered tokens", _tokens),
+        ("tokens", "rendered tokens", tokens),
         ("logprobs", "log-probs recorded", _logprobs),
         ("logprob_diff", "log-probs agree", _logprob_diff),
     )
@@ -50,7 +50,6 @@ def _greedy(pair: Pair) -> Said:
     sampled = pair.claims("not_the_largest_logit")
     if sampled:
         return "fail", sampling_text(sampled[0])
-
     if pair.untold:
         return "unknown", _untold(pair, "how tokens were chosen is")
 
@@ -74,8 +73,7 @@ def _engine(pair: Pair) -> Said:
     if pair.untold:
         return "unknown", _untold(pair, "whether an engine cached prefixes is")
     a, b = map(_shortcuts, pair.manifests)
-    text = f"both: {a[1]}" if a[1] == b[1] else f"A: {a[1]}, B: {b[1]}"
-    return worst(a[0], b[0]), text
+    return worst(a[0], b[0]), in_both(a[1], b[1])
 
 
 def _shortcuts(one: Manifest) -> Said:
@@ -116,16 +114,13 @@ def _deterministic(pair: Pair) -> Said:
     if pair.untold:
         return "unknown", _untold(pair, "settings are")
     a, b = pair.manifests
-    sides = {name: _trouble(one) for name, one in (("A", a), ("B", b))}
-    texts = [f"{name}: {text}" for name, (_, text) in sides.items()]
-    if len({text for _, text in sides.values()}) == 1:
-        texts = [f"both: {sides['A'][1]}"]
+    (one, trouble), (two, other_trouble) = _trouble(a), _trouble(b)
+    text = in_both(trouble, other_trouble, between="; ")
     set_a, set_b = _switches(a), _switches(b)
     other = [name for name, value in set_a.items() if set_b.get(name, value) != value]
-    if other and "fail" not in {state for state, _ in sides.values()}:
-        texts.append(f"set otherwise: {list_names(other, 3)}")
-    states = [state for state, _ in sides.values()]
-    return worst(*states, "fail" if other else "pass"), "; ".join(texts)
+    if other and "fail" not in (one, two):
+        text += f"; set otherwise: {list_names(other, 3)}"
+    return worst(one, two, "fail" if other else "pass"), text
 
 
 def _trouble(one: Manifest) -> Said:
@@ -157,10 +152,6 @@ def _switches(one: Manifest) -> dict[str, str]:
     }
 
 
-def _tokens(pair: Pair) -> Said:
-    return tokens(pair)
-
-
 def tokens(pair: Pair) -> Said:
     """The prompts as token ids; a rung of the ladder asks it too."""
     line, state = pair.lines["prompt ids"], pair.state_of("prompt ids")
@@ -183,18 +174,15 @@ def tokens(pair: Pair) -> Said:
 def _logprobs(pair: Pair) -> Said:
     if all(one.plan.logits_site is None for one in pair.manifests):
         return "unknown", "neither run says which of its tensors are logits"
-    held = {"A": logits_held(pair.a), "B": logits_held(pair.b)}
+    held = logits_held(pair.a), logits_held(pair.b)
 
     def say(seen: int, kept: int) -> str:
         if not seen:
             return "no logits"
         return f"logits of {kept} of {seen} forwards" + ("" if kept else " (no values kept)")
 
-    texts = {name: say(*counts) for name, counts in held.items()}
-    met = all(kept for _, kept in held.values())
-    if texts["A"] == texts["B"]:
-        return "pass" if met else "fail", f"both: {texts['A']}"
-    return "pass" if met else "fail", f"A: {texts['A']}, B: {texts['B']}"
+    met = all(kept for _, kept in held)
+    return "pass" if met else "fail", in_both(*(say(*counts) for counts in held))
 
 
 def _logprob_diff(pair: Pair) -> Said:

@@ -9,15 +9,11 @@ where that is asked for; else it is in the history of what holds goldens.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from divergence.comparison.decide import WITH_ITSELF
 from divergence.comparison.result import Report
@@ -30,11 +26,7 @@ from divergence.errors import (
 )
 from divergence.gate.result import Blessing
 from divergence.run.command import command_line
-from divergence.run.reader import Run
-from divergence.run.schema.contents import each_of, sizes_of
-from divergence.run.schema.layout import MANIFEST, records_name
 from divergence.run.schema.site import natural_key
-from divergence.run.storage.blob import Bytes
 from divergence.run.storage.location import (
     ARCHIVES,
     Location,
@@ -49,7 +41,7 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     from divergence.run.reader import Run
 
-__all__ = ["bless", "refuse_unfit", "without_passes"]
+__all__ = ["bless", "refuse_unfit"]
 
 
 def bless(
@@ -101,7 +93,7 @@ def bless(
 def _without_anchored(run: Run) -> Run:
     if not any(record.pass_ == "anchored" for record in run.records):
         return run
-    from divergence.gate.golden import without_passes
+    from divergence.run.partial import without_passes
 
     kept = without_passes(run, ("anchored",))
     if not kept.records:
@@ -270,37 +262,3 @@ def _why_no_golden(
     if substitutes:
         return f"it holds results of another run ({', '.join(substitutes)})"
     return None
-
-
-def without_passes(run: Run, passes: Collection[str]) -> Run:
-    """``run`` as it would be without ``passes``; itself where it has none of them. It reads from
-    the same files."""
-    if not any(record.pass_ in passes for record in each_of(run.records)):
-        return run
-    records = [record for record in each_of(run.records) if record.pass_ not in passes]
-    manifest = copy.deepcopy(run.manifest)
-    manifest.plan.passes = [name for name in manifest.plan.passes if name not in passes]
-    manifest.sizes = sizes_of(records)
-    return _Partial(run.path, manifest, records, store=run._opened())
-
-
-class _Partial(Run):
-    """Its manifest and lines are its own; its shards are those of the run that it is a part of."""
-
-    def _own(self) -> dict[str, bytes]:
-        encoder = msgspec.json.Encoder()
-        text = msgspec.json.format(encoder.encode(self.manifest), indent=1)
-        own = {MANIFEST: text}
-        for rank in range(self.manifest.num_ranks):
-            lines = [record for record in self.records if record.rank == rank]
-            own[records_name(rank)] = encoder.encode_lines(lines)
-        return own
-
-    def files(self) -> dict[str, int]:
-        return super().files() | {name: len(data) for name, data in self._own().items()}
-
-    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Bytes]]]:
-        own = self._own()
-        for name, size in self.files().items():
-            pieces = iter([own[name]]) if name in own else self._opened().whole(name)
-            yield name, size, pieces

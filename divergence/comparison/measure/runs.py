@@ -78,12 +78,11 @@ def measure(
                                progress=progress)  # fmt: skip
     escalated: list[SiteResult] = []
     if any("escalated" in run.manifest.plan.passes for run in (a, b)):
-        from divergence.comparison.measure.escalated import compare_escalated, drop_escalated
+        from divergence.comparison.measure.escalated import compare_escalated
 
         escalated = compare_escalated(
             a, b, against, thresholds, measure_all, progress, routes=measured.routes
         )
-        alignment = drop_escalated(alignment, escalated)
     sites = [*measured.sites, *escalated]
     measured = replace(measured, sites=sites, preflight=lines, rename=rename)
     measured = replace(measured, operators=numbers_of("operators", measured))
@@ -94,6 +93,10 @@ def measure(
             where=f"{a.path} and {b.path}",
             hint=why_nothing(alignment),
         )
+    if escalated:
+        from divergence.comparison.measure.escalated import drop_escalated
+
+        alignment = drop_escalated(alignment, escalated)
     alignment, covered = account(
         alignment, a, b, rename=rename, escalated=escalated, operators=measured.operators
     )

@@ -1,0 +1,53 @@
+"""A run without some of its passes, to be copied: the other records, and the shards they need.
+
+Shards are copied whole. A capture writes one pass after the other, so at most one shard holds bytes
+of a pass that was left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+
+import msgspec
+
+from divergence.run.reader import Run
+from divergence.run.schema.contents import each_of, sizes_of
+from divergence.run.schema.layout import MANIFEST, records_name
+from divergence.run.storage.blob import Bytes
+
+__all__ = ["without_passes"]
+
+
+def without_passes(run: Run, passes: Collection[str]) -> Run:
+    """``run`` as it would be without ``passes``; itself where it has none of them. It reads from
+    the same files."""
+    if not any(record.pass_ in passes for record in each_of(run.records)):
+        return run
+    records = [record for record in each_of(run.records) if record.pass_ not in passes]
+    manifest = copy.deepcopy(run.manifest)
+    manifest.plan.passes = [name for name in manifest.plan.passes if name not in passes]
+    manifest.sizes = sizes_of(records)
+    return _Partial(run.path, manifest, records, store=run._opened())
+
+
+class _Partial(Run):
+    """Its manifest and lines are its own; its shards are those of the run that it is a part of."""
+
+    def _own(self) -> dict[str, bytes]:
+        encoder = msgspec.json.Encoder()
+        text = msgspec.json.format(encoder.encode(self.manifest), indent=1)
+        own = {MANIFEST: text}
+        for rank in range(self.manifest.num_ranks):
+            lines = [record for record in self.records if record.rank == rank]
+            own[records_name(rank)] = encoder.encode_lines(lines)
+        return own
+
+    def files(self) -> dict[str, int]:
+        return super().files() | {name: len(data) for name, data in self._own().items()}
+
+    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Bytes]]]:
+        own = self._own()
+        for name, size in self.files().items():
+            pieces = iter([own[name]]) if name in own else self._opened().whole(name)
+            yield name, size, pieces

@@ -59,10 +59,8 @@ def capture_suite(
     if prepare is not None:
         raise _meaningless("prepare")
     check_output(location_of(out), force=force, like=like)
-    fields = [field.name for field in fields_of(CaptureOptions) if field.option.suite]
-    chosen = {name: getattr(options, name) for name in fields}
     return capturing.capture_suite(
-        suite_of(model), like=like, out=out, force=force, **chosen, **parameters
+        suite_of(model), like=like, options=options, out=out, force=force, **parameters
     )
 
 

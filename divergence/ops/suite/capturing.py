@@ -22,7 +22,6 @@ from divergence.ops.bounds import Checking
 from divergence.ops.suite.catalog import (
     DEFAULT,
     Chosen,
-    Wishes,
     case_path,
     cases_in,
     choose,
@@ -38,6 +37,7 @@ from divergence.ops.suite.definition import (
 )
 from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in
 from divergence.ops.suite.truth import truth_of, widened
+from divergence.options.capture import CaptureOptions
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.new_run import provenance
@@ -79,31 +79,25 @@ class Work:
 
 
 def capture_suite(
-    suite: str | None = None,
+    suite: str | None,
     *,
     out: str | Path,
-    like: Run | None = None,
-    impl: Wishes = (),
-    sites: Sequence[str] = (),
-    device: str = "auto",
-    deterministic: bool | None = None,
-    seed: int | None = None,
-    repeat: int = 1,
-    probe: bool = True,
-    label: str | None = None,
-    force: bool = False,
-    command: str | None = None,
-    progress: Progress | None = None,
+    like: Run | None,
+    options: CaptureOptions,
+    force: bool,
+    command: str | None,
+    progress: Progress | None,
 ) -> Run:
     """Run ``suite`` (``llm``) here, or the one in ``like`` again, and record it in ``out``.
 
-    ``probe``: note what this machine's arithmetic does, as a capture of a model does.
-    ``impl``: see ops.suite.catalog. ``sites``: patterns of cases, ``rms_norm.*``.
-    Raises UsageError, RunFormatError (of ``like``), RunExistsError and RunWriteError.
+    ``options``: those of a capture that mean something to a suite; ``sites`` are patterns of cases,
+    ``rms_norm.*``. Raises UsageError, RunFormatError (of ``like``), RunExistsError and
+    RunWriteError.
     """
-    device, chosen = resolve_device(device), choose(impl)
+    device, chosen = resolve_device(options.device), choose(options.impl)
     skipped: dict[str, int] = {}
-    wanted = list(sites) or ["*"]
+    wanted = list(options.sites) or ["*"]
+    deterministic, seed = options.deterministic, options.seed
     works = _works(suite, like, wanted, skipped)
     source = f"{SUITE}{suite}" if like is None else like.manifest.model.source
     if like is not None:
@@ -117,15 +111,15 @@ def capture_suite(
         device.partition(":")[0], seed=seed or 0, enabled=deterministic
     ) as determinism:
         manifest = _manifest(
-            source, like, works, chosen=chosen, sites=wanted, device=device, label=label,
+            source, like, works, chosen=chosen, sites=wanted, device=device, label=options.label,
             determinism=determinism, deterministic=deterministic, seed=seed or 0, command=command,
         )  # fmt: skip
         manifest.plan.skipped_operators = skipped
-        if probe:
+        if options.probe:
             (progress or silent)("probe", 0, None, "")
             manifest.arithmetic = quick_facts(device)
         with RunWriter(out, manifest, force=force) as writer:
-            runner = _Runner(writer, chosen, device, repeat, progress, determinism)
+            runner = _Runner(writer, chosen, device, options.repeat, progress, determinism)
             runner.run(works)
             determinism.note_in(manifest.settings)
     return Run.open(out)

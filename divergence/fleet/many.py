@@ -52,6 +52,7 @@ def compare_many(
     name_map: str | Path | None = None,
     truth: str | Path | Run | None = None,
     floor: Sequence[str | Path | Run] = (),
+    layers: Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
     device: str = "cpu",
     reports: str | Path | None = None,
@@ -78,6 +79,7 @@ def compare_many(
         )
     options = {
         "force": force, "name_map": name_map, "floor": [_opened(run) for run in one_or_more(floor)],
+        "layers": [_opened(run) for run in one_or_more(layers)],
         "thresholds": thresholds, "device": device, "progress": progress,
     }  # fmt: skip
     folder = None if reports is None else _folder(reports)

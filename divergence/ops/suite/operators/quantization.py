@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -231,37 +230,21 @@ def _casts() -> Iterator[Operator]:
 def _npu_quantize() -> Implementation:
     import torch_npu
 
-    def call(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> Any:
-        return torch_npu.npu_quantize(x, scale, offset, torch.qint8, -1, False)
-
-    return call
+    return lambda x, scale, offset: torch_npu.npu_quantize(x, scale, offset, torch.qint8, -1, False)
 
 
 def _npu_quant_matmul() -> Implementation:
     import torch_npu
 
-    def call(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        x_scale: torch.Tensor,
-        weight_scale: torch.Tensor,
-        out_dtype: str,
-    ) -> Any:
-        return torch_npu.npu_quant_matmul(
-            x, weight.T, weight_scale, pertoken_scale=x_scale,
-            output_dtype=getattr(torch, out_dtype),
-        )  # fmt: skip
-
-    return call
+    return lambda x, weight, x_scale, weight_scale, out_dtype: torch_npu.npu_quant_matmul(
+        x, weight.T, weight_scale, pertoken_scale=x_scale, output_dtype=getattr(torch, out_dtype)
+    )
 
 
 def _npu_dynamic_quant() -> Implementation:
     import torch_npu
 
-    def call(x: torch.Tensor, smooth: torch.Tensor | None) -> Any:
-        return torch_npu.npu_dynamic_quant(x, smooth_scales=smooth)
-
-    return call
+    return lambda x, smooth: torch_npu.npu_dynamic_quant(x, smooth_scales=smooth)
 
 
 OPERATORS = (

@@ -1,4 +1,4 @@
-"""Trees read back: from what a run stores, and as FPRev measures them."""
+"""Usual trees; and trees read back, from what a run stores and as FPRev measures them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from divergence.arithmetic.additions.trees import Tree
 
-__all__ = ["size_between", "tree_of_parents"]
+__all__ = ["balanced", "sequential", "size_between", "tree_of_parents"]
 
 
 def tree_of_parents(parents: Sequence[int]) -> Tree:
@@ -32,3 +32,21 @@ def size_between(tree: Tree, i: int, j: int) -> int:
     while j not in above:
         j = parents[j]
     return sizes[j]
+
+
+def sequential(num_leaves: int) -> Tree:
+    """((x0 + x1) + x2) + …"""
+    nodes = [(k if k == 0 else num_leaves + k - 1, k + 1) for k in range(num_leaves - 1)]
+    return Tree.of(num_leaves, nodes)
+
+
+def balanced(num_leaves: int) -> Tree:
+    """Neighbours first; an odd one out waits for the next round."""
+    row, nodes = list(range(num_leaves)), []
+    while len(row) > 1:
+        paired = []
+        for left in range(0, len(row) - 1, 2):
+            nodes.append((row[left], row[left + 1]))
+            paired.append(num_leaves + len(nodes) - 1)
+        row = paired + row[len(row) - len(row) % 2 :]
+    return Tree.of(num_leaves, nodes)

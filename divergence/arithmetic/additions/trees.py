@@ -17,12 +17,11 @@ and two trees over equally many terms differ by W = √(Σ_b / Σ_a) in their di
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Tree", "balanced", "sequential"]
+__all__ = ["Tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +109,3 @@ class Tree:
             for child in node:
                 parents[child] = self.num_leaves + k
         return parents
-
-
-@functools.lru_cache(maxsize=64)
-def sequential(num_leaves: int) -> Tree:
-    """((x0 + x1) + x2) + …"""
-    nodes = [(k if k == 0 else num_leaves + k - 1, k + 1) for k in range(num_leaves - 1)]
-    return Tree.of(num_leaves, nodes)
-
-
-@functools.lru_cache(maxsize=64)
-def balanced(num_leaves: int) -> Tree:
-    """Neighbours first; an odd one out waits for the next round."""
-    row, nodes = list(range(num_leaves)), []
-    while len(row) > 1:
-        paired = []
-        for left in range(0, len(row) - 1, 2):
-            nodes.append((row[left], row[left + 1]))
-            paired.append(num_leaves + len(nodes) - 1)
-        row = paired + row[len(row) - len(row) % 2 :]
-    return Tree.of(num_leaves, nodes)

@@ -112,7 +112,7 @@ def test_w_by_hand():
 
 def test_expected_w_is_what_random_sums_show():
     """Sequential against pairwise sums of 256 float32 terms, 4,000 sums: within a tenth."""
-    from divergence.arithmetic.additions.trees import balanced, sequential
+    from tests.models.trees import balanced, sequential
 
     terms, source = 256, np.random.default_rng(4)
     values = source.standard_normal((terms, 4000)).astype(np.float32)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from divergence.arithmetic.additions.fprev import NotATreeError, TooManyError, reveal
-from divergence.arithmetic.additions.trees import Tree, balanced, sequential
-from tests.models.trees import size_between
+from divergence.arithmetic.additions.trees import Tree
+from tests.models.trees import balanced, sequential, size_between
 
 
 class Sizes:

@@ -11,8 +11,8 @@ import torch
 from divergence.arithmetic.additions.order import find_order, output_classes
 from divergence.arithmetic.additions.proof import Arithmetic, _fma, prove, trials
 from divergence.arithmetic.additions.summing import Summing
-from divergence.arithmetic.additions.trees import Tree, balanced, sequential
-from tests.models.trees import tree_of_parents
+from divergence.arithmetic.additions.trees import Tree
+from tests.models.trees import balanced, sequential, tree_of_parents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -84,7 +84,7 @@ def test_lost_input_bits_are_counted(bits, name, cut):
 
 def test_float32_keeps_all_its_bits(machine):
     """And says so."""
-    from divergence.arithmetic.additions.trees import sequential
+    from tests.models.trees import sequential
 
     assert input_bits(machine(sequential(8))).value == "23 bits (float32)"
 

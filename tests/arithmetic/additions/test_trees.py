@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from divergence.arithmetic.additions.describe import describe
-from divergence.arithmetic.additions.trees import Tree, balanced, sequential
-from tests.models.trees import size_between, tree_of_parents
+from divergence.arithmetic.additions.trees import Tree
+from tests.models.trees import balanced, sequential, size_between, tree_of_parents
 
 
 def test_a_sequential_sum_of_four():

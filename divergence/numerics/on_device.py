@@ -23,7 +23,6 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,9 +35,6 @@ from divergence.numerics.pairs.ulp import byte_keys
 from divergence.numerics.pairs.ulp_counts import MOST_STEPS, Tail
 from divergence.numerics.summaries.sketch import sum_dtype_name
 from divergence.numerics.summaries.summary import Summary
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["OnDevice", "open_device", "sent", "statistics_on_device", "summaries_of"]
 
@@ -264,8 +260,6 @@ _BLOCK = 1 << 25
 
 def statistics_on_device(tensor: torch.Tensor) -> Statistics:
     """The numbers of one tensor, where it lies."""
-    import torch
-
     wide = getattr(torch, sum_dtype_name(str(tensor.device)))
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
@@ -288,21 +282,15 @@ def statistics_on_device(tensor: torch.Tensor) -> Statistics:
 
 
 def _extreme(values: torch.Tensor, instead: float) -> torch.Tensor:
-    import torch
-
     return torch.where(torch.isfinite(values), values, instead)
 
 
 def _sums(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    import torch
-
     scaled = torch.where(torch.isfinite(values), values, 0.0) / scale
     return torch.stack([scaled.sum(), (scaled * scaled).sum()])
 
 
 def _counts(piece: torch.Tensor) -> torch.Tensor:
-    import torch
-
     if piece.is_floating_point() and piece.element_size() == 1:
         piece = piece.to(torch.float32)  # float8 has no comparisons of its own
     finite, nan = torch.isfinite(piece), torch.isnan(piece)
@@ -312,8 +300,6 @@ def _counts(piece: torch.Tensor) -> torch.Tensor:
 
 def summaries_of(found: Sequence[Statistics]) -> list[Summary]:
     """The summaries, fetched from the device in two transfers."""
-    import torch
-
     if not found:
         return []
     floats = torch.stack([one for one, _ in found]).cpu().tolist()

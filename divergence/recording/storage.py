@@ -20,8 +20,6 @@ from divergence.run.writing.reduction import reducer_for, wants_fold
 from divergence.run.writing.writer import RunWriter
 
 if TYPE_CHECKING:
-    import torch
-
     from divergence.recording.ranks.processes import Ranks
     from divergence.recording.request import Request
     from divergence.run.schema.manifest import SampleTokens

@@ -33,9 +33,10 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import did_you_mean, is_operator_site, module_of, natural_key
 from divergence.run.storage.location import folder_of
+from divergence.words import silent
 
 if TYPE_CHECKING:
-    from divergence.words import Progress, silent
+    from divergence.words import Progress
 
 __all__ = ["FILES", "Reproducer", "repro"]
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,9 +25,6 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.contents import site_names
 from divergence.run.schema.site import did_you_mean, is_operator_site, one_or_more, split_site
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "FAULTS", "FORWARDS", "Plant", "Substitute", "check_places", "parse_plant", "parse_substitutes",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from divergence.checklist.result import Checkup
     from divergence.comparison.api import compare
     from divergence.comparison.result import Report
+    from divergence.evaluations.api import scores
+    from divergence.evaluations.result import ScoresReport
     from divergence.experiments.diff import DiffResult, diff
     from divergence.experiments.localization.localize import localize
     from divergence.experiments.selfcheck.result import SelfcheckResult
@@ -41,10 +43,10 @@ if TYPE_CHECKING:
     from divergence.sending import bundle
 
 __all__ = [
-    "Checkup", "DiffResult", "Matrix", "Report", "Run", "SelfcheckResult", "__version__", "bundle",
-    "capture", "check", "compare", "compare_many", "diff", "doctor", "import_dump", "localize",
-    "pack", "probe", "record", "replay", "repro", "selfcheck", "selftest", "sensitivity", "truth",
-    "unpack",
+    "Checkup", "DiffResult", "Matrix", "Report", "Run", "ScoresReport", "SelfcheckResult",
+    "__version__", "bundle", "capture", "check", "compare", "compare_many", "diff", "doctor",
+    "import_dump", "localize", "pack", "probe", "record", "replay", "repro", "scores", "selfcheck",
+    "selftest", "sensitivity", "truth", "unpack",
 ]  # fmt: skip
 
 _HOMES = {
@@ -53,6 +55,7 @@ _HOMES = {
     "Matrix": "divergence.fleet.result",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
+    "ScoresReport": "divergence.evaluations.result",
     "SelfcheckResult": "divergence.experiments.selfcheck.result",
     "__version__": "divergence._version",
     "bundle": "divergence.sending",
@@ -69,6 +72,7 @@ _HOMES = {
     "record": "divergence.recording.any_module",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer.repro",
+    "scores": "divergence.evaluations.api",
     "selfcheck": "divergence.experiments.selfcheck.selfcheck",
     "selftest": "divergence.experiments.selftest",
     "sensitivity": "divergence.experiments.sensitivity.sensitivity",

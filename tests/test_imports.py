@@ -44,6 +44,7 @@ LEVELS = {
     "arithmetic": 3,
     "comparison": 3,
     "analyses": 4,  # what comparison looks up by name
+    "evaluations": 5,  # benchmark scores; it may record the prompts that flipped
     "experiments": 5,  # made of captures and comparisons
     "checklist": 5,
     "gate": 5,
@@ -70,6 +71,8 @@ REPORT_READS = (
     "divergence.fleet.result",
     "divergence.gate.result",
     "divergence.comparison.result",
+    "divergence.evaluations.result",
+    "divergence.evaluations.show",
     "divergence.experiments.result",
     "divergence.experiments.selfcheck.result",
     "divergence.analyses",
@@ -92,6 +95,8 @@ OWNERS = {
     "onnx": ("recording/engines/onnx_runtime/",),
     "onnxruntime": ("recording/engines/onnx_runtime/",),
     "numba": ("numerics/compiled/",),
+    "scipy": ("evaluations/statistics/",),
+    "zstandard": ("evaluations/formats/",),
     "llvmlite": ("numerics/compiled/",),
     "resvg_py": ("html/picture.py",),
     "textual": ("view/",),

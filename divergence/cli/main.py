@@ -74,6 +74,10 @@ COMMANDS = {
         "Look through a comparison in this terminal: blocks, modules, prompts, steps.",
     ),
     "check": ("check", "Check a run against a golden under a policy."),
+    "scores": (
+        "scores",
+        "Compare benchmark scores document by document: is 41.4 against 39.9 a difference?",
+    ),
     "localize": (
         "experiments",
         "Go from the block to the operator, and prove it; captures what is missing.",

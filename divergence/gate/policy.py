@@ -25,6 +25,10 @@
     [thresholds]                                  # multiples of the floor, docs/verdicts.md
     typical = 6.0                                 # those that are not given keep their value
 
+    [scores]                                      # of benchmarks, for `divergence scores`
+    verdicts = ["equal", "better"]
+    band = "3%"
+
 All rules must hold. A tolerance tightens: it never excuses a verdict that is not in ``verdicts``; a
 known difference does (gate.known). There is no default tolerance here, since a number without a
 source (a dtype, a floor, or the user who writes it down) is a guess.
@@ -49,7 +53,7 @@ import datetime
 import fnmatch
 import os
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -57,6 +61,7 @@ from divergence.comparison.results.findings import VerdictKind
 from divergence.comparison.results.sites import SiteResult
 from divergence.config import decode, find_config, load_toml
 from divergence.errors import ConfigError, UsageError
+from divergence.evaluations.band import parse_band
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_range, check_thresholds
 from divergence.numerics.formats import FORMATS
 from divergence.run.schema.record import PassName
@@ -67,6 +72,7 @@ __all__ = [
     "LogprobsPolicy",
     "Policy",
     "PreflightPolicy",
+    "ScoresPolicy",
     "TokensPolicy",
     "Tolerance",
     "load_policy",
@@ -203,8 +209,19 @@ class LogprobsPolicy(_Strict, frozen=True, kw_only=True):
     min: dict[str, Annotated[float, msgspec.Meta(ge=0.0)]] = {}
 
 
+class ScoresPolicy(_Strict, frozen=True, kw_only=True):
+    """What `scores` accepts of each task."""
+
+    verdicts: tuple[Literal["equal", "better", "worse", "undecided"], ...] = ("equal", "better")
+    """Any other verdict fails."""
+    band: str = "3%"
+    """How far a score may be off and still count as equal; ``--band`` is stronger."""
+    min_paired: Share = 1.0
+    """The least share of both sides' documents that must be in pairs."""
+
+
 class Policy(_Strict, frozen=True, kw_only=True):
-    """What `check` accepts."""
+    """What `check` accepts, and `scores`."""
 
     name: str = ""
     """Filled in from where the policy was found."""
@@ -223,6 +240,7 @@ class Policy(_Strict, frozen=True, kw_only=True):
     """Differences that are known and lived with."""
     thresholds: Thresholds = THRESHOLDS
     """Multiples of the floor at which a site is flagged."""
+    scores: ScoresPolicy = ScoresPolicy()
 
     def tolerance_for(self, site: SiteResult) -> Tolerance | None:
         """The first tolerance that matches, or None."""
@@ -254,6 +272,10 @@ def check_bounds(policy: Policy, *, where: str) -> None:
     for key, name, value in _numbers(policy):
         check_range(value, RANGES[name], where=f"{where}: {key}")
     check_thresholds(policy.thresholds, where=where)
+    try:
+        parse_band(policy.scores.band)
+    except UsageError as error:
+        raise ConfigError(error.message, where=f"{where}: scores.band", hint=error.hint) from error
     for number, tolerance in enumerate(policy.tolerance):
         place = f"{where}: tolerance[{number}]"
         _check_rule(tolerance, place)
@@ -285,6 +307,7 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, str, float]]:
     """(key path, name, value) of each number that RANGES bounds."""
     tokens = policy.tokens
     yield "min_coverage", "min_coverage", policy.min_coverage
+    yield "scores.min_paired", "min_coverage", policy.scores.min_paired
     for name in ("min_equal", "tie_z"):
         if (value := getattr(tokens, name)) is not None:
             yield f"tokens.{name}", name, value

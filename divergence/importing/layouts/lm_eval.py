@@ -22,7 +22,7 @@ from divergence.importing.layouts.rollouts import objects
 from divergence.importing.scored import Scored
 from divergence.run.writing.scores import BY_TEXT, Scores, Source
 
-__all__ = ["NAME", "TAKES_MAP", "recognise", "scores"]
+__all__ = ["NAME", "TAKES_MAP", "recognise", "requests", "scores"]
 
 NAME = "lm-evaluation-harness's samples"
 TAKES_MAP = False
@@ -43,7 +43,7 @@ def scores(folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
     facts = {"tokens": "given", "token ids": BY_TEXT, "units": "continuations"}
     found, numbers, num_free = Scored(Source(engine="lm-eval", facts=facts)), dict[str, int](), 0
     for item, where in objects(folder):
-        for context, text, value in _requests(item, where):
+        for context, text, value in requests(item, where):
             if value is None:
                 num_free += 1
                 continue
@@ -59,7 +59,7 @@ def scores(folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
     return found
 
 
-def _requests(item: Any, where: str) -> Iterator[tuple[str, str, float | None]]:
+def requests(item: Any, where: str) -> Iterator[tuple[str, str, float | None]]:
     """(context, continuation, log-likelihood) of each choice."""
     if not isinstance(item, dict):
         raise DumpError("the line is no object", where=where)

@@ -20,7 +20,7 @@ from divergence.importing.folder import Folder
 from divergence.importing.scored import Scored
 from divergence.run.writing.scores import Source
 
-__all__ = ["DIALECTS", "ROLLOUTS", "TRAINER", "Rollouts", "objects"]
+__all__ = ["DIALECTS", "ROLLOUTS", "TRAINER", "Rollouts", "lines_of", "objects"]
 
 _SUFFIXES = (".jsonl", ".ndjson")
 
@@ -130,17 +130,22 @@ def _files(folder: Folder) -> list[str]:
 def objects(folder: Folder) -> Iterator[tuple[Any, str]]:
     """Every line's object, and where it stands."""
     for name in _files(folder):
-        for number, line in enumerate(folder.lines(name), 1):
-            where = f"{folder.where(name)}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line), where  # msgspec refuses the NaN that Python writes
-            except (ValueError, RecursionError) as error:
-                raise DumpError(
-                    "the line is no JSON, or was cut off", where=where,
-                    hint="write the file again, and let the program end by itself",
-                ) from error  # fmt: skip
+        for number, item in lines_of(folder, name):
+            yield item, f"{folder.where(name)}, line {number}"
+
+
+def lines_of(folder: Folder, name: str) -> Iterator[tuple[int, Any]]:
+    """Each line's number and object, of one file. Raises DumpError."""
+    for number, line in enumerate(folder.lines(name), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)  # msgspec refuses the NaN that Python writes
+        except (ValueError, RecursionError) as error:
+            raise DumpError(
+                "the line is no JSON, or was cut off", where=f"{folder.where(name)}, line {number}",
+                hint="write the file again, and let the program end by itself",
+            ) from error  # fmt: skip
 
 
 ROLLOUTS, TRAINER = Rollouts("rollout"), Rollouts("trainer")

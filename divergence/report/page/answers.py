@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.comparison.result import Answer, Report
 from divergence.comparison.results.background import Background
+from divergence.evaluations.result import ScoresReport
 from divergence.experiments.result import Localization, Sensitivity
 from divergence.experiments.selfcheck.result import SelfcheckResult
 from divergence.fleet.result import Matrix, MatrixRow
@@ -27,6 +28,7 @@ from divergence.report import matrix as matrices
 from divergence.report import selfcheck as selfchecks
 from divergence.report import sensitivity as sensitivities
 from divergence.report.page.frame import frame, next_commands, opening, printed
+from divergence.report.page.scores import scores_page
 from divergence.report.page.whole import page
 
 __all__ = ["page_of"]
@@ -42,6 +44,8 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
         return _sensitivity(answer)
     if isinstance(answer, SelfcheckResult):
         return _selfcheck(answer)
+    if isinstance(answer, ScoresReport):
+        return scores_page(answer)
     background = background or Background()
     if isinstance(answer, Localization):
         return _localization(answer, background)

@@ -1,0 +1,1 @@
+"""Results of evaluations (lm-eval, evalscope, opencompass, inspect, plain tables), compared."""

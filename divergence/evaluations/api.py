@@ -1,0 +1,234 @@
+"""scores(): two or more evaluations of one benchmark, paired document by document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from divergence._version import __version__
+from divergence.errors import UsageError
+from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
+from divergence.evaluations.flips import causes_of
+from divergence.evaluations.formats import FORMATS, read
+from divergence.evaluations.formats.reading import Reading
+from divergence.evaluations.gating import gated
+from divergence.evaluations.judging import adjusted, measured
+from divergence.evaluations.pairing import Pairs, pair, preflight
+from divergence.evaluations.result import (
+    Candidate,
+    EvaluationSummary,
+    ScoresReport,
+    TaskScores,
+    worst_of,
+)
+from divergence.evaluations.rows import Evaluation, Series, SeriesName
+from divergence.evaluations.statistics import need_scipy
+from divergence.gate.policy import Policy, load_policy
+from divergence.run.command import command_line
+from divergence.run.schema.site import one_or_more
+from divergence.words import Progress
+
+__all__ = ["scores"]
+
+_Paired = dict[SeriesName, tuple[Series, Pairs]]
+
+
+def scores(
+    reference: str | Path,
+    candidate: str | Path,
+    *others: str | Path,
+    format: str = "auto",
+    band: str | float | None = None,
+    policy: Policy | str | Path | None = None,
+    tasks: Sequence[str] = (),
+    metrics: Sequence[str] = (),
+    filters: Sequence[str] = (),
+    cluster: str | None = None,
+    force: bool = False,
+    capture: str | Path | None = None,
+    out: str | Path | None = None,
+    num_prompts: int = 8,
+    max_new_tokens: int | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> ScoresReport:
+    """Are the scores of two evaluations the same, as far as so many documents can tell?
+
+    ``reference``, ``candidate``, ``others``: result folders or files of lm-evaluation-harness,
+    evalscope, opencompass, inspect, or tables of id and score; each candidate is held against the
+    reference.
+    ``band``: how far a score may be off and still count as equal: "3%" of the reference's score
+    (the default), "1.5pp" or 0.015. ``policy``: which verdicts pass, by file or name; with it or a
+    band, ``ScoresReport.passed`` is told.
+    ``tasks``, ``metrics``, ``filters``: names or globs of what is compared. ``cluster``: the field
+    of a document by which documents depend on one another. ``force``: pairs documents although
+    prompts or settings differ, and replaces an existing run.
+    ``capture``: a model, to record up to ``num_prompts`` prompts whose scores flipped, as a run in
+    ``out``.
+
+    Needs the package scipy (the extra ``scores``). Raises UsageError, and DumpError for files that
+    are damaged or unknown.
+    """
+    need_scipy()
+    if format not in ("auto", *FORMATS):
+        raise UsageError(f"no format is called {format!r}", hint=f"one of {', '.join(FORMATS)}")
+    if (capture is None) != (out is None):
+        raise UsageError("--capture MODEL and --out RUN belong together", hint="give both")
+    paths = [str(one) for one in (reference, candidate, *others)]
+    _refuse_same(paths)
+    loaded = None if band is None and policy is None else load_policy(policy)
+    bands = _bands(band, loaded)
+    reading = Reading(
+        tasks=one_or_more(tasks), metrics=one_or_more(metrics), filters=one_or_more(filters),
+        cluster=cluster,
+    )  # fmt: skip
+    sides: list[Evaluation] = []
+    for number, path in enumerate(paths, 1):
+        sides.append(read(path, reading, format=format))
+        if progress is not None:
+            progress("read", number, len(paths), path)
+    first, rest = sides[0], sides[1:]
+    paired = [_paired(first, side, force=force) for side in rest]
+    found = [
+        _compared(first, side, pairs, bands, force=force)
+        for side, pairs in zip(rest, paired, strict=True)
+    ]
+    judged = iter(adjusted([task for one in found for task in one]))
+    made = [
+        _candidate(first, side, [next(judged) for _ in tasks_])
+        for side, tasks_ in zip(rest, found, strict=True)
+    ]
+    if loaded is not None:
+        made = [gated(one, loaded.scores) for one in made]
+    report = ScoresReport(tool_version=__version__, reference=_summary(first), candidates=made)
+    if capture is not None and out is not None:
+        from divergence.evaluations.capture import capture_flips
+
+        captured = capture_flips(
+            first, paired[0], model=capture, out=out, num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens, trust_remote_code=trust_remote_code, force=force,
+            dtype=dtype, device=device, progress=progress,
+        )  # fmt: skip
+        report = replace(report, captured=captured)
+    return replace(report, next=_next(report, paths))
+
+
+def _refuse_same(paths: Sequence[str]) -> None:
+    places = [Path(path).expanduser().resolve() for path in paths]
+    for number, place in enumerate(places[1:], 1):
+        if place == places[0]:
+            raise UsageError(
+                "A and the candidate are the same results, so nothing is compared",
+                where=paths[number], hint="name the results of another evaluation",
+            )  # fmt: skip
+
+
+def _bands(band: str | float | None, policy: Policy | None) -> list[Band]:
+    """The one that is asked for, and the usual ones beside it."""
+    asked = band if band is not None else None if policy is None else policy.scores.band
+    first = [] if asked is None else [parse_band(asked)]
+    return list(dict.fromkeys([*first, *DEFAULT_BANDS]))
+
+
+def _paired(a: Evaluation, b: Evaluation, *, force: bool) -> _Paired:
+    theirs = b.named()
+    return {
+        one.name: (one, pair(one, theirs[one.name], force=force))
+        for one in a.series
+        if one.name in theirs
+    }
+
+
+def _compared(
+    a: Evaluation, b: Evaluation, paired: _Paired, bands: Sequence[Band], *, force: bool
+) -> list[TaskScores]:
+    """Each task of either side, without Holm's p values."""
+    theirs = b.named()
+    found: list[TaskScores] = []
+    for name in dict.fromkeys((*a.named(), *theirs)):
+        if name not in paired:
+            side = "A" if name not in a.named() else "the candidate"
+            found.append(_stopped(name, f"{side} has no {name}"))
+            continue
+        series, pairs = paired[name]
+        lines = preflight(series, theirs[name], pairs)
+        blocked = [one for one in lines if one.status == "blocking"]
+        if not pairs.pairing.num_paired or (blocked and not force):
+            reasons = [
+                f"{one.check}: {one.detail or f'{one.reference} / {one.candidate}'}"
+                for one in blocked
+            ] + [f"{one.check}: {one.detail}" for one in lines if one.status == "differs"
+                 and one.detail and not pairs.pairing.num_paired]  # fmt: skip
+            stopped = _stopped(name, f"not the same evaluation: {'; '.join(reasons)}")
+            found.append(replace(stopped, preflight=lines, pairing=pairs.pairing))
+            continue
+        task = measured(series, pairs, bands)
+        causes = causes_of(pairs, (a.dtype, b.dtype))
+        found.append(replace(task, preflight=lines, causes=causes, notes=_notes(task, pairs)))
+    return found
+
+
+def _stopped(name: SeriesName, summary: str) -> TaskScores:
+    return TaskScores(task=name.task, filter=name.filter, metric=name.metric,
+                      verdict="incomparable", summary=summary)  # fmt: skip
+
+
+def _notes(task: TaskScores, pairs: Pairs) -> list[str]:
+    notes: list[str] = []
+    if all(a.score == b.score and a.choices == b.choices and a.answer == b.answer
+           for a, b in pairs.rows):  # fmt: skip
+        exact = all(a.choices is not None for a, _ in pairs.rows)
+        bits = ", with the same log-likelihoods to the last digit" if exact else ""
+        notes.append(f"every answer is the same{bits}: the same results twice, or the same bits")
+    clusters = pairs.pairing.num_clusters
+    if pairs.clusters is not None and clusters < 20:
+        notes.append(f"{clusters} clusters are few: intervals of so few may be too narrow")
+    return notes
+
+
+def _candidate(a: Evaluation, b: Evaluation, tasks: list[TaskScores]) -> Candidate:
+    compared = [one for one in tasks if one.verdict != "incomparable"]
+    verdict = worst_of([one.verdict for one in compared])
+    notes = [f"{side}: {one.incomplete}" for side, one in (("A", a), ("B", b)) if one.incomplete]
+    if a.format != b.format:
+        notes.append(f"two tools: {a.format} and {b.format}")
+    return Candidate(
+        side=_summary(b), verdict=verdict, summary=_told(tasks), tasks=tasks, notes=notes
+    )  # fmt: skip
+
+
+def _told(tasks: list[TaskScores]) -> str:
+    """One task in words, several as counts."""
+    compared = [one for one in tasks if one.verdict != "incomparable"]
+    if len(tasks) == 1 or not compared:
+        return tasks[0].summary
+    counts = [
+        f"{sum(one.verdict == verdict for one in tasks)} {verdict}"
+        for verdict in ("worse", "undecided", "better", "equal", "incomparable")
+        if any(one.verdict == verdict for one in tasks)
+    ]
+    return f"of {len(tasks)} scores {', '.join(counts)}"
+
+
+def _summary(side: Evaluation) -> EvaluationSummary:
+    return EvaluationSummary(path=side.path, format=side.format, model=side.model,
+                             dtype=side.dtype, tool=side.tool, notes=side.notes)  # fmt: skip
+
+
+def _next(report: ScoresReport, paths: list[str]) -> list[str]:
+    flips = any(task.num_lost or task.num_gained for one in report.candidates[:1]
+                for task in one.tasks)  # fmt: skip
+    if report.captured is not None:
+        run = report.captured.path
+        return [
+            command_line("capture", like=run, o=f"{run}-b", note="on the other machine"),
+            command_line("compare", run, f"{run}-b"),
+        ]
+    if flips and report.verdict in ("worse", "better", "undecided"):
+        note = "the prompts that flipped, as a run: on A's machine, with the model's path"
+        return [command_line("scores", *paths[:2], capture="MODEL", o="flips", note=note)]
+    return []

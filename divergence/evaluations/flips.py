@@ -1,0 +1,86 @@
+"""Why multiple choice flips: at near ties, or since the choices' likelihoods moved.
+
+A choice flips where the margin (in nats) between the reference's choice and the candidate's is made
+up. Rounding moves every margin a little; where it moved by no more than rounding explains, the flip
+is one at a near tie, which another machine would make elsewhere. Where it moved by more, the cause
+is worth a look in the tensors.
+
+The limit is four standard deviations of a margin's shift. Its scale is the mean |shift| that these
+two sides show between the two likeliest choices, but no more than what the coarser dtype explains
+(√2 times analyses.logprobs.scale's bound for one log-probability): so a fault that shifts every
+document cannot pass as rounding. A mean |x| of a normal is 0.8 standard deviations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST
+from divergence.evaluations.pairing import Pairs
+from divergence.evaluations.result import FlipCauses
+from divergence.evaluations.rows import Row
+
+__all__ = ["causes_of", "flipped", "shift_of"]
+
+_LIMIT = 4.0
+_MEAN_TO_SIGMA = math.sqrt(math.pi / 2)
+
+
+def shift_of(a: Row, b: Row) -> float | None:
+    """How far the margin between A's choice and B's moved; between A's two likeliest where both
+    chose alike. None without the likelihoods of the same choices."""
+    if a.choices is None or b.choices is None or len(a.choices) != len(b.choices):
+        return None
+    mine, theirs = np.array(a.choices), np.array(b.choices)
+    order = np.argsort(-mine, kind="stable")
+    first, other = int(order[0]), int(theirs.argmax())
+    if other == first:
+        other = int(order[1])
+    return float(abs((mine[first] - mine[other]) - (theirs[first] - theirs[other])))
+
+
+def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
+    """None without likelihoods, or where no score flipped."""
+    if not pairs.single or not (pairs.reference != pairs.candidate).any():
+        return None
+    shifts = [shift_of(a, b) for a, b in pairs.rows]
+    judged = np.array([one is not None for one in shifts])
+    if not judged.any():
+        return None
+    values = np.array([math.nan if one is None else one for one in shifts])
+    limit, of = _limit(values[judged], dtypes)
+    diff = pairs.candidate - pairs.reference
+    flips = judged & (diff != 0)
+    ties, real = flips & (values <= limit), flips & ~(values <= limit)
+    return FlipCauses(
+        limit=limit, limit_of=of, num_ties=int(ties.sum()), num_shifts=int(real.sum()),
+        difference_of_ties=float(diff[ties].sum() / len(diff)),
+        difference_of_shifts=float(diff[real].sum() / len(diff)),
+        median_shift=float(np.median(values[judged])), num_judged=int(judged.sum()),
+    )  # fmt: skip
+
+
+def _limit(shifts: np.ndarray, dtypes: Sequence[str | None]) -> tuple[float, str]:
+    known = [one for one in dtypes if one in BY_DTYPE]
+    coarse = max(known, key=lambda one: BY_DTYPE[one]) if len(known) == len(dtypes) else None
+    bound = math.sqrt(2) * (WIDEST if coarse is None else BY_DTYPE[coarse])
+    found = float(shifts.mean())
+    if found <= bound:
+        return _LIMIT * _MEAN_TO_SIGMA * found, "the shifts of all documents"
+    of = f"the rounding of {coarse}" if coarse else "the rounding of bfloat16, for want of a dtype"
+    return _LIMIT * _MEAN_TO_SIGMA * bound, of
+
+
+def flipped(pairs: Pairs) -> list[tuple[Row, Row]]:
+    """The documents whose scores differ, the largest shift of a margin first; losses first."""
+    order = [
+        (-(shift_of(a, b) or 0.0), y - x, number)
+        for number, ((a, b), x, y) in enumerate(
+            zip(pairs.rows, pairs.reference, pairs.candidate, strict=True)
+        )
+        if x != y
+    ]
+    return [pairs.rows[number] for _, _, number in sorted(order)]

@@ -1,0 +1,70 @@
+"""The formats, a module each, known by name.
+
+A module has ``NAME``, ``recognise(folder)``, ``read(folder, options)``, which gives an Evaluation,
+and ``prompts(series, places)``, which gives some rows' prompts back as text or chat messages. Files
+are read through ``folder``, which refuses links, code and cut files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from divergence.errors import DumpError
+from divergence.evaluations.formats.reading import Reading
+from divergence.evaluations.rows import Evaluation, Series
+from divergence.importing.folder import Folder
+from divergence.recording.prompts import Prompt
+
+__all__ = ["FORMATS", "Format", "format_named", "read"]
+
+FORMATS = ("inspect", "evalscope", "opencompass", "lm-eval", "plain")
+"""In the order in which ``auto`` tries them; ``plain`` takes any table with its columns."""
+
+
+class Format(Protocol):
+    """A module of this folder."""
+
+    NAME: str
+    """What to call it in words."""
+
+    def recognise(self, folder: Folder) -> bool:
+        """Does the folder look like it?"""
+
+    def read(self, folder: Folder, reading: Reading) -> Evaluation:
+        """Everything in it. Raises DumpError."""
+
+    def prompts(self, series: Series, places: Collection[int]) -> dict[int, Prompt]:
+        """What the model was given for the rows at these places, as far as the format holds it."""
+
+
+def format_named(name: str) -> Format:
+    """The module. ``inspect`` has another module's name in Python, so its own ends in ``_ai``."""
+    word = {"inspect": "inspect_ai"}.get(name, name.replace("-", "_"))
+    found: Any = import_module(f"divergence.evaluations.formats.{word}")
+    return cast(Format, found)
+
+
+def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
+    """The evaluation that lies there."""
+    folder = Folder(path)
+    names = FORMATS if format == "auto" else (format,)
+    for name in names:
+        reader = format_named(name)
+        if format != "auto" or reader.recognise(folder):
+            found = reader.read(folder, reading)
+            found.format = name
+            break
+    else:
+        raise DumpError(
+            "no results of an evaluation were recognised", where=str(folder.path),
+            hint=(
+                "lm-eval writes them with --log_samples; docs/scores.md has all formats",
+                "or write a table: JSON lines or CSV with id and score",
+            ),
+        )  # fmt: skip
+    if not any(series.rows for series in found.series):
+        raise DumpError("nothing that is scored was found", where=str(folder.path),
+                        hint="; ".join(found.notes) or None)  # fmt: skip
+    return found

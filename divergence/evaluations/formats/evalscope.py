@@ -1,0 +1,181 @@
+"""evalscope: ``reviews/<model>/<benchmark>_<subset>.jsonl``, beside ``configs/task_config.yaml``.
+
+A line is one answer: ``sample_score`` holds its scores by metric and its status. Answers to one
+question share ``group_id``, and ``generation_index`` is the repeat; older versions have no
+``generation_index`` and are read as one answer a question. A status that is not usable (a judge
+that failed) is no score of 0: the answer is left out, as evalscope leaves it out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from divergence.errors import DumpError
+from divergence.evaluations.formats.reading import (
+    LOWER_IS_BETTER,
+    Reading,
+    finish,
+    hashed,
+    number_of,
+    text_of,
+)
+from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
+from divergence.importing.folder import Folder
+from divergence.importing.layouts.rollouts import lines_of
+from divergence.recording.prompts import Message, Prompt
+
+__all__ = ["NAME", "prompts", "read", "recognise"]
+
+NAME = "evalscope"
+_USABLE = ("success", "fallback", "degraded")
+"""evalscope.constants.ScoreStatus.is_usable."""
+
+
+def recognise(folder: Folder) -> bool:
+    names = _reviews(folder)
+    if not names:
+        return False
+    try:
+        _, first = next(lines_of(folder, names[0]))
+    except (DumpError, StopIteration):
+        return False
+    return isinstance(first, dict) and "sample_score" in first
+
+
+def _reviews(folder: Folder) -> list[str]:
+    lines = [name for name in folder.names if name.endswith(".jsonl")]
+    return [name for name in lines if "reviews" in PurePosixPath(name).parts] or (
+        lines if len(folder.names) == 1 else []
+    )
+
+
+def read(folder: Folder, reading: Reading) -> Evaluation:
+    found = Evaluation(path=str(folder.path), format="evalscope")
+    settings = _settings(folder, found)
+    names = _reviews(folder)
+    models = {PurePosixPath(name).parent.name for name in names}
+    if len(models) > 1:
+        raise DumpError(
+            f"the folder holds {len(models)} models: {', '.join(sorted(models))}",
+            where=str(folder.path), hint="name one of them: FOLDER/reviews/MODEL/FILE.jsonl",
+        )  # fmt: skip
+    for name in names:
+        found.series += _task(folder, name, settings, reading)
+    return finish(found, reading)
+
+
+def _task(
+    folder: Folder, name: str, settings: dict[str, str], reading: Reading
+) -> list[Series]:  # fmt: skip
+    task = PurePosixPath(name).stem
+    series: dict[SeriesName, Series] = {}
+    for number, item in lines_of(folder, name):
+        where = f"{folder.where(name)}, line {number}"
+        sample = item.get("sample_score") if isinstance(item, dict) else None
+        score = sample.get("score") if isinstance(sample, dict) else None
+        if not isinstance(sample, dict) or not isinstance(score, dict):
+            raise DumpError("the line is no review of evalscope", where=where,
+                            hint="take the folder that holds reviews/")  # fmt: skip
+        values, status = score.get("value"), text_of(score.get("status") or "success")
+        values = values if isinstance(values, dict) else {}
+        if status not in _USABLE:
+            # its metrics are left out of the file; without it, the answer would be missing
+            values = dict.fromkeys(values or [one.metric for one in series] or ["score"])
+        document, repeat = _identity(sample, item)
+        messages = [one for one in item.get("messages") or [] if isinstance(one, dict)]
+        asked = _asked(messages)
+        for metric, value in values.items():
+            named = SeriesName(task, "", text_of(metric))
+            if not reading.wants(named):
+                continue
+            if named not in series:
+                higher = metric not in LOWER_IS_BETTER
+                series[named] = Series(named, folder.where(name), dict(settings), higher)
+            number_, why = number_of(value)
+            if status not in _USABLE:
+                number_, why = None, f"status {status}"
+            series[named].rows.append(Row(
+                document=document, score=number_, why=why, repeat=repeat,
+                prompt=hashed(asked) if asked else None,
+                target=hashed(item.get("target")) if "target" in item else None,
+                cluster=reading.cluster_of(sample.get("sample_metadata")),
+                answer=_answer(score), place=number,
+            ))  # fmt: skip
+    return list(series.values())
+
+
+def _identity(sample: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, int]:
+    """(question, repeat): by group and position in it, where both are told."""
+    group, repeat = sample.get("group_id"), sample.get("generation_index")
+    if group is None or not isinstance(repeat, int):
+        return text_of(sample.get("sample_id", item.get("index"))), 0
+    return text_of(group), repeat
+
+
+def _answer(score: Mapping[str, Any]) -> str | None:
+    for field in ("extracted_prediction", "prediction"):
+        if score.get(field) is not None:
+            return text_of(score[field])[:200]
+    return None
+
+
+def _asked(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(role, content) up to the first answer."""
+    found: list[tuple[str, str]] = []
+    for one in messages:
+        if one.get("role") == "assistant" and one.get("source") == "generate":
+            break
+        found.append((text_of(one.get("role")), text_of(one.get("content"))))
+    while found and found[-1][0] == "assistant":
+        found.pop()
+    return found
+
+
+def _settings(folder: Folder, found: Evaluation) -> dict[str, str]:
+    """Of ``configs/task_config.yaml``, by the YAML reader that comes with transformers."""
+    root = folder.path if folder.path.is_dir() else folder.path.parent
+    for _ in range(4):
+        path = root / "configs" / "task_config.yaml"
+        if path.is_file():
+            break
+        root = root.parent
+    else:
+        return {}
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise DumpError("the file is no YAML, or was cut off", where=str(path)) from error
+    if not isinstance(config, dict):
+        return {}
+    found.model = config.get("model_id") or config.get("model")
+    version = config.get("evalscope_version")
+    found.tool = f"evalscope {version}" if version else None
+    arguments = {
+        name: {k: v for k, v in one.items() if k not in ("local_path", "dataset_id")}
+        for name, one in (config.get("dataset_args") or {}).items()
+        if isinstance(one, dict)
+    }
+    generation = config.get("generation_config") or {}
+    generation = {k: v for k, v in generation.items() if k != "batch_size"}
+    return {
+        "generation settings": json.dumps(generation, sort_keys=True, default=str),
+        "task settings": json.dumps(arguments, sort_keys=True, default=str),
+    }
+
+
+def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
+    """The chat up to the answer."""
+    folder = Folder(series.file)
+    found: dict[int, Prompt] = {}
+    for number, item in lines_of(folder, folder.names[0]):
+        if number in places:
+            asked = _asked([one for one in item.get("messages") or [] if isinstance(one, dict)])
+            messages = tuple(Message(role, content) for role, content in asked)
+            if messages:
+                found[number] = Prompt(messages=messages)
+    return found

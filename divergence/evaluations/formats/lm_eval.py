@@ -1,0 +1,215 @@
+"""lm-evaluation-harness: ``samples_<task>_<date>.jsonl`` and ``results_<date>.json``.
+
+``--log_samples`` writes them. A line is a document under one filter: ``doc_hash``, ``prompt_hash``
+and ``target_hash`` say which, ``metrics`` names its scores, each of which is a field of its own.
+Multiple choice has the log-likelihood of each choice in ``filtered_resps``. The task's name stands
+in the file's name; of several dates of one task the newest is taken. Few-shot count and generation
+settings stand in the results file beside it; without one, the generation settings come from the
+requests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from divergence.errors import DumpError
+from divergence.evaluations.formats.reading import (
+    LOWER_IS_BETTER,
+    Reading,
+    finish,
+    hashed,
+    number_of,
+    text_of,
+)
+from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
+from divergence.importing.folder import Folder
+from divergence.importing.layouts.lm_eval import requests
+from divergence.importing.layouts.rollouts import lines_of
+from divergence.recording.prompts import Prompt
+
+__all__ = ["NAME", "prompts", "read", "recognise"]
+
+NAME = "lm-evaluation-harness"
+_SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
+_RESULTS = re.compile(r"results_(\d{4}-\d\d-\d\dT[\d.-]+)\.json")
+_SETTINGS = (
+    "num_fewshot", "repeats", "generation_kwargs", "description", "fewshot_config", "doc_to_text",
+    "output_type", "target_delimiter", "fewshot_delimiter",
+)  # fmt: skip
+"""Of a task's configuration: what makes it another question."""
+
+
+def recognise(folder: Folder) -> bool:
+    """By name; a file of another name by its first line."""
+    if any(_SAMPLES.fullmatch(PurePosixPath(name).name) for name in folder.names):
+        return True
+    if len(folder.names) != 1 or not folder.names[0].endswith(".jsonl"):
+        return False
+    try:
+        _, first = next(lines_of(folder, folder.names[0]))
+    except (DumpError, StopIteration):
+        return False
+    return isinstance(first, dict) and {"doc_id", "metrics", "filter"} <= set(first)
+
+
+def read(folder: Folder, reading: Reading) -> Evaluation:
+    found = Evaluation(path=str(folder.path), format="lm-eval")
+    results = _results(folder)
+    for task, (date, name) in _samples(folder, found).items():
+        report = results.get(date) or (next(iter(results.values())) if len(results) == 1 else {})
+        found.series += _task(folder, name, task, report, reading)
+        config = _table(report.get("config"))
+        found.model = found.model or config.get("model_source") or config.get("model")
+        arguments = config.get("model_args")
+        if isinstance(arguments, Mapping):
+            found.model = arguments.get("pretrained") or found.model
+        found.dtype = found.dtype or _dtype(config)
+        version = report.get("lm_eval_version")
+        found.tool = found.tool or (f"lm-eval {version}" if version else None)
+    return finish(found, reading)
+
+
+def _samples(folder: Folder, found: Evaluation) -> dict[str, tuple[str, str]]:
+    """The newest file of each task, by date."""
+    files: dict[str, tuple[str, str]] = {}
+    older = 0
+    for name in folder.names:
+        match = _SAMPLES.fullmatch(PurePosixPath(name).name)
+        if match is None and len(folder.names) > 1:
+            continue
+        task, date = (match[1], match[2]) if match else (PurePosixPath(name).stem, "")
+        older += task in files
+        files[task] = max(files.get(task, ("", "")), (date, name))
+    if older:
+        found.notes.append(f"{older} older files of the same tasks left out; the newest is taken")
+    return files
+
+
+def _results(folder: Folder) -> dict[str, dict[str, Any]]:
+    """By date: the results files in the folder, or beside a single file of samples."""
+    if folder.path.is_file():
+        match = _SAMPLES.fullmatch(folder.path.name)
+        beside = folder.path.with_name(f"results_{match[2]}.json") if match else None
+        if beside is None or not beside.is_file():
+            return {}
+        folder = Folder(beside)
+    return {
+        match[1]: _table(folder.json(name))
+        for name in folder.names
+        if (match := _RESULTS.fullmatch(PurePosixPath(name).name))
+    }
+
+
+def _task(
+    folder: Folder, name: str, task: str, report: Mapping[str, Any], reading: Reading
+) -> list[Series]:
+    """The series of one file."""
+    series: dict[SeriesName, Series] = {}
+    seen: dict[tuple[str, str], list[Any]] = {}
+    better = _table(_table(report.get("higher_is_better")).get(task))
+    shared = _settings(task, report)
+    for number, item in lines_of(folder, name):
+        where = f"{folder.where(name)}, line {number}"
+        if not isinstance(item, dict) or not isinstance(item.get("metrics"), list):
+            raise DumpError("the line is no sample of lm-eval", where=where,
+                            hint="write it by lm_eval --log_samples")  # fmt: skip
+        filter_name = text_of(item.get("filter") or "none")
+        # equal documents of one data set are told apart by their order
+        key = text_of(item.get("doc_hash") or hashed(item.get("doc")))
+        order = seen.setdefault((filter_name, key), [])
+        doc_id = item.get("doc_id")
+        if doc_id not in order:
+            order.append(doc_id)
+        document = key if order[0] == doc_id else f"{key}#{order.index(doc_id)}"
+        for metric in item["metrics"]:
+            named = SeriesName(task, "" if filter_name == "none" else filter_name, text_of(metric))
+            if not reading.wants(named):
+                continue
+            if named not in series:
+                higher = better.get(metric, metric not in LOWER_IS_BETTER)
+                series[named] = Series(named, folder.where(name), dict(shared), bool(higher))
+                if "generation settings" not in shared:
+                    series[named].settings |= _generation(item)
+            choices = _choices(item, text_of(metric), where)
+            score, why = number_of(item.get(metric))
+            series[named].rows.append(Row(
+                document=document, score=score, why=why, prompt=item.get("prompt_hash"),
+                target=item.get("target_hash"), cluster=reading.cluster_of(item.get("doc")),
+                answer=_answer(item, choices), choices=choices, place=number,
+            ))  # fmt: skip
+    return list(series.values())
+
+
+def _settings(task: str, report: Mapping[str, Any]) -> dict[str, str]:
+    config = _table(_table(report.get("configs")).get(task))
+    found = {"task version": text_of(_table(report.get("versions")).get(task))} if report else {}
+    shots = _table(report.get("n-shot")).get(task, config.get("num_fewshot"))
+    if shots is not None:
+        found["few-shot"] = text_of(shots)
+    if "generation_kwargs" in config:
+        found["generation settings"] = json.dumps(config["generation_kwargs"], sort_keys=True)
+    elif _table(report.get("config")).get("gen_kwargs"):
+        found["generation settings"] = json.dumps(report["config"]["gen_kwargs"], sort_keys=True)
+    if config:
+        rest = {key: config.get(key) for key in _SETTINGS}
+        found["task settings"] = hashed(json.dumps(rest, sort_keys=True, default=str))
+    if report:
+        chat = report.get("chat_template_sha") or report.get("chat_template")
+        found["chat template"] = text_of(chat or "none")
+        found["system prompt"] = text_of(report.get("system_instruction_sha") or "none")
+    return found
+
+
+def _generation(item: Mapping[str, Any]) -> dict[str, str]:
+    """What the first request asked of a generator."""
+    given = item.get("arguments")
+    for one in given.values() if isinstance(given, dict) else ():
+        for value in one.values() if isinstance(one, dict) else ():
+            if isinstance(value, dict):
+                return {"generation settings": json.dumps(value, sort_keys=True)}
+    return {}
+
+
+def _choices(item: dict[str, Any], metric: str, where: str) -> tuple[float, ...] | None:
+    """What this metric ranks the choices by. None unless every request was judged."""
+    arguments = item.get("arguments")
+    if not isinstance(arguments, dict | list) or len(arguments) < 2:
+        return None
+    values: list[float] = []
+    for _, text, value in requests(item, where):
+        if value is None:
+            return None
+        values.append(value / max(len(text.strip()), 1) if metric == "acc_norm" else value)
+    return tuple(values)
+
+
+def _answer(item: Mapping[str, Any], choices: tuple[float, ...] | None) -> str | None:
+    if choices is not None:
+        return str(max(range(len(choices)), key=choices.__getitem__))
+    given = item.get("filtered_resps")
+    return hashed(given) if given else None
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    name = config.get("model_dtype")
+    return name.removeprefix("torch.") if isinstance(name, str) else None
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
+    """The contexts, as they were rendered."""
+    folder = Folder(series.file)
+    found: dict[int, Prompt] = {}
+    for number, item in lines_of(folder, folder.names[0]):
+        if number in places:
+            context, _, _ = next(requests(item, series.file), ("", "", None))
+            if context:
+                found[number] = Prompt(text=context)
+    return found

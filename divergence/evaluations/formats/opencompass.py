@@ -1,0 +1,164 @@
+"""opencompass: ``results/<model>/<dataset>.json`` with ``details``, beside ``predictions/``.
+
+``details`` comes in the two forms that its evaluators write: a list with one entry a document,
+whose values are lists with one entry a repeat (``correct: [true]``), and a table by number. The
+prompt is that of ``predictions/<model>/<dataset>.json``, where it lies beside; a data set that was
+divided into ``<dataset>_0.json``, ``_1``… is read as one. Results without details hold no pairs:
+evaluate with ``--dump-eval-details``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from divergence.errors import DumpError
+from divergence.evaluations.formats.reading import Reading, finish, hashed, number_of, text_of
+from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
+from divergence.importing.folder import Folder
+from divergence.recording.prompts import Message, Prompt
+
+__all__ = ["NAME", "prompts", "read", "recognise"]
+
+NAME = "opencompass"
+_SCORES = ("correct", "is_correct", "cascade_correct", "score")
+_ANSWERS = ("pred", "predictions", "prediction")
+_TARGETS = ("answer", "refr", "references", "gold")
+
+
+def recognise(folder: Folder) -> bool:
+    names = _results(folder)
+    if not names:
+        return False
+    if "results" in PurePosixPath(names[0]).parts:
+        return True
+    try:
+        return "details" in _table(folder.json(names[0]))
+    except DumpError:
+        return False
+
+
+def _results(folder: Folder) -> list[str]:
+    names = [name for name in folder.names if name.endswith(".json")]
+    return [name for name in names if "results" in PurePosixPath(name).parts] or (
+        names if len(folder.names) == 1 else []
+    )
+
+
+def read(folder: Folder, reading: Reading) -> Evaluation:
+    found = Evaluation(path=str(folder.path), format="opencompass")
+    names = _results(folder)
+    models = {PurePosixPath(name).parent.name for name in names}
+    if len(models) > 1:
+        raise DumpError(
+            f"the folder holds {len(models)} models: {', '.join(sorted(models))}",
+            where=str(folder.path), hint="name one file: FOLDER/results/MODEL/DATASET.json",
+        )  # fmt: skip
+    found.model = next(iter(models), None) or None
+    for name in names:
+        path = Path(folder.where(name))
+        result = _table(folder.json(name))
+        details = result.get("details")
+        if not isinstance(details, list | dict):
+            reading.left_out["data sets without details (--dump-eval-details writes them)"] += 1
+            continue
+        found.series += _task(path, details, reading)
+    return finish(found, reading)
+
+
+def _task(path: Path, details: list[Any] | dict[str, Any], reading: Reading) -> list[Series]:
+    series: dict[SeriesName, Series] = {}
+    asked = _predictions(path)
+    entries = list(_entries(details))
+    for number, key, entry in entries:
+        prediction = asked.get(str(number), {})
+        for metric in _SCORES:
+            if metric not in entry:
+                continue
+            named = SeriesName(path.stem, "", metric)
+            if not reading.wants(named):
+                continue
+            series.setdefault(named, Series(named, str(path)))
+            values = entry[metric] if isinstance(entry[metric], list) else [entry[metric]]
+            given = entry.get("prompt", prediction.get("origin_prompt"))
+            given = given[0] if isinstance(given, list) and entry.get("prompt") else given
+            target = _first(entry, _TARGETS, 0)
+            for repeat, value in enumerate(values):
+                score, why = number_of(value)
+                answer = _first(entry, _ANSWERS, repeat)
+                series[named].rows.append(Row(
+                    document=key, score=score, why=why, repeat=repeat,
+                    prompt=None if given is None else hashed(given),
+                    target=None if target is None else hashed(target),
+                    answer=None if answer is None else text_of(answer)[:200],
+                    cluster=reading.cluster_of(entry), place=number + 1,
+                ))  # fmt: skip
+            break
+        else:
+            reading.left_out["documents whose details say nothing of correct or score"] += 1
+    return list(series.values())
+
+
+def _entries(details: list[Any] | dict[str, Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(number, identity, fields) of each document."""
+    items = (
+        [(str(n), one) for n, one in enumerate(details)]
+        if isinstance(details, list) else list(details.items())
+    )  # fmt: skip
+    for key, one in items:
+        if isinstance(one, dict) and key.isdigit():
+            yield int(key), text_of(one.get("example_abbr", key)), one
+
+
+def _first(entry: Mapping[str, Any], names: tuple[str, ...], repeat: int) -> Any:
+    for name in names:
+        if name in entry:
+            value = entry[name]
+            if isinstance(value, list) and value and len(value) > repeat:
+                return value[repeat]
+            return value
+    return None
+
+
+def _predictions(result: Path) -> dict[str, dict[str, Any]]:
+    """By number: those of ``predictions/`` beside ``results/``, whole or in parts."""
+    folder = result.parent.parent.parent / "predictions" / result.parent.name
+    whole = folder / result.name
+    parts = [whole] if whole.is_file() else []
+    while not whole.is_file():
+        part = folder / f"{result.stem}_{len(parts)}.json"
+        if not part.is_file():
+            break
+        parts.append(part)
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        one = Folder(part)
+        table = _table(one.json(one.names[0]))
+        start = len(found)
+        found |= {str(start + n): _table(table.get(str(n))) for n in range(len(table))}
+    return found
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
+    """The prompt: text, or chat in opencompass's words (HUMAN, BOT)."""
+    found: dict[int, Prompt] = {}
+    asked = _predictions(Path(series.file))
+    for place in places:
+        given = asked.get(str(place - 1), {}).get("origin_prompt")
+        if isinstance(given, str) and given:
+            found[place] = Prompt(text=given)
+        elif isinstance(given, list) and given:
+            chat = (one for one in given if isinstance(one, dict))
+            found[place] = Prompt(messages=tuple(map(_message, chat)))
+    return found
+
+
+def _message(one: Mapping[str, Any]) -> Message:
+    roles = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}
+    role = roles.get(text_of(one.get("role")), "user")
+    return Message(role, text_of(one.get("prompt") or ""))

@@ -1,0 +1,138 @@
+"""A table: CSV, TSV or JSON lines with ``id`` and ``score``, one answer a row.
+
+Further columns, all optional: ``group`` (the cluster; ``--cluster`` names another column),
+``repeat``, ``task``, ``metric``, ``prompt``, ``target``, ``answer``. A row whose score is empty is
+an answer that was not scored.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from divergence.errors import DumpError
+from divergence.evaluations.formats.reading import (
+    LOWER_IS_BETTER,
+    Reading,
+    finish,
+    hashed,
+    number_of,
+    text_of,
+)
+from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
+from divergence.importing.folder import Folder
+from divergence.importing.layouts.rollouts import lines_of
+from divergence.recording.prompts import Prompt
+
+__all__ = ["NAME", "prompts", "read", "recognise"]
+
+NAME = "a table of scores"
+_TABLES = {".csv": ",", ".tsv": "\t"}
+_LINES = (".jsonl", ".ndjson")
+
+
+def _names(folder: Folder) -> list[str]:
+    return [name for name in folder.names if PurePosixPath(name).suffix in (*_TABLES, *_LINES)]
+
+
+def recognise(folder: Folder) -> bool:
+    for name in _names(folder):
+        try:
+            _, first = next(_rows(folder, name))
+        except (DumpError, StopIteration):
+            return False
+        return {"id", "score"} <= set(first)
+    return False
+
+
+def _rows(folder: Folder, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Each row's line and its fields."""
+    suffix = PurePosixPath(name).suffix
+    if suffix not in _TABLES:
+        for number, item in lines_of(folder, name):
+            if not isinstance(item, dict):
+                raise DumpError(
+                    "the line is no object", where=f"{folder.where(name)}, line {number}"
+                )
+            yield number, item
+        return
+    try:
+        lines = (line.decode("utf-8-sig") for line in folder.lines(name))
+        reader = csv.DictReader(lines, delimiter=_TABLES[suffix])
+        for row in reader:
+            if None in row or None in row.values():
+                raise DumpError(
+                    "the row has not as many cells as the first one",
+                    where=f"{folder.where(name)}, line {reader.line_num}",
+                    hint="it may be half written",
+                )  # fmt: skip
+            yield reader.line_num, row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DumpError(f"the file is no table: {error}", where=folder.where(name)) from error
+
+
+def read(folder: Folder, reading: Reading) -> Evaluation:
+    found = Evaluation(path=str(folder.path), format="plain")
+    alone = len(_names(folder)) == 1
+    for name in _names(folder):
+        series: dict[SeriesName, Series] = {}
+        for number, item in _rows(folder, name):
+            where = f"{folder.where(name)}, line {number}"
+            if item.get("id") in (None, "") or "score" not in item:
+                raise DumpError("the row has no id, or no score", where=where,
+                                hint="columns: id, score, perhaps group, repeat, task")  # fmt: skip
+            default = "scores" if alone else PurePosixPath(name).stem
+            metric = text_of(item.get("metric") or "score")
+            named = SeriesName(text_of(item.get("task") or default), "", metric)
+            if not reading.wants(named):
+                continue
+            if named not in series:
+                higher = metric not in LOWER_IS_BETTER
+                series[named] = Series(named, folder.where(name), {}, higher)
+            series[named].rows.append(_row(item, number, where, reading))
+        found.series += series.values()
+    return finish(found, reading)
+
+
+def _row(item: Mapping[str, Any], number: int, where: str, reading: Reading) -> Row:
+    score, why = number_of(_number(item["score"]))
+    try:
+        repeat = int(item.get("repeat") or 0)
+    except (TypeError, ValueError) as error:
+        raise DumpError("the repeat is no number", where=where) from error
+    group = item.get("group") if reading.cluster is None else reading.cluster_of(item)
+    return Row(
+        document=text_of(item["id"]), score=score, why=why, repeat=repeat, place=number,
+        prompt=_hashed(item.get("prompt")), target=_hashed(item.get("target")),
+        cluster=None if group in (None, "") else text_of(group),
+        answer=None if item.get("answer") is None else text_of(item["answer"])[:200],
+    )  # fmt: skip
+
+
+def _number(value: Any) -> Any:
+    """Of a cell of a table, which is text."""
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    if word in ("true", "false"):
+        return word == "true"
+    try:
+        return float(word) if word else None
+    except ValueError:
+        return value
+
+
+def _hashed(value: Any) -> str | None:
+    return None if value in (None, "") else hashed(value)
+
+
+def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
+    """The column ``prompt``."""
+    folder = Folder(series.file)
+    return {
+        number: Prompt(text=text_of(item["prompt"]))
+        for number, item in _rows(folder, folder.names[0])
+        if number in places and item.get("prompt")
+    }

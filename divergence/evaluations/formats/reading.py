@@ -1,0 +1,74 @@
+"""What all formats need: which series are wanted, numbers, hashes, counts of what is left out."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from divergence.evaluations.rows import Evaluation, SeriesName
+
+__all__ = ["LOWER_IS_BETTER", "Reading", "finish", "hashed", "number_of", "text_of"]
+
+LOWER_IS_BETTER = frozenset(
+    "bits_per_byte brier_score byte_perplexity cer loss mae mse perplexity ter wer "
+    "word_perplexity".split()
+)
+"""Metrics that are known to be better where they are lower, for formats that do not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is asked for. Empty: everything."""
+
+    tasks: Sequence[str] = ()
+    metrics: Sequence[str] = ()
+    filters: Sequence[str] = ()
+    cluster: str | None = None
+    """The field of a document that names its cluster."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """What was not taken, counted by reason."""
+
+    def wants(self, name: SeriesName) -> bool:
+        return all(
+            not patterns or any(fnmatch.fnmatchcase(part, one) for one in patterns)
+            for part, patterns in (
+                (name.task, self.tasks), (name.metric, self.metrics), (name.filter, self.filters),
+            )
+        )  # fmt: skip
+
+    def cluster_of(self, fields: Any) -> str | None:
+        """Of a document's fields. One without the field is a cluster of its own."""
+        if self.cluster is None or not isinstance(fields, Mapping):
+            return None
+        found = fields.get(self.cluster)
+        return None if found is None else text_of(found)
+
+
+def finish(found: Evaluation, reading: Reading) -> Evaluation:
+    """With what was left out as notes."""
+    found.notes += [f"{count:,} {reason}" for reason, count in sorted(reading.left_out.items())]
+    reading.left_out.clear()
+    return found
+
+
+def number_of(value: Any) -> tuple[float | None, str | None]:
+    """(score, why there is none) of what stands in the place of a score."""
+    if isinstance(value, bool | int | float):
+        score = float(value)
+        return (score, None) if math.isfinite(score) else (None, f"the score is {score}")
+    return None, "without a score" if value is None else "the score is no number"
+
+
+def text_of(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+def hashed(value: Any) -> str:
+    """Of a prompt or a target, whatever it is made of."""
+    return xxhash.xxh3_64_hexdigest(str(value).encode("utf-8", "surrogatepass"))

@@ -1,0 +1,154 @@
+"""The numbers of one task, and the verdict that they allow.
+
+    equal        two one-sided tests show that the difference is inside the band
+    worse/better not equal, and the test of no difference is beyond chance, after Holm
+    undecided    neither: with how many documents it would be settled
+
+A difference that is no more than chance is never called none. One that is beyond chance and shown
+to be inside the band is ``equal``: real, and too small to matter by the band that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from divergence.evaluations.band import Band
+from divergence.evaluations.pairing import Pairs
+from divergence.evaluations.result import BandResult, ScoresVerdict, TaskScores
+from divergence.evaluations.rows import Series
+from divergence.evaluations.statistics.means import (
+    Mean,
+    cluster_sums,
+    equivalence_p,
+    interval,
+    mean_of,
+    padding,
+)
+from divergence.evaluations.statistics.power import (
+    LEVEL,
+    documents_needed,
+    smallest_difference,
+)
+from divergence.evaluations.statistics.significance import holm, mcnemar, sign_test
+
+__all__ = ["adjusted", "measured", "summary_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Of each cluster: the sums of differences, of the reference's scores, its size."""
+
+    diff: np.ndarray
+    reference: np.ndarray
+    sizes: np.ndarray
+    pad: float
+
+
+def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
+    """All numbers of one task; the verdict is made by ``adjusted``, which knows the other tasks."""
+    diff = pairs.candidate - pairs.reference
+    sums, sizes = cluster_sums(diff, pairs.clusters)
+    span = float(np.ptp(np.concatenate([pairs.reference, pairs.candidate]))) or 1.0
+    reference, _ = cluster_sums(pairs.reference, pairs.clusters)
+    held = _Sums(sums, reference, sizes, float(padding(sums, sizes, span)))
+    plain, padded = mean_of(sums, sizes), mean_of(sums, sizes, pad=held.pad)
+    low, high = interval(padded, 1 - LEVEL)
+    inner = interval(padded, 1 - 2 * LEVEL)
+    lost, gained = int((diff < 0).sum()), int((diff > 0).sum())
+    if not series.higher_is_better:
+        lost, gained = gained, lost
+    if pairs.binary and pairs.clusters is None:
+        p_value, test = mcnemar(lost, gained), "mcnemar"
+    else:
+        p_value, test = sign_test(sums, sizes)
+    return TaskScores(
+        task=series.name.task, filter=series.name.filter, metric=series.name.metric,
+        verdict="undecided", summary="", higher_is_better=series.higher_is_better,
+        pairing=pairs.pairing, reference=float(pairs.reference.mean()),
+        candidate=float(pairs.candidate.mean()), difference=float(plain.mean),
+        standard_error=float(plain.error), low=float(low), high=float(high),
+        bands=[_band(band, held, plain) for band in bands],
+        shown_band=float(max(abs(inner[0]), abs(inner[1]))), p_value=p_value, test=test,
+        smallest_difference=smallest_difference(float(padded.error), padded.freedom),
+        num_gained=gained, num_lost=lost, num_changed=_num_changed(pairs),
+    )  # fmt: skip
+
+
+def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
+    """One test of equivalence."""
+    num = float(sums.sizes.sum())
+    score = float(sums.reference.sum() / num)
+    width = band.limit * (abs(score) if band.relative else 1.0)
+    rooms = band.limit * (sums.reference if band.relative else sums.sizes)
+    p_value = 1.0
+    if width > 0 and not (band.relative and score < 0):
+        p_value = float(equivalence_p(sums.diff, sums.sizes, rooms, pad=sums.pad))
+    equal, needed = p_value <= LEVEL, None
+    if not equal:
+        spread = 0.0 if np.isnan(plain.error) else float(plain.error) * num**0.5
+        per_document = sums.pad / float(sums.sizes.mean())
+        needed = documents_needed(
+            spread, per_document, difference=float(plain.mean), band=width, num=int(num)
+        )
+    return BandResult(limit=band.limit, relative=band.relative, width=width, p_value=p_value,
+                      equal=equal, needed=needed)  # fmt: skip
+
+
+def _num_changed(pairs: Pairs) -> int | None:
+    if not pairs.single or any(one.answer is None or b.answer is None for one, b in pairs.rows):
+        return None
+    return sum(one.answer != other.answer for one, other in pairs.rows)
+
+
+def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
+    """With Holm's p values over all of them that were measured, and with verdicts."""
+    places = [n for n, one in enumerate(tasks) if one.p_value is not None]
+    p_values = holm([one.p_value for n in places if (one := tasks[n]).p_value is not None])
+    found = list(tasks)
+    for place, p_adjusted in zip(places, p_values, strict=True):
+        one = replace(tasks[place], p_adjusted=p_adjusted)
+        one = replace(one, verdict=_verdict(one))
+        found[place] = replace(one, summary=summary_of(one))
+    return found
+
+
+def _verdict(one: TaskScores) -> ScoresVerdict:
+    assert one.difference is not None and one.p_adjusted is not None
+    if one.bands[0].equal:
+        return "equal"
+    if one.p_adjusted > LEVEL:
+        return "undecided"
+    return "better" if (one.difference > 0) == one.higher_is_better else "worse"
+
+
+def band_text(band: BandResult) -> str:
+    """``3% of A's score (±0.0124)``."""
+    if band.relative:
+        return f"{100 * band.limit:g}% of A's score (±{band.width:.3g})"
+    return f"±{band.width:g}"
+
+
+def summary_of(one: TaskScores) -> str:
+    """One sentence."""
+    band = one.bands[0]
+    words = band_text(band)
+    if one.verdict == "equal":
+        real = ", a difference beyond chance" if (one.p_adjusted or 1) <= LEVEL else ""
+        return f"equal within {words}{real}"
+    if one.verdict in ("worse", "better"):
+        assert one.low is not None and one.high is not None
+        beyond = min(abs(one.low), abs(one.high)) > band.width
+        return f"{one.verdict} beyond chance" + (f", by more than {words}" if beyond else "")
+    if band.needed is None:
+        return f"undecided: a score of {one.reference:.3g} leaves a band of no width"
+    return f"undecided within {words}: some {_round_up(band.needed):,} documents would be needed"
+
+
+def _round_up(number: int) -> int:
+    """To two digits, upwards: it is an estimate."""
+    step: int = 10 ** max(0, len(str(number)) - 2)
+    return -(-number // step) * step

@@ -1,0 +1,200 @@
+"""Two series of one task, document by document.
+
+A pair is one document with a usable score on both sides, asked in the same words, with the same
+right answer. Everything else is counted and is in no number. A document's score is the mean of its
+repeats: repeats are no documents of their own, so they make a score surer and n no larger.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.evaluations.result import Pairing
+from divergence.evaluations.rows import Row, Series
+
+__all__ = ["Pairs", "pair", "preflight"]
+
+_NOT_SAID = "not said"
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Of each paired document: both scores, its cluster, one row of each side."""
+
+    pairing: Pairing
+    reference: np.ndarray
+    candidate: np.ndarray
+    clusters: np.ndarray | None
+    """None where each document is its own."""
+    rows: list[tuple[Row, Row]]
+    same_order: bool
+    single: bool
+    """One answer a document, on both sides."""
+
+    @property
+    def binary(self) -> bool:
+        """Are all scores 0 or 1?"""
+        values = np.concatenate([self.reference, self.candidate])
+        return bool(np.isin(values, (0.0, 1.0)).all())
+
+
+@dataclass(slots=True)
+class _Side:
+    """One side's documents: the rows of each that have a score."""
+
+    scored: dict[str, list[Row]]
+    unscored: set[str]
+    duplicates: int
+    conflicting: set[str]
+    whys: Counter[str]
+
+
+def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
+    """``force``: also pairs documents that were asked in other words."""
+    one, other = _side(a.rows), _side(b.rows)
+    rows: list[tuple[Row, Row]] = []
+    scores: list[tuple[float, float]] = []
+    num_prompt = num_target = num_answers = num_other_answers = 0
+    for document, mine in one.scored.items():
+        theirs = other.scored.get(document)
+        if theirs is None:
+            continue
+        first, second = mine[0], theirs[0]
+        if _differ(first.target, second.target) and not force:
+            num_target += 1
+            continue
+        if _differ(first.prompt, second.prompt) and not force:
+            num_prompt += 1
+            continue
+        rows.append((first, second))
+        scores.append((_mean(mine), _mean(theirs)))
+        num_answers, num_other_answers = num_answers + len(mine), num_other_answers + len(theirs)
+    num = len(rows)
+    values = np.array(scores, dtype=float).reshape(num, 2)
+    clusters = _clusters([first.cluster or second.cluster for first, second in rows])
+    lost = one.unscored | one.conflicting | other.unscored | other.conflicting
+    pairing = Pairing(
+        num_paired=num, num_clusters=num if clusters is None else int(clusters.max()) + 1,
+        num_reference=_count(one), num_candidate=_count(other),
+        num_reference_only=len(one.scored.keys() - other.scored.keys() - lost),
+        num_candidate_only=len(other.scored.keys() - one.scored.keys() - lost),
+        num_other_prompt=num_prompt, num_other_target=num_target,
+        num_unscored=len(one.unscored | other.unscored),
+        num_duplicates=one.duplicates + other.duplicates,
+        num_conflicting=len(one.conflicting | other.conflicting),
+        repeats=(num_answers / num, num_other_answers / num) if num else (0.0, 0.0),
+        whys=dict(one.whys + other.whys),
+    )  # fmt: skip
+    positions = {document: number for number, document in enumerate(other.scored)}
+    order = [positions[second.document] for _, second in rows]
+    return Pairs(
+        pairing, values[:, 0], values[:, 1], clusters, rows,
+        same_order=all(x < y for x, y in itertools.pairwise(order)),
+        single=num_answers == num_other_answers == num,
+    )  # fmt: skip
+
+
+def _side(rows: list[Row]) -> _Side:
+    by_answer: dict[tuple[str, int], Row] = {}
+    side = _Side({}, set(), 0, set(), Counter())
+    for row in rows:
+        held = by_answer.setdefault((row.document, row.repeat), row)
+        if held is not row:
+            same = held.score == row.score and not _differ(held.prompt, row.prompt)
+            side.duplicates += same
+            if not same:
+                side.conflicting.add(row.document)
+            continue
+        if row.score is None:
+            side.whys[row.why or "without a score"] += 1
+            side.unscored.add(row.document)
+        else:
+            side.scored.setdefault(row.document, []).append(row)
+    side.unscored -= side.scored.keys()  # some of its repeats were scored
+    for document in side.conflicting:
+        side.scored.pop(document, None)
+    side.unscored -= side.conflicting
+    return side
+
+
+def _count(side: _Side) -> int:
+    return len(side.scored) + len(side.unscored) + len(side.conflicting)
+
+
+def _mean(rows: list[Row]) -> float:
+    scores = [row.score for row in rows if row.score is not None]
+    return sum(scores) / len(scores)
+
+
+def _differ(a: str | None, b: str | None) -> bool:
+    return a is not None and b is not None and a != b
+
+
+def _clusters(names: list[str | None]) -> np.ndarray | None:
+    """A number for each document; one without a name is a cluster of its own."""
+    if not any(name is not None for name in names):
+        return None
+    numbers: dict[tuple[str | None, int], int] = {}
+    found = [
+        numbers.setdefault((name, -1 if name is not None else place), len(numbers))
+        for place, name in enumerate(names)
+    ]
+    return None if len(numbers) == len(found) else np.array(found)
+
+
+def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
+    """What must be equal before any number is believed."""
+    found = pairs.pairing
+    lines = [
+        _line("documents", f"{found.num_reference:,}", f"{found.num_candidate:,}",
+              same=not found.num_reference_only and not found.num_candidate_only,
+              blocks=not found.num_paired,
+              detail=_told({"only in A": found.num_reference_only,
+                            "only in B": found.num_candidate_only})),
+        _hashes("prompts", a, b, found.num_other_prompt, "asked in other words"),
+        _hashes("targets", a, b, found.num_other_target, "with another right answer"),
+        _line("scores", *(["all usable"] * 2 if not found.num_unscored else ["", ""]),
+              same=not found.num_unscored,
+              detail=_told({"without a usable score": found.num_unscored, **found.whys})),
+        _line("duplicates", *([f"{found.num_duplicates + found.num_conflicting:,}"] * 2),
+              same=not found.num_duplicates and not found.num_conflicting,
+              detail=_told({"rows repeat a document": found.num_duplicates,
+                            "documents have two scores": found.num_conflicting})),
+        _line("repeats", *(f"{one:g}" for one in found.repeats),
+              same=found.repeats[0] == found.repeats[1]),
+        _line("order", "", "", same=pairs.same_order, detail=None if pairs.same_order
+              else "another order of documents; they are paired by their identity"),
+    ]  # fmt: skip
+    for name in dict.fromkeys((*a.settings, *b.settings)):
+        mine, theirs = a.settings.get(name), b.settings.get(name)
+        told = mine is not None and theirs is not None
+        lines.append(PreflightLine(
+            check=name, status="unknown" if not told else "same" if mine == theirs else "blocking",
+            reference=mine or _NOT_SAID, candidate=theirs or _NOT_SAID,
+        ))  # fmt: skip
+    return lines
+
+
+def _line(
+    check: str, a: str, b: str, *, same: bool, blocks: bool = False, detail: str | None = None
+) -> PreflightLine:
+    status: PreflightStatus = "blocking" if blocks else "same" if same else "differs"
+    return PreflightLine(check=check, status=status, reference=a, candidate=b, detail=detail)
+
+
+def _hashes(check: str, a: Series, b: Series, num: int, words: str) -> PreflightLine:
+    field = check.removesuffix("s")
+    told = [any(getattr(row, field) is not None for row in one.rows[:1]) for one in (a, b)]
+    if not all(told):
+        sides = [("said" if one else _NOT_SAID) for one in told]
+        return PreflightLine(check=check, status="unknown", reference=sides[0], candidate=sides[1])
+    return _line(check, "", "", same=not num, detail=_told({words: num}))
+
+
+def _told(counts: dict[str, int]) -> str | None:
+    return "; ".join(f"{count:,} {words}" for words, count in counts.items() if count) or None

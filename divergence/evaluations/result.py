@@ -1,0 +1,211 @@
+"""The ScoresReport: what `scores` found, as typed data. Scores are in their own unit (0 to 1)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from divergence.comparison.result import Answer
+from divergence.comparison.results.findings import PreflightLine
+
+__all__ = [
+    "SCORES_SCHEMA_VERSION", "BandResult", "Candidate", "Captured", "EvaluationSummary",
+    "FlipCauses", "Pairing", "ScoresReport", "ScoresVerdict", "TaskScores", "worst_of",
+]  # fmt: skip
+
+SCORES_SCHEMA_VERSION = 1
+
+ScoresVerdict = Literal["equal", "better", "worse", "undecided", "incomparable"]
+"""``equal``: two one-sided tests show that the difference is inside the band. ``worse``,
+``better``: the candidate's score differs, and was not shown to be inside the band. ``undecided``:
+so many documents tell neither. ``incomparable``: nothing was paired."""
+
+_ORDER: tuple[ScoresVerdict, ...] = ("incomparable", "worse", "undecided", "better", "equal")
+
+
+def worst_of(verdicts: list[ScoresVerdict]) -> ScoresVerdict:
+    """Of several tasks: the verdict that needs a look first."""
+    return min(verdicts, key=_ORDER.index, default="incomparable")
+
+
+class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One side."""
+
+    path: str
+    format: str
+    model: str | None = None
+    dtype: str | None = None
+    tool: str | None = None
+    """What evaluated, with its version."""
+    notes: list[str] = []
+    """What was left out when it was read."""
+
+
+class Pairing(msgspec.Struct, frozen=True, kw_only=True):
+    """Which documents both sides have. All but ``num_paired`` are in no number."""
+
+    num_paired: int
+    num_clusters: int
+    """As many as documents where no cluster is known."""
+    num_reference: int
+    """Documents of the reference."""
+    num_candidate: int
+    num_reference_only: int = 0
+    """Documents that the candidate lacks."""
+    num_candidate_only: int = 0
+    num_other_prompt: int = 0
+    """Documents that were asked in other words."""
+    num_other_target: int = 0
+    """Documents whose right answer is another one."""
+    num_unscored: int = 0
+    """Documents that a side has without any usable score."""
+    num_duplicates: int = 0
+    """Rows that repeat a document, with the same score; one of them is used."""
+    num_conflicting: int = 0
+    """Documents whose rows contradict one another; none is used."""
+    repeats: tuple[float, float] = (1.0, 1.0)
+    """Mean number of answers to a document, in the reference and in the candidate. A document's
+    score is their mean."""
+    whys: dict[str, int] = {}
+    """Why answers had no usable score, counted over both sides."""
+
+    @property
+    def num_left_out(self) -> int:
+        """Documents of either side that are in no pair."""
+        return self.num_reference + self.num_candidate - 2 * self.num_paired
+
+
+class BandResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One test of equivalence."""
+
+    limit: float
+    """0.03 for 3%."""
+    relative: bool
+    """To the reference's score; else in the score's own unit."""
+    width: float
+    """How far the candidate's score may be from the reference's, in the score's unit."""
+    p_value: float
+    """The larger of two one-sided tests."""
+    equal: bool
+    """The difference is shown to be inside, at the 5% level."""
+    needed: int | None = None
+    """Documents that would settle it, in four of five such evaluations. None where it is settled,
+    or no number would."""
+
+
+class FlipCauses(msgspec.Struct, frozen=True, kw_only=True):
+    """Flips of multiple choice, by what moved the choice."""
+
+    limit: float
+    """Rounding explains a shift of the margin up to this, in nats."""
+    limit_of: str
+    """What the limit rests on."""
+    num_ties: int
+    """Flips whose margin moved by no more than the limit."""
+    num_shifts: int
+    """Flips whose margin moved by more."""
+    difference_of_ties: float
+    """The share of the score difference that flips at near ties make: they add up to the mean
+    difference of the flipped documents over all pairs."""
+    difference_of_shifts: float
+    median_shift: float
+    """Of the margin between the reference's two likeliest choices, over all documents, in nats."""
+    num_judged: int
+    """Documents with the likelihoods of their choices on both sides."""
+
+
+class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
+    """One task, by one metric, under one filter."""
+
+    task: str
+    filter: str
+    metric: str
+    verdict: ScoresVerdict
+    summary: str
+    higher_is_better: bool = True
+    preflight: list[PreflightLine] = []
+    pairing: Pairing | None = None
+    """None where a side lacks the task."""
+    reference: float | None = None
+    """The mean score over the paired documents."""
+    candidate: float | None = None
+    difference: float | None = None
+    """Candidate less reference, of paired documents."""
+    standard_error: float | None = None
+    """Of the difference: paired, clustered."""
+    low: float | None = None
+    """Lower end of the 95% interval of the difference."""
+    high: float | None = None
+    bands: list[BandResult] = []
+    """The first is the one that the verdict rests on."""
+    shown_band: float | None = None
+    """The narrowest band, in the score's unit, within which these documents show equality."""
+    p_value: float | None = None
+    """Of no difference."""
+    p_adjusted: float | None = None
+    """Holm's, over all tasks and candidates of this report."""
+    test: str | None = None
+    """mcnemar, permutation or t."""
+    smallest_difference: float | None = None
+    """The true difference that this test would find in four of five such evaluations."""
+    num_gained: int = 0
+    """Documents that the candidate scores higher."""
+    num_lost: int = 0
+    """Documents that the candidate scores lower."""
+    num_changed: int | None = None
+    """Documents that were answered differently, right or wrong. None where answers are not known,
+    or a document has several."""
+    causes: FlipCauses | None = None
+    """None without likelihoods of choices, or without flips."""
+    notes: list[str] = []
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One side against the reference."""
+
+    side: EvaluationSummary
+    verdict: ScoresVerdict
+    summary: str
+    tasks: list[TaskScores]
+    notes: list[str] = []
+    passed: bool | None = None
+    """Whether the policy is met. None where none was asked."""
+    reasons: list[str] = []
+    """Why it is not."""
+
+
+class Captured(msgspec.Struct, frozen=True, kw_only=True):
+    """The run of the flipped prompts."""
+
+    path: str
+    num_prompts: int
+    documents: list[str]
+
+
+class ScoresReport(msgspec.Struct, Answer, frozen=True, kw_only=True):
+    """The answer of `scores`."""
+
+    schema_version: int = SCORES_SCHEMA_VERSION
+    tool_version: str
+    reference: EvaluationSummary
+    candidates: list[Candidate]
+    captured: Captured | None = None
+    next: list[str] = []
+    """Commands that go deeper."""
+
+    def __repr__(self) -> str:
+        """``<ScoresReport a: worse, undecided>``"""
+        verdicts = ", ".join(one.verdict for one in self.candidates)
+        return f"<ScoresReport {self.reference.path}: {verdicts}>"
+
+    @property
+    def verdict(self) -> ScoresVerdict:
+        """The verdict of all candidates together: the one that needs a look first."""
+        return worst_of([one.verdict for one in self.candidates])
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether every candidate meets the policy. None where none was asked."""
+        told = [one.passed for one in self.candidates]
+        return None if None in told else all(told)

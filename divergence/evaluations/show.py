@@ -1,0 +1,261 @@
+"""A ScoresReport as lines for a terminal, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from divergence.evaluations.judging import band_text
+from divergence.evaluations.result import Candidate, EvaluationSummary, ScoresReport, TaskScores
+from divergence.evaluations.rows import SeriesName
+from divergence.layout import BLANK, Line, Span, columns, count, heading, line, prose
+from divergence.words import markdown_code, printable
+
+__all__ = [
+    "TITLES", "facts_of", "headline", "name_of", "scores_csv", "scores_lines", "scores_markdown",
+    "task_cells",
+]  # fmt: skip
+
+_WORDS = {
+    "equal": "EQUAL", "better": "BETTER", "worse": "WORSE", "undecided": "UNDECIDED",
+    "incomparable": "STOPPED",
+}  # fmt: skip
+_STYLES = {
+    "equal": "bold green", "better": "bold yellow", "worse": "bold red",
+    "undecided": "bold yellow", "incomparable": "bold red",
+}  # fmt: skip
+TITLES = ("score", "verdict", "n", "A", "B", "difference", "95% interval", "p (Holm)")
+_DETAILED = 3
+"""Tasks up to so many are all told in full; of more, those that are not equal."""
+
+
+def name_of(task: TaskScores) -> str:
+    return str(SeriesName(task.task, task.filter, task.metric))
+
+
+def headline(one: Candidate) -> Line:
+    task = one.tasks[0]
+    told = one.summary
+    if len(one.tasks) == 1 and task.difference is not None:
+        told = f"{name_of(task)} {_score(task.reference)} -> {_score(task.candidate)}: {told}"
+    word = Span(_WORDS[one.verdict], _STYLES[one.verdict])
+    return Line((word, Span(f": {printable(told)}")), hang=2)
+
+
+def scores_lines(
+    report: ScoresReport, *, brief: bool = False, verbose: bool = False
+) -> list[Line]:  # fmt: skip
+    """One screen a candidate. ``brief``: the verdicts; ``verbose``: every task, every check."""
+    lines: list[Line] = []
+    for number, one in enumerate(report.candidates):
+        lines += [BLANK] if number and not brief else []
+        lines.append(headline(one))
+        if one.passed is not None:
+            lines.append(_policy(one))
+        if brief:
+            continue
+        lines += [prose("  -", reason, width=4) for reason in one.reasons]
+        lines += [_side("A", report.reference), _side("B", one.side), BLANK]
+        if len(one.tasks) > 1:
+            lines += [line(*_row) for _row in _table(one)] + [BLANK]
+        for task in _in_full(one, verbose=verbose):
+            lines += [heading(name_of(task)), *_task(task, verbose=verbose), BLANK]
+        notes = [*report.reference.notes, *one.side.notes, *one.notes]
+        lines += [prose("note", note, width=6) for note in dict.fromkeys(notes)]
+    if brief:
+        return lines
+    if report.captured is not None:
+        told = f"{count(report.captured.num_prompts, 'prompt')} recorded in {report.captured.path}"
+        lines.append(prose("captured", told))
+    if report.next:
+        lines += [heading("next"), *(line(f"  {one}") for one in report.next)]
+    return lines[:-1] if lines and lines[-1] == BLANK else lines
+
+
+def _policy(one: Candidate) -> Line:
+    word = ("passed", "green") if one.passed else ("failed", "bold red")
+    return line("policy      ", word)
+
+
+def _side(name: str, side: EvaluationSummary) -> Line:
+    told = [one for one in (side.model, side.dtype, side.tool or side.format) if one]
+    return prose(name, f"{side.path}: {', '.join(told)}", width=3)
+
+
+def _in_full(one: Candidate, *, verbose: bool) -> list[TaskScores]:
+    if verbose or len(one.tasks) <= _DETAILED:
+        return one.tasks
+    order = ("worse", "undecided", "better", "incomparable")
+    odd = [task for task in one.tasks if task.verdict in order]
+    return sorted(odd, key=lambda task: order.index(task.verdict))[:_DETAILED]
+
+
+def task_cells(task: TaskScores) -> tuple[str, ...]:
+    """One row below TITLES."""
+    if task.difference is None or task.pairing is None:
+        return (name_of(task), task.verdict, "-", "-", "-", "-", "-", "-")
+    return (
+        name_of(task), task.verdict, f"{task.pairing.num_paired:,}", _score(task.reference),
+        _score(task.candidate), _signed(task.difference),
+        f"{_signed(task.low)} to {_signed(task.high)}", _p(task.p_adjusted),
+    )  # fmt: skip
+
+
+def _table(one: Candidate) -> Iterator[list[str | tuple[str, str]]]:
+    rows = columns([TITLES, *map(task_cells, one.tasks)])
+    yield [(rows[0].text, "dim")]
+    for row in rows[1:]:
+        yield [row.text]
+
+
+def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, str]]:
+    """A name and what it is, of one task."""
+    if task.difference is None or task.pairing is None:
+        yield "verdict", task.summary
+        if task.pairing is not None:
+            yield from _left_out(task)
+        return
+    held = task.pairing
+    yield "verdict", task.summary
+    better = "" if task.higher_is_better else "; lower is better"
+    yield (
+        "score",
+        f"{_score(task.reference)} -> {_score(task.candidate)}, difference "
+        f"{_signed(task.difference)} ± {_number(task.standard_error)} (standard error){better}",
+    )
+    paired = count(held.num_paired, "paired document")
+    if held.num_clusters != held.num_paired:
+        paired += f" in {held.num_clusters:,} clusters"
+    if max(held.repeats) > 1:
+        paired += f", {held.repeats[0]:g} and {held.repeats[1]:g} answers to each"
+    yield "95% interval", f"{_signed(task.low)} to {_signed(task.high)}, of {paired}"
+    words = {"mcnemar": "exact McNemar", "permutation": "permutation of signs", "t": "t test"}
+    holm = f", {_p(task.p_adjusted)} by Holm" if task.p_adjusted != task.p_value else ""
+    yield "chance", f"p = {_p(task.p_value)} ({words[task.test or 't']}{holm})"
+    for band in task.bands:
+        state = "equal" if band.equal else "not shown"
+        more = "" if band.needed is None else f"; some {band.needed:,} documents would settle it"
+        yield "band", f"{band_text(band)}: {state}, p = {_p(band.p_value)}{more}"
+    yield (
+        "can tell",
+        f"a true difference of {_number(task.smallest_difference)} in four of five such "
+        f"evaluations; the narrowest band it shows is ±{_number(task.shown_band)}",
+    )
+    changed = "" if task.num_changed is None else (
+        f"; {task.num_changed:,} of {held.num_paired:,} answers changed"
+    )  # fmt: skip
+    yield "flips", f"{task.num_lost:,} lost, {task.num_gained:,} gained{changed}"
+    if task.causes is not None:
+        yield "why", _why(task)
+    yield from _left_out(task)
+    for note in task.notes:
+        yield "note", note
+    for check in task.preflight:
+        if check.status == "blocking" or (verbose and check.status != "same"):
+            told = check.detail or f"{check.reference} / {check.candidate}"
+            yield "preflight", f"{check.check} {check.status}: {told}"
+
+
+def _why(task: TaskScores) -> str:
+    causes = task.causes
+    assert causes is not None
+    parts = [
+        f"{count(causes.num_ties, 'flip')} at near ties ({_signed(causes.difference_of_ties)})",
+        f"{causes.num_shifts:,} with a real shift ({_signed(causes.difference_of_shifts)})",
+    ]
+    return (
+        f"{' and '.join(parts)}: a tie's margin moves by no more than {causes.limit:.2g} nats, by "
+        f"{causes.limit_of}; the median moved by {causes.median_shift:.2g}"
+    )
+
+
+def _left_out(task: TaskScores) -> Iterator[tuple[str, str]]:
+    held = task.pairing
+    assert held is not None
+    counts = {
+        "only in A": held.num_reference_only, "only in B": held.num_candidate_only,
+        "asked in other words": held.num_other_prompt,
+        "with another right answer": held.num_other_target,
+        "without a usable score": held.num_unscored,
+        "with two scores": held.num_conflicting,
+    }  # fmt: skip
+    told = [f"{number:,} {words}" for words, number in counts.items() if number]
+    if held.num_duplicates:
+        told.append(f"{held.num_duplicates:,} rows that repeat a document")
+    told += [f"{number:,} answers: {why}" for why, number in held.whys.items()]
+    if told:
+        yield "left out", "; ".join(told)
+
+
+def _task(task: TaskScores, *, verbose: bool) -> list[Line]:
+    return [prose(f"  {name}", text, width=16) for name, text in facts_of(task, verbose=verbose)]
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else "0" if value == 0 else f"{value:+.4f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _p(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}" if value >= 1e-4 else "<0.0001"
+
+
+def scores_markdown(report: ScoresReport) -> str:
+    """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
+    out: list[str] = []
+    for one in report.candidates:
+        text = headline(one).text
+        word, _, rest = text.partition(": ")
+        out += [f"**{word}**: {markdown_code(rest)}", ""]
+        cells = [TITLES, ("---",) * len(TITLES)]
+        cells += [tuple(markdown_code(cell) for cell in task_cells(task)) for task in one.tasks]
+        out += [f"| {' | '.join(row)} |" for row in cells]
+        out += ["", f"A: {markdown_code(report.reference.path)}<br>"]
+        out += [f"B: {markdown_code(one.side.path)}", ""]
+        for task in one.tasks:
+            told = [f"{name}: {text}" for name, text in facts_of(task)]
+            out += [f"- {markdown_code(name_of(task))}: {markdown_code(text)}" for text in told]
+        out += [f"- {markdown_code(reason)}" for reason in one.reasons] + [""]
+    out += [f"Made by `divergence scores --markdown` {report.tool_version}."]
+    return "\n".join(out) + "\n"
+
+
+def scores_csv(report: ScoresReport) -> str:
+    """One row a task of each candidate: the fields of TaskScores, nested ones by their path."""
+    rows = [
+        {"reference_path": report.reference.path, "candidate_path": one.side.path, **_flat(task)}
+        for one in report.candidates
+        for task in one.tasks
+    ]
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _flat(task: TaskScores) -> dict[str, object]:
+    found: dict[str, Any] = msgspec.to_builtins(task)
+    found.pop("preflight")
+    found["notes"] = "; ".join(found["notes"])
+    for name in ("pairing", "causes"):
+        for key, value in (found.pop(name) or {}).items():
+            if key not in ("whys", "repeats"):
+                found[f"{name}_{key}"] = value
+    for band in found.pop("bands"):
+        word = f"band_{100 * band['limit']:g}{'pct' if band['relative'] else 'points'}"
+        for key in ("width", "p_value", "equal", "needed"):
+            found[f"{word}_{key}"] = band[key]
+    return found

@@ -1,0 +1,107 @@
+"""The mean of paired differences with the error of clustered documents.
+
+Documents of one cluster (questions about one text, ways of asking one fact) are not independent, so
+the unit is the cluster (Miller, Adding Error Bars to Evals, arXiv:2411.00640, 2024). With S_g the
+sum and n_g the number of documents of cluster g, n = Σ n_g and d = Σ S_g / n:
+
+    var(d) = Σ w_g (S_g - n_g d)² / n²,   w_g = 1 / (1 - n_g/n)
+
+w is the small-sample correction of Bell and McCaffrey (2002, "CR2"), and t has their degrees of
+freedom; without clusters that is the paired t test. (Miller's formula has w = 1.)
+
+Such an interval is too narrow where few documents differ, as between two healthy machines: with no
+flip at all its width would be 0. So two made-up clusters are added for intervals and equivalence,
+of mean size, whose sums lie the root mean square of the sums that are not 0 to either side. For
+unclustered binary scores that is the interval of Bonett and Price (Statistics in Medicine 31,
+2012), which Fagerland, Lydersen and Laake (2014) recommend. ``benchmarks/scores_coverage.py``
+prints what it covers.
+
+All functions take sums as (..., clusters): leading axes are separate data sets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Mean", "cluster_sums", "equivalence_p", "interval", "mean_of", "padding"]
+
+Floats = np.ndarray
+
+
+class Mean(NamedTuple):
+    """A mean, its standard error and the degrees of freedom of t."""
+
+    mean: Floats
+    error: Floats
+    freedom: float
+
+
+def cluster_sums(values: Floats, clusters: Floats | None) -> tuple[Floats, Floats]:
+    """(sums, sizes) of each cluster. ``clusters``: its number for each value; None: each alone."""
+    if clusters is None:
+        return values, np.ones(len(values))
+    sizes = np.bincount(clusters).astype(float)
+    return np.bincount(clusters, weights=values), sizes
+
+
+def padding(sums: Floats, sizes: Floats, span: float) -> Floats:
+    """How far the two made-up clusters lie from their middle. ``span``: how much one document's
+    score could change, where no cluster changed at all."""
+    squares, changed = (sums**2).sum(-1), (sums != 0).sum(-1)
+    found = np.sqrt(squares / np.maximum(changed, 1))
+    far: Floats = np.where(changed > 0, found, span * sizes.mean())
+    return far
+
+
+def mean_of(
+    sums: Floats, sizes: Floats, *, pad: Floats | float = 0.0, middle: Floats | float = 0.0
+) -> Mean:
+    """``pad``: of the made-up clusters; 0 adds none. ``middle``: the mean that they lie around."""
+    if np.any(pad):
+        size = sizes.mean()
+        centre = np.broadcast_to(np.asarray(middle) * size, sums.shape[:-1])[..., None]
+        aside = np.broadcast_to(np.asarray(pad), sums.shape[:-1])[..., None]
+        sums = np.concatenate([sums, centre - aside, centre + aside], axis=-1)
+        sizes = np.concatenate([sizes, [size, size]])
+    total = sizes.sum()
+    mean = sums.sum(-1) / total
+    if len(sizes) < 2:
+        return Mean(mean, np.full_like(mean, np.nan), np.nan)
+    weights = 1 / (1 - sizes / total)
+    left = sums - sizes * mean[..., None]
+    error = np.sqrt((weights * left**2).sum(-1)) / total
+    # tr(B)² / tr(B²) with B = √w (n_g [g=h] - n_g n_h / n) √w: Satterthwaite's approximation
+    weighted = weights * sizes**2
+    trace2 = (sizes**2).sum() + (weighted.sum() ** 2 - (weighted**2).sum()) / total**2
+    return Mean(mean, error, float(total**2 / trace2))
+
+
+def interval(found: Mean, level: float) -> tuple[Floats, Floats]:
+    """Both ends of the interval that holds the true mean with probability ``level``."""
+    from scipy import stats
+
+    reach = stats.t.ppf((1 + level) / 2, found.freedom) * found.error
+    return found.mean - reach, found.mean + reach
+
+
+def equivalence_p(
+    sums: Floats, sizes: Floats, band: Floats, *, pad: Floats | float
+) -> Floats:  # fmt: skip
+    """The p value of two one-sided tests (Schuirmann 1987): is the mean difference inside the band?
+
+    ``band``: of each cluster, how far its sum may be off: the limit times n_g, or for a relative
+    band the limit times the reference's own sum, so that the error of the reference's score is in
+    the test (Fieller's way).
+    """
+    from scipy import stats
+
+    middle = band.sum(-1) / sizes.sum()
+    worst: Floats = np.zeros(sums.shape[:-1])
+    for sign in (1.0, -1.0):
+        found = mean_of(band + sign * sums, sizes, pad=pad, middle=middle)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            p = stats.t.sf(found.mean / found.error, found.freedom)
+        worst = np.maximum(worst, np.nan_to_num(p, nan=1.0))
+    return worst

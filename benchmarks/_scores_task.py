@@ -1,4 +1,4 @@
-"""A local task of lm-evaluation-harness: 896 questions about 329 facts, each choice one token.
+"""A local task of lm-evaluation-harness: 794 questions about 286 facts, each choice one token.
 
 Sums in words, what comes after and before in a known order, and opposites, each asked in two or
 three ways: the ways of asking one fact are a cluster. ``write_task`` writes the documents and the
@@ -40,28 +40,15 @@ _OPPOSITES = (
 )
 _SUMS = (
     "{a} plus {b} equals", "The sum of {a} and {b} is", "Question: what is {a} plus {b}?\nAnswer:",
-    "Adding {a} and {b} gives", "If you have {a} and get {b} more, you have", "{a} and {b} makes",
-)  # fmt: skip
-_DIFFERENCES = (
-    "{a} minus {b} equals", "Taking {b} from {a} leaves",
-    "Question: what is {a} minus {b}?\nAnswer:", "If you have {a} and lose {b}, you have",
-    "The difference of {a} and {b} is",
-)  # fmt: skip
-_LARGER = (
-    "Of {a} and {b}, the larger is", "Which is larger, {a} or {b}? Answer:",
-    "Between {a} and {b}, the greater number is", "The maximum of {a} and {b} is",
 )  # fmt: skip
 _NEXT = (
-    "The {kind} after {one} is", "{one} comes before the {kind}", "Next {kind} after {one}:",
-    "Question: which {kind} follows {one}?\nAnswer:", "{one} is followed by",
+    "The {kind} after {one} is", "{one} comes before the {kind}", "Next {kind} after {one}:"
 )  # fmt: skip
 _LAST = (
-    "The {kind} before {one} is", "Previous {kind}, before {one}:", "{one} comes after the {kind}",
-    "Question: which {kind} precedes {one}?\nAnswer:",
+    "The {kind} before {one} is", "Previous {kind}, before {one}:",
 )  # fmt: skip
 _OTHER = (
-    "The opposite of {one} is", "Not {one}, but", "Antonym of {one}:", "{one} is the opposite of",
-    "Question: what is the opposite of {one}?\nAnswer:", "If it is not {one}, it is",
+    "The opposite of {one} is", "Not {one}, but", "Antonym of {one}:"
 )  # fmt: skip
 
 
@@ -74,14 +61,6 @@ def documents() -> Iterator[dict[str, Any]]:
             for words in _SUMS:
                 text = words.format(a=first, b=second)
                 yield _document(draw, text, _NUMBERS[a + b], wrong, f"sum {a} {b}")
-            wrong = [_NUMBERS[(a + off) % 19] for off in (1, 2, 17)]
-            for words in _DIFFERENCES:
-                text = words.format(a=_NUMBERS[a + b], b=second)
-                yield _document(draw, text, first, wrong, f"difference {a + b} {b}")
-            for words in _LARGER if a != b else ():
-                text = words.format(a=first, b=second)
-                larger, smaller = _NUMBERS[max(a, b)], _NUMBERS[min(a, b)]
-                yield _document(draw, text, larger, [smaller], f"larger {a} {b}")
     for kind, order in _ORDERS.items():
         for ways, step in ((_NEXT, 1), (_LAST, -1)):
             for number, one in enumerate(order):

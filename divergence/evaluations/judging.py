@@ -61,7 +61,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     lost, gained = int((diff < 0).sum()), int((diff > 0).sum())
     if not series.higher_is_better:
         lost, gained = gained, lost
-    if pairs.binary and pairs.clusters is None:
+    if pairs.binary and pairs.single and pairs.clusters is None:
         p_value, test = mcnemar(lost, gained), "mcnemar"
     else:
         p_value, test = sign_test(sums, sizes)

@@ -61,7 +61,12 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
     results = _results(folder)
     for task, (date, name) in _samples(folder, found).items():
         report = results.get(date) or (next(iter(results.values())) if len(results) == 1 else {})
-        found.series += _task(folder, name, task, report, reading)
+        series = _task(folder, name, task, report, reading)
+        found.series += series
+        told = _table(_table(report.get("n-samples")).get(task)).get("effective")
+        held = max((len({row.document for row in one.rows}) for one in series), default=told)
+        if isinstance(told, int) and held != told:
+            found.incomplete = f"{task} has {held:,} documents, and its results say {told:,}"
         config = _table(report.get("config"))
         found.model = found.model or config.get("model_source") or config.get("model")
         arguments = config.get("model_args")

@@ -1,0 +1,139 @@
+"""What `scores` claims of its statistics, by simulation.
+
+    python benchmarks/scores_coverage.py [--replicates 10000]
+
+Scores are drawn, evaluated by the functions that `divergence scores` uses, and counted: how often
+the 95% interval holds the true difference, how often each test rejects what is true (its level is
+5%), and how often it finds what it is said to find (power 80%). Documents of one cluster flip
+together with probability 0.55, so that two of them are correlated by 0.3. `lost` and `gained` are
+what share of the documents flips in each direction.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from divergence.evaluations.statistics.means import equivalence_p, interval, mean_of, padding
+from divergence.evaluations.statistics.power import documents_needed, smallest_difference
+from divergence.evaluations.statistics.significance import mcnemar, sign_test
+
+TOGETHER = 0.3**0.5
+_CELLS = 4_000_000
+
+
+def drawn(
+    generator: np.random.Generator, replicates: int, num: int, size: int, lost: float, gained: float
+) -> Iterator[np.ndarray]:
+    """Sums of clusters of ``size``, (some replicates, clusters), until there are all."""
+
+    def flips(*shape: int) -> np.ndarray:
+        chance = generator.random(shape, dtype=np.float32)
+        return (chance > 1 - gained).astype(np.int8) - (chance < lost).astype(np.int8)
+
+    step = max(1, _CELLS // num)
+    for start in range(0, replicates, step):
+        rows = min(step, replicates - start)
+        if size == 1:
+            yield flips(rows, num).astype(float)
+            continue
+        shape = rows, num // size, size
+        common = generator.random(shape, dtype=np.float32) < TOGETHER
+        both = np.where(common, flips(*shape[:2], 1), flips(*shape))
+        yield both.sum(-1, dtype=float)
+
+
+def coverage(generator: np.random.Generator, replicates: int) -> None:
+    print("| n | clusters of | lost | gained | interval holds | without padding | mean width |")
+    print("|---|---|---|---|---|---|---|")
+    for num in (50, 200, 1000, 10_000):
+        for size in (1, 5):
+            for lost, gained in ((0.02, 0.0), (0.05, 0.05), (0.15, 0.15), (0.1, 0.05)):
+                held = plain = 0
+                width = 0.0
+                for sums in drawn(generator, replicates, num, size, lost, gained):
+                    sizes = np.full(num // size, float(size))
+                    low, high = interval(
+                        mean_of(sums, sizes, pad=padding(sums, sizes, 1.0)), 0.95
+                    )
+                    held += int(((low <= gained - lost) & (gained - lost <= high)).sum())
+                    width += float((high - low).sum())
+                    low, high = interval(mean_of(sums, sizes), 0.95)
+                    plain += int(((low <= gained - lost) & (gained - lost <= high)).sum())
+                print(f"| {num:,} | {size} | {lost:.0%} | {gained:.0%} | {held / replicates:.1%} | "
+                      f"{plain / replicates:.1%} | {width / replicates:.4f} |", flush=True)  # fmt: skip
+
+
+def errors(generator: np.random.Generator, replicates: int) -> None:
+    """How often each test rejects what is true."""
+    exact = cache(mcnemar)
+    print("\n| test | of what is true | n | clusters of | rejected (level 5%) |")
+    print("|---|---|---|---|---|")
+    for num in (50, 200, 1000, 10_000):
+        wrong = 0
+        for sums in drawn(generator, replicates, num, 1, 0.05, 0.05):
+            counts = zip((sums < 0).sum(1), (sums > 0).sum(1), strict=True)
+            wrong += sum(exact(int(lost), int(gained)) <= 0.05 for lost, gained in counts)
+        print(f"| McNemar | no difference, 10% flip | {num:,} | 1 | {wrong / replicates:.1%} |",
+              flush=True)  # fmt: skip
+    for num, size in ((50, 1), (200, 5)):
+        wrong = 0
+        for sums in drawn(generator, replicates, num, size, 0.15, 0.15):
+            graded = sums * generator.random(sums.shape)
+            sizes = np.full(num // size, float(size))
+            wrong += sum(sign_test(row, sizes)[0] <= 0.05 for row in graded)
+        print(f"| permutation | no difference, graded | {num} | {size} | {wrong / replicates:.1%} |",
+              flush=True)  # fmt: skip
+    for num in (50, 200, 1000, 10_000):
+        for size in (1, 5):
+            band, wrong = 0.03, 0
+            for sums in drawn(generator, replicates, num, size, 0.05, 0.02):
+                sizes = np.full(num // size, float(size))
+                p = equivalence_p(sums, sizes, band * sizes, pad=padding(sums, sizes, 1.0))
+                wrong += int((p <= 0.05).sum())
+            print(f"| TOST | off by the band, 3 points | {num:,} | {size} | "
+                  f"{wrong / replicates:.1%} |", flush=True)  # fmt: skip
+
+
+def powers(generator: np.random.Generator, replicates: int) -> None:
+    """How often each test finds what it is said to find."""
+    print("\n| what is said | n | found (80% said) |")
+    print("|---|---|---|")
+    for flips, band in ((0.02, 0.0123), (0.1, 0.03), (0.1, 0.01)):
+        num = documents_needed(flips**0.5, 1.0, difference=0.0, band=band, num=0)
+        assert num is not None
+        found = 0
+        for sums in drawn(generator, replicates, num, 1, flips / 2, flips / 2):
+            sizes = np.ones(num)
+            p = equivalence_p(sums, sizes, band * sizes, pad=padding(sums, sizes, 1.0))
+            found += int((p <= 0.05).sum())
+        print(f"| documents needed: {flips:.0%} flip, band {band:g} | {num:,} | "
+              f"{found / replicates:.1%} |", flush=True)  # fmt: skip
+    for num, size, flips in ((200, 1, 0.2), (1000, 1, 0.1), (1000, 5, 0.1), (10_000, 1, 0.1)):
+        spread = (flips * (1 + (size - 1) * 0.3) / num) ** 0.5
+        difference = smallest_difference(spread, num / size - 1)
+        found = 0
+        for sums in drawn(generator, replicates, num, size,
+                          (flips + difference) / 2, (flips - difference) / 2):  # fmt: skip
+            sizes = np.full(num // size, float(size))
+            low, high = interval(mean_of(sums, sizes, pad=padding(sums, sizes, 1.0)), 0.95)
+            found += int(((high < 0) | (low > 0)).sum())
+        print(f"| smallest difference {difference:.4f}: {flips:.0%} flip, clusters of {size} | "
+              f"{num:,} | {found / replicates:.1%} |", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicates", type=int, default=10_000)
+    given = parser.parse_args()
+    generator = np.random.default_rng(0)
+    coverage(generator, given.replicates)
+    errors(generator, given.replicates)
+    powers(generator, given.replicates)
+
+
+if __name__ == "__main__":
+    main()

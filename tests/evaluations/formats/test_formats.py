@@ -1,0 +1,225 @@
+"""Each tool's files, real where the tool installs: pairs, repeats, clusters, what is left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+
+import pytest
+
+from divergence import scores
+from divergence.errors import DumpError, UsageError
+from divergence.evaluations.formats import format_named, read
+from divergence.evaluations.formats.reading import Reading
+from tests.evaluations.conftest import FIXTURES, sample
+
+
+def test_lm_evals_own_files():
+    """Made by lm-eval 0.4.13: hashes, likelihoods of choices, settings, the facts as clusters."""
+    report = scores(FIXTURES / "lm_eval" / "a", FIXTURES / "lm_eval" / "b", cluster="fact")
+    (task,) = report.candidates[0].tasks
+    assert (task.task, task.metric, task.pairing.num_paired) == ("facts", "acc", 24)
+    assert task.pairing.num_clusters == 24
+    assert report.reference.tool == "lm-eval 0.4.13" and report.reference.dtype == "bfloat16"
+    assert task.num_changed and task.causes is None or task.causes.num_judged == 24
+    told = {line.check: line.status for line in task.preflight}
+    assert {told[name] for name in ("few-shot", "prompts", "targets", "task settings")} == {"same"}
+
+
+def test_evalscopes_own_files():
+    """Made by evalscope 1.14.1: two answers to each of twelve questions are repeats of them."""
+    report = scores(FIXTURES / "evalscope" / "a", FIXTURES / "evalscope" / "b")
+    (task,) = report.candidates[0].tasks
+    assert (task.task, task.metric) == ("general_mcq_sums", "accuracy")
+    assert (task.pairing.num_paired, task.pairing.repeats) == (12, (2.0, 2.0))
+    assert (task.reference, task.candidate) == pytest.approx((20 / 24, 17 / 24))
+    assert report.reference.tool == "evalscope 1.14.1"
+    found = {line.check: line.status for line in task.preflight}
+    assert found["generation settings"] == found["prompts"] == "same"
+
+
+def test_evalscopes_unusable_answers_leave_the_denominator(tmp_path):
+    """A judge that failed is no score of 0."""
+    shutil.copytree(FIXTURES / "evalscope" / "b", tmp_path / "b")
+    file = next((tmp_path / "b" / "reviews").rglob("*.jsonl"))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines[:2]:  # both answers to the first question
+        line["sample_score"]["score"] |= {"value": {}, "status": "parse_error"}
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines[2:], *lines[:2]]))
+    (task,) = scores(FIXTURES / "evalscope" / "a", tmp_path / "b").candidates[0].tasks
+    assert (task.pairing.num_paired, task.pairing.num_unscored) == (11, 1)
+    assert task.pairing.whys == {"status parse_error": 2}
+    assert task.reference == pytest.approx(18 / 22)
+
+
+def test_inspects_own_logs():
+    """Made by inspect 0.3.285 (events taken out): epochs are repeats, letters are scores."""
+    report = scores(FIXTURES / "inspect" / "a.eval", FIXTURES / "inspect" / "b.eval")
+    tasks = {task.metric: task for task in report.candidates[0].tasks}
+    assert set(tasks) == {"match", "includes"}
+    assert tasks["match"].pairing.repeats == (2.0, 2.0)
+    assert tasks["match"].reference == pytest.approx(8 / 12)
+    assert (tasks["match"].num_lost, tasks["match"].num_gained) == (2, 1)
+
+
+def test_inspects_compression_is_named(tmp_path):
+    """A log in zstandard on a Python that lacks it: what to install."""
+    pytest.importorskip("zipfile")
+    if hasattr(zipfile, "ZIP_ZSTANDARD"):
+        pytest.skip("this Python reads it")
+    try:
+        import zstandard  # noqa: F401 - then it is read, and the bytes below are damaged
+    except ImportError:
+        pass
+    else:
+        pytest.skip("zstandard is installed")
+    data = bytearray((FIXTURES / "inspect" / "a.eval").read_bytes())
+    for mark, place in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        start = data.find(mark)
+        while start >= 0:
+            data[start + place : start + place + 2] = (93).to_bytes(2, "little")
+            start = data.find(mark, start + 4)
+    (tmp_path / "a.eval").write_bytes(data)
+    with pytest.raises(UsageError, match="zstandard") as failed:
+        scores(tmp_path / "a.eval", FIXTURES / "inspect" / "b.eval")
+    assert "pip install zstandard" in str(failed.value)
+
+
+def opencompass(folder, right, *, listed=True, parts=1):
+    """As Gsm8kEvaluator's details come out of BaseEvaluator.evaluate, or AccwithDetails' do."""
+    results = folder / "results" / "model"
+    results.mkdir(parents=True)
+    details = [
+        {"example_abbr": f"gsm8k_{n}", "pred": [str(n)], "answer": [str(n)], "correct": [one]}
+        for n, one in enumerate(right)
+    ]
+    if not listed:
+        details = {"type": "GEN"} | {
+            str(n): {"prompt": f"Q{n}", "pred": str(n), "refr": "x", "is_correct": one}
+            for n, one in enumerate(right)
+        }
+    (results / "gsm8k.json").write_text(json.dumps({"accuracy": 50.0, "details": details}))
+    predictions = folder / "predictions" / "model"
+    predictions.mkdir(parents=True)
+    asked = [{"origin_prompt": [{"role": "HUMAN", "prompt": f"Q{n}"}], "prediction": str(n)}
+             for n in range(len(right))]  # fmt: skip
+    size = -(-len(asked) // parts)
+    for part in range(parts):
+        held = asked[part * size : (part + 1) * size]
+        name = "gsm8k.json" if parts == 1 else f"gsm8k_{part}.json"
+        text = json.dumps({str(n): one for n, one in enumerate(held)})
+        (predictions / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_opencompass(tmp_path, listed):
+    """Both forms of details; the prompts come from predictions, also in parts."""
+    right = [True, True, False, True, False, True]
+    a = opencompass(tmp_path / "a", right, listed=listed)
+    b = opencompass(tmp_path / "b", [*right[:3], False, False, True], listed=listed, parts=2)
+    report = scores(a, b)
+    (task,) = report.candidates[0].tasks
+    assert (task.task, task.pairing.num_paired, task.num_lost) == ("gsm8k", 6, 1)
+    assert task.reference == pytest.approx(4 / 6)
+    assert next(line for line in task.preflight if line.check == "prompts").status == "same"
+    (series,) = read(str(b), Reading()).series
+    prompts = format_named("opencompass").prompts(series, {5})
+    assert [(one.role, one.content) for one in prompts[5].messages] == [("user", "Q4")]
+
+
+def test_opencompass_without_details(tmp_path):
+    """The option that writes them is named."""
+    folder = tmp_path / "results" / "model"
+    folder.mkdir(parents=True)
+    (folder / "gsm8k.json").write_text('{"accuracy": 50.0}')
+    with pytest.raises(DumpError, match="nothing that is scored") as failed:
+        read(str(tmp_path), Reading())
+    assert "--dump-eval-details" in str(failed.value)
+
+
+def test_a_csv(tmp_path):
+    """Columns by name; words of truth, repeats and groups."""
+    path = tmp_path / "a.csv"
+    path.write_text("id,score,group,repeat\nx,true,g,0\nx,0,g,1\ny,0.5,,\nz,,,\n")
+    (series,) = read(str(path), Reading()).series
+    assert [row.score for row in series.rows] == [1.0, 0.0, 0.5, None]
+    assert [row.cluster for row in series.rows] == ["g", "g", None, None]
+    assert [row.repeat for row in series.rows] == [0, 1, 0, 0]
+
+
+def test_filters_and_metrics_of_lm_eval_are_rows_of_their_own(lm_eval):
+    """One series for each filter and metric; globs choose."""
+    lines = []
+    for n in range(4):
+        for name in ("strict-match", "flexible-extract"):
+            line = sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0])
+            lines.append(line | {"filter": name, "metrics": ["acc", "acc_norm"], "acc_norm": 0.0})
+    folder = lm_eval("a", lines)
+    names = {str(one.name) for one in read(str(folder), Reading()).series}
+    assert len(names) == 4 and "quiz strict-match acc_norm" in names
+    found = read(str(folder), Reading(metrics=["acc"], filters=["strict*"])).series
+    assert [str(one.name) for one in found] == ["quiz strict-match acc"]
+
+
+def test_equal_documents_of_lm_eval_stay_apart(lm_eval):
+    """Two documents of one text have one hash, and are told apart by their order."""
+    same = [sample(n, score=n % 2, right=0, likelihoods=[-1.0, -2.0]) for n in range(2)]
+    same[1]["doc_hash"] = same[0]["doc_hash"]
+    (series,) = read(str(lm_eval("a", same)), Reading()).series
+    assert len({row.document for row in series.rows}) == 2
+
+
+def test_the_newest_file_of_a_task_is_taken(lm_eval, tmp_path):
+    """And the older one is counted."""
+    line = sample(0, score=1.0, right=0, likelihoods=[-1.0, -2.0])
+    folder = lm_eval("a", [line])
+    old = folder / "model" / "samples_quiz_2025-01-02T03-04-05.678901.jsonl"
+    old.write_text(json.dumps(line | {"acc": 0.0}) + "\n")
+    found = read(str(folder), Reading())
+    assert found.series[0].rows[0].score == 1.0 and "1 older file" in found.notes[0]
+
+
+def test_prompts_come_back(lm_eval):
+    """What the model was given, as text or chat."""
+    lines = [sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0]) for n in range(3)]
+    (series,) = read(str(lm_eval("a", lines)), Reading()).series
+    assert format_named("lm-eval").prompts(series, {2})[2].text == "Question 1:"
+    (series,) = read(str(FIXTURES / "evalscope" / "a"), Reading()).series
+    (message,) = format_named("evalscope").prompts(series, {1})[1].messages
+    assert message.role == "user" and "zero plus zero" in message.content
+    series = read(str(FIXTURES / "inspect" / "a.eval"), Reading()).series[0]
+    (prompt,) = format_named("inspect").prompts(series, {1}).values()
+    assert prompt.messages[0].content.startswith("What is ")
+
+
+def cut(path, source):
+    path.write_bytes(source.read_bytes()[:-200])
+    return path
+
+
+@pytest.mark.parametrize("name", ["lm_eval", "evalscope", "inspect", "csv", "jsonl"])
+def test_half_a_file(name, tmp_path, table):
+    """Refused with the file and the line; nothing is compared."""
+    if name in ("csv", "jsonl"):
+        path = tmp_path / f"half.{name}"
+        text = "id,score\nx,1\ny" if name == "csv" else '{"id": 1, "score": 1}\n{"id": 2, "sc'
+        path.write_text(text)
+    elif name == "inspect":
+        path = cut(tmp_path / "half.eval", FIXTURES / "inspect" / "a.eval")
+    else:
+        source = next((FIXTURES / name / "a").rglob("*.jsonl"))
+        path = cut(tmp_path / source.name, source)
+    with pytest.raises(DumpError) as failed:
+        scores(path, table("b", [1, 0]))
+    assert "half." in failed.value.where or ".jsonl" in failed.value.where
+
+
+def test_what_is_no_result(tmp_path):
+    """An unknown file, and a format that nobody knows."""
+    (tmp_path / "a.txt").write_text("41.4")
+    with pytest.raises(DumpError, match="no results of an evaluation"):
+        scores(tmp_path / "a.txt", tmp_path / "b")
+    with pytest.raises(UsageError, match="no format is called 'helm'"):
+        scores("a", "b", format="helm")

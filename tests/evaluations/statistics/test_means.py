@@ -1,0 +1,132 @@
+"""Clustered means, intervals and equivalence, against scipy, statsmodels and worked examples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import statsmodels.api as sm
+from scipy import stats
+
+from divergence.evaluations.statistics.means import (
+    cluster_sums,
+    equivalence_p,
+    interval,
+    mean_of,
+    padding,
+)
+
+
+def test_without_clusters_it_is_the_paired_t_test():
+    """The same error, degrees of freedom and interval as scipy's."""
+    values = np.random.default_rng(0).normal(0.1, 1, 60)
+    found = mean_of(*cluster_sums(values, None))
+    expected = stats.ttest_1samp(values, 0)
+    assert found.error == pytest.approx(stats.sem(values))
+    assert found.freedom == pytest.approx(59)
+    assert interval(found, 0.95) == pytest.approx(tuple(expected.confidence_interval(0.95)))
+
+
+def test_equal_clusters_are_statsmodels_cluster_robust_error():
+    """With its correction G / (G - 1), which is what CR2 is for clusters of one size."""
+    generator = np.random.default_rng(1)
+    clusters = np.repeat(np.arange(30), 6)
+    values = generator.normal(size=180) + generator.normal(size=30)[clusters]
+    found = mean_of(*cluster_sums(values, clusters))
+    fitted = sm.OLS(values, np.ones(180)).fit(
+        cov_type="cluster", cov_kwds={"groups": clusters, "use_correction": True}
+    )
+    assert found.error == pytest.approx(fitted.bse[0])
+    assert found.freedom == pytest.approx(29)
+
+
+def test_unequal_clusters_by_hand():
+    """CR2 and its degrees of freedom from the matrices that define them."""
+    generator = np.random.default_rng(2)
+    clusters = np.repeat(np.arange(5), [1, 2, 3, 5, 9])
+    values = generator.normal(size=20)
+    found = mean_of(*cluster_sums(values, clusters))
+    n, ones = 20, np.ones((20, 1))
+    residual_maker = np.eye(n) - ones @ ones.T / n
+    residuals = residual_maker @ values
+    total, parts = 0.0, []
+    for number in range(5):
+        here = np.flatnonzero(clusters == number)
+        block = residual_maker[np.ix_(here, here)]
+        lengths, vectors = np.linalg.eigh(block)
+        root = vectors @ np.diag(lengths**-0.5) @ vectors.T
+        total += (np.ones(len(here)) @ root @ residuals[here]) ** 2 / n**2
+        parts.append(residual_maker[here].T @ root @ np.ones(len(here)) / n)
+    gram = np.array(parts) @ np.array(parts).T
+    assert found.error == pytest.approx(total**0.5)
+    assert found.freedom == pytest.approx(np.trace(gram) ** 2 / (gram**2).sum())
+
+
+def test_the_padded_interval_is_bonett_and_prices():
+    """Airway hyper-responsiveness (Fagerland 2014, table 2): 1 and 7 of 21 discordant."""
+    values = np.array([1.0] + [-1.0] * 7 + [0.0] * 13)
+    sums, sizes = cluster_sums(values, None)
+    found = mean_of(sums, sizes, pad=padding(sums, sizes, 1.0))
+    # the variance by n instead of n - 1, and z in place of t, as they define it
+    error = float(found.error) * (22 / 23) ** 0.5
+    z = stats.norm.ppf(0.975)
+    assert float(found.mean) - z * error == pytest.approx(-0.508, abs=5e-4)
+    assert float(found.mean) + z * error == pytest.approx(-0.013, abs=5e-4)
+
+
+def test_no_flip_at_all_is_no_certainty():
+    """The interval has a width, which falls with n."""
+    widths = []
+    for num in (50, 500, 5000):
+        sums, sizes = cluster_sums(np.zeros(num), None)
+        low, high = interval(mean_of(sums, sizes, pad=padding(sums, sizes, 1.0)), 0.95)
+        assert low == -high
+        widths.append(high)
+    assert widths[0] > 0.05 and widths[2] < 0.001 < widths[0] / 50
+
+
+def test_equivalence_is_scipys_one_sided_tests():
+    """An absolute band without padding: the larger p of two t tests."""
+    values = np.random.default_rng(3).normal(0.002, 0.1, 300)
+    sums, sizes = cluster_sums(values, None)
+    p = equivalence_p(sums, sizes, 0.02 * sizes, pad=0.0)
+    above = stats.ttest_1samp(values, -0.02, alternative="greater").pvalue
+    below = stats.ttest_1samp(values, 0.02, alternative="less").pvalue
+    assert p == pytest.approx(max(above, below))
+
+
+def test_a_relative_band_knows_the_references_error():
+    """The same as testing candidate - 0.97 reference and 1.03 reference - candidate."""
+    generator = np.random.default_rng(4)
+    a = generator.integers(0, 2, 2000).astype(float)
+    b = np.where(generator.random(2000) < 0.01, 1 - a, a)
+    sums, sizes = cluster_sums(b - a, None)
+    p = equivalence_p(sums, sizes, 0.03 * a, pad=0.0)
+    above = stats.ttest_1samp(b - 0.97 * a, 0, alternative="greater").pvalue
+    below = stats.ttest_1samp(1.03 * a - b, 0, alternative="greater").pvalue
+    assert p == pytest.approx(max(above, below))
+
+
+def test_few_identical_documents_show_no_equality():
+    """Ten documents without a flip do not fit into 3%; ten thousand do."""
+    for num, equal in ((10, False), (10_000, True)):
+        sums, sizes = cluster_sums(np.zeros(num), None)
+        p = equivalence_p(sums, sizes, 0.03 * sizes, pad=padding(sums, sizes, 1.0))
+        assert (p <= 0.05) is np.bool_(equal)
+
+
+def test_one_cluster_tells_nothing():
+    """Its own error is not known, and with the padding the interval is wide."""
+    sums, sizes = cluster_sums(np.array([0.0, 1.0, 0.0]), np.zeros(3, dtype=int))
+    assert np.isnan(mean_of(sums, sizes).error)
+    low, high = interval(mean_of(sums, sizes, pad=padding(sums, sizes, 1.0)), 0.95)
+    assert low < -0.5 and high > 0.5
+
+
+def test_many_data_sets_at_once():
+    """Leading axes are separate data sets."""
+    sums = np.random.default_rng(5).normal(size=(3, 40))
+    sizes = np.ones(40)
+    pad = padding(sums, sizes, 1.0)
+    together = mean_of(sums, sizes, pad=pad)
+    alone = [mean_of(row, sizes, pad=one).error for row, one in zip(sums, pad, strict=True)]
+    assert together.error == pytest.approx(np.array(alone))

@@ -1,0 +1,86 @@
+"""Pairs are one document asked alike; everything else is counted, and is in no number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from divergence.evaluations.pairing import pair, preflight
+from divergence.evaluations.rows import Row, Series, SeriesName
+
+
+def series(*rows: Row, **settings: str) -> Series:
+    return Series(SeriesName("t", "", "acc"), "file", settings, rows=list(rows))
+
+
+def row(name, score, **fields):
+    return Row(document=name, score=score, **fields)
+
+
+def test_documents_meet_by_identity_in_any_order():
+    """Another order is told, and changes nothing."""
+    a = series(row("x", 1.0), row("y", 0.0), row("z", 1.0))
+    b = series(row("z", 0.0), row("x", 1.0), row("y", 0.0))
+    found = pair(a, b)
+    assert (found.candidate - found.reference).tolist() == [0.0, 0.0, -1.0]
+    assert found.binary and not found.same_order
+    lines = {line.check: line for line in preflight(a, b, found)}
+    assert lines["order"].status == "differs" and lines["documents"].status == "same"
+
+
+def test_what_is_in_no_pair_is_counted():
+    """Missing, without a score, asked in other words, another right answer."""
+    a = series(row("x", 1.0), row("only", 1.0), row("nan", 1.0),
+               row("p", 1.0, prompt="1"), row("t", 1.0, target="1"))  # fmt: skip
+    b = series(row("x", 1.0), row("new", 1.0), row("nan", None, why="the score is nan"),
+               row("p", 1.0, prompt="2"), row("t", 1.0, target="2"))  # fmt: skip
+    held = pair(a, b).pairing
+    assert (held.num_paired, held.num_reference, held.num_candidate) == (1, 5, 5)
+    assert (held.num_reference_only, held.num_candidate_only) == (1, 1)
+    assert (held.num_other_prompt, held.num_other_target, held.num_unscored) == (1, 1, 1)
+    assert held.whys == {"the score is nan": 1} and held.num_left_out == 8
+    assert pair(a, b, force=True).pairing.num_paired == 3
+
+
+def test_duplicates():
+    """A row twice is used once; rows that contradict one another are not used."""
+    a = series(row("x", 1.0), row("x", 1.0), row("y", 1.0), row("y", 0.0), row("z", 0.0))
+    b = series(row("x", 1.0), row("y", 1.0), row("z", 0.0))
+    found = pair(a, b)
+    assert found.pairing.num_paired == 2
+    assert (found.pairing.num_duplicates, found.pairing.num_conflicting) == (1, 1)
+    assert found.pairing.num_candidate_only == 0
+    lines = {line.check: line for line in preflight(a, b, found)}
+    assert lines["duplicates"].detail == "1 rows repeat a document; 1 documents have two scores"
+
+
+def test_repeats_are_a_mean_and_no_documents():
+    """Four answers to each of two questions are two documents."""
+    answers = [row(name, score, repeat=n) for name in "xy"
+               for n, score in enumerate((1.0, 1.0, 0.0, 0.0))]  # fmt: skip
+    found = pair(series(*answers), series(row("x", 1.0), row("y", 0.0)))
+    assert found.pairing.num_paired == 2 and found.pairing.repeats == (4.0, 1.0)
+    assert found.reference.tolist() == [0.5, 0.5] and not found.binary and not found.single
+
+
+def test_clusters():
+    """Documents without a cluster are their own; one a document is none."""
+    names = ["g", "g", None, "h"]
+    rows = [row(str(n), 1.0, cluster=name) for n, name in enumerate(names)]
+    found = pair(series(*rows), series(*rows))
+    assert found.clusters.tolist() == [0, 0, 1, 2] and found.pairing.num_clusters == 3
+    alone = [row(str(n), 1.0, cluster=str(n)) for n in range(3)]
+    assert pair(series(*alone), series(*alone)).clusters is None
+    assert np.array_equal(pair(series(), series()).reference, [])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "status"),
+    [({"few-shot": "5"}, {"few-shot": "0"}, "blocking"), ({"few-shot": "5"}, {}, "unknown"),
+     ({"few-shot": "5"}, {"few-shot": "5"}, "same")],
+)  # fmt: skip
+def test_settings_must_be_the_same(a, b, status):
+    """Where both sides tell them."""
+    one, other = series(row("x", 1.0), **a), series(row("x", 1.0), **b)
+    lines = {line.check: line.status for line in preflight(one, other, pair(one, other))}
+    assert lines["few-shot"] == status

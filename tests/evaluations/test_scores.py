@@ -1,0 +1,257 @@
+"""Two evaluations: the verdict, what it rests on, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+import divergence
+from divergence import scores
+from divergence.errors import ConfigError, UsageError
+from divergence.evaluations.band import Band, parse_band
+from divergence.gate.policy import Policy, ScoresPolicy, load_policy
+from tests.evaluations.conftest import sample
+
+
+def flipped(num, lost, gained, *, right=0.5):
+    """Scores of both sides: so many of the right ones lost, of the wrong ones gained."""
+    a = [1.0] * round(num * right) + [0.0] * (num - round(num * right))
+    b = [0.0] * lost + a[lost:]
+    return a, b[: len(b) - gained] + [1.0] * gained
+
+
+CASES = {
+    "equal": (2000, 4, 4),
+    "worse": (2000, 120, 20),
+    "better": (2000, 20, 120),
+    "undecided": (150, 4, 2),
+}
+
+
+@pytest.mark.parametrize("verdict", CASES)
+def test_the_four_verdicts(verdict, table):
+    """At a 3% band of a score of 50%, ±1.5 points."""
+    a, b = flipped(*CASES[verdict])
+    report = scores(table("a", a), table("b", b))
+    (task,) = report.candidates[0].tasks
+    assert report.verdict == task.verdict == verdict and report.passed is None
+    assert task.bands[0].width == pytest.approx(0.015) and task.bands[1].limit == 0.05
+    assert (task.num_lost, task.num_gained) == CASES[verdict][1:]
+    assert task.test == "mcnemar" and task.low < task.difference < task.high
+    assert (task.bands[0].needed is None) == (verdict == "equal")
+
+
+def test_no_difference_is_never_said_of_chance(table):
+    """Nothing flipped among 40 documents: undecided, with how many would settle it."""
+    a = [1.0, 0.0] * 20
+    (task,) = scores(table("a", a), table("b", a)).candidates[0].tasks
+    assert task.p_value == 1.0 and task.verdict == "undecided"
+    assert "documents would be needed" in task.summary and task.bands[0].needed > 40
+    assert "every answer is the same" in task.notes[0]
+
+
+def test_a_real_difference_within_the_band_is_equal(table):
+    """Small and beyond chance: said, and no reason to fail."""
+    a, b = flipped(20_000, 90, 10)
+    (task,) = scores(table("a", a), table("b", b), band="3%").candidates[0].tasks
+    assert task.verdict == "equal" and "a difference beyond chance" in task.summary
+
+
+def test_the_issues_case(table):
+    """41.4 against 39.9 of 1,319: with many flips undecided, with few of them worse."""
+    a, b = flipped(1319, 110, 90, right=0.414)
+    assert scores(table("a", a), table("b", b)).verdict == "undecided"
+    a, b = flipped(1319, 21, 1, right=0.414)
+    assert scores(table("c", a), table("d", b)).verdict == "worse"
+
+
+def test_clusters_make_it_less_sure(table):
+    """Documents that flip together are fewer facts than documents."""
+    a, b = flipped(2000, 30, 12)
+    groups = [str(n // 10) for n in range(2000)]
+    (alone,) = scores(table("a", a), table("b", b)).candidates[0].tasks
+    (together,) = scores(table("c", a, group=groups), table("d", b, group=groups)).candidates[0].tasks
+    assert together.pairing.num_clusters == 200 and together.test == "permutation"
+    assert together.standard_error > 1.5 * alone.standard_error
+
+
+def test_graded_scores_and_metrics_that_are_lower(table):
+    """A permutation of signs; of a loss the lower is better."""
+    generator = np.random.default_rng(0)
+    a = generator.random(400)
+    b = a + generator.normal(0.02, 0.05, 400)
+    metric = ["loss"] * 400
+    (task,) = scores(table("a", a, metric=metric), table("b", b, metric=metric)).candidates[0].tasks
+    assert task.test == "permutation" and task.verdict == "worse" and not task.higher_is_better
+    assert task.num_lost == int((b > a).sum())
+
+
+def test_several_tasks_and_candidates_are_one_family(table):
+    """Holm over all of them: a p of 0.03 among four is no longer beyond chance."""
+    a, b = flipped(400, 15, 5)
+    four = [f"t{n % 4}" for n in range(1600)]
+    a4 = [one for one in a for _ in range(4)]
+    b4 = [y if n % 4 == 0 else x for x, y in zip(a, b, strict=True) for n in range(4)]
+    ids = [str(n // 4) for n in range(1600)]
+    report = scores(table("a", a4, task=four, id=ids), table("b", b4, task=four, id=ids))
+    worst = min(report.candidates[0].tasks, key=lambda task: task.p_value)
+    assert worst.p_value < 0.05 < worst.p_adjusted and worst.verdict == "undecided"
+    assert report.candidates[0].summary.startswith("of 4 scores ")
+    report = scores(table("c", a), table("d", b), table("e", a))
+    assert [one.verdict for one in report.candidates][1] != "worse"
+    assert report.candidates[0].tasks[0].p_adjusted == pytest.approx(2 * worst.p_value, rel=1e-6)
+
+
+def test_the_gate(table):
+    """--band and --policy say which verdicts pass; a remainder is not a pass."""
+    a, b = flipped(2000, 4, 4)
+    one, other = table("a", a), table("b", b)
+    assert scores(one, other, band="3%").passed is True
+    assert scores(one, other, band="0.1%").passed is False
+    assert scores(one, other, policy="strict").passed is True
+    told = scores(one, table("short", b[:-100]), band="3%").candidates[0]
+    assert told.verdict == "equal" and told.passed is False
+    assert "1,900 of 2,000 documents were paired" in told.reasons[0]
+    loose = Policy(scores=ScoresPolicy(min_paired=0.9, verdicts=("equal", "undecided")))
+    assert scores(one, table("short", b[:-100]), policy=loose).passed is True
+    assert load_policy("ci").scores.verdicts == ("equal", "better")
+    with pytest.raises(ConfigError, match="is no band"):
+        load_policy(Policy(scores=ScoresPolicy(band="much")))
+
+
+@pytest.mark.parametrize(
+    ("text", "band"),
+    [("3%", Band(0.03, True)), ("±2.5 %", Band(0.025, True)), ("1.5pp", Band(0.015, False)),
+     ("0.015", Band(0.015, False)), (2.0, Band(2.0, False))],
+)  # fmt: skip
+def test_bands(text, band):
+    assert parse_band(text) == band
+
+
+@pytest.mark.parametrize("text", ["", "3", "-3%", "0%", "100%", "three", "nan", "inf", "1.2.3%"])
+def test_what_is_no_band(text):
+    """3 without a unit is three times the scale of a score from 0 to 1: allowed, and so not here."""
+    if text == "3":
+        assert parse_band(text) == Band(3.0, False)
+        return
+    with pytest.raises(UsageError, match="is no band"):
+        parse_band(text)
+
+
+def test_other_tasks_and_other_few_shot(lm_eval):
+    """Stopped, with what differs; --force compares all the same."""
+    def lines(words):
+        return [sample(n, score=float(n % 2), right=0, likelihoods=[-1.0, -2.0],
+                       prompt=f"{words} {n}") for n in range(8)]  # fmt: skip
+
+    def results(shots):
+        return {"n-shot": {"quiz": shots}, "versions": {"quiz": 1}, "configs": {"quiz": {}}}
+
+    a = lm_eval("a", lines("Q"), results=results(0))
+    report = scores(a, lm_eval("b", lines("Q"), task="other"))
+    assert report.verdict == "incomparable" and "has no" in report.candidates[0].summary
+    b = lm_eval("c", lines("Example. Q"), results=results(5))
+    report = scores(a, b)
+    assert report.verdict == "incomparable"
+    assert "few-shot: 0 / 5" in report.candidates[0].summary
+    assert "8 asked in other words" in report.candidates[0].summary
+    assert scores(a, b, force=True).verdict == "undecided"
+
+
+def test_documents_that_are_missing_by_lm_evals_own_count(lm_eval):
+    """A samples file that was cut at the end of a line is not the whole evaluation."""
+    lines = [sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0]) for n in range(6)]
+    results = {"n-samples": {"quiz": {"original": 9, "effective": 9}}}
+    report = scores(lm_eval("a", lines), lm_eval("b", lines, results=results), band="50%")
+    assert "quiz has 6 documents, and its results say 9" in report.candidates[0].notes[0]
+    assert report.passed is False
+
+
+def test_the_same_results_twice(table, lm_eval):
+    """One folder twice is refused; equal bits are named as such."""
+    path = table("a", [1.0, 0.0])
+    with pytest.raises(UsageError, match="the same results"):
+        scores(path, path)
+    lines = [sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0]) for n in range(4)]
+    (task,) = scores(lm_eval("a", lines), lm_eval("b", lines)).candidates[0].tasks
+    assert "log-likelihoods to the last digit" in task.notes[0]
+
+
+def test_nan_scores_are_left_out(tmp_path, table):
+    """Counted, with why; never a 0."""
+    path = tmp_path / "a.jsonl"
+    rows = [{"id": f"q{n}", "score": float("nan") if n < 3 else 1.0} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (task,) = scores(path, table("b", [1.0] * 20)).candidates[0].tasks
+    assert (task.reference, task.pairing.num_unscored) == (1.0, 3)
+    assert task.pairing.whys == {"the score is nan": 3}
+
+
+def test_a_relative_band_of_a_score_of_zero(table):
+    """Has no width, so nothing is shown; an absolute one is."""
+    a, b = table("a", [0.0] * 500), table("b", [0.0] * 500)
+    assert "no width" in scores(a, b).candidates[0].summary
+    assert scores(a, b, band="3pp").verdict == "equal"
+
+
+def test_what_is_asked_wrongly(table):
+    """Clear errors, before anything is read."""
+    with pytest.raises(UsageError, match="belong together"):
+        scores("a", "b", capture="model")
+    with pytest.raises(UsageError, match="no score flipped"):
+        a = table("a", [1.0])
+        scores(a, table("b", [1.0]), capture="model", out="run")
+
+
+def test_without_scipy(monkeypatch):
+    """The pip command."""
+    import builtins
+
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("scipy"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match="scipy") as failed:
+        scores("a", "b")
+    assert "divergence-debug[scores]" in str(failed.value)
+
+
+@pytest.mark.slow
+def test_two_hundred_thousand_documents(tmp_path, lm_eval):
+    """Two evaluations of so many, in ten seconds."""
+    lines = [sample(n, score=float(n % 3 > 0), right=0, likelihoods=[-1.0, -2.0])
+             for n in range(200_000)]  # fmt: skip
+    a = lm_eval("a", lines)
+    for n in range(0, 2000, 2):
+        lines[n]["acc"] = 1.0 - lines[n]["acc"]
+    b = lm_eval("b", lines)
+    start = time.process_time()
+    report = scores(a, b)
+    assert time.process_time() - start < 10
+    assert report.candidates[0].tasks[0].pairing.num_paired == 200_000
+
+
+def test_from_a_score_to_a_run(lm_eval, llama, tmp_path):
+    """--capture records the flipped prompts; the run is compared as any other."""
+    def lines(score):
+        return [sample(n, score=score(n), right=0, likelihoods=[-1.0, -2.0 + n],
+                       prompt=f"{n} snow fell on") for n in range(6)]  # fmt: skip
+
+    a = lm_eval("a", lines(lambda n: 1.0))
+    b = lm_eval("b", lines(lambda n: float(n % 3 > 0)))
+    out = tmp_path / "flips"
+    report = scores(a, b, capture=llama, out=out, num_prompts=5)
+    assert report.captured.num_prompts == 2
+    assert len(report.next) == 2 and "--like" in report.next[0]
+    run = divergence.Run.open(out)
+    assert len(run.manifest.tokens.samples) == 2
+    assert [len(one.generated_ids) for one in run.manifest.tokens.samples] == [1, 1]
+    divergence.capture(like=run, out=tmp_path / "other", probe=False)
+    assert divergence.compare(out, tmp_path / "other").verdict.kind == "identical"

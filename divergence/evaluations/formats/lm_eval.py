@@ -117,10 +117,10 @@ def _task(
     seen: dict[tuple[str, str], list[Any]] = {}
     better = _table(_table(report.get("higher_is_better")).get(task))
     shared = _settings(task, report)
+    file = folder.where(name)
     for number, item in lines_of(folder, name):
-        where = f"{folder.where(name)}, line {number}"
         if not isinstance(item, dict) or not isinstance(item.get("metrics"), list):
-            raise DumpError("the line is no sample of lm-eval", where=where,
+            raise DumpError("the line is no sample of lm-eval", where=f"{file}, line {number}",
                             hint="write it by lm_eval --log_samples")  # fmt: skip
         filter_name = text_of(item.get("filter") or "none")
         # equal documents of one data set are told apart by their order
@@ -136,10 +136,10 @@ def _task(
                 continue
             if named not in series:
                 higher = better.get(metric, metric not in LOWER_IS_BETTER)
-                series[named] = Series(named, folder.where(name), dict(shared), bool(higher))
+                series[named] = Series(named, file, dict(shared), bool(higher))
                 if "generation settings" not in shared:
                     series[named].settings |= _generation(item)
-            choices = _choices(item, text_of(metric), where)
+            choices = _choices(item, text_of(metric), file)
             score, why = number_of(item.get(metric))
             series[named].rows.append(Row(
                 document=document, score=score, why=why, prompt=item.get("prompt_hash"),

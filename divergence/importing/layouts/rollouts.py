@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from divergence.errors import DumpError
 from divergence.importing.dump import Notes
 from divergence.importing.fields import FieldMap, scores_of
@@ -140,12 +142,21 @@ def lines_of(folder: Folder, name: str) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)  # msgspec refuses the NaN that Python writes
+            item = _decoded(line)
         except (ValueError, RecursionError) as error:
             raise DumpError(
                 "the line is no JSON, or was cut off", where=f"{folder.where(name)}, line {number}",
                 hint="write the file again, and let the program end by itself",
             ) from error  # fmt: skip
+        yield number, item
+
+
+def _decoded(line: bytes) -> Any:
+    """By msgspec, which is three times as fast, and refuses the NaN that Python writes."""
+    try:
+        return msgspec.json.decode(line)
+    except (ValueError, RecursionError):
+        return json.loads(line)
 
 
 ROLLOUTS, TRAINER = Rollouts("rollout"), Rollouts("trainer")

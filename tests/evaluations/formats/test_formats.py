@@ -22,7 +22,7 @@ def test_lm_evals_own_files():
     assert (task.task, task.metric, task.pairing.num_paired) == ("facts", "acc", 24)
     assert task.pairing.num_clusters == 24
     assert report.reference.tool == "lm-eval 0.4.13" and report.reference.dtype == "bfloat16"
-    assert task.num_changed and task.causes is None or task.causes.num_judged == 24
+    assert (task.num_lost, task.num_gained, task.causes.num_judged) == (1, 1, 24)
     told = {line.check: line.status for line in task.preflight}
     assert {told[name] for name in ("few-shot", "prompts", "targets", "task settings")} == {"same"}
 

@@ -112,6 +112,8 @@ def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
     for place, p_adjusted in zip(places, p_values, strict=True):
         one = replace(tasks[place], p_adjusted=p_adjusted)
         one = replace(one, verdict=_verdict(one))
+        if one.verdict in ("worse", "better"):  # which is settled
+            one = replace(one, bands=[replace(band, needed=None) for band in one.bands])
         found[place] = replace(one, summary=summary_of(one))
     return found
 

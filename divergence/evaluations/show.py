@@ -63,14 +63,19 @@ def scores_lines(
         if len(one.tasks) > 1:
             lines += [line(*_row) for _row in _table(one)] + [BLANK]
         for task in _in_full(one, verbose=verbose):
-            lines += [heading(name_of(task)), *_task(task, verbose=verbose), BLANK]
+            told = [
+                prose(f"  {name}", text, width=16)
+                for name, text in facts_of(task, verbose=verbose)
+                if name != "verdict" or len(one.tasks) > 1
+            ]
+            lines += [heading(name_of(task)), *told, BLANK]
         notes = [*report.reference.notes, *one.side.notes, *one.notes]
         lines += [prose("note", note, width=6) for note in dict.fromkeys(notes)]
     if brief:
         return lines
     if report.captured is not None:
-        told = f"{count(report.captured.num_prompts, 'prompt')} recorded in {report.captured.path}"
-        lines.append(prose("captured", told))
+        what = f"{count(report.captured.num_prompts, 'prompt')} recorded in {report.captured.path}"
+        lines.append(prose("captured", what))
     if report.next:
         lines += [heading("next"), *(line(f"  {one}") for one in report.next)]
     return lines[:-1] if lines and lines[-1] == BLANK else lines
@@ -189,10 +194,6 @@ def _left_out(task: TaskScores) -> Iterator[tuple[str, str]]:
     told += [f"{number:,} answers: {why}" for why, number in held.whys.items()]
     if told:
         yield "left out", "; ".join(told)
-
-
-def _task(task: TaskScores, *, verbose: bool) -> list[Line]:
-    return [prose(f"  {name}", text, width=16) for name, text in facts_of(task, verbose=verbose)]
 
 
 def _score(value: float | None) -> str:

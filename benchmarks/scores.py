@@ -4,9 +4,9 @@
 
 PYTHON is an interpreter that has lm-eval (0.4.13 was tried) beside torch and transformers.
 SmolLM2-135M (benchmarks/_trained.py) answers the 794 questions of benchmarks/_scores_task.py in
-each setting, and `divergence.scores` holds each pair together, the ways of asking one fact as a cluster.
-Results that lie in DIR already are not made again. bfloat16 takes some five minutes a setting where
-the CPU has no such instructions, float32 half a minute.
+each setting, and `divergence.scores` holds each pair together, the ways of asking one fact as a
+cluster. Results that lie in DIR already are not made again. bfloat16 takes some five minutes a
+setting where the CPU has no such instructions, float32 half a minute.
 """
 
 from __future__ import annotations

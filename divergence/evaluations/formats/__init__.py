@@ -11,7 +11,7 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from divergence.errors import DumpError
+from divergence.errors import DumpError, first_line
 from divergence.evaluations.formats.reading import Reading
 from divergence.evaluations.rows import Evaluation, Series
 from divergence.importing.folder import Folder
@@ -53,7 +53,7 @@ def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
     for name in names:
         reader = format_named(name)
         if format != "auto" or reader.recognise(folder):
-            found = reader.read(folder, reading)
+            found = _read(reader, folder, reading)
             found.format = name
             break
     else:
@@ -68,3 +68,14 @@ def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
         raise DumpError("nothing that is scored was found", where=str(folder.path),
                         hint="; ".join(found.notes) or None)  # fmt: skip
     return found
+
+
+def _read(reader: Format, folder: Folder, reading: Reading) -> Evaluation:
+    """A field of another type than its tool writes may come anywhere, and is no fault of ours."""
+    try:
+        return reader.read(folder, reading)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DumpError(
+            f"the results are not as {reader.NAME} writes them: {first_line(error)}",
+            where=str(folder.path), hint="--format NAME, if another tool wrote them",
+        ) from error  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -70,41 +71,48 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
 def _task(
     folder: Folder, name: str, settings: dict[str, str], reading: Reading
 ) -> list[Series]:  # fmt: skip
-    task = PurePosixPath(name).stem
-    series: dict[SeriesName, Series] = {}
+    task, file = PurePosixPath(name).stem, folder.where(name)
+    series: dict[str, Series] = {}
+    unusable: list[tuple[str, Row]] = []
     for number, item in lines_of(folder, name):
-        where = f"{folder.where(name)}, line {number}"
         sample = item.get("sample_score") if isinstance(item, dict) else None
         score = sample.get("score") if isinstance(sample, dict) else None
         if not isinstance(sample, dict) or not isinstance(score, dict):
-            raise DumpError("the line is no review of evalscope", where=where,
+            raise DumpError("the line is no review of evalscope", where=f"{file}, line {number}",
                             hint="take the folder that holds reviews/")  # fmt: skip
-        values, status = score.get("value"), text_of(score.get("status") or "success")
-        values = values if isinstance(values, dict) else {}
+        row = _row(item, sample, score, number, reading)
+        status = text_of(score.get("status") or "success")
         if status not in _USABLE:
-            # its metrics are left out of the file; without it, the answer would be missing
-            values = dict.fromkeys(values or [one.metric for one in series] or ["score"])
-        document, repeat = _identity(sample, item)
-        messages = [one for one in item.get("messages") or [] if isinstance(one, dict)]
-        asked = _asked(messages)
-        for metric, value in values.items():
+            unusable.append((f"status {status}", row))
+            continue
+        values = score.get("value")
+        for metric, value in values.items() if isinstance(values, dict) else ():
             named = SeriesName(task, "", text_of(metric))
-            if not reading.wants(named):
-                continue
-            if named not in series:
+            if reading.wants(named):
                 higher = metric not in LOWER_IS_BETTER
-                series[named] = Series(named, folder.where(name), dict(settings), higher)
-            number_, why = number_of(value)
-            if status not in _USABLE:
-                number_, why = None, f"status {status}"
-            series[named].rows.append(Row(
-                document=document, score=number_, why=why, repeat=repeat,
-                prompt=hashed(asked) if asked else None,
-                target=hashed(item.get("target")) if "target" in item else None,
-                cluster=reading.cluster_of(sample.get("sample_metadata")),
-                answer=_answer(score), place=number,
-            ))  # fmt: skip
+                new = Series(named, file, dict(settings), higher)
+                number_, why = number_of(value)
+                held = series.setdefault(text_of(metric), new)
+                held.rows.append(replace(row, score=number_, why=why))
+    # evalscope leaves their metrics out of the file; they lack a score by each
+    for held in series.values():
+        held.rows += [replace(row, why=why) for why, row in unusable]
     return list(series.values())
+
+
+def _row(
+    item: Mapping[str, Any], sample: Mapping[str, Any], score: Mapping[str, Any], number: int,
+    reading: Reading,
+) -> Row:  # fmt: skip
+    """One answer, without its score."""
+    document, repeat = _identity(sample, item)
+    asked = _asked([one for one in item.get("messages") or [] if isinstance(one, dict)])
+    return Row(
+        document=document, score=None, repeat=repeat, place=number, answer=_answer(score),
+        prompt=hashed(asked) if asked else None,
+        target=hashed(item.get("target")) if "target" in item else None,
+        cluster=reading.cluster_of(sample.get("sample_metadata")),
+    )  # fmt: skip
 
 
 def _identity(sample: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, int]:

@@ -113,10 +113,8 @@ def _task(
     folder: Folder, name: str, task: str, report: Mapping[str, Any], reading: Reading
 ) -> list[Series]:
     """The series of one file."""
-    series: dict[SeriesName, Series] = {}
-    seen: dict[tuple[str, str], list[Any]] = {}
-    better = _table(_table(report.get("higher_is_better")).get(task))
-    shared = _settings(task, report)
+    series: dict[tuple[str, str], Series | None] = {}
+    seen: dict[tuple[str, str], dict[str, int]] = {}
     file = folder.where(name)
     for number, item in lines_of(folder, name):
         if not isinstance(item, dict) or not isinstance(item.get("metrics"), list):
@@ -125,28 +123,42 @@ def _task(
         filter_name = text_of(item.get("filter") or "none")
         # equal documents of one data set are told apart by their order
         key = text_of(item.get("doc_hash") or hashed(item.get("doc")))
-        order = seen.setdefault((filter_name, key), [])
-        doc_id = item.get("doc_id")
-        if doc_id not in order:
-            order.append(doc_id)
-        document = key if order[0] == doc_id else f"{key}#{order.index(doc_id)}"
-        for metric in item["metrics"]:
-            named = SeriesName(task, "" if filter_name == "none" else filter_name, text_of(metric))
-            if not reading.wants(named):
+        order = seen.setdefault((filter_name, key), {})
+        place = order.setdefault(text_of(item.get("doc_id")), len(order))
+        document = f"{key}#{place}" if place else key
+        judged = _likelihoods(item, file)
+        for metric in map(text_of, item["metrics"]):
+            if (filter_name, metric) not in series:
+                named = SeriesName(task, "" if filter_name == "none" else filter_name, metric)
+                series[filter_name, metric] = (
+                    _series(named, file, report, item) if reading.wants(named) else None
+                )
+            held = series[filter_name, metric]
+            if held is None:
                 continue
-            if named not in series:
-                higher = better.get(metric, metric not in LOWER_IS_BETTER)
-                series[named] = Series(named, file, dict(shared), bool(higher))
-                if "generation settings" not in shared:
-                    series[named].settings |= _generation(item)
-            choices = _choices(item, text_of(metric), file)
+            choices = _choices(judged, metric)
             score, why = number_of(item.get(metric))
-            series[named].rows.append(Row(
-                document=document, score=score, why=why, prompt=item.get("prompt_hash"),
-                target=item.get("target_hash"), cluster=reading.cluster_of(item.get("doc")),
+            held.rows.append(Row(
+                document=document, score=score, why=why, prompt=_told(item.get("prompt_hash")),
+                target=_told(item.get("target_hash")), cluster=reading.cluster_of(item.get("doc")),
                 answer=_answer(item, choices), choices=choices, place=number,
             ))  # fmt: skip
-    return list(series.values())
+    return [one for one in series.values() if one is not None]
+
+
+def _series(
+    named: SeriesName, file: str, report: Mapping[str, Any], item: Mapping[str, Any]
+) -> Series:
+    better = _table(_table(report.get("higher_is_better")).get(named.task))
+    settings = _settings(named.task, report)
+    if "generation settings" not in settings:
+        settings |= _generation(item)
+    higher = bool(better.get(named.metric, named.metric not in LOWER_IS_BETTER))
+    return Series(named, file, settings, higher)
+
+
+def _told(value: Any) -> str | None:
+    return None if value is None else text_of(value)
 
 
 def _settings(task: str, report: Mapping[str, Any]) -> dict[str, str]:
@@ -179,17 +191,26 @@ def _generation(item: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _choices(item: dict[str, Any], metric: str, where: str) -> tuple[float, ...] | None:
-    """What this metric ranks the choices by. None unless every request was judged."""
+def _likelihoods(item: dict[str, Any], where: str) -> list[tuple[int, float]] | None:
+    """(length, log-likelihood) of each choice. None unless every request was judged."""
     arguments = item.get("arguments")
     if not isinstance(arguments, dict | list) or len(arguments) < 2:
         return None
-    values: list[float] = []
+    values: list[tuple[int, float]] = []
     for _, text, value in requests(item, where):
         if value is None:
             return None
-        values.append(value / max(len(text.strip()), 1) if metric == "acc_norm" else value)
-    return tuple(values)
+        values.append((len(text.strip()), value))
+    return values
+
+
+def _choices(judged: list[tuple[int, float]] | None, metric: str) -> tuple[float, ...] | None:
+    """What this metric ranks the choices by."""
+    if judged is None:
+        return None
+    if metric == "acc_norm":
+        return tuple(value / max(length, 1) for length, value in judged)
+    return tuple(value for _, value in judged)
 
 
 def _answer(item: Mapping[str, Any], choices: tuple[float, ...] | None) -> str | None:

@@ -22,7 +22,7 @@ def test_lm_evals_own_files():
     assert (task.task, task.metric, task.pairing.num_paired) == ("facts", "acc", 24)
     assert task.pairing.num_clusters == 24
     assert report.reference.tool == "lm-eval 0.4.13" and report.reference.dtype == "bfloat16"
-    assert (task.num_lost, task.num_gained, task.causes.num_judged) == (1, 1, 24)
+    assert (task.num_lost, task.num_gained, task.causes.num_judged) == (3, 3, 24)
     told = {line.check: line.status for line in task.preflight}
     assert {told[name] for name in ("few-shot", "prompts", "targets", "task settings")} == {"same"}
 
@@ -46,7 +46,7 @@ def test_evalscopes_unusable_answers_leave_the_denominator(tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines[:2]:  # both answers to the first question
         line["sample_score"]["score"] |= {"value": {}, "status": "parse_error"}
-    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines[2:], *lines[:2]]))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (task,) = scores(FIXTURES / "evalscope" / "a", tmp_path / "b").candidates[0].tasks
     assert (task.pairing.num_paired, task.pairing.num_unscored) == (11, 1)
     assert task.pairing.whys == {"status parse_error": 2}
@@ -214,6 +214,20 @@ def test_half_a_file(name, tmp_path, table):
     with pytest.raises(DumpError) as failed:
         scores(path, table("b", [1, 0]))
     assert "half." in failed.value.where or ".jsonl" in failed.value.where
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"sample_score": {"score": {"value": {"acc": 1}}}, "messages": 5},
+     {"doc_id": 1, "metrics": ["acc"], "filter": "none", "arguments": {"a": 1, "b": 2},
+      "resps": [1, 2], "acc": 1.0}],
+)  # fmt: skip
+def test_fields_of_other_types(line, tmp_path, table):
+    """Bad input, never a fault of ours."""
+    path = tmp_path / "reviews.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(DumpError):
+        scores(path, table("b", [1]))
 
 
 def test_what_is_no_result(tmp_path):

@@ -237,6 +237,7 @@ def test_two_hundred_thousand_documents(tmp_path, lm_eval):
     assert report.candidates[0].tasks[0].pairing.num_paired == 200_000
 
 
+@pytest.mark.slow
 def test_from_a_score_to_a_run(lm_eval, llama, tmp_path):
     """--capture records the flipped prompts; the run is compared as any other."""
 

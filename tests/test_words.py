@@ -25,8 +25,8 @@ PLAIN = frozenset(
     """
 about abs absmax accumulates adjusted after against alike all allow anchor answers architecture
 argument arguments arithmetic asked at attn attributes axes backend baseline batch
-batches before below beside better bless buffer build bytes cache capability captured causal causes changed
-channel chat check checks choice chosen chunk class clause command compared compiled
+batches before below beside better bless buffer build bytes cache capability captured causal causes
+changed channel chat check checks choice chosen chunk class clause command compared compiled
 complete compute computed concurrency config confirm conflicting consumer cosine cpu created cross
 csv db decoder detail deterministic device devices diff differ different differs
 disturbed divergence driver dry dtype duplicates elsewhere embedding empty ended entering env
@@ -43,8 +43,8 @@ parameters passed passes pattern peers phase place places plan platform png posi
 previous prob problem probs projections prompt prompts python quantization quick quiet
 reason region relative remote repeat repeatability replaced replayed report reports
 resolution rest rests result results resume revision right rms rounded rows runtime same
-schema score se seed seen settings shape shown size sizes skipped smallest source sqnr standard state
-status still stopped store stored stride substitute substitutes summary sums svg
+schema score se seed seen settings shape shown size sizes skipped smallest source sqnr standard
+state status still stopped store stored stride substitute substitutes summary sums svg
 switches task template tensors terms test text texts threads tied times title to token
 tokenizer tokens told tool top top1 top5 torch trust type unit unmatched update upper
 use used value values variables verbose verified verify version versions via viewed

@@ -304,7 +304,7 @@ def play(bench: Bench, a: Path, b: Path, *, reference: Machine, candidate: Machi
             break
         for command in answer["commands"]:
             words, _, note = command.partition("#")
-            there = "reference" if "reference" in note else "candidate"
+            there = "reference" if "A's machine" in note else "candidate"
             ran = bench.cli(*shlex.split(words)[1:], machine=machines[there])
             printed += ran.text
             if ran.code and words[:19] != "divergence localize":  # which may stop for the other

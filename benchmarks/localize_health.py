@@ -208,7 +208,7 @@ def played(hosts: Hosts, pair: Pair, a: Path, c: Path, truth: Path, block: str,
         answer = hosts.answer(pair.a[0], "localize", a, c, "--truth", truth, "--block", block,
                               "-o", where, "--here", "reference")  # fmt: skip
         asked = [shlex.split(line.partition("   # ")[0]) for line in answer.get("commands", [])
-                 if "on the candidate's machine" in line]  # fmt: skip
+                 if "on B's machine" in line]  # fmt: skip
         asked = [words[1:] for words in asked if words[1] != "localize"]
         if not asked:
             break

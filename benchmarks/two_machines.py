@@ -223,8 +223,8 @@ def play(
             for one in turn:
                 answer = _localize(done, machines[one], words, say)
                 for command in answer.get("commands", ()):
-                    text, _, where = command.partition("   # on the ")
-                    target = where.partition("'s machine")[0]
+                    text, _, where = command.partition("   # on ")
+                    target = {"A": "reference", "B": "candidate"}[where.partition("'s machine")[0]]
                     asked.setdefault(target, []).append(shlex.split(text)[1:])
             if not asked:
                 break

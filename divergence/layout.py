@@ -2,8 +2,10 @@
 
 A report is composed as plain data and printed at the end, so that the text is the same coloured or
 not, in a terminal or in a file. Styles are Rich style names, and Rich only colours: nothing is read
-as markup, highlighted or guessed at. What is piped is neither folded nor cut, and the same report
-gives the same bytes. ``NO_COLOR`` and ``FORCE_COLOR`` are Rich's own.
+as markup, highlighted or guessed at. Prose is folded for the terminal, in a pipe at MAX_WIDTH;
+commands and
+numbers stay on one line, nothing is cut, and the same report gives the same bytes. ``NO_COLOR`` and
+``FORCE_COLOR`` are Rich's own.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Spans side by side. ``hang``: prose that a terminal may fold, indented by so many columns
+    """Spans side by side. ``hang``: prose that may be folded, indented by so many columns
     from the second line on; None for a table row, which is never folded."""
 
     spans: tuple[Span, ...] = ()
@@ -62,7 +64,7 @@ def prose(label: str, text: str, *, style: str = "", width: int = 12) -> Line:
 
 def heading(text: str, detail: str = "") -> Line:
     """The first line of a section."""
-    return line((text, "bold"), (f"  {detail}" if detail else "", "dim"))
+    return line((text, "bold"), (f"  {detail}" if detail else "", "dim"))._replace(hang=2)
 
 
 def cut(text: str, width: int) -> str:
@@ -76,20 +78,20 @@ def columns(rows: Iterable[tuple[str, ...]], *, indent: int = 2, widest: int = 6
     if not rows:
         return []
     widths = [min(max(len(row[i]) for row in rows), widest) for i in range(len(rows[0]) - 1)]
-    return [
-        line(
-            " " * indent
-            + "".join(
-                cut(cell, size).ljust(size + 2) for cell, size in zip(row[:-1], widths, strict=True)
-            )
-            + row[-1]
+    leads = [
+        " " * indent
+        + "".join(
+            cut(cell, size).ljust(size + 2) for cell, size in zip(row[:-1], widths, strict=True)
         )
         for row in rows
+    ]
+    return [
+        line(lead, row[-1])._replace(hang=len(lead)) for lead, row in zip(leads, rows, strict=True)
     ]
 
 
 def fold(item: Line, width: int) -> list[Line]:
-    """Prose folded at words for a terminal of ``width`` columns; anything else as it is."""
+    """Prose folded at words into ``width`` columns; anything else as it is."""
     if item.hang is None or len(item.text) <= width or width <= item.hang + 20:
         return [item]
     *lead, last = item.spans
@@ -185,22 +187,27 @@ _ASCII = str.maketrans(
 )
 
 
-def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
-    """Print composed lines to ``file`` (stdout)."""
+def print_lines(lines: Iterable[Line], *, file: TextIO | None = None, whole: bool = False) -> None:
+    """Print composed lines to ``file`` (stdout). ``whole``: a short answer, for a program too: in a
+    pipe each stays one line."""
     file = sys.stdout if file is None else file
     lines = [item._replace(spans=tuple(map(_printable, item.spans))) for item in lines]
     terminal = file.isatty()
+    width = MAX_WIDTH
     if not terminal and not _forced():
-        write_text("".join(f"{item.text}\n" for item in lines), file=file)
+        folded = (
+            piece.text for item in lines for piece in ([item] if whole else fold(item, width))
+        )
+        write_text("".join(f"{text}\n" for text in folded), file=file)
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    width = min(console.width, MAX_WIDTH) if terminal else None
+    width = min(console.width, MAX_WIDTH) if terminal else MAX_WIDTH
     with console.capture() as capture:
         for item in lines:
-            for piece in fold(item, width) if width else [item]:
+            for piece in fold(item, width):
                 text = Text()
                 for span in piece.spans:
                     text.append(span.text, style=span.style)

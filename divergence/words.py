@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 __all__ = [
-    "HEADLINES", "Progress", "Side", "SideBothOrNeither", "SideOrBoth", "markdown_code",
+    "HEADLINES", "Progress", "Side", "SideBothOrNeither", "SideOrBoth", "letter", "markdown_code",
     "markdown_text", "printable", "printable_json", "printable_lines", "silent",
 ]  # fmt: skip
 
@@ -43,6 +43,11 @@ HEADLINES = {
     "incomparable": "STOPPED",
 }
 """The first word of an answer, by the verdict's kind."""
+
+
+def letter(side: str | None) -> str:
+    """What people read for a side: the reference is A, the candidate B."""
+    return {"reference": "A", "candidate": "B"}.get(str(side), str(side))
 
 
 def printable(text: str) -> str:

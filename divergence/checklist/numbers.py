@@ -108,7 +108,7 @@ def sampling(pair: Pair) -> Said:
         missing = f", {tokens.num_missing:,} of A's were not made" if tokens.num_missing else ""
         return "pass", text + missing, False
     first = flips[0]
-    where = f"{len(flips)} of {tokens.num_tokens:,} choices differ, first at sample {first.sample}"
+    where = f"{len(flips)} of {tokens.num_tokens:,} choices differ, first at prompt {first.sample}"
     where = f"{forced}{where}, step {first.step}"
     if any(None in (flip.margin, flip.candidate_margin) for flip in flips):
         return "unknown", f"{where}; the logits that decided were not kept", False

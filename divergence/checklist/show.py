@@ -10,7 +10,7 @@ from __future__ import annotations
 from divergence.checklist.result import Checkup
 from divergence.layout import BLANK, Line, Span, heading, line, prose
 from divergence.run.command import command_line
-from divergence.words import HEADLINES, markdown_code, printable
+from divergence.words import HEADLINES, letter, markdown_code, printable
 
 __all__ = ["checkup_lines", "checkup_markdown"]
 
@@ -55,7 +55,7 @@ def _summary(checkup: Checkup) -> str:
     if checkup.verdict is None:
         return checkup.reason or ""
     side = {"both": "both are wrong", "neither": "neither is wrong", None: ""}.get(
-        checkup.verdict.side, f"the {checkup.verdict.side} is wrong"
+        checkup.verdict.side, f"{letter(checkup.verdict.side)} is wrong"
     )
     told = f"{checkup.verdict.confidence} confidence" + (f", {side}" if side else "")
     return f"{checkup.verdict.summary} ({told})"

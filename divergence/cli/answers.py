@@ -126,7 +126,7 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
     def report(event: str, done: int, total: int | None = None, detail: str = "") -> None:
         if event in ("note", "taken"):
             if text := message(event, detail):
-                bars.console.print(Text(text), soft_wrap=True)
+                bars.console.print(Text(text))
             return
         if event not in tasks:
             tasks[event] = bars.add_task(event, total=total, amount="", detail="")

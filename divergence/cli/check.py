@@ -124,6 +124,8 @@ def check(
     except DivergenceError as error:
         report = getattr(error, "report", None)
         sinks.write(stopped_page(error, golden, new))
+        if html is not None and report is not None:
+            report.to_html(html)
         with sinks.fence():
             if report is not None:
                 show_report(report, json=json, quiet=quiet, verbose=verbose)
@@ -144,7 +146,7 @@ def check(
         if json:
             show(check_json(result))
         else:
-            print_lines(check_lines(result, verbose=verbose, brief=quiet))
+            print_lines(check_lines(result, verbose=verbose, brief=quiet), whole=quiet)
     sinks.write(checked_page(result))
     if not result.passed:
         raise typer.Exit(1)

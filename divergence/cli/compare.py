@@ -40,12 +40,12 @@ EXIT_CODES = {
 
 def compare(
     *,
-    reference: Annotated[str, Option("A", "The reference run.")],
+    reference: Annotated[str, Option("A", "Run A.")],
     candidates: Annotated[
         list[str] | None,
         Option(
             "B",
-            "The candidate run, or several, each compared with A. Left out: A's decode steps "
+            "Run B, or several, each compared with A. Left out: A's decode steps "
             "against its whole pass.",
         ),
     ] = None,
@@ -93,7 +93,7 @@ def compare(
 ) -> None:
     """Compare two runs: the verdict, the first site where they part, and why.
 
-    The first run is the reference, as in diff old new. Neither the model nor an
+    A is what the others are held against, as in diff old new. Neither the model nor an
     accelerator is needed, except for --explain-token. With one run, its decode steps are
     compared with one forward over the whole sequence, which capture --whole has made.
     With more than two, each is compared with the first: one row a run, and which one is odd.
@@ -112,9 +112,10 @@ def compare(
     divergence compare a b c d --reports pairs      # with the report of each pair in a file
     torchrun --nproc-per-node 8 -m divergence compare a b    # the work shared by 8 processes
 
-    With --exit-code: 0 for identical and within_floor; 1 for systematic, localized, drift
-    and nonfinite; 2 for incomparable and undetermined, which say neither. Of many runs: 1 if
-    any diverges, else 2 if any could not be told. Without it: 2 if one could not be compared.
+    With --exit-code: 0 for IDENTICAL and OK (in the JSON: identical, within_floor); 1 for
+    DIVERGED (localized, systematic), DRIFTED (drift) and NAN OR INF (nonfinite); 2 for STOPPED
+    (incomparable) and NO ANSWER (undetermined), which say neither. Of many runs: 1 if any
+    diverges, else 2 if any could not be told. Without it: 2 if one could not be compared.
     """
     candidate = candidates[0] if candidates else None
     many = len(candidates or ()) > 1
@@ -217,8 +218,8 @@ def compare(
 
 def view(
     *,
-    reference: Annotated[str, Option("A", "The reference run, or a report.json.")],
-    candidate: Annotated[str | None, Option("B", "The candidate run.")] = None,
+    reference: Annotated[str, Option("A", "Run A, or a report.json.")],
+    candidate: Annotated[str | None, Option("B", "Run B.")] = None,
     options: Annotated[dict[str, Any], CompareOptions],
     policy: Annotated[str | None, LIMITS.but(after="floor")] = None,
     quiet: Quiet = False,
@@ -280,7 +281,9 @@ def _show_matrix(matrix: Matrix, *, every: bool, json: bool, quiet: bool, verbos
     if json:
         show(matrix.to_json(indent=2))
         return
-    print_lines(matrix_headline(matrix) if quiet else matrix_lines(matrix, all_runs=every))
+    print_lines(
+        matrix_headline(matrix) if quiet else matrix_lines(matrix, all_runs=every), whole=quiet
+    )
     for row in matrix.rows if verbose and not quiet else ():
         if row.report is not None:
             print_lines([BLANK, heading(f"== {row.path}"), BLANK])
@@ -307,7 +310,7 @@ def show_report(
     if json:
         show(report.to_json(indent=2))
     elif quiet:
-        print_lines(verdict_lines(report))
+        print_lines(verdict_lines(report), whole=True)
     elif every or verbose:
         print_lines(report_lines(report, all_sites=every, verbose=verbose))
     else:

@@ -224,7 +224,7 @@ def _localize(
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
     result = localize(a, b, truth=truth, out=out, device="cpu", force=True,
                       trust_remote_code=bool(plan.code))  # fmt: skip
-    print_lines(localization_lines(result, answer_only=quiet))
+    print_lines(localization_lines(result, answer_only=quiet), whole=quiet)
     return result
 
 

@@ -48,7 +48,7 @@ def diff(
         Sequence[str],
         Option(
             "--env NAME=VALUE",
-            "An environment variable; given once, the reference runs without it. Repeatable.",
+            "An environment variable; given once, A runs without it. Repeatable.",
             _BOTH,
         ),
     ] = (),
@@ -123,7 +123,7 @@ def diff(
     if json:
         show(report.to_json(indent=2))
     elif quiet:
-        print_lines(verdict_lines(report))
+        print_lines(verdict_lines(report), whole=True)
     elif verbose:
         print_lines(report_lines(report, verbose=True))
     else:

@@ -17,8 +17,8 @@ __all__ = ["doctor"]
 
 def doctor(
     *,
-    reference: Annotated[str, Option("A", "The reference run.")],
-    candidate: Annotated[str, Option("B", "The candidate run.")],
+    reference: Annotated[str, Option("A", "Run A.")],
+    candidate: Annotated[str, Option("B", "Run B.")],
     options: Annotated[dict[str, Any], DoctorOptions],
     exit_code: Annotated[bool, Option("--exit-code", "Exit as compare --exit-code does.")] = False,
     markdown: Annotated[
@@ -60,6 +60,6 @@ def doctor(
     elif markdown:
         show(checkup_markdown(checkup))
     else:
-        print_lines(checkup_lines(checkup, brief=quiet, verbose=verbose))
+        print_lines(checkup_lines(checkup, brief=quiet, verbose=verbose), whole=quiet)
     if exit_code:
         raise typer.Exit(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])

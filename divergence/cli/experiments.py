@@ -24,8 +24,8 @@ __all__ = ["localize", "selfcheck", "selftest", "sensitivity"]
 
 def localize(
     *,
-    reference: Annotated[str, Option("A", "The reference run.")],
-    candidate: Annotated[str, Option("B", "The candidate run.")],
+    reference: Annotated[str, Option("A", "Run A.")],
+    candidate: Annotated[str, Option("B", "Run B.")],
     out: Annotated[
         str | None, Option("--out -o DIR", "Directory for the runs that are made; needed.")
     ] = None,
@@ -64,7 +64,7 @@ def localize(
     if json:
         show(result.to_json(indent=2))
     else:
-        print_lines(localization_lines(result, answer_only=quiet, verbose=verbose))
+        print_lines(localization_lines(result, answer_only=quiet, verbose=verbose), whole=quiet)
     # as compare ends; and what does not belong to these runs was not compared
     if result.refused or result.levels[0].verdict == "incomparable":
         raise typer.Exit(2)
@@ -72,7 +72,7 @@ def localize(
 
 def sensitivity(
     *,
-    run: Annotated[str, Option("RUN", "The reference run.")],
+    run: Annotated[str, Option("RUN", "The run to plant in.")],
     options: Annotated[dict[str, Any], SensitivityOptions],
     policy: Annotated[str | None, LIMITS.but(after="faults")] = None,
     html: Annotated[Path | None, HTML] = None,
@@ -109,7 +109,10 @@ def sensitivity(
     if json:
         show(result.to_json(indent=2))
     else:
-        print_lines(answer_lines(result) if quiet else sensitivity_lines(result, verbose=verbose))
+        print_lines(
+            answer_lines(result) if quiet else sensitivity_lines(result, verbose=verbose),
+            whole=quiet,
+        )
 
 
 def selfcheck(
@@ -149,7 +152,10 @@ def selfcheck(
     if json:
         show(result.to_json(indent=2))
     else:
-        print_lines(selfcheck_answer(result) if quiet else selfcheck_lines(result, verbose=verbose))
+        print_lines(
+            selfcheck_answer(result) if quiet else selfcheck_lines(result, verbose=verbose),
+            whole=quiet,
+        )
     if exit_code and result.diverged:
         raise typer.Exit(1)
     if exit_code and (
@@ -201,7 +207,10 @@ def selftest(
     if json:
         show(result.to_json(indent=2))
     else:
-        print_lines(selftest_answer(result) if quiet else selftest_lines(result, verbose=verbose))
+        print_lines(
+            selftest_answer(result) if quiet else selftest_lines(result, verbose=verbose),
+            whole=quiet,
+        )
         if not quiet:
             show(f"written to {file}")
     if exit_code and result.failed:

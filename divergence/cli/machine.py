@@ -75,4 +75,4 @@ def env(
         show(strict_json({"schema_version": 1, "environment": msgspec.to_builtins(environment)}))
     else:
         lines = environment_lines(environment)
-        print_lines(lines[:2] if quiet else lines)
+        print_lines(lines[:2] if quiet else lines, whole=quiet)

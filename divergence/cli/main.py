@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import keyword
+import shutil
 import sys
 import traceback
 from typing import Annotated, Any
@@ -237,7 +238,23 @@ def _say(text: str, *, fault: bool = False) -> None:
     if rank is not None and sys.__stderr__ is not None:
         write_text(printable_lines(f"rank {rank}: {text}") + "\n", file=sys.__stderr__)
         return
-    write_text(printable_lines(text) + "\n", file=sys.stderr)
+    write_text(_folded(printable_lines(text)) + "\n", file=sys.stderr)
+
+
+def _folded(text: str) -> str:
+    """For a terminal: sentences folded, commands as they are, so that they can be copied."""
+    if not sys.stderr.isatty():
+        return text
+    from divergence.layout import MAX_WIDTH, Line, Span, fold
+
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    lines = []
+    for one in text.split("\n"):
+        lead = one[: len(one) - len(one.lstrip())]
+        hang = None if "divergence " in one else len(lead) + 9 * one.startswith("  try:")
+        item = Line((Span(lead), Span(one[len(lead) :])), hang=hang)
+        lines += [piece.text for piece in fold(item, width)]
+    return "\n".join(lines)
 
 
 app = typer.Typer(

@@ -202,8 +202,8 @@ def import_(
 
 def bundle(
     *,
-    reference: Annotated[str, Option("A", "The reference run.")],
-    candidate: Annotated[str, Option("B", "The candidate run.")],
+    reference: Annotated[str, Option("A", "Run A.")],
+    candidate: Annotated[str, Option("B", "Run B.")],
     options: Annotated[dict[str, Any], DoctorOptions],
     out: Annotated[str | None, Option("--out -o FILE", "The .zip to write; needed.")] = None,
     force: Annotated[bool, Option("--force", "Replace an existing file.")] = False,

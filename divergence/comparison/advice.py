@@ -6,9 +6,14 @@ ranks, a label) are repeated, so that a printed command followed literally asks 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from divergence.comparison.measure.truth import Truth
+from divergence.errors import DivergenceError
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN, Manifest
@@ -20,9 +25,9 @@ __all__ = ["Advice", "WithinAdvice", "beside"]
 
 _MOST_SITES = 6
 """Named in one command."""
-_ON_REFERENCE = "on the reference's machine"
+_ON_REFERENCE = "on A's machine"
 _WITH_MODEL = "on a machine with the model"
-_ON_CANDIDATE = "on the candidate's machine"
+_ON_CANDIDATE = "on B's machine"
 
 
 class Advice:
@@ -32,7 +37,9 @@ class Advice:
         self._a, self._b = str(reference.path), str(candidate.path)
         self._truth = None if truth is None else str(truth.path)
         self._reference, self._candidate = reference.manifest, candidate.manifest
+        self._runs = reference, candidate
         self.divided = candidate.manifest.mesh is not None  # among several ranks
+        self.escalated = any(record.pass_ == "escalated" for record in candidate.records)
         self._inputs = {
             module_of(record.site)
             for record in reference.records
@@ -102,7 +109,9 @@ class Advice:
         ranks = self.divided or self._reference.mesh is not None
         whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
         alike = self._reference.tokens.groups == self._candidate.tokens.groups
-        down = self._localize(truth=self._truth, note=f"{_WITH_MODEL}; or by hand:")
+        down = self._localize(
+            truth=self._truth or self.truth_beside, note=f"{_WITH_MODEL}; or by hand:"
+        )
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
         inside = (block + ".*", f"ops@{block}") if alike and not ranks else (block + ".*",)
         truth = beside(one, "-truth") if hidden or self._truth else None
@@ -121,7 +130,28 @@ class Advice:
         """What looks inside a block that stands out; nothing where no descent is possible."""
         if self.divided or self._reference.mesh is not None or self._reference.plan.store != "full":
             return []
-        return [self._localize(truth=self._truth, block=block, note=_WITH_MODEL)]
+        return [
+            self._localize(truth=self._truth or self.truth_beside, block=block, note=_WITH_MODEL)
+        ]
+
+    @cached_property
+    def truth_beside(self) -> str | None:
+        """A truth of this pair that lies where the commands of this tool put it, and was not
+        given. It is named, not taken: a comparison rests on what it is given, and the same command
+        says the same wherever the runs lie."""
+        a, b = self._runs
+        if self._truth is not None or "://" in self._a:
+            return None
+        for place in (beside(self._a, "-truth"), str(Path(self._a).parent / "truth")):
+            with contextlib.suppress(DivergenceError):
+                if Path(place).exists() and Truth(Run.open(place), a, b).anchors:
+                    return place
+        return None
+
+    def judged(self) -> list[str]:
+        """The comparison with the truth that lies beside."""
+        truth = self.truth_beside
+        return [] if truth is None else [command_line("compare", self._a, self._b, truth=truth)]
 
     def truth(self, *, full: bool = False) -> list[str]:
         """Which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held
@@ -234,6 +264,10 @@ class WithinAdvice(Advice):
     def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
         """Nothing: every pair is anchored."""
         return []
+
+    @property
+    def truth_beside(self) -> None:
+        """Nothing: a truth repeats one of two runs."""
 
     def inside(self, block: str) -> list[str]:
         """Nothing: a descent takes two runs."""

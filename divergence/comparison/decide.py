@@ -17,7 +17,7 @@ docs/verdicts.md has the same table, and a test holds the two together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from divergence.comparison.results.findings import (
     SiteKey,
     Verdict,
 )
+from divergence.words import letter
 
 __all__ = [
     "BEYOND", "PRECEDENCE", "RANK", "WITH_ITSELF", "Decision", "check", "confidence_of", "decide",
@@ -146,7 +147,7 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     evidence = list(verdict.evidence)
     for finding in findings:
         if finding.role == "abstains":
-            summary = verdict.summary.replace(f", by the {verdict.side}", "")
+            summary = verdict.summary.replace(f", by {letter(verdict.side)}", "")
             verdict = _unsure(verdict, *finding.rests_on, side=None, summary=summary)
         if finding.clause:
             verdict = replace(verdict, summary=verdict.summary + finding.clause)
@@ -264,16 +265,19 @@ def _contradicted(verdict: Verdict, finding: Finding) -> Verdict:
     """The verdict of the blocks, with what speaks against it, and without a side: one fault does
     not make a block wrong by one side and an operator inside it by the other."""
     assert verdict.onset is not None and finding.onset is not None
-    told = f"{verdict.onset.site} by the {verdict.side}, {finding.onset.site} by the {finding.side}"
+    told = ", ".join(
+        f"{one.onset.site} by {letter(one.side)}" for one in (verdict, finding) if one.onset
+    )
     fact = Evidence(
-        text=f"the levels blame different sides: {told}. A truth made by other code than the "
-        "reference's does that, and two faults do"
+        text=f"the levels blame different sides: {told}. A truth made by other code than A's "
+        "does that, and two faults do"
     )
     return _unsure(
         verdict,
         Check(name="agreement", state="failed"),
         summary=f"the evidence contradicts itself: {told}",
         side=None,
+        next=[*_forced(verdict.next)],
         evidence=[fact, *verdict.evidence, *finding.evidence],
     )
 
@@ -322,14 +326,22 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
     if not forced:
         return verdict
     other = f"other {' and '.join(forced)}"
+    unnamed = verdict.summary.replace(f", by {letter(verdict.side)}", "")
     fact = Evidence(text=f"{other}, which may explain everything below")
     return _unsure(
         verdict,
         Check(name="same_experiment", state="failed", detail=other),
-        summary=f"{verdict.summary} (compared by force: {other})",
+        summary=f"{unnamed} (compared by force: {other})",
         side=None,
         evidence=[fact, *verdict.evidence],
     )
+
+
+def _forced(commands: Sequence[str]) -> Iterator[str]:
+    """They meet the same difference. The descent takes one experiment, whatever is forced."""
+    for command in commands:
+        if not command.startswith("divergence localize"):
+            yield command + " --force" * command.startswith("divergence compare")
 
 
 def of_one_run(

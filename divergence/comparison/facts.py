@@ -114,7 +114,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
         check="arithmetic",
         status="differs" if differ else "same",
         reference=facts,
-        candidate=f"{len(differ)} of them differ{harmless}" if differ else facts,
+        candidate=f"{len(differ)} of {facts} differ{harmless}" if differ else facts,
         detail="; ".join(filter(None, (told, f"{unsure} not verified" if unsure else ""))) or None,
     )
     return replace(found, lines=[line], evidence=evidence, precise=precise)
@@ -174,13 +174,13 @@ def _evidence(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Evidence
         worst = max(pairs, key=lambda pair: max(fact.numbers.get("worst", 0.0) for fact in pair))
         x, y = (_number(fact, "worst") for fact in worst)
         return Evidence(
-            text=f"{where}: other bits; {worst[0].subject}: {x:.3g} ulp at worst in the reference, "
-            f"{y:.3g} in the candidate",
+            text=f"{where}: other bits; {worst[0].subject}: {x:.3g} ulp at worst in A, "
+            f"{y:.3g} in B",
             values={"reference_ulp": x, "candidate_ulp": y},
         )
     one, two = (_WORDS.get(fact.value, fact.value) for fact in (a, b))
     said = _SAYINGS.get(a.probe, "{}").format(one)
-    return Evidence(text=f"{where}: {said} in the reference, {two} in the candidate")
+    return Evidence(text=f"{where}: {said} in A, {two} in B")
 
 
 _SAYINGS = {
@@ -198,7 +198,7 @@ _WORDS = {
 
 def _kept(a: ArithmeticFact, b: ArithmeticFact) -> str:
     """Both sides' input bits, the coarser one first."""
-    sides = [("the reference", a), ("the candidate", b)]
+    sides = [("A", a), ("B", b)]
     sides.sort(key=lambda side: min(_number(side[1], "input"), _number(side[1], "weight")))
     (coarse, low), (fine, high) = sides
     return f"{coarse} keeps {low.value} of its float32 inputs, {fine} {high.value}"
@@ -220,7 +220,7 @@ def _order_evidence(
     told = ", ".join(f"{name.replace('_w', ' W')} {figure(w, 2)}" for name, w in values.items())
     if told and FORMATS[_format(a)].itemsize < 4:
         told += f", most of it from storing in {_format(a)}"
-    text = f"{where}: the reference adds {a.value}, the candidate {b.value}"
+    text = f"{where}: A adds {a.value}, B {b.value}"
     if a.value == b.value:
         text = f"{where}: both add as {a.value}, but other terms stand together"
     return Evidence(text=f"{text}: {told}" if told else text, values=values)

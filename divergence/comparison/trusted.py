@@ -20,6 +20,7 @@ from divergence.errors import UsageError
 from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
+from divergence.words import letter
 
 __all__ = ["trusted_limits", "widening_notes"]
 
@@ -29,12 +30,11 @@ def _refuse_own_floor(run: Run, reference: Run, candidate: Run) -> None:
     hint = command_line("capture", like=reference.path, o="RUN") + " on a machine that you trust"
     for side, other in (("reference", reference), ("candidate", candidate)):
         if run.manifest.id == other.manifest.id:
-            raise UsageError(f"{run.path} is the {side} itself: it is no floor for it", hint=hint)
+            what = f"{run.path} is {letter(side)} itself: it is no floor for it"
+            raise UsageError(what, hint=hint)
     equal = _equalities(run, candidate)
     if next(equal, False) and all(equal) and not all(_equalities(run, reference)):
-        raise UsageError(
-            f"{run.path} has the bits of the candidate: it is no floor for it", hint=hint
-        )
+        raise UsageError(f"{run.path} has the bits of B: it is no floor for it", hint=hint)
 
 
 def _equalities(run: Run, other: Run) -> Iterator[bool]:

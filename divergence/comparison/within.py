@@ -79,7 +79,7 @@ def align_within(run: Run) -> Alignment:
         prefix=None,
         anchored=True,
         notes=[
-            f"{WHAT}: the reference is the whole pass of {run.path}, the candidate its free pass, "
+            f"{WHAT}: A is the whole pass of {run.path}, B its free pass, "
             "whose inputs each block got in both"
         ],
     )

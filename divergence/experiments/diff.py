@@ -26,7 +26,7 @@ from divergence.recording.engines.identity import without_home
 from divergence.run.command import command_line, command_words, quoted, quoted_words
 from divergence.run.reader import Run
 from divergence.run.schema.site import near_names
-from divergence.words import HEADLINES, Progress
+from divergence.words import HEADLINES, Progress, letter
 
 __all__ = ["VARIED", "DiffResult", "diff"]
 
@@ -43,8 +43,8 @@ _ONE_AT_A_TIME = (
 )
 _TWO_VALUES = (
     "give one setting two values: --device cuda,cpu, --attn-implementation eager,sdpa, --engine "
-    "transformers,compile, --batch 1,8, --env NAME=VALUE; two machines: divergence capture MODEL "
-    "-o a, there divergence capture --like a -o b"
+    "transformers,compile, --batch 1,8, --env NAME=VALUE",
+    "two machines: divergence capture MODEL -o a, there divergence capture --like a -o b",
 )
 OnStep = Callable[[int, str, bool], None]
 """(number of the step, its command, is it done already?)"""
@@ -78,7 +78,7 @@ class DiffResult:
             f"{HEADLINES[verdict.kind]}: {verdict.summary}",
             [
                 ("begins at", None if verdict.onset is None else verdict.onset.site),
-                ("wrong side", verdict.side),
+                ("wrong side", verdict.side and letter(verdict.side)),
                 ("confidence", verdict.confidence),
                 ("runs", str(self.folder)),
                 ("page", str(self.page)),
@@ -144,6 +144,14 @@ def diff(
     given = {"device": device, "dtype": dtype, "attn_implementation": attn_implementation,
              "engine": engine, "threads": threads, "batch": batch, "env": env,
              "python": python}  # fmt: skip
+    if "," in str(model) and not Path(model).exists():
+        one, two = str(model).split(",")[:2]
+        raise UsageError(
+            "diff compares two settings of one model, and these are two models",
+            hint=(command_line("capture", one, o="a"),
+                  command_line("capture", like="a", o="b", model=two),
+                  command_line("compare", "a", "b")),
+        )  # fmt: skip
     sides = _sides({name: _listed(value) for name, value in given.items()})
     common: dict[str, Any] = {"prompt": _listed(prompts), "prompts": prompts_file, "chat": chat,
               "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}  # fmt: skip
@@ -202,8 +210,8 @@ def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
     if len(values) > 2:
         raise UsageError(
             f"{_flag(name)} has {len(values)} values, and diff compares two",
-            hint="capture each with --like, then divergence compare A B C: the first is the "
-            "reference",
+            hint="capture each with --like, then divergence compare A B C: each is held "
+            "against the first",
         )
     fixed = {key: value[0] for key, value in given.items() if key != name}
     one, two = values

@@ -47,7 +47,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Tokens
 from divergence.run.schema.site import module_of, split_site
 from divergence.run.unshard import unsharded
-from divergence.words import Progress, Side
+from divergence.words import Progress, Side, letter
 
 __all__ = ["Injection", "explain_token", "injections_of"]
 
@@ -238,8 +238,8 @@ def _not_repeated(
     by = margins["baseline"] - margins[healthy]
     return (
         f"this machine does not repeat {own.path}: the logits that decide differ, and the two "
-        f"tokens' distance by {by:.2g} where {moved:.2g} is to be explained; run this on the "
-        f"{healthy}'s machine"
+        f"tokens' distance by {by:.2g} where {moved:.2g} is to be explained; run this on "
+        f"{letter(healthy)}'s machine"
     )
 
 

@@ -81,10 +81,7 @@ def _module_text(site: SiteResult) -> str:
         return "by how much is not known"
     if site.truth is None:
         return f"rel L2 {site.rel_l2:.2e}"
-    return (
-        f"err reference {site.truth.reference_error:.2e}, err candidate "
-        f"{site.truth.candidate_error:.2e}"
-    )
+    return f"err of A {site.truth.reference_error:.2e}, of B {site.truth.candidate_error:.2e}"
 
 
 class OwnError(msgspec.Struct, kw_only=True, frozen=True):

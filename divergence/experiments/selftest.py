@@ -35,7 +35,7 @@ from divergence.recording.machine.environment import collect_environment, resolv
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Environment, Switch
 from divergence.run.storage.location import folder_of
-from divergence.words import Progress, silent
+from divergence.words import Progress, letter, silent
 
 __all__ = ["selftest"]
 
@@ -226,7 +226,7 @@ class _Bench:
         if f"{_BLOCK}.mlp.down_proj" not in sites:
             raise _Failed(f"named {sites.strip() or 'nothing'}; {done.stopped or ''}")
         if done.side not in (None, "candidate"):
-            raise _Failed(f"blames the {done.side}")
+            raise _Failed(f"blames {letter(done.side)}")
         return sites.strip()
 
     def mapped(self) -> str:

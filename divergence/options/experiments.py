@@ -44,8 +44,8 @@ class LocalizeOptions(Options, frozen=True, kw_only=True):
         str,
         Option(
             "--here SIDE",
-            "Whose machine this is: reference, candidate, both, none; auto asks the runs. "
-            "What is made must have that run's bits.",
+            "Whose machine this is: reference (A), candidate (B), both, none; auto asks "
+            "the runs. What is made must have that run's bits.",
             choices=("auto", "reference", "candidate", "both", "none"),
         ),
     ] = "auto"

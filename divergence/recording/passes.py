@@ -103,7 +103,7 @@ class RepeatSink:
         if not same:
             self._result.num_different += 1
             if self._result.first_difference is None:
-                self._result.first_difference = f"{site} (sample {sample}, step {step})"
+                self._result.first_difference = f"{site} (prompt {sample}, step {step})"
 
 
 def run_pass(

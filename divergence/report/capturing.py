@@ -47,7 +47,7 @@ def captured_lines(
     lines += skipped_lines(manifest)
     no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):
-        lines.append(prose(f"sample {number}", _continuation(manifest, sample)))
+        lines.append(prose(f"prompt {number}", _continuation(manifest, sample)))
     lines += [BLANK, heading("next")]
     if settings.compute_dtype is not None and like is not None:
         following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]

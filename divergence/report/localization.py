@@ -8,6 +8,7 @@ from divergence.analyses.operators.show import show as operator_lines
 from divergence.experiments.result import Level, Localization
 from divergence.layout import BLANK, Line, heading, line, prose, times
 from divergence.run.command import quoted_words
+from divergence.words import letter
 
 __all__ = ["localization_lines", "proof_lines", "reproducer_lines"]
 
@@ -35,8 +36,8 @@ def localization_lines(
             lines.append(BLANK)
         lines += operator_lines(result.report, all_sites=verbose)
     lines += [
-        prose("reference", result.reference),
-        prose("candidate", result.candidate),
+        prose("A", result.reference),
+        prose("B", result.candidate),
         *([] if result.truth is None else [prose("truth", result.truth)]),
         prose("runs in", result.out),
     ]
@@ -52,8 +53,9 @@ def _answer(result: Localization) -> list[Line]:
         where = "" if deepest is None or result.refused else f"at {deepest.level} {deepest.site}: "
         there = f"; run there: {result.commands[0]}" if result.refused and result.commands else ""
         style = "bold yellow" if word == "STOPPED" else "bold red"
-        return [line((f"{word}: ", style), f"{where}{result.stopped}{there}")]
-    by = f", by the {result.side}" if result.side else ""
+        answer = line((f"{word}: ", style), f"{where}{result.stopped}{there}")
+        return [answer if there else answer._replace(hang=2)]  # a command is not folded
+    by = f", by {letter(result.side)}" if result.side else ""
     assert result.report is not None
     verdict = result.report.verdict
     summary = verdict.summary
@@ -61,7 +63,7 @@ def _answer(result: Localization) -> list[Line]:
         # of a whole family of blocks, this one was gone into
         summary = f"the error is made at {operator.site}{by}"
     elif result.side is None:
-        summary = summary.removesuffix(f", by the {verdict.side}")
+        summary = summary.removesuffix(f", by {letter(verdict.side)}")
     if result.contradiction:
         lines = [
             line(("CONTRADICTION: ", "bold yellow"),
@@ -69,11 +71,11 @@ def _answer(result: Localization) -> list[Line]:
             prose("confidence", "low"),
         ]  # fmt: skip
     else:
-        lines = [line(("LOCALIZED: ", "bold red"), summary)]
+        lines = [line(("LOCALIZED: ", "bold red"), summary)._replace(hang=2)]
     if result.doubt:
         lines.append(prose("side", f"not named: {result.doubt}"))
     elif result.code:
-        lines.append(prose("side", f"{result.side}, by the reference's code; the code differs "
+        lines.append(prose("side", f"{letter(result.side)}, by A's code; the code differs "
                            f"from {result.code} on, in float64 as well"))  # fmt: skip
     if operator.source:
         lines.append(prose("called at", operator.source))
@@ -86,7 +88,7 @@ def _answer(result: Localization) -> list[Line]:
         lines.append(prose("proven", told))
     elif result.side is not None:
         unmet = (str(one) for one in result.repetitions if not one.met)
-        untried = next(unmet, f"that takes the {result.side}'s machine")
+        untried = next(unmet, f"that takes {letter(result.side)}'s machine")
         lines.append(prose("proven", f"not tried: {untried}"))
     return lines
 
@@ -105,7 +107,7 @@ def _level(level: Level, *, named: bool) -> Line:
         return prose(f"  {level.level}", f"nothing stands out ({level.verdict})", width=12)
     by = ""
     if level.side in ("reference", "candidate"):
-        by = f", by the {level.side}" if named else f", off against the truth: the {level.side}"
+        by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"
     why = level.why
     if why.startswith(level.site.partition(":")[0]):  # the site stands before it already
         why = why.partition(": ")[2]
@@ -137,7 +139,9 @@ def proof_lines(result: Localization) -> list[Line]:
             )
         )
     if result.alone:
-        parts = [f"{own.side} {times(own.times)} of an ideal one's error" for own in result.alone]
+        parts = [
+            f"{letter(own.side)} {times(own.times)} of an ideal one's error" for own in result.alone
+        ]
         text = f"on its own inputs, against float64: {', '.join(parts)}"
         if len(result.alone) == 2 and all(own.times < 3 for own in result.alone):
             given = _given(result)
@@ -159,13 +163,12 @@ def _given(result: Localization) -> str:
     assert first is not None
     called = f": {first.source}" if first.source else ""
     parts = [
-        f"the candidate is given {one.argument}={one.candidate} where the reference is given "
-        f"{one.reference}{called}"
+        f"B is given {one.argument}={one.candidate} where A is given {one.reference}{called}"
         for one in first.other_operands
     ]
     if first.fed_by and not parts:
         parts = [
-            f"its input comes from {first.fed_by[-1]}, which only the {first.fed_by_side} calls"
+            f"its input comes from {first.fed_by[-1]}, which only {letter(first.fed_by_side)} calls"
         ]
     for one in result.given[:2]:
         if one.difference is None:

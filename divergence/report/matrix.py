@@ -24,6 +24,7 @@ from divergence.layout import (
     times,
 )
 from divergence.report.summary import VERDICT_STYLES
+from divergence.words import letter
 
 __all__ = ["NUM_WORDS", "TITLES", "matrix_headline", "matrix_lines", "row_cells"]
 
@@ -88,11 +89,11 @@ def _headline(matrix: Matrix) -> list[Line]:
     lines = [
         Line((*line((f"{word}: ", style)).spans, *line(matrix.agreement).spans), 2),
         prose(
-            "reference",
+            "first",
             f"{first.path} ({first.label}): {first.model}, {first.dtype.removeprefix('torch.')} "
             f"on {first.device}",
         ),
-        prose("candidates", ", ".join(f"{number:,} {kind}" for kind, number in tally.items())),
+        prose("others", ", ".join(f"{number:,} {kind}" for kind, number in tally.items())),
     ]
     lines += [prose("only there", text, style="bold") for text in matrix.only_odd]
     for group in matrix.identical:
@@ -157,7 +158,7 @@ def row_cells(row: MatrixRow) -> tuple[str, ...]:
         run.label if run else "-",
         row.verdict or ("unreadable" if run is None else "not compared"),
         "-" if onset is None else onset.block or onset.site,
-        row.side or "-",
+        letter(row.side or "-"),
         times(row.limit_usage),
         decimal(row.logits_rel_l2),
         share(row.top1_agreement),

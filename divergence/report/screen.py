@@ -61,7 +61,7 @@ def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
         *_why_lines(report),
         BLANK,
         *_run_lines(report),
-        *settings_lines(report.preflight),
+        *settings_lines(_to_tell(report)),
         *token_lines(report),
         *explained_lines(report),
         *compared_lines(report),
@@ -107,10 +107,10 @@ def _why_lines(report: Report) -> list[Line]:
 def _run_lines(report: Report) -> list[Line]:
     """Both runs; of the second only what is not as in the first."""
     a, b = report.reference, report.candidate
-    lines = [prose("A reference", _run_text(a)), *_state_lines(a)]
+    lines = [prose("A", _run_text(a)), *_state_lines(a)]
     same = (a.model, a.dtype, a.device, a.label) == (b.model, b.dtype, b.device, b.label)
     text = f"{b.path}: the same model, dtype and machine" if same else _run_text(b)
-    return [*lines, prose("B candidate", text), *_state_lines(b)]
+    return [*lines, prose("B", text), *_state_lines(b)]
 
 
 def _run_text(run: RunSummary) -> str:
@@ -125,6 +125,13 @@ def _state_lines(run: RunSummary) -> list[Line]:
         text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
         lines.append(prose("", text, style="yellow"))
     return lines
+
+
+def _to_tell(report: Report) -> list[PreflightLine]:
+    """What stops a comparison stands behind ``because`` already."""
+    if report.verdict.kind != "incomparable":
+        return report.preflight
+    return [one for one in report.preflight if one.status in ("differs", "unknown")]
 
 
 def settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
@@ -147,7 +154,8 @@ _DIGESTED = ("weights", "code", "config", "tokenizer", "chat template")
 
 
 def _setting(item: PreflightLine) -> str:
-    text = f"{item.reference} / {item.candidate}"
+    both = ("none" if value == "-" else value for value in (item.reference, item.candidate))
+    text = item.candidate if item.check == "arithmetic" else " / ".join(both)
     if item.check in _DIGESTED:
         text = item.detail or "differs"
     text = f"{item.check} {text}"
@@ -219,7 +227,8 @@ def _worst_lines(report: Report, num_rows: int) -> list[Line]:
         used = "not finite" if _num_bad(site) else _used(site.limit_usage) if judged else ""
         error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
         table.append((error, used, cut(site.site, 40) + ("  !" if row.flagged else ""), _at(site)))
-    return [heading(f"worst of {len(every)} places"), *columns(table, widest=44)]
+    same = "the others are equal bit for bit" if len(rows) <= num_rows < len(every) else ""
+    return [heading(f"worst of {len(every)} places", same), *columns(table, widest=44)]
 
 
 def _num_bad(site: SiteResult) -> int:
@@ -249,13 +258,13 @@ def _prompt_lines(report: Report) -> list[Line]:
     from divergence.analyses.blocks.show import prompt_usage
 
     rows = prompt_usage(report)
-    if len(rows) < 2:
+    if len(rows) < 2 or report.verdict.kind == "identical":
         return []
     if rows[0][0] < 1.1 * rows[-1][0]:
         return [prose("prompts", f"all {len(rows)} alike: {_used(rows[0][0])} of the limit")]
     shown = [f"{sample} ({_used(usage)})" for usage, sample, *_ in rows[:_NUM_PROMPTS]]
     more = f", {len(rows) - len(shown)} more" if len(rows) > len(shown) else ""
-    return [prose("prompts", f"worst first, of the limit: {', '.join(shown)}{more}")]
+    return [prose("prompts", f"worst first (the first is 0): {', '.join(shown)}{more}")]
 
 
 def _next_lines(report: Report, more: str) -> list[Line]:

@@ -17,7 +17,7 @@ from divergence.comparison.results.sites import PassCoverage
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 from divergence.report.environment import changed_lines
 from divergence.run.schema.manifest import UNKNOWN
-from divergence.words import HEADLINES
+from divergence.words import HEADLINES, letter
 
 __all__ = [
     "VERDICT_STYLES",
@@ -47,7 +47,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         BLANK,
         *_run_lines(report),
         BLANK,
-        *_evidence_lines(report.verdict, verbose=verbose),
+        *_evidence_lines(report.verdict),
         *_preflight_lines(report.preflight, verbose=verbose),
         *_shown_by_analyses(report, all_sites=all_sites),
         *_coverage_lines(report, all_sites=all_sites, verbose=verbose),
@@ -82,8 +82,7 @@ def verdict_lines(report: Report) -> list[Line]:
         lines.append(prose("onset", where, style="bold"))
     if verdict.side is not None:
         wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)
-        letter = {"reference": " (A)", "candidate": " (B)"}.get(verdict.side, "")
-        lines.append(prose("side", f"{wrong or f'the {verdict.side}{letter} is'} wrong"))
+        lines.append(prose("side", f"{wrong or f'{letter(verdict.side)} is'} wrong"))
     lacking = [one.detail for one in verdict.checks if one.state != "met" and one.detail]
     why = f": {'; '.join(lacking)}" if lacking else ""
     lines.append(prose("confidence", verdict.confidence + why))
@@ -92,7 +91,7 @@ def verdict_lines(report: Report) -> list[Line]:
 
 def _run_lines(report: Report) -> list[Line]:
     lines = []
-    for name, run in (("reference", report.reference), ("candidate", report.candidate)):
+    for name, run in (("A", report.reference), ("B", report.candidate)):
         label = f" ({run.label})" if run.label else ""
         dtype = run.dtype.removeprefix("torch.")
         lines.append(prose(name, f"{run.path}{label}: {run.model}, {dtype} on {run.device}"))
@@ -104,14 +103,12 @@ def _run_lines(report: Report) -> list[Line]:
     return lines
 
 
-def _evidence_lines(verdict: Verdict, *, verbose: bool) -> list[Line]:
+def _evidence_lines(verdict: Verdict) -> list[Line]:
     if not verdict.evidence:
         return []
     lines = [heading("why")]
     for fact in verdict.evidence:
-        values = ", ".join(f"{name} {value:.3g}" for name, value in fact.values.items())
-        shown = f" [{values}]" if values and verbose else ""
-        lines.append(prose("  -", fact.text + shown, width=4))
+        lines.append(prose("  -", fact.text, width=4))
     return [*lines, BLANK]
 
 
@@ -147,15 +144,15 @@ def _coverage_lines(report: Report, *, all_sites: bool, verbose: bool) -> list[L
         heading(
             "coverage",
             f"{coverage.num_compared:,} compared, {coverage.num_skipped:,} skipped, "
-            f"{coverage.num_only_reference:,} only in the reference, "
-            f"{coverage.num_only_candidate:,} only in the candidate",
+            f"{coverage.num_only_reference:,} only in A, "
+            f"{coverage.num_only_candidate:,} only in B",
         )
     ]
     lines += columns(passes, widest=66)
     shown = coverage.unmatched if all_sites else coverage.unmatched[:MAX_UNMATCHED]
-    words = {"reference": "only reference", "candidate": "only candidate", "both": "skipped"}
+    words = {"reference": "only in A", "candidate": "only in B", "both": "skipped"}
     rows = [
-        (words[i.side], f"{i.site} ({i.pass_}, sample {i.sample}, step {i.step})", i.reason)
+        (words[i.side], f"{i.site} ({i.pass_}, prompt {i.sample}, step {i.step})", i.reason)
         for i in shown
     ]
     lines += columns(rows, widest=66)
@@ -173,7 +170,7 @@ def _pass_rows(passes: list[PassCoverage], *, verbose: bool) -> list[tuple[str, 
             continue
         total = row.num_compared + row.num_missing + row.num_skipped
         parts = [f"{row.num_compared:,} of {total:,}"]
-        parts += [f"{row.num_extra:,} in the candidate alone"] if row.num_extra else []
+        parts += [f"{row.num_extra:,} in B alone"] if row.num_extra else []
         parts += [f"{row.num_empty:,} without elements"] if row.num_empty else []
         parts += [f"{row.num_elsewhere:,} not here: {row.elsewhere}"] if row.num_elsewhere else []
         parts += [row.reason] if row.reason else []

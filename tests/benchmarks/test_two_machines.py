@@ -46,7 +46,7 @@ def test_a_stated_reason_is_a_refusal():
     """No side with the module right, or what another machine must do first."""
     found = answer(operator=operator("model.layers.0.mlp.act_fn/aten.silu"), doubt="the code")
     assert outcome(found) == "refused"
-    assert outcome(answer(refused=True, stopped="this is not the candidate's machine")) == "refused"
+    assert outcome(answer(refused=True, stopped="this is not B's machine")) == "refused"
     quiet = answer(levels=[{"level": "block", "verdict": "within_floor", "site": None}])
     assert outcome(quiet, fault="oldest kernels") == "right"
     assert outcome(quiet) == "wrong"

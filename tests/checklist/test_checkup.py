@@ -142,7 +142,7 @@ def test_what_is_not_reached_is_below_the_rung_that_explains(every, checkups):
         ("hash", "logprobs", ("A: logits of 6 of 6", "B: logits of 0 of 6")),
         ("refused", "deterministic", ("A: deterministic; B: refused", "--repeat")),
         ("refused_repeats", "deterministic", ("repeats itself bit for bit",)),
-        ("ranks_apart", "ranks", ("rank 1 of the candidate disagrees with rank 0",)),
+        ("ranks_apart", "ranks", ("rank 1 of B disagrees with rank 0",)),
         ("ranks_share", "ranks", ("rank 1 holds the share that is off",)),
         ("ranks", "ranks", ("A: 1 process, B: 2 ranks (tp 2)", "agree")),
         ("decode", "decode", ("decode step 2 alone",)),
@@ -182,7 +182,7 @@ def test_a_truth_names_the_side(pairs, tmp_path):
     checkup = divergence.doctor(a, b, truth=tmp_path / "truth")
     assert checkup.verdict == divergence.compare(a, b, truth=tmp_path / "truth").verdict
     assert checkup.verdict.side == "candidate"
-    assert "by the candidate" in checkup.failed[0].evidence
+    assert "by B" in checkup.failed[0].evidence
 
 
 def test_notes_tell_what_no_rung_does(checkups):

@@ -45,8 +45,8 @@ def test_a_fault_is_planted_and_found_in_a_model_of_ones_own(
     code, out, err = invoke("demo", "--model", model, "--workdir", tmp_path / "w", *trusted, "-q")
     assert code == 0, err
     block = module.removesuffix(".mlp.c_proj").removesuffix(".narrow")
-    assert f"DIVERGED: the error is made at {block}:out, by the candidate" in out
-    assert f"from operators that only the candidate calls: {module}/aten" in out
+    assert f"DIVERGED: the error is made at {block}:out, by B" in out
+    assert f"from operators that only B calls: {module}/aten" in " ".join(out.split())
     assert "proven      yes" in out
     assert [arguments[0] for arguments, _ in in_process] == [
         "capture", "capture", "capture", "truth",

@@ -99,6 +99,16 @@ def test_check_writes_the_policys_answer_first(runs, invoke, tmp_path):
     assert invoke("check", golden, new, "--bless", "--html", "page.html")[0] == 2
 
 
+def test_check_writes_a_page_where_it_had_to_stop(runs, invoke, tmp_path, llama):
+    """What differs is what one sends."""
+    golden, _ = runs
+    other = tmp_path / "other"
+    capture(llama, out=other, prompts=["Something else"], max_new_tokens=1, probe=False)
+    assert invoke("check", golden, other, "--html", "stopped.html")[0] == 2
+    page = (tmp_path / "stopped.html").read_text(encoding="utf-8")
+    assert "<title>STOPPED: not the same experiment" in page
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -48,8 +48,6 @@ def test_a_machine_that_does_not_repeat_the_candidate_ends_in_2(invoke, tiny_mod
         assert invoke("capture", "--like", "a", "-o", "b", "--label", "cluster C")[0] == 0
     code, out, _ = invoke("localize", "a", "b", "--truth", "truth", "-o", "work", "-q")
     assert code == 2
-    assert out.startswith(
-        "STOPPED: this is not the candidate's machine (cluster C): its blocks do "
-    )
+    assert out.startswith("STOPPED: this is not B's machine (cluster C): its blocks do ")
     assert "; run there: divergence capture --like a -o work/candidate-operators" in out
     assert "side" not in out

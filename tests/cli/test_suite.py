@@ -34,14 +34,14 @@ def test_the_journey(invoke, tmp_path):
     code, out, err = invoke("compare", "a", "b", "--truth", "truth")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("DIVERGED: the candidate computed 1 of 3 operators worse")
+    assert lines[0].startswith("DIVERGED: B computed 1 of 3 operators worse")
     assert "rms_norm" in lines[0]
     table = lines[next(n for n, line in enumerate(lines) if line.startswith("operators")) :]
-    assert table[2].split()[:4] == ["rms_norm", "(mine:rms_norm)", "candidate", "6/6"]
+    assert table[2].split()[:4] == ["rms_norm", "(mine:rms_norm)", "B", "6/6"]
     assert any("bit-identical: " in line and "quantize" in line for line in table)
     assert max(map(len, table[:3])) <= 120
     code, out, _ = invoke("compare", "a", "b", "--truth", "truth", "--all")
-    assert "rms_norm  wrong: candidate" in " ".join(out.split("\n")).replace("   ", "  ")
+    assert "rms_norm  wrong: B" in " ".join(out.split("\n")).replace("   ", "  ")
     assert invoke("compare", "a", "b", "--truth", "truth", "--exit-code")[0] == 1
     assert invoke("compare", "a", "b", "--exit-code")[0] == 2  # nobody can tell
     code, out, _ = invoke("compare", "a", "a", "--exit-code")

@@ -107,7 +107,7 @@ def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
     report.verdict.next[:] = by_hand
     said = follow(report, capsys)
     assert said.startswith(f"DIVERGED: the error comes into {BLOCK}/aten.add#2 from operators")
-    assert "side        the candidate (B) is wrong" in said
+    assert "side        B is wrong" in said
     assert "operators   " in said and "beyond the limit; first model.layers.1/aten.add#2" in said
 
 
@@ -121,7 +121,7 @@ def test_two_sketches_are_captured_again_in_full(llama, tmp_path, capsys):
     report = compare(a, b)
     assert not any(command.startswith("divergence localize") for command in report.verdict.next)
     said = follow(report, capsys)
-    assert said.startswith(f"DIVERGED: the error is made at {BLOCK}:out, by the candidate")
+    assert said.startswith(f"DIVERGED: the error is made at {BLOCK}:out, by B")
     assert "estimated" not in said
 
 
@@ -132,6 +132,23 @@ def test_a_sketch_is_held_against_a_truth_in_full(llama, tmp_path):
     b = capture(like=a, out=tmp_path / "b", store="sketch", plants=plants, probe=False)
     last = compare(a, b).verdict.next[-1]
     assert last == f"divergence compare {a.path} {b.path}-full --truth {a.path}-truth"
+
+
+def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path):
+    """Where the printed commands put it; another run's is passed over."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    b = capture(like=a, out=tmp_path / "b", escalate=True, probe=False, attn_implementation="sdpa")
+    other = capture(llama, out=tmp_path / "c", prompts=["Other"], max_new_tokens=1, probe=False)
+    make_truth(other, out=tmp_path / "a-truth")
+    assert Advice(a, b).truth_beside is None
+    truth = make_truth(a, out=tmp_path / "truth")
+    bare = compare(a, b)
+    again = f"divergence compare {a.path} {b.path} --truth {truth.path}"
+    assert bare.verdict.confidence == "medium" and bare.verdict.next == [again]
+    lacking = [check.detail for check in bare.verdict.checks if check.state != "met"]
+    assert lacking == [f"no truth (--truth {truth.path})", "the float32 check takes a truth"]
+    assert compare(a, b, truth=truth).verdict.confidence == "high"
+    assert Advice(a, b).into_block(BLOCK)[0].partition("   #")[0].endswith(f"--truth {truth.path}")
 
 
 def of_ranks(run, **axes):
@@ -151,7 +168,7 @@ def test_several_ranks_are_started_again_as_several(llama, tmp_path):
     start = "torchrun --nproc-per-node 8 -m divergence capture --like "
     assert advice.certainty()[0] == (
         f"{start}{a.path} -o {b.path}-anchored --mesh dp=2,tp=4 --plant lm_head:out=nan"
-        "   # on the candidate's machine"
+        "   # on B's machine"
     )
     by_hand = advice.into_block(BLOCK)
     assert by_hand[0].startswith("divergence capture")

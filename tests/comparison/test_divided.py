@@ -30,6 +30,7 @@ from divergence.run.unshard import unsharded
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.reduction import reducer_for
 from divergence.run.writing.writer import RunWriter
+from divergence.words import letter
 
 WHOLE = torch.randn(1, 4, 256, generator=torch.Generator().manual_seed(7))
 LEFT, RIGHT = WHOLE.chunk(2, 2)
@@ -239,7 +240,9 @@ def test_of_two_copies_the_other_run_tells(run_of, wrong, swapped):
     assert first.told_by == "other run" and first.rel_l2 == pytest.approx(0.5)
     verdict = compare(*pair).verdict
     assert verdict.kind == "localized" and verdict.side == first.side
-    assert f"rank {wrong} of the {first.side} disagrees with rank {1 - wrong}" in verdict.summary
+    assert (
+        f"rank {wrong} of {letter(first.side)} disagrees with rank {1 - wrong}" in verdict.summary
+    )
     assert "at 1 more of 3 tensors" in verdict.evidence[0].text
 
 
@@ -276,7 +279,7 @@ def test_the_share_is_that_of_the_onset_s_own_sample(run_of):
         verdict = compare(*pair).verdict
         assert verdict.onset.sample == 1
         assert verdict.summary.endswith("in the share of rank 1")
-        assert f"the {side}'s rank 1" in verdict.evidence[-1].text
+        assert f"{letter(side)}'s rank 1" in verdict.evidence[-1].text
 
 
 def test_no_rank_is_named_where_all_shares_are_off(run_of):

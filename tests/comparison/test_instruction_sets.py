@@ -51,7 +51,9 @@ def test_without_a_truth_float32_shows_the_fault_and_bfloat16_says_what_is_lacki
 
     assert found.kind == "localized" and found.onset.block == "model.layers.2"
     assert (hidden.kind, hidden.confidence) == ("within_floor", "medium")
-    assert any("--escalate" in one.detail for one in hidden.checks if one.state != "met")
+    assert any(
+        "float32 check takes a truth" in one.detail for one in hidden.checks if one.state != "met"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

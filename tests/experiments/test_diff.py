@@ -7,16 +7,30 @@ import sys
 
 import pytest
 
+from divergence.cli.main import app
 from divergence.errors import RunExistsError, UsageError
-from divergence.experiments.diff import diff
+from divergence.experiments.diff import _Steps, diff
 from divergence.run.reader import Run
 
 PROMPTS = ["The bridge was built", "one two three four"]
 
 
+def in_this_process(steps, words, variables, shown):
+    """A step without three imports of torch; ``test_any_one_setting`` holds the processes."""
+    with pytest.raises(SystemExit) as ended:
+        app(words[3:], prog_name="divergence")
+    assert words[1:3] == ["-m", "divergence"] and ended.value.code == 0, shown
+
+
 @pytest.fixture(scope="module")
 def made(llama, tmp_path_factory):
     """A diff of two attention kernels, and its steps."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_Steps, "_process", in_this_process)
+        return _made(llama, tmp_path_factory)
+
+
+def _made(llama, tmp_path_factory):
     steps = []
     folder = tmp_path_factory.mktemp("diff") / "d"
     result = diff(
@@ -93,6 +107,13 @@ def test_settings_that_make_no_two_sides_are_refused(tmp_path, settings, said):
     with pytest.raises(UsageError, match=said):
         diff("model", out=tmp_path / "d", **settings)
     assert not (tmp_path / "d").exists() or not any((tmp_path / "d").iterdir())
+
+
+def test_two_models_are_captured_by_hand(tmp_path):
+    """They are no two settings of one model; the commands are told."""
+    with pytest.raises(UsageError, match="two models") as caught:
+        diff("one,org/two", out=tmp_path / "d", device="cpu")
+    assert caught.value.hint[1] == "divergence capture --like a -o b --model org/two"
 
 
 def test_a_step_that_fails_is_named(tmp_path):

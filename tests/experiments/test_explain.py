@@ -193,7 +193,7 @@ def test_the_command_explains(run, tmp_path, capsys, monkeypatch):
         code, out, err = call("compare", a.path, b.path, "--explain-token", *option)
         assert code == 0, err
         out = " ".join(out.split())
-        assert "by the candidate's error at model.layers.1:out alone" in out
+        assert "by B's error at model.layers.1:out alone" in out
         assert "of the movement explained; the error flips the token" in out
     shutil.copytree(a.path, tmp_path / "a")
     manifest = tmp_path / "a/manifest.json"

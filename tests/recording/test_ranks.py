@@ -177,7 +177,7 @@ def test_a_fault_on_one_rank_is_named(made):
     verdict = report.verdict
     assert verdict.kind == "localized" and verdict.side == "candidate"
     assert verdict.onset.site == "model.layers.1.mlp:out" and verdict.onset.pass_ == "anchored"
-    assert "rank 1 of the candidate disagrees with rank 0" in verdict.summary
+    assert "rank 1 of B disagrees with rank 0" in verdict.summary
     (check,) = report.replicas
     assert check.num_different > 0
     first = next(diff for diff in check.first if diff.pass_ == "anchored")
@@ -250,7 +250,7 @@ def test_devices_are_held_against_one_another(more):
     """One prompt on every device: the one that computes otherwise is named, at its block."""
     verdict = compare(more("one-prompt"), more("dp-same")).verdict
     assert verdict.kind == "localized" and verdict.onset.site == "model.layers.1.mlp:out"
-    assert "rank 1 of the candidate disagrees with rank 0" in verdict.summary
+    assert "rank 1 of B disagrees with rank 0" in verdict.summary
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_the_other_functions_name_their_arguments_too(run, tmp_path):
 def test_one_floor_is_no_list_of_letters(run, tmp_path):
     """A path, alone or in a list, as text or not."""
     for floor in (str(run.path), run.path, run, [run.path]):
-        with pytest.raises(UsageError, match="is the reference itself"):
+        with pytest.raises(UsageError, match="is A itself"):
             compare(run, capture_again(run, tmp_path), floor=floor)
 
 

@@ -220,7 +220,7 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
                     sample=0,
                     step=0,
                     site="model.rotary[0]:out",
-                    reason="no such site in the candidate",
+                    reason="no such site in B",
                     side="reference",
                 ),
                 Skipped(
@@ -235,7 +235,7 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
         ),
         sites=sites,
         candidate=make_run("b", plants=["model.layers.30.mlp.down_proj:out=scale:1.3"]),
-        notes=["the candidate was captured with [brackets] in a path"],
+        notes=["B was captured with [brackets] in a path"],
     )
 
 
@@ -312,7 +312,7 @@ def make_nonfinite_report() -> Report:
     report = make_report(
         verdict=make_verdict(
             "nonfinite",
-            summary="the candidate has nan from model.layers.1 on",
+            summary="B has nan from model.layers.1 on",
             onset=Onset(
                 site="model.layers.1:out",
                 block="model.layers.1",

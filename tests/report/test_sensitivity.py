@@ -97,7 +97,7 @@ def test_one_sentence_a_fault(reports):
     )  # fmt: skip
     assert terminal.text_of(answer_lines(result)) == (
         "in bfloat16 you would see a scale error of 0.41% in any block (worst: model.layers.11; "
-        "best 0.22% at model.layers.0)\n"
+        "best 0.22% at\n  model.layers.0)\n"
     )
 
 

@@ -117,7 +117,7 @@ def _truth_plot(phase: str, what: str, rows: Sequence[Row]) -> Plot:
     most, where = max(apart, key=lambda item: max(item[0], 1 / item[0] if item[0] else 0.0))
     told = f"B over A is {times(most)} at {where}, where they are most unlike"
     flagged = [n for n, row in enumerate(rows) if row.flagged]
-    legend = [("dot reference", "A, reference"), ("dot candidate", "B, candidate")]
+    legend = [("dot reference", "A"), ("dot candidate", "B")]
     return Plot(
         id=f"truth-{phase}", title=f"Distance from the truth. {what}", legend=legend,
         described=f"Which side is wrong: {told}.",

@@ -19,7 +19,7 @@ from divergence.comparison.results.findings import Evidence, figure
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.schema.site import ROOT, module_of
-from divergence.words import Side
+from divergence.words import Side, letter
 
 __all__ = ["Drift", "find_drift"]
 
@@ -67,7 +67,7 @@ def find_drift(
 
 
 def _where(site: SiteResult) -> str:
-    return f"free pass, sample {site.sample}, step {site.step}, {site.site}"
+    return f"free pass, prompt {site.sample}, step {site.step}, {site.site}"
 
 
 def _num_rows(site: SiteResult) -> int:
@@ -90,7 +90,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     side: Side = "candidate" if w > limit else "reference"
     times = w if w > limit else 1 / max(w, 1e-300)
     return Drift(
-        summary=f"no single block is beyond its limit, but the {side}'s free run ends "
+        summary=f"no single block is beyond its limit, but {letter(side)}'s free run ends "
         f"{figure(times)} × as far from the truth as the other's, at {site.site}",
         evidence=Evidence(text=_where(site), values={"w": w, "limit": limit}),
         step=site.step,

@@ -11,6 +11,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, figure
 from divergence.comparison.results.sites import SiteResult
+from divergence.words import letter
 
 __all__ = ["checks_of", "estimated_evidence", "next_commands", "only_in", "unanchored_evidence",
            "unit_evidence", "unmeasured_evidence"]  # fmt: skip
@@ -90,7 +91,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
     if blame.why == "both":
         text = f"{place}: both are {figure(blame.value)} × what rounding makes away from the truth"
         return Evidence(text=f"{text} (alarm at {blame.limit:.1f} ×)", values=values)
-    far = f"{place}: the {blame.side}'s error is {{}} the {_OTHER[blame.side]}'s"
+    far = f"{place}: {letter(blame.side)}'s error is {{}} {letter(_OTHER[blame.side])}'s"
     held = f"; elsewhere of its kind {blame.control:.2f} × (alarm at {blame.limit:.1f} ×)"
     if blame.why == "typical" and blame.detail:
         held = f", like {blame.detail} (alarm at {blame.limit:.1f} ×)"
@@ -104,7 +105,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
         "token": f"{far.format(times)} at one token {where}{held}",
         "sink": f"{far.format(times)} at a sink token {where}{held}",
         "channel": f"{far.format(times)} in one channel{held}",
-        "gain": f"{place}: {blame.detail} in the {blame.side}, {blame.value:.0f} standard "
+        "gain": f"{place}: {blame.detail} in {letter(blame.side)}, {blame.value:.0f} standard "
         f"deviations off the blocks of its kind (limit {blame.limit:.0f})",
     }[blame.why]
     if truth is not None and blame.why == "typical":
@@ -207,9 +208,10 @@ def next_commands(measured: Measured, unit: Unit | None, *, escalated: bool) -> 
         else:
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
         if measured.truth_samples is None:
-            commands += advice.truth(full=bool(again))
+            commands += advice.judged() or advice.truth(full=bool(again))
     if measured.narrow and not escalated and unit is None:
-        commands += advice.escalate()
+        made = advice.escalated and measured.truth_samples is None  # and a truth judges it
+        commands += (advice.judged() or advice.truth()) if made else advice.escalate()
     return commands
 
 

@@ -34,7 +34,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.words import SideOrBoth
+from divergence.words import SideOrBoth, letter
 
 __all__ = ["JudgedUnits", "find", "judge_units", "limits_used"]
 
@@ -240,7 +240,7 @@ def _made(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> Fi
     evidence += _where(first, units)
     evidence += escalation.beside(first)
     side = _side(flagged)
-    by = f", by the {side}" if side in ("reference", "candidate") else ""
+    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
     made = "is made at" if measured.anchored and first.pass_ != "free" else "seems to be made at"
     summary = f"the error {made} {first.first.site}{by}{_only(first, by)}"
     if family is not None:
@@ -344,7 +344,7 @@ def _below_floor(measured: Measured, escalation: Escalation) -> Finding:
     family = find_family(escalation.units, flagged)
     first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
     side = escalation.side
-    by = f", by the {side}" if side in ("reference", "candidate") else ""
+    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
     below = "below the floor of the runs' own dtype, but far above float32's"
     return Finding(
         claim="error_below_floor",

@@ -22,7 +22,7 @@ from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
 from divergence.run.schema.contents import is_mask
 from divergence.run.schema.site import module_of
-from divergence.words import Side, SideOrBoth
+from divergence.words import Side, SideOrBoth, letter
 
 __all__ = ["find_nonfinite"]
 
@@ -112,7 +112,7 @@ def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None
         mine, other = other, mine
     rest = "fewer" if any(other) else "none"
     return side, (
-        f"{_named(*mine)} in the {side} first at {site.site}, where the other side has {rest}"
+        f"{_named(*mine)} in {letter(side)} first at {site.site}, where the other side has {rest}"
     )
 
 
@@ -127,8 +127,8 @@ def _counts(site: SiteResult, counts: NonfiniteCount) -> Evidence:
     apart = _num_apart(site)
     told = f"; the sides do not agree at {apart}" if apart else "; the sides agree at each"
     return Evidence(
-        text=f"{site.site}: reference {counts.reference_nan} nan and {counts.reference_inf} inf "
-        f"({counts.reference_neginf} of them -inf), candidate {counts.candidate_nan} nan and "
+        text=f"{site.site}: A {counts.reference_nan} nan and {counts.reference_inf} inf "
+        f"({counts.reference_neginf} of them -inf), B {counts.candidate_nan} nan and "
         f"{counts.candidate_inf} inf ({counts.candidate_neginf} of them -inf) among "
         f"{site.numel} elements{told}",
         values={"reference": reference, "candidate": candidate, "apart": apart},

@@ -25,7 +25,7 @@ from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import order_of
 from divergence.numerics.floor import Thresholds, spread
-from divergence.words import Side
+from divergence.words import Side, letter
 
 __all__ = ["StandOut", "evidence_of", "find_standouts", "within_rounding"]
 
@@ -83,7 +83,7 @@ def within_rounding(
         if measured.advice.escalate():
             evidence.append(Evidence(text=f"{hidden}: see next"))
         elif measured.advice.divided:
-            divided = f"{hidden}, which takes a candidate that one process runs"
+            divided = f"{hidden}, which takes a B that one process runs"
             evidence.append(Evidence(text=divided))
     # of what is estimated the truth judges nothing, and so says nothing of either side
     estimated = any(result.estimated for unit in judged for result in unit.results)
@@ -101,8 +101,7 @@ def within_rounding(
     ]  # fmt: skip
     if measured.narrow:
         checks.append(
-            check("escalated", escalation.complete, "no float32 check (capture --escalate)",
-                  made=False)
+            check("escalated", escalation.complete, _no_escalation(measured), made=False)
         )  # fmt: skip
     whence = "" if sure else ", as far as free runs tell"
     return Finding(
@@ -118,20 +117,20 @@ def within_rounding(
 
 def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation) -> list[str]:
     """What looks inside the first stand-out; what raises the confidence."""
-    commands = []
+    commands = measured.advice.judged()
     block = standouts[0].unit.results[0].block if standouts else None
     if block is not None:
         commands += measured.advice.inside(block)
     commands += next_commands(measured, None, escalated=bool(escalation.judged))
     if measured.anchored and measured.truth_samples is None and not commands:
-        commands += measured.advice.truth()
-    return commands
+        commands += measured.advice.judged() or measured.advice.truth()
+    return list(dict.fromkeys(commands))
 
 
 def _what_stands_out(standouts: list[StandOut]) -> str:
     sides = [one.side for one in standouts if one.side is not None]
     if sides:
-        return f"the {sides[0]} is farther from the truth in all blocks"
+        return f"{letter(sides[0])} is farther from the truth in all blocks"
     blocks = [one.unit.results[0].block or one.unit.site for one in standouts]
     return f"{blocks[0]} differs more than the other blocks" if blocks else ""
 
@@ -141,7 +140,17 @@ def _no_truth(measured: Measured, judged: bool, estimated: bool) -> str:
         return "the truth judges only what was kept in full"
     if judged and measured.partial:
         return "the truth is incomplete"
-    return "no truth (divergence truth)"
+    beside = measured.advice.truth_beside
+    return f"no truth ({'divergence truth' if beside is None else f'--truth {beside}'})"
+
+
+def _no_escalation(measured: Measured) -> str:
+    if measured.advice.escalated and measured.truth_samples is None:
+        return "the float32 check takes a truth"
+    if not measured.advice.escalate():
+        what = "of several ranks" if measured.advice.divided else "between two dtypes"
+        return f"no float32 check {what}"
+    return "no float32 check (capture --escalate)"
 
 
 def _largest(judged: list[Unit]) -> Evidence:
@@ -181,9 +190,9 @@ class StandOut:
         if self.side is not None:
             other = "reference" if self.side == "candidate" else "candidate"
             return (
-                f"in all blocks ({unit.phase}) the {self.side} is {self.times:.1f} × as far from "
-                f"the truth as the {other}: within the limit, and more than other kernels usually "
-                f"make; {unit.results[0].block} is as good a place to look as any"
+                f"in all blocks ({unit.phase}) {letter(self.side)} is {self.times:.1f} × as far "
+                f"from the truth as {letter(other)}: within the limit, and more than other kernels "
+                f"usually make; {unit.results[0].block} is as good a place to look as any"
             )
         worst = max(unit.results, key=lambda result: result.rel_l2 or 0.0)
         return (

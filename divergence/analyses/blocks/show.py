@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from divergence.analyses.blocks.rows import (
     Elision,
@@ -28,6 +30,7 @@ from divergence.layout import (
     decimal,
     heading,
     line,
+    prose,
     times,
 )
 
@@ -52,7 +55,7 @@ def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
     found.sort(key=lambda site: (site.sample, site.step, site.order, site.pass_))
     shown = found if all_sites else found[:5]
     lines = [heading("non-finite values", f"at {count(len(found), 'site')}; in order:")]
-    rows = [("site", "pass", "step", "reference nan/inf", "candidate nan/inf")]
+    rows = [("site", "pass", "step", "A nan/inf", "B nan/inf")]
     for site in shown:
         n = site.nonfinite
         assert n is not None
@@ -108,85 +111,151 @@ def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
 
 
 MARK_WIDTH = 4
-TOKEN_WIDTH = 8
 _PASSES = {
-    "anchored": "anchored pass: each block got the reference's input",
+    "anchored": "anchored pass: each block got A's input",
     "free": "free pass: each run on its own values",
 }
+_LEGEND = {
+    "rel L2": "|a-b| / |a| at this place; in an anchored pass A's inputs went in on both sides, so "
+    "this much is made there",
+    "p:token": "prompt and token where it is largest",
+    "p:step": "prompt and decode step where it is largest",
+    "r": "|a-b| / |a-truth| of the median token: about 1.4 is rounding",
+    "W": "|b-truth| / |a-truth| of the median token: about 1 where both are equally right",
+    "floors": "rel L2 of the median token, in units of what rounding makes; worst: of the worst "
+    "token",
+    "float32": "the same once more in float32, in units of what rounding makes there",
+    "bar .1-1e3": "rel L2 in units of what rounding makes, on a logarithmic scale",
+    "free L2": "rel L2 where each side went on with its own values: what has added up so far",
+}
+"""What a column holds, by its title."""
 
 
 def table_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
-    """Both phases' tables, each under its heading."""
+    """Both phases' tables, each under its heading, and what their columns hold."""
     if not report.sites and report.operators is not None:
         return []  # operators alone were compared
     if not report.sites:
         return [heading("sites", "none were compared"), BLANK]
     lines: list[Line] = []
+    titles: dict[str, None] = {}
     for phase in phases(report):
-        lines += [*_phase_lines(report, phase, all_sites=all_sites), BLANK]
-    return lines
+        table = _phase_columns(report, phase)
+        lines += [*_phase_lines(report, phase, table, all_sites=all_sites), BLANK]
+        titles |= dict.fromkeys(column.title for column in table)
+    legend = [
+        prose(f"  {name}", text, width=14) for name, text in _LEGEND.items() if name in titles
+    ]
+    more = prose(
+        "  more", "every word: docs/glossary.md; every number: --csv FILE, --json", width=14
+    )
+    return [*lines, heading("columns"), *legend, more, BLANK]
 
 
-def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
+class _Column(NamedTuple):
+    """One number of each row. ``left``: a bar, which begins at the left."""
+
+    title: str
+    cell: Callable[[Row], str]
+    left: bool = False
+
+
+def _phase_columns(report: Report, phase: str) -> list[_Column]:
+    """What is known of the sites of one phase, in the order of the columns."""
     sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
-    rows = phase_rows(report, phase, all_sites=all_sites)
-    shown = list(rows) if all_sites else elide(rows)
-    num_samples = len({site.sample for site in sites})
+    rows = phase_rows(report, phase, all_sites=True)
+    several = len({site.sample for site in sites}) > 1
     with_floor = any(site.ratio is not None for site in sites)
     with_worst = any(site.ratio_max is not None for site in sites)
     with_truth = any(row.main is not None and row.main.truth is not None for row in rows)
     escalated = escalated_ratios(report, phase)
-    with_free = any(row.free is not None for row in rows)
-    # rel L2, 1-cos, token, floors or r, worst or W, bar or f32, free L2; two columns before each
-    widths = [7, 7, TOKEN_WIDTH, 8 * with_floor, 8 * with_worst, 10, 7 * with_free]
-    room = MAX_WIDTH - MARK_WIDTH - sum(width + 2 for width in widths if width)
+    where = "token" if phase == "prefill" else "step"
+
+    def of_main(read: Callable[[SiteResult], str]) -> Callable[[Row], str]:
+        return lambda row: "-" if row.main is None else read(row.main)
+
+    def place(site: SiteResult) -> str:
+        at = _at(site, phase)
+        return f"{site.sample}:{at}" if several and at != "-" else str(at)
+
+    found = [
+        _Column("rel L2", of_main(lambda site: decimal(site.rel_l2))),
+        _Column(f"p:{where}" if several else where, of_main(place)),
+    ]
+    if with_truth:
+        found += [
+            _Column("r", of_main(lambda site: times(site.truth.r_median if site.truth else None))),
+            _Column("W", of_main(lambda site: times(site.truth.w_median if site.truth else None))),
+        ]
+    else:
+        found += [_Column("floors", of_main(lambda site: times(site.ratio)))] * with_floor
+        found += [_Column("worst", of_main(lambda site: times(site.ratio_max)))] * with_worst
+    if escalated:
+        found.append(_Column("float32", lambda row: times(escalated.get(row.site))))
+    else:
+        found.append(_bar_column(with_floor=with_floor))
+    if any(row.free is not None for row in rows):
+        found.append(_Column("free L2", lambda row: decimal(row.free.rel_l2 if row.free else None)))
+    return found
+
+
+def _bar_column(*, with_floor: bool) -> _Column:
+    def drawn(row: Row) -> str:
+        site = row.main
+        if site is None:
+            return ""
+        if with_floor:
+            return bar(site.ratio, RATIO_DECADES)
+        return bar(site.rel_l2, REL_L2_DECADES)
+
+    return _Column("bar .1-1e3" if with_floor else "bar 1e-8-1", drawn, left=True)
+
+
+def _phase_lines(
+    report: Report, phase: str, table: Sequence[_Column], *, all_sites: bool
+) -> list[Line]:
+    sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
+    rows = phase_rows(report, phase, all_sites=all_sites)
+    shown = list(rows) if all_sites else elide(rows)
+    known = [row for row in shown if not isinstance(row, Elision)]
+    cells = [[column.cell(row) for column in table] for row in known]
+    sizes = [max(map(len, texts)) for texts in zip([c.title for c in table], *cells, strict=True)]
+    room = MAX_WIDTH - MARK_WIDTH - sum(size + 2 for size in sizes)
     name_width = min(max(len(row.name) + 2 * row.inner for row in rows), room)
+
+    def across(texts: Sequence[str]) -> str:
+        return "".join(
+            "  " + (text.ljust(size) if column.left else text.rjust(size))
+            for text, size, column in zip(texts, sizes, table, strict=True)
+        )
 
     num_steps = len({site.step for site in sites})
     what = f"decode, {count(num_steps, 'step')}" if phase == "decode" else "prefill"
     over = [
         text
-        for text, several in (("steps", num_steps > 1), ("samples", num_samples > 1))
+        for text, several in (
+            ("steps", num_steps > 1),
+            ("prompts", len({site.sample for site in sites}) > 1),
+        )
         if several
     ]
     worst = f"; the worst of all {' and '.join(over)}" if over else ""
-    where = "token" if phase == "prefill" else "step"
-    titles = [
-        "site".ljust(name_width),
-        "rel L2".rjust(7),
-        "1-cos".rjust(7),
-        (f"s:{where}" if num_samples > 1 else where).rjust(TOKEN_WIDTH),
-    ]
-    titles += [("r" if with_truth else "floors").rjust(8)] if with_floor else []
-    titles += [("W" if with_truth else "worst").rjust(8)] if with_worst else []
-    scale = "bar .1-1e3" if with_floor else "bar 1e-8-1"
-    titles += ["float32".rjust(10) if escalated else scale.ljust(10)]
-    titles += ["free L2".rjust(7)] if with_free else []
     lines = [
         heading(what, _PASSES.get(main_pass(sites), main_pass(sites)) + worst + _estimated(rows)),
-        line(("    " + "  ".join(titles), "dim")),
+        line(
+            (" " * MARK_WIDTH + "site".ljust(name_width) + across([c.title for c in table]), "dim")
+        ),
     ]
+    texts = iter(cells)
     for row in shown:
         if isinstance(row, Elision):
             lines.append(_elision(row))
             continue
-        lines.append(
-            _row(
-                row,
-                name_width,
-                phase=phase,
-                with_sample=num_samples > 1,
-                with_floor=with_floor,
-                with_worst=with_worst,
-                with_free=with_free,
-                with_truth=with_truth,
-                escalated=escalated,
-            )
-        )
-    lines.append(
-        _footer(rows, with_worst=with_worst, with_truth=with_truth, escalated=bool(escalated))
-    )
-    return lines
+        name = cut("  " * row.inner + row.name, name_width).ljust(name_width)
+        mark = (">" if row.onset else " ") + ("!" if row.flagged else " ")
+        style = "bold red" if row.onset else "yellow" if row.flagged else ""
+        lines.append(line(f" {mark} ", (name + across(next(texts)), style)))
+    return [*lines, _footer(rows)]
 
 
 def _estimated(rows: list[Row]) -> str:
@@ -199,73 +268,18 @@ def _estimated(rows: list[Row]) -> str:
     return f"; estimated{spread}"
 
 
-def _footer(rows: list[Row], *, with_worst: bool, with_truth: bool, escalated: bool) -> Line:
+def _footer(rows: list[Row]) -> Line:
     num_flagged = sum(row.flagged for row in rows)
     num_same = sum(row.worst.identical for row in rows)
-    parts = [f"{count(len(rows), 'row')}: {num_flagged:,} flagged (!), {num_same:,} bit-identical"]
-    if any(row.onset for row in rows):
-        parts.append("> onset")
-    if with_truth:
-        parts.append("r, W: |a-b|, |b-R| over |a-R|")
-    elif with_worst:
-        parts.append("floors: median token, worst: worst token")
-    if escalated:
-        parts.append("float32: escalated")
-    return line((f"    {'; '.join(parts)}", "dim"))
+    told = f"{count(len(rows), 'row')}: {num_flagged:,} beyond the limit (!)"
+    told += ", > where it begins" if any(row.onset for row in rows) else ""
+    return line((f"    {told}; {num_same:,} bit-identical", "dim"))
 
 
 def _elision(gap: Elision) -> Line:
     worst = gap.worst.worst
     value = times(worst.ratio) if worst.ratio is not None else decimal(worst.rel_l2)
     return line((f"  … {count(gap.num_rows, 'healthy row')}, at most {value}", "dim"))
-
-
-def _row(
-    row: Row,
-    name_width: int,
-    *,
-    phase: str,
-    with_sample: bool,
-    with_floor: bool,
-    with_worst: bool,
-    with_free: bool,
-    with_truth: bool,
-    escalated: dict[str, float],
-) -> Line:
-    style = "bold red" if row.onset else "yellow" if row.flagged else ""
-    mark = (">" if row.onset else " ") + ("!" if row.flagged else " ")
-    name = cut("  " * row.inner + row.name, name_width).ljust(name_width)
-    main = row.main
-    at = str(_at(main, phase)) if main is not None else "-"
-    if main is not None and with_sample and at != "-":
-        at = f"{main.sample}:{at}"
-    cells = [
-        decimal(main.rel_l2 if main else None).rjust(7),
-        decimal(main.one_minus_cosine if main else None).rjust(7),
-        cut(at, TOKEN_WIDTH).rjust(TOKEN_WIDTH),
-    ]
-    left, right = (main.ratio, main.ratio_max) if main else (None, None)
-    if with_truth:
-        truth = main.truth if main else None
-        left, right = (truth.r_median, truth.w_median) if truth else (None, None)
-    if with_floor:
-        cells.append(times(left).rjust(8))
-    if with_worst:
-        cells.append(times(right).rjust(8))
-    filled = times(escalated.get(row.site)).rjust(10) if escalated else ""
-    if main is not None and not escalated:
-        scale = (main.ratio, RATIO_DECADES) if with_floor else (main.rel_l2, REL_L2_DECADES)
-        filled = bar(*scale)
-    tail = f"  {decimal(row.free.rel_l2 if row.free else None).rjust(7)}" if with_free else ""
-    return line(
-        f" {mark} ",
-        (name, style),
-        "  ",
-        ("  ".join(cells), style),
-        "  ",
-        (filled.ljust(10), style),
-        (tail, style),
-    )
 
 
 def _at(site: SiteResult, phase: str) -> int | str:

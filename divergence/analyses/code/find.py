@@ -30,7 +30,7 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
                     check(
                         "truth_of_reference_code",
                         False,
-                        "the sides run different code, the truth the reference's",
+                        "the sides run different code, the truth A's",
                         made=False,
                     )
                 ],

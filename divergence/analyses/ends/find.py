@@ -28,7 +28,7 @@ from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Onset, figure
 from divergence.comparison.results.sites import onset_at, order_of
 from divergence.run.reader import Run
-from divergence.words import Side
+from divergence.words import Side, letter
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def _unequal(measured: Measured, unequal: Sequence[Integers]) -> Finding:
     what = "a choice that does not follow from its own scores" if first.choice else (
         "an integer tensor differs, and integers do not round"
     )  # fmt: skip
-    by = f", by the {first.side}" if first.side else ""
+    by = f", by {letter(first.side)}" if first.side else ""
     return Finding(
         claim="integers_differ",
         kind="localized",
@@ -82,9 +82,9 @@ def _integer_evidence(one: Integers) -> Evidence:
     result = one.result
     of = "tokens" if one.choice else "elements"
     return Evidence(
-        text=f"{result.site} ({result.pass_}, sample {result.sample}, step {result.step}): "
+        text=f"{result.site} ({result.pass_}, prompt {result.sample}, step {result.step}): "
         f"{one.num_different} of {one.num_compared} {of} differ, the first is {one.reference} in "
-        f"the reference, {one.candidate} in the candidate",
+        f"A, {one.candidate} in B",
         values={"num_different": one.num_different, "num_compared": one.num_compared},
     )
 
@@ -100,13 +100,13 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
     many = len(blocks) >= 3 and 2 * len(blocks) > len(entered)
     sides = {seam.side for seam in broken}
     side = sides.pop() if len(sides) == 1 else None
-    by = f", by the {side}" if side else ""
+    by = f", by {letter(side)}" if side else ""
     made = "is made between" if first.way == "changed" else "seems to be made between"
     between = f"{first.before} and {first.site}"
     times = first.size / first.limit if first.limit else float("inf")
     next_ = measured.advice.look_at(first.site)
     if measured.truth_samples is None and first.way == "changed":
-        next_ = [*next_, *measured.advice.truth()]
+        next_ = [*next_, *(measured.advice.judged() or measured.advice.truth())]
     return Finding(
         claim="error_between",
         kind="systematic" if many else "localized",
@@ -129,13 +129,13 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
 
 
 def _seam_evidence(seam: Seam) -> Evidence:
-    place = f"sample {seam.result.sample}, step {seam.result.step}"
+    place = f"prompt {seam.result.sample}, step {seam.result.step}"
     if seam.way == "changed":
         other = "reference" if seam.by == "candidate" else "candidate"
         text = (
-            f"the {other} hands {seam.before} on to {seam.site} as it is; the {seam.by} changes "
-            f"it by {seam.size:.1e} of its norm (two roundings make at most {seam.limit:.1e}), "
-            f"{place}"
+            f"{letter(other)} hands {seam.before} on to {seam.site} as it is; {letter(seam.by)} "
+            f"changes it by {seam.size:.1e} of its norm (two roundings make at most "
+            f"{seam.limit:.1e}), {place}"
         )
     else:
         text = (
@@ -153,8 +153,8 @@ def _misfit(measured: Measured, misfits: Sequence[Misfit], site: str) -> Finding
     return Finding(
         claim="not_the_largest_logit",
         kind="localized",
-        summary=f"the token at sample {sample}, step {step} is not the largest of its own logits "
-        f"in the {first.side}: sampling, not the model",
+        summary=f"the token at prompt {sample}, step {step} is not the largest of its own logits "
+        f"in {letter(first.side)}: sampling, not the model",
         onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
         side=first.side if len(sides) == 1 else "both",
         evidence=[_misfit_evidence(misfits)],
@@ -168,7 +168,7 @@ def _misfit_evidence(misfits: Sequence[Misfit]) -> Evidence:
     sample, step = first.place
     return Evidence(
         text=f"sampling: {len(misfits)} tokens are not the largest of their own logits, the first "
-        f"in the {first.side} at sample {sample}, step {step}: {first.chosen} was chosen, "
+        f"in {letter(first.side)} at prompt {sample}, step {step}: {first.chosen} was chosen, "
         f"{first.largest} is larger by {first.behind:.3g}",
         values={"num_misfits": len(misfits), "behind": first.behind},
     )
@@ -184,7 +184,7 @@ def _notes(seams: Sequence[Seam], choices: Sequence[Integers]) -> list[str]:
         if seam.limit == float("inf"):
             how = "and the two sides meet there: other code, the same tensor"
         notes.append(
-            f"between {before} and {site} the {by} changes what the other side hands on, {how}"
+            f"between {before} and {site} {letter(by)} changes what the other side hands on, {how}"
         )
     if choices:
         most = max(choices, key=lambda one: one.num_different / max(1, one.num_compared))

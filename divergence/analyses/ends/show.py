@@ -7,7 +7,7 @@ from divergence.layout import BLANK, Line, columns, decimal, fixed, heading
 
 __all__ = ["TITLES", "logit_rows", "show"]
 
-TITLES = ("pass", "KL mean", "KL max", "same top 1", "same top 5", "least margin", "chosen Δlogp")
+TITLES = ("pass", "KL mean", "KL max", "same top 1", "top 5", "least margin", "Δlogp")
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
@@ -16,7 +16,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     if not rows:
         return []
     return [
-        heading("logits", "KL in nats from reference to candidate; the worst of all steps"),
+        heading("logits", "KL in nats from A to B; the worst of all steps"),
         *columns([TITLES, *rows]),
         BLANK,
     ]

@@ -27,7 +27,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS, one_or_more
 from divergence.run.writing.scores import BY_TEXT
-from divergence.words import Progress
+from divergence.words import Progress, letter
 
 __all__ = ["report_on"]
 
@@ -128,9 +128,9 @@ def _notes(a: Run, b: Run) -> list[str]:
     notes = []
     for name, run in (("reference", a), ("candidate", b)):
         facts = facts_of(run)
-        notes += [f"{name}: {note}" for note in facts.get("lacks", "").split("; ") if note]
+        notes += [f"{letter(name)}: {note}" for note in facts.get("lacks", "").split("; ") if note]
         if facts.get("token ids") == BY_TEXT:
-            notes.append(f"the {name} tells tokens by text alone: ids were matched by text")
+            notes.append(f"{letter(name)} tells tokens by text alone: ids were matched by text")
     if all(run.manifest.plan.sites == [LOGPROBS] for run in (a, b)):
         notes.append("no layer was seen on either side: where the difference is made, only "
                      "`divergence capture` of the models tells")  # fmt: skip

@@ -20,7 +20,7 @@ from divergence.comparison.results.tokens import LogprobsResult
 from divergence.layout import count, decimal
 from divergence.numerics.resampling import LEAST_PROMPTS, least_share
 from divergence.run.schema.site import LOGPROBS_SITE
-from divergence.words import SideOrBoth
+from divergence.words import SideOrBoth, letter
 
 __all__ = ["find"]
 
@@ -42,7 +42,7 @@ def _of_numbers(result: LogprobsResult, pairs: Sequence[Pair]) -> Finding | None
     odd = [sum(pair.num_nonfinite[side] for pair in pairs) for side in (0, 1)]
     if any(odd):
         side: SideOrBoth = "both" if all(odd) else "reference" if odd[0] else "candidate"
-        whose = "both sides" if side == "both" else f"the {side}"
+        whose = "both sides" if side == "both" else letter(side)
         return Finding(
             claim="logprobs", kind="nonfinite", side=side,
             summary=f"nan or inf in {count(sum(odd), 'token')} of {whose} where the other side has "
@@ -53,7 +53,7 @@ def _of_numbers(result: LogprobsResult, pairs: Sequence[Pair]) -> Finding | None
             claim="logprobs",
             kind="systematic",
             side="reference" if name == "reference" else "candidate",
-            summary=f"the {name} does not choose the likeliest token of its own list "
+            summary=f"{letter(name)} does not choose the likeliest token of its own list "
             f"({count(num, 'time')}): it samples",
         )
     return None
@@ -192,7 +192,7 @@ def _direction(result: LogprobsResult, *, far: bool) -> str:
     if shift is None or shift.low is None or shift.low <= 0 <= (shift.high or 0):
         return "farther than any precision in use"
     word = "below" if shift.mean < 0 else "above"
-    return f"the candidate {decimal(abs(shift.mean))} nats {word} the reference"
+    return f"B {decimal(abs(shift.mean))} nats {word} A"
 
 
 def _onset(place: tuple[int, int], block: str | None = None) -> Onset:
@@ -214,7 +214,7 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
     if kl is not None:
         upper = "no upper bound" if kl.kl_upper is None else f"at most {decimal(kl.kl_upper)}"
         facts.append(Evidence(
-            text=f"KL(reference‖candidate) at least {decimal(kl.kl_lower)} nats, {upper}; "
+            text=f"KL(A‖B) at least {decimal(kl.kl_lower)} nats, {upper}; "
             f"{kl.tail:.1%} of the probability is on neither common list",
             values={"kl_lower": kl.kl_lower, "tail": kl.tail},
         ))  # fmt: skip

@@ -156,7 +156,7 @@ def prompt_line(pairs: list[Pair], a: Run, b: Run) -> PreflightLine:
     for number, (one, two) in enumerate(zip(*counts, strict=True)):
         if one is not None and two is not None and one != two:
             detail = (
-                f"prompt {number} had {one} tokens in the reference, {two} in the candidate: "
+                f"prompt {number} had {one} tokens in A, {two} in B: "
                 "another chat template or tokenizer"
             )
             return PreflightLine(check="prompt ids", status="blocking", reference=f"{one} tokens",

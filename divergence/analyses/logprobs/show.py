@@ -42,7 +42,7 @@ def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
         rows += [
             ("mean |Δ log p|", decimal(delta.mean_abs),
              f"rounding explains {decimal(result.explained)} ({result.explained_by})"),
-            ("mean Δ log p", decimal(delta.mean), "candidate less reference, nats"),
+            ("mean Δ log p", decimal(delta.mean), "B less A, nats"),
             ("p50, p90, p99, max", ", ".join(
                 decimal(one)
                 for one in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)

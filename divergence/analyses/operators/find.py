@@ -20,6 +20,7 @@ from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OperatorsResult
 from divergence.run.schema.arithmetic import ArithmeticFact, is_about
+from divergence.words import letter
 
 __all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]
 
@@ -59,7 +60,7 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
 def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice) -> Finding:
     site = f"{first.site}:out"
     side = operators.side
-    by = f", by the {side}" if side in ("reference", "candidate") else ""
+    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
     by = ", equally wrong on both sides" if side == "both" else by
     if first.why == "operands":
         by = ""
@@ -152,8 +153,8 @@ def _what_happens(first: OperatorResult, seems: str) -> str:
     if first.fed_by:
         names = ", ".join(first.fed_by[:3])
         return (
-            f"the error comes into {first.site} from operators that only the "
-            f"{first.fed_by_side} calls: {names}"
+            f"the error comes into {first.site} from operators that only "
+            f"{letter(first.fed_by_side)} calls: {names}"
         )
     for item in first.other_inputs:
         how = "is looked at differently" if item.viewed else "comes from elsewhere"
@@ -186,10 +187,7 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
     ]
     texts: list[str] = []
     if first.reference_dtype != first.candidate_dtype:
-        texts.append(
-            f"its result is {first.reference_dtype} in the reference and {first.candidate_dtype} "
-            "in the candidate"
-        )
+        texts.append(f"its result is {first.reference_dtype} in A and {first.candidate_dtype} in B")
     # what feeds it is the question then
     given = first.fed_by or first.other_inputs or first.other_operands
     told = operators.frame == "block" and not given
@@ -199,8 +197,8 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         differ = "" if item.difference is None else f" (they differ by {item.difference:.2g})"
         looked = "is looked at differently" if item.viewed else "comes from elsewhere"
         texts.append(
-            f"its input {item.argument} {looked}: {item.reference} in the reference, "
-            f"{item.candidate} in the candidate{differ}"
+            f"its input {item.argument} {looked}: {item.reference} in A, "
+            f"{item.candidate} in B{differ}"
         )
     if operators.frame == "operator":
         texts.append("both sides had the same inputs, bit for bit")
@@ -208,7 +206,7 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
     if before:
         names = ", ".join(f"{u.site} ({u.source})" if u.source else u.site for u in before[:3])
         other = "reference" if first.fed_by_side == "candidate" else "candidate"
-        texts.append(f"what feeds it has no partner in the {other}: {names}")
+        texts.append(f"what feeds it has no partner in {letter(other)}: {names}")
     evidence += [Evidence(text=text) for text in texts]
     if operators.causal is not None:
         evidence.append(_causal_evidence(operators.causal))
@@ -221,7 +219,7 @@ def _causal_evidence(check: CausalCheck) -> Evidence:
         shares = f"{check.before:.2g} → {check.largest_limit_usage:.2g}"
         rest = f"everything after it is fine (largest share of a limit {shares})"
     return Evidence(
-        text=f"with the reference's result put in its place, {rest}",
+        text=f"with A's result put in its place, {rest}",
         values={"before": check.before, "after": check.largest_limit_usage},
     )
 
@@ -236,8 +234,7 @@ def _operand_evidence(first: OperatorResult) -> list[Evidence]:
         by = f", {item.difference:.2%} off" if item.difference not in (None, math.inf) else ""
         evidence.append(
             Evidence(
-                text=f"{item.argument}, {where}: {item.reference} in the reference, "
-                f"{item.candidate} in the candidate{by}",
+                text=f"{item.argument}, {where}: {item.reference} in A, {item.candidate} in B{by}",
                 values=values,
             )
         )
@@ -245,7 +242,7 @@ def _operand_evidence(first: OperatorResult) -> list[Evidence]:
         text = "what that changes here is within rounding: the number differs for sure"
         evidence.append(Evidence(text=text))
     if first.verdict in ("candidate", "reference"):
-        text = "the truth is of the reference's code: it cannot tell which value is meant"
+        text = "the truth is of A's code: it cannot tell which value is meant"
         evidence.append(Evidence(text=text))
     return evidence
 
@@ -261,7 +258,7 @@ def _region_evidence(first: OperatorResult) -> list[Evidence]:
             Evidence(
                 text="by themselves, computed again in float64 from each side's own inputs, they "
                 f"add {region.candidate_times:.3g} × what an ideal product does (it rounds once), "
-                f"the reference's {region.reference_times:.3g} ×",
+                f"A's {region.reference_times:.3g} ×",
                 values={
                     "candidate_times": region.candidate_times,
                     "reference_times": region.reference_times,
@@ -283,8 +280,8 @@ def _reason(first: OperatorResult) -> str:
                  "candidate": first.region.candidate_times}  # fmt: skip
         mine = "reference" if (times["reference"] or 0) > (times["candidate"] or 0) else "candidate"
         return (
-            f"{first.region.text}: what the {mine} adds there is {times[mine]:.3g} × the error of "
-            f"an ideal product, so sums are rounded to {first.candidate_dtype} on the way"
+            f"{first.region.text}: what {letter(mine)} adds there is {times[mine]:.3g} × the error "
+            f"of an ideal product, so sums are rounded to {first.candidate_dtype} on the way"
         )
     if first.why == "codes":
         return (
@@ -292,7 +289,7 @@ def _reason(first: OperatorResult) -> str:
             "explain it (exact ties, or values too far apart)"
         )
     if first.why == "nonfinite":
-        return f"the {first.verdict} has nan or inf where the other side has none"
+        return f"{letter(first.verdict)} has nan or inf where the other side has none"
     if first.verdict == "both":
         return (
             f"both are far from the truth: {first.reference_error:.2e} and "
@@ -316,7 +313,7 @@ def _farther(first: OperatorResult) -> str:
     assert times is not None  # where a peak is the reason, it was measured
     shown = f"{times:.3g}" if math.isfinite(times) else "infinitely"
     return (
-        f"the {mine}'s error is {shown} × the {other}'s{where}; typically off by "
+        f"{letter(mine)}'s error is {shown} × {letter(other)}'s{where}; typically off by "
         f"{errors[mine]:.2e} and {errors[other]:.2e}, ideal {first.floor:.2e}"
     )
 

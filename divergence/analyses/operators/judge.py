@@ -27,7 +27,7 @@ from divergence.comparison.results.operators import (
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import module_of
-from divergence.words import Side
+from divergence.words import Side, letter
 
 __all__ = ["first_source", "judge_operators"]
 
@@ -182,7 +182,7 @@ def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str])
 def _not_compared(measured: MeasuredOperators) -> list[str]:
     """Calls without a partner that lead to nothing that both sides have: said, never guessed."""
     parts = [
-        f"{in_words(nodes)} of the {side} ({', '.join(node.path for node in nodes[:2])}"
+        f"{in_words(nodes)} of {letter(side)} ({', '.join(node.path for node in nodes[:2])}"
         + (", …)" if len(nodes) > 2 else ")")
         for side, nodes in measured.unreached.items()
         if nodes

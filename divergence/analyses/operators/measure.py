@@ -19,6 +19,7 @@ from divergence.comparison.results.operators import OperatorsResult
 from divergence.numerics.floor import Thresholds
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
+from divergence.words import letter
 
 __all__ = ["compare_operators", "measure", "operator_notes"]
 
@@ -98,5 +99,6 @@ def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[st
         ]
     one, other = sorted(counts, key=lambda name: -counts[name])
     return [
-        f"the {one} recorded {counts[one]:,} operators, the {other} none: they are not compared"
+        f"{letter(one)} recorded {counts[one]:,} operators, {letter(other)} none: "
+        "they are not compared"
     ]

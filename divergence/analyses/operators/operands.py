@@ -153,10 +153,8 @@ def _relative(mine: object, other: object) -> float | None:
 
 
 def operands_text(items: list[OtherOperand]) -> str:
-    """``other=0.13125 (reference 0.125)``."""
-    return " and ".join(
-        f"{one.argument}={one.candidate} (reference {one.reference})" for one in items[:3]
-    )
+    """``other=0.13125 (A 0.125)``."""
+    return " and ".join(f"{one.argument}={one.candidate} (A {one.reference})" for one in items[:3])
 
 
 def given_inputs(one: Node, two: Node, a: Run, b: Run) -> list[OtherInput]:

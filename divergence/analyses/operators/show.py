@@ -16,6 +16,7 @@ from divergence.layout import (
     share,
     times,
 )
+from divergence.words import letter
 
 __all__ = ["beside", "chosen", "short_name", "show", "verdict_word"]
 
@@ -38,7 +39,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     with_truth = operators.judged == "truth"
     shown = operators.results if all_sites else chosen(operators)
     width = MAX_WIDTH - 4 - (9 + 9 + 8 + 8 + 7 + 11 + 10)
-    titles = ["W", "err ref", "err cand", "ideal", "ulp>1", "verdict"]
+    titles = ["W", "err A", "err B", "ideal", "ulp>1", "verdict"]
     if not with_truth:
         titles = ["share", "differ", "", "floor", "", "verdict"]
     lines.append(line(("    " + "operator".ljust(width) + _cells(titles), "dim")))
@@ -66,7 +67,7 @@ def beside(result: OperatorResult) -> list[Line]:
             text += f"; {times:.3g} × an ideal product ({result.region.reference_times:.3g} ×)"
         lines.append(line((f"      {cut(text, MAX_WIDTH - 6)}", "dim")))
     for item in result.other_operands:
-        text = f"called with {item.argument}={item.candidate} (reference {item.reference})"
+        text = f"called with {item.argument}={item.candidate} (A {item.reference})"
         lines.append(line((f"      {cut(text, MAX_WIDTH - 6)}", "yellow")))
     return lines
 
@@ -118,6 +119,7 @@ def _row(
 def verdict_word(result: OperatorResult) -> str:
     """The side that is off and by which question; nothing where all is fine."""
     word = _WORDS.get(result.verdict, result.verdict)
+    word = letter(word)
     return f"{word} ({result.why})" if result.why not in ("typical", None) and word else word
 
 
@@ -142,7 +144,7 @@ def _footer(operators: OperatorsResult, *, with_truth: bool) -> str:
     if any(result.match == "dataflow" for result in operators.results):
         parts.append("& by dataflow")
     if with_truth:
-        parts.append("W: err cand over err ref")
+        parts.append("W: err B over err A")
     return "; ".join(parts)
 
 
@@ -154,5 +156,5 @@ def _lone(operators: OperatorsResult, *, all_sites: bool) -> list[Line]:
             continue
         names = [item.site for item in (alone if all_sites else alone[:5])]
         more = f" and {len(alone) - len(names)} more" if len(alone) > len(names) else ""
-        lines.append(line(f"    only in the {side}: {', '.join(names)}{more}"))
+        lines.append(line(f"    only in {letter(side)}: {', '.join(names)}{more}"))
     return lines

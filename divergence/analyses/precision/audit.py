@@ -42,7 +42,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import is_operator_site, module_of
-from divergence.words import SideOrBoth
+from divergence.words import SideOrBoth, letter
 
 __all__ = ["audit_runs", "audited_places", "differing", "finding"]
 
@@ -72,7 +72,7 @@ def audit_runs(
     told: dict[str, list[str]] = {}
     for name, run, places in (("reference", reference, ours), ("candidate", candidate, theirs)):
         if run is not None and places is not None:
-            whose = "the run" if candidate is None else f"the {name}"
+            whose = "the run" if candidate is None else letter(name)
             model = run.manifest.model.model_class
             if family_of(model) is None:
                 unknown = f"what {model} itself expects is not known"
@@ -286,7 +286,7 @@ def finding(
         text, places = _against_each_other(row, pairs)
     elif accused:
         places = [place for place in (*ours, *theirs) if place.below]
-        who = "both sides compute" if accused == "both" else f"the {accused} computes"
+        who = "both sides compute" if accused == "both" else f"{letter(accused)} computes"
         who = "the run computes" if alone else who
         other = {"reference": theirs, "candidate": ours}.get(accused, [])
         inside = next((place.kernel for place in other if place.kernel), None)
@@ -316,7 +316,7 @@ def _against_each_other(row: AuditRow, pairs: list[PlacePair]) -> tuple[str, lis
     others = len({place.module for place, _ in pairs}) - 1
     more = f", also in {others} other module{'s' if others > 1 else ''}" if others else ""
     text = (
-        f"the {one} computes {row.part} in {_dtype_and_place(first)}, the {two} in "
+        f"{letter(one)} computes {row.part} in {_dtype_and_place(first)}, {letter(two)} in "
         f"{second.computed}{more}{_expected(row)}"
     )
     return text, [place for pair in pairs for place in pair]

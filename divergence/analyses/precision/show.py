@@ -22,14 +22,14 @@ def audit_lines(
     """The section, or nothing where no operator was recorded. ``alone``: of one run, not of two."""
     if audit is None or not audit.rows:
         return []
-    titles = ("computed in",) if alone else ("reference", "candidate")
+    titles = ("computed in",) if alone else ("A", "B")
     lines = [heading("precision", "in which dtype each part ran, by its operators")]
     cells = "".join(title.ljust(_SIDE) for title in titles)
     lines.append(line((f"    {'part'.ljust(_PART)}{cells}expected", "dim")))
     for row in audit.rows:
         lines.append(_row(row, alone=alone))
         if all_sites:
-            for name, places in (("reference", audit.reference), ("candidate", audit.candidate)):
+            for name, places in (("A", audit.reference), ("B", audit.candidate)):
                 of_part = [place for place in places or () if place.part == row.part]
                 lines += [_place("" if alone else name, place) for place in of_part]
     lines += footer(audit, alone=alone)

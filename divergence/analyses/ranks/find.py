@@ -25,7 +25,7 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.record import Coordinates, Record
 from divergence.run.unshard import Disagreement, UnshardedRun
-from divergence.words import Side
+from divergence.words import Side, letter
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
     if share is None:
         return []
     fact = Evidence(
-        text=f"at {share.site} the {share.side}'s rank {share.rank} holds the share that "
+        text=f"at {share.site} {letter(share.side)}'s rank {share.rank} holds the share that "
         f"is off: rel L2 {share.rel_l2:.2e}, in the others' shares {share.rest_rel_l2:.2e}",
         values={"share": share.rel_l2, "others": share.rest_rel_l2},
     )
@@ -180,7 +180,7 @@ def _finding(measured: Measured, held: ReplicaCheck, diff: ReplicaDiff) -> Findi
     pair = next((p for p in pairs if _is_at(p, diff)), None)
     result = None if pair is None else _result_of(pair, measured.sites)
     fact = Evidence(
-        text=f"{_sentence(diff)} at {diff.site} ({diff.pass_} pass, sample {diff.sample}, step "
+        text=f"{_sentence(diff)} at {diff.site} ({diff.pass_} pass, prompt {diff.sample}, step "
         f"{diff.step}) and at {held.num_different - 1:,} more of {held.num_tensors:,} tensors "
         "that both hold"
         + (_UNMEASURED if diff.rel_l2 is None else f"; rel L2 {diff.rel_l2:.2e} there")
@@ -218,7 +218,7 @@ def _sentence(diff: ReplicaDiff) -> str:
     """``rank 1 of the candidate disagrees with ranks 0, 2, 3``"""
     ours, peers = _names(diff.ranks), _names(diff.peers)
     verb = "disagrees" if len(diff.ranks) == 1 else "disagree"
-    return f"{ours} of the {diff.side} {verb} with {peers}"
+    return f"{ours} of {letter(diff.side)} {verb} with {peers}"
 
 
 def _names(ranks: Sequence[int]) -> str:

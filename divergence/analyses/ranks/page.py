@@ -15,7 +15,7 @@ def page(report: Report, background: Background) -> list[Section]:
     """Nothing where each run was made by one process."""
     if not report.replicas:
         return []
-    letters = {"reference": "A, reference", "candidate": "B, candidate"}
+    letters = {"reference": "A", "candidate": "B"}
     rows = [(letters[check.side], check_text(check)) for check in report.replicas]
     first = [el("li", name(diff_text(diff))) for check in report.replicas for diff in check.first]
     return [

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from divergence.comparison.result import ReplicaCheck, ReplicaDiff, Report
 from divergence.layout import BLANK, Line, heading, prose
+from divergence.words import letter
 
 __all__ = ["check_text", "diff_text", "show"]
 
@@ -18,7 +19,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     lines = [heading("ranks", "tensors that several of a run's ranks computed alike")]
     for check in checks:
         style = "bold red" if check.num_different else ""
-        lines.append(prose(f"  {check.side}", check_text(check), style=style))
+        lines.append(prose(f"  {letter(check.side)}", check_text(check), style=style))
         lines += [prose("", diff_text(diff)) for diff in check.first]
     return [*lines, BLANK]
 
@@ -38,7 +39,7 @@ def diff_text(diff: ReplicaDiff) -> str:
     size = "" if diff.rel_l2 is None else f", rel L2 {diff.rel_l2:.1e}"
     return (
         f"first in the {diff.pass_} pass: rank {_listed(diff.ranks)} against "
-        f"{_listed(diff.peers)} at {diff.site} (sample {diff.sample}, step {diff.step}){size}"
+        f"{_listed(diff.peers)} at {diff.site} (prompt {diff.sample}, step {diff.step}){size}"
     )
 
 

@@ -46,7 +46,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of, operator_of, split_site
-from divergence.words import Progress, SideOrBoth, silent
+from divergence.words import Progress, SideOrBoth, letter, silent
 
 __all__ = ["compare_suites", "report_on"]
 
@@ -101,9 +101,9 @@ def _notes(a: Run, b: Run) -> list[str]:
     notes = []
     for name, run in (("reference", a), ("candidate", b)):
         for reason, count in run.manifest.plan.skipped_operators.items():
-            notes.append(f"the {name} skipped {count} cases: {reason}")
+            notes.append(f"{letter(name)} skipped {count} cases: {reason}")
         for item in run.manifest.overrides:
-            notes.append(f"the {name} used {item.name} {item.used} instead of {item.reference}")
+            notes.append(f"{letter(name)} used {item.name} {item.used} instead of {item.reference}")
     return notes
 
 

@@ -62,7 +62,7 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
         for case in bad
     )
     many = len(wrong) > max(1, len(result.operators) / 2)
-    who = {"reference": "the reference", "candidate": "the candidate", "both": "both sides"}[side]
+    who = {"reference": "A", "candidate": "B", "both": "both sides"}[side]
     return Finding(
         claim="suite",
         kind="nonfinite" if only_nonfinite else "systematic" if many else "localized",
@@ -98,7 +98,7 @@ def _fact(item: SuiteOperator) -> Evidence:
             values[f"{name}_gain"] = side.gain or 0.0
     if worst.w is not None:
         values["w"] = worst.w
-    who = {"reference": "the reference", "candidate": "the candidate", "both": "both"}
+    who = {"reference": "A", "candidate": "B", "both": "both"}
     number = item.num_by_status[item.status]
     return Evidence(
         text=f"{item.operator.removeprefix('suite.')}: {who[item.side or 'both']}, {worst.why} "

@@ -15,6 +15,7 @@ from divergence.layout import (
     share,
     times,
 )
+from divergence.words import letter
 
 __all__ = ["all_rows", "operator_row", "show", "titles"]
 
@@ -41,7 +42,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
         lines.append(
             prose(
                 "  ",
-                "W: err candidate over err reference. score: error in units of what rounding "
+                "W: err B over err A. score: error in units of what rounding "
                 f"explains, wrong beyond {suite.score_limit:g}; so is a row's scale that is off by "
                 f"{suite.gain_limit:g} standard deviations. ulp: from the truth.",
                 width=2,
@@ -75,9 +76,9 @@ def operator_row(one: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
     if implementations != {"torch"}:
         name += f" ({' / '.join(sorted(implementations - {'torch'}))})"
     differ = f"{one.num_cases - one.num_same}/{one.num_cases}"
-    worse = {"wrong": one.side or "both"}.get(one.status, "-")
+    worse = {"wrong": letter(one.side or "both")}.get(one.status, "-")
     if one.status in ("flushed", "ties"):
-        worse = f"{one.status}: {one.side}"
+        worse = f"{one.status}: {letter(one.side)}"
     return (name, *([worse] if judged else []), differ, *_figures(one.worst, judged=judged))
 
 
@@ -123,6 +124,6 @@ def all_rows(cases: list[SuiteCase], *, judged: bool) -> list[tuple[str, ...]]:
     """One for each result, below titles."""
     rows = [("operator", "status", *titles(judged)[3 if judged else 2 :])]
     for case in cases:
-        status = case.status + (f": {case.side}" if case.side else "")
+        status = case.status + (f": {letter(case.side)}" if case.side else "")
         rows.append((_short(case.operator), status, *_figures(case, judged=judged)))
     return rows

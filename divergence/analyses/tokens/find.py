@@ -14,7 +14,7 @@ from divergence.comparison.results.findings import Evidence, Finding, figure
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.results.tokens import TokenDifference, TokensResult
 from divergence.numerics.floor import THRESHOLDS
-from divergence.words import Side
+from divergence.words import Side, letter
 
 __all__ = ["find", "findings_of"]
 
@@ -78,7 +78,7 @@ def _token_fault(tokens: TokensResult | None) -> tuple[str, Evidence, int | None
     fault = next((flip for flip in tokens.differences if flip.judgement == "fault"), None)
     if fault is not None:
         return (
-            f"the token at sample {fault.sample}, step {fault.step} flips over a gap of "
+            f"the token at prompt {fault.sample}, step {fault.step} flips over a gap of "
             f"{fault.z:.1f} σ of the floor's logit error",
             _flip_evidence(fault),
             fault.step,
@@ -126,7 +126,7 @@ def _flip_evidence(flip: TokenDifference, *, name: str = "first different token"
     values = {key: value for key in ("margin", "truth_margin", "z")
               if (value := getattr(flip, key)) is not None}  # fmt: skip
     return Evidence(
-        text=f"{name}: sample {flip.sample}, step {flip.step}"
+        text=f"{name}: prompt {flip.sample}, step {flip.step}"
         + (f" ({', '.join(what)})" if what else ""),
         values=values,
     )
@@ -139,7 +139,7 @@ def _kl_evidence(tokens: TokensResult) -> list[Evidence]:
     return [
         Evidence(
             text=f"KL of the decided tokens: mean {tokens.kl_mean:.2e}, p99 {tokens.kl_p99:.2e} "
-            f"nats between the sides; the {tokens.floor_side}'s from the truth: mean "
+            f"nats between the sides; {letter(tokens.floor_side)}'s from the truth: mean "
             f"{tokens.floor_kl_mean:.2e}, p99 {tokens.floor_kl_p99:.2e}; "
             f"{figure(tokens.kl_ratio)} × (limit {tokens.kl_limit:.1f})",
             values={"ratio": tokens.kl_ratio, "limit": tokens.kl_limit},

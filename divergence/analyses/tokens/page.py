@@ -63,7 +63,7 @@ def _first(first: TokenDifference) -> list[Node]:
     if tops:
         content = Table(
             caption="The most likely tokens there", num_left=2, names=True,
-            titles=("A, reference", "B, candidate", "A, log-probability", "B, log-probability"),
+            titles=("A", "B", "A, log-probability", "B, log-probability"),
             rows=[(one, two, a, b) for one, a, two, b in tops],
         )  # fmt: skip
         shown.append(table(content))

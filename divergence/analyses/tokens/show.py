@@ -15,6 +15,7 @@ from divergence.comparison.results.tokens import (
     TokensResult,
 )
 from divergence.layout import BLANK, Line, columns, count, decimal, fixed, heading, prose, times
+from divergence.words import letter
 
 __all__ = ["UNEXPLAINED", "explained_lines", "judgement_lines", "kl_lines", "show", "top_rows"]
 
@@ -27,11 +28,9 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     tokens = report.tokens
     if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
         return []
-    how = (
-        "the candidate was fed the reference's tokens" if tokens.forced else "each run chose alone"
-    )
+    how = "B was fed A's tokens" if tokens.forced else "each run chose alone"
     if tokens.num_missing:
-        how += f"; {tokens.num_missing} of the reference's it did not generate"
+        how += f"; {tokens.num_missing} of A's it did not generate"
     total = tokens.num_tokens + tokens.num_missing
     lines = [heading("tokens", f"{tokens.num_equal} of {total} equal; {how}")]
     first = tokens.first_difference
@@ -62,11 +61,11 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
         None: "",
     }[first.order_to_onset]
     later = "" if forced else "; later steps continue different texts and are not compared"
-    place = f"sample {first.sample}, step {first.step}{order}{later}"
+    place = f"prompt {first.sample}, step {first.step}{order}{later}"
     lines = [prose("  first difference: ", place, style="yellow", width=4)]
     sides = (
-        ("reference", first.reference, first.margin, _sigmas(first)),
-        ("candidate", first.candidate, first.candidate_margin, ""),
+        ("A", first.reference, first.margin, _sigmas(first)),
+        ("B", first.candidate, first.candidate_margin, ""),
     )
     rows = [
         (name, _token(choice), f"margin {fixed(margin)} logits over the next{sigmas}")
@@ -76,7 +75,7 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
     lines += judgement_lines(first)
     tops = top_rows(first.reference_top, first.candidate_top)
     if tops:
-        titles = ("top of the reference", "logprob", "top of the candidate", "logprob")
+        titles = ("top of A", "logprob", "top of B", "logprob")
         lines += columns([titles, *tops], indent=4, widest=32)
     return lines
 
@@ -118,7 +117,7 @@ def judgement_lines(first: TokenDifference) -> list[Line]:
     if true_choice is not None:
         who = "with neither"
         if true_choice.id in (first.reference.id, first.candidate.id):
-            who = f"with the {'reference' if true_choice.id == first.reference.id else 'candidate'}"
+            who = f"with {'A' if true_choice.id == first.reference.id else 'B'}"
         lines.append(
             prose("    ", f"the truth chose {_token(true_choice)}: it agrees {who}", width=4)
         )
@@ -151,7 +150,7 @@ def kl_lines(tokens: TokensResult) -> list[Line]:
             limit = f"limit {times(tokens.kl_limit)}"
             style = "red" if tokens.kl_ratio > tokens.kl_limit else ""
         text += (
-            f"; the floor ({tokens.floor_side} from the truth): mean "
+            f"; the floor ({letter(tokens.floor_side)} from the truth): mean "
             f"{decimal(tokens.floor_kl_mean)}, p99 {decimal(tokens.floor_kl_p99)}; "
             f"{times(tokens.kl_ratio)} ({limit})"
         )
@@ -169,16 +168,16 @@ def _explanation_lines(explanation: Explanation, first: TokenDifference | None) 
         what = "the first difference" if same else "the first difference that is a fault"
     why = "" if explanation.flagged else "; nothing is flagged, this block's error is the largest"
     forwards = count(explanation.num_forwards, "forward")
-    whence = f"sample {explanation.sample}, step {explanation.step}, by {_cause(explanation)} alone"
-    added = f"added to the {explanation.disturbed}'s model in {forwards}"
+    whence = f"prompt {explanation.sample}, step {explanation.step}, by {_cause(explanation)} alone"
+    added = f"added to {letter(explanation.disturbed)}'s model in {forwards}"
     lines = [
         prose("  explained: ", f"{what}, {whence}{why}", width=4),
         prose("    ", f"{added}, here in {explanation.dtype} on {explanation.device}", width=4),
     ]
     rows = [
         (f"logit of {_token(explanation.reference)} over {_token(explanation.candidate)}", ""),
-        ("  in the reference", fixed(explanation.reference_margin)),
-        ("  in the candidate", fixed(explanation.candidate_margin)),
+        ("  in A", fixed(explanation.reference_margin)),
+        ("  in B", fixed(explanation.candidate_margin)),
         ("  here, as it is", fixed(explanation.baseline_margin)),
         ("  here, with the error", fixed(explanation.injected_margin)),
     ]
@@ -194,7 +193,7 @@ def _cause(explanation: Explanation) -> str:
     if len(explanation.sites) > 3:
         sites += f" and {len(explanation.sites) - 3} more"
     other = "candidate" if explanation.disturbed == "reference" else "reference"
-    return f"the {other}'s error at {sites}"
+    return f"{letter(other)}'s error at {sites}"
 
 
 def _effect(explanation: Explanation) -> str:

@@ -37,13 +37,11 @@ from divergence.run.schema.site import BUILTIN_SITES, compile_patterns, module_o
 __all__ = ["account", "tokens_row"]
 
 _GIVEN = "inputs that the anchored pass puts in place"
-_CLOSER = "the candidate's anchored pass got this run's own inputs instead"
+_CLOSER = "B's anchored pass got this run's own inputs instead"
 _BY_DIGEST = "weights, by their digests in preflight"
 _ALONE = "a run's whole pass is held against its own decode steps: compare RUN"
 _NOT_WIDENED = "integers and masks, which no pass widens"
-_NO_ANCHOR = (
-    "operators are compared where blocks had equal inputs, and the candidate has no such pass"
-)
+_NO_ANCHOR = "operators are compared where blocks had equal inputs, and B has no such pass"
 _OTHER_CALLS = "computed by other operators there, judged where the two meet again"
 UNACCOUNTED = "unaccounted for: a fault of this tool"
 
@@ -116,7 +114,7 @@ def tokens_row(tokens: TokensResult | None) -> list[PassCoverage]:
     row = _Row("free", "tokens")
     row.add("compared", number=tokens.num_tokens - tokens.num_other_text)
     if tokens.num_missing:
-        row.add("missing", "the candidate generated fewer tokens", tokens.num_missing)
+        row.add("missing", "B generated fewer tokens", tokens.num_missing)
     rest = tokens.num_reference - sum(row.counts.values())
     if rest > 0:
         row.add("elsewhere", "tokens that follow a difference continue another text", rest)
@@ -188,7 +186,7 @@ class _Ledger:
                     row.add("elsewhere", _GIVEN)
                 else:
                     known = (theirs_in, sample, step, self._rename(site)) in theirs
-                    reason = UNACCOUNTED if known else f"not in the candidate's {theirs_in} pass"
+                    reason = UNACCOUNTED if known else f"not in B's {theirs_in} pass"
                     self._lack(row, key, reason)
         for item in skipped.values():  # parts of ranks that make no tensor
             if item.side == "reference":
@@ -214,7 +212,7 @@ class _Ledger:
                 if ("whole", sample, step, self._rename(site)) in whole:
                     row.add("elsewhere", _ALONE)
                 else:
-                    self._lack(row, record.coordinates, "the candidate has no whole pass there")
+                    self._lack(row, record.coordinates, "B has no whole pass there")
             elif pass_ == "escalated":
                 if {(sample, step, site), (sample, step, self._rename(site))} & judged:
                     row.add("compared")
@@ -225,7 +223,7 @@ class _Ledger:
             elif b.plan.anchored_to == a.id:
                 row.add("elsewhere", _CLOSER)
             else:
-                reason = f"the candidate has no {pass_} pass"
+                reason = f"B has no {pass_} pass"
                 reason += " to the same inputs" if pass_ in b.plan.passes else ""
                 self._lack(row, record.coordinates, reason)
 
@@ -257,7 +255,7 @@ class _Ledger:
             elif other is None:
                 self._lack(row, record.coordinates, _NO_ANCHOR)
             elif (other, record.sample, record.step, caller) not in callers:
-                reason = f"the candidate recorded no operator of {caller} in its {other} pass"
+                reason = f"B recorded no operator of {caller} in its {other} pass"
                 self._lack(row, record.coordinates, reason)
             elif self._operators is None:
                 self._lack(row, record.coordinates, "its operators were not compared")
@@ -271,7 +269,7 @@ class _Ledger:
         for item in self._alignment.only_candidate:
             if module_of(item.site) in extra and item.pass_ in ("free", "anchored"):
                 self._row(item.pass_, "tensors").add(
-                    "extra", f"the reference has no module {module_of(item.site)}"
+                    "extra", f"A has no module {module_of(item.site)}"
                 )
 
 
@@ -304,7 +302,7 @@ def _selects(sites: Iterable[str]) -> Callable[[str, ModuleNote], bool]:
 
 def _why_not_escalated(b: Manifest) -> str:
     if "escalated" not in b.plan.passes:
-        return "the candidate has no escalated pass"
+        return "B has no escalated pass"
     return "the two escalated passes had other inputs; a truth (--truth) judges each by itself"
 
 

@@ -20,6 +20,7 @@ from divergence.comparison.results.sites import Skipped
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Coordinates
+from divergence.words import letter
 
 __all__ = [
     "Alignment", "align", "anchored_passes", "compared_passes", "replayed_from", "why_nothing",
@@ -129,11 +130,11 @@ class _Parts:
 
     def of_reference(self, key: Coordinates) -> str | None:
         reason = self._ours.get(key)
-        return None if reason is None else f"in the reference {reason}"
+        return None if reason is None else f"in A {reason}"
 
     def of_candidate(self, key: Coordinates) -> str | None:
         reason = self._theirs.get(key)
-        return None if reason is None else f"in the candidate {reason}"
+        return None if reason is None else f"in B {reason}"
 
     def on_no_side(
         self, ours: Mapping[Coordinates, Piece], theirs: Mapping[Coordinates, Piece]
@@ -242,5 +243,5 @@ def why_no_step(manifest: Manifest, side: str, sample: int, step: int) -> str:
     samples = manifest.tokens.samples
     num = len(samples[sample].generated_ids) if sample < len(samples) else 0
     if 0 < num <= step and num < manifest.settings.max_new_tokens:
-        return f"in the {side} prompt {sample} ended after {num} token{'s' * (num != 1)}"
+        return f"in {letter(side)} prompt {sample} ended after {num} token{'s' * (num != 1)}"
     return "no partner"

@@ -23,7 +23,7 @@ from divergence.errors import IncomparableError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.words import Progress
+from divergence.words import Progress, letter
 
 __all__ = ["NO_PREFILL", "aligned", "measure", "measure_tensors", "opened", "run_notes"]
 
@@ -176,19 +176,19 @@ def run_notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
         notes.append(f"sites were matched with the prefix {one} read as {two}")
     for name, run in (("reference", a), ("candidate", b)):
         if run.torn_tail:
-            notes.append(f"the {name}'s last record line was cut off and left out")
+            notes.append(f"{letter(name)}'s last record line was cut off and left out")
         both = a.manifest.overrides if run is b else b.manifest.overrides
         for override in run.manifest.overrides:
             if override in both or override.name in ("sites", "model"):
                 continue  # shared, or no influence on the numbers
             notes.append(
-                f"the {name} was told to use {override.name} {override.used} "
+                f"{letter(name)} was told to use {override.name} {override.used} "
                 f"instead of {override.reference}"
             )
         changed = run.manifest.plan.only_changed
         if changed is not None and not all(run.has_bytes(record) for record in run.records):
             notes.append(
-                f"the {name} stores what differs from run {changed} alone, which is not at hand: "
-                "of the rest digests and statistics are compared"
+                f"{letter(name)} stores what differs from run {changed} alone, which is not at "
+                "hand: of the rest digests and statistics are compared"
             )
     return notes

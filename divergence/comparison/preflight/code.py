@@ -20,6 +20,7 @@ from divergence.comparison.results.findings import Evidence, PreflightLine, Verd
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import CodeNote, Manifest
 from divergence.run.schema.site import starred
+from divergence.words import letter
 
 __all__ = [
     "CodeDifference", "code_differences", "code_evidence", "code_line", "other_code", "replaced_in",
@@ -120,17 +121,17 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
     for side, mine, other in (("reference", a, b), ("candidate", b, a)):
         for text in mine.replaced:
             if text not in other.replaced:
-                add(f"{text} on the {side}", paths=only_odd)
+                add(f"{text} on {letter(side)}", paths=only_odd)
         there = _wrappers(other)
         for text in _wrappers(mine):
             if text not in there:
-                add(f"{name}: {text}, on the {side}")
+                add(f"{name}: {text}, on {letter(side)}")
     for key in a.attributes:
         if key in b.attributes and a.attributes[key] != b.attributes[key]:
             add(f"{name}.{key} {a.attributes[key]} / {b.attributes[key]}")
     if a.compiled != b.compiled:
         one, two = (note.compiled or "not compiled" for note in (a, b))
-        add(f"{name}: {one} on the reference, {two} on the candidate")
+        add(f"{name}: {one} on A, {two} on B")
     if differences:
         return differences
     names = _functions(a, b)
@@ -162,14 +163,14 @@ def _alone(name: str, note: CodeNote, side: str, others: dict[str, CodeNote]) ->
     """A class that one side alone has; what stands at its places on the other side is named."""
     if note.replaced and not note.places:  # of torch: its functions and kernels
         return CodeDifference(
-            name=name, text=f"{'; '.join(note.replaced[:_MOST])} on the {side}", deliberate=True
+            name=name, text=f"{'; '.join(note.replaced[:_MOST])} on {letter(side)}", deliberate=True
         )  # fmt: skip
     there = [other for other, one in others.items() if set(one.places) & set(note.places)]
     instead = f" in place of {', '.join(there[:_MOST])}" if there else ""
     how = f" ({'; '.join([*note.replaced, *_wrappers(note)])})" if note.replaced else ""
     return CodeDifference(
         name=name,
-        text=f"{name} ({note.origin}) only on the {side}{instead}{how}",
+        text=f"{name} ({note.origin}) only on {letter(side)}{instead}{how}",
         deliberate=bool(there and side == "candidate") or bool(note.replaced),
         places=note.places,
     )
@@ -254,9 +255,9 @@ def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str |
         if own.model.code and truth.manifest.model.code:  # held against each other
             return None
         return (
-            "the truth is far from the reference and near the candidate: so a faulty reference "
-            "looks, and so does a truth that the candidate's code made. The runs do not tell their "
-            "code, so no side is named: make the truth again on the reference's machine"
+            "the truth is far from A and near B: so a faulty A "
+            "looks, and so does a truth that B's code made. The runs do not tell their "
+            "code, so no side is named: make the truth again on A's machine"
         )
     if verdict.side != "candidate":
         return None
@@ -265,7 +266,7 @@ def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str |
     if not names or (replaced_in(b, block) and not mine):
         return None
     return (
-        f"the sides run different code ({', '.join(names[:4])}), and the truth has the "
-        "reference's: by it the candidate is off, but whose code is right it cannot tell"
-        + (f". The reference's was replaced: {', '.join(mine[:3])}" if mine else "")
+        f"the sides run different code ({', '.join(names[:4])}), and the truth has "
+        "A's: by it B is off, but whose code is right it cannot tell"
+        + (f". A's was replaced: {', '.join(mine[:3])}" if mine else "")
     )

@@ -28,6 +28,7 @@ from divergence.comparison.align.names import NameMap, find_prefix
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.schema.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
 from divergence.run.schema.site import starred, unescape_path
+from divergence.words import letter
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
@@ -66,7 +67,7 @@ class Matching:
     def left_over(self) -> list[str]:
         """What is left on which side."""
         return [
-            f"{len(names)} only in the {side}: {list_names(names)}"
+            f"{len(names)} only in {letter(side)}: {list_names(names)}"
             for side, names in zip(("reference", "candidate"), self.alone, strict=True)
             if names
         ]
@@ -261,7 +262,7 @@ def config_differences(
     for side, only in (("reference", only_a), ("candidate", only_b)):
         if only:
             texts = [f"{key}={_text(value)}" for key, value in only.items()]
-            differences.append(f"only in the {side}: {list_names(texts, _MOST)}")
+            differences.append(f"only in {letter(side)}: {list_names(texts, _MOST)}")
     return differences, moved
 
 
@@ -291,7 +292,7 @@ def _adapters(a: ModelIdentity, b: ModelIdentity) -> str | None:
             notes = [text for note in mine.code.values() for text in note.wrapped if "LoRA" in text]
             told = notes[0].partition(" (")[0] if notes else "LoRA"
             merged = told if "merged" in told else f"{told}, not merged"
-            return f"the {side} holds {len(names)} adapter weights ({merged})"
+            return f"{letter(side)} holds {len(names)} adapter weights ({merged})"
     return None
 
 
@@ -320,7 +321,8 @@ def _tied(a: ModelIdentity, b: ModelIdentity) -> str | None:
         for names in mine.tied:
             known = [name for name in names if name in theirs.digests]
             if len({theirs.digests[name] for name in known}) > 1:
-                return f"{' and '.join(known)} are tied on the {side}, and differ on the {other}"
+                tied, apart = letter(side), letter(other)
+                return f"{' and '.join(known)} are tied on {tied}, and differ on {apart}"
     return None
 
 

@@ -48,7 +48,7 @@ class Disagreement:
     limit: float
 
     def __str__(self) -> str:
-        where = f"{self.site} (sample {self.sample}, step {self.step})"
+        where = f"{self.site} (prompt {self.sample}, step {self.step})"
         return (
             f"{where} differs by {self.rel_l2:.2e}, and two float64 runs of one code by at most "
             f"{self.limit:.0e}"

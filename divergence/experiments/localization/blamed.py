@@ -27,7 +27,7 @@ from divergence.comparison.result import Report
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import OwnError
 from divergence.run.reader import Run
-from divergence.words import Side, SideBothOrNeither
+from divergence.words import Side, SideBothOrNeither, letter
 
 __all__ = ["NEAR", "Blame", "blame", "without_side"]
 
@@ -67,7 +67,7 @@ def blame(
     ]  # fmt: skip
     named = [(what, side) for what, side in said if side in _SIDES]
     if len({side for _, side in named}) == 2:
-        return Blame(contradiction=", ".join(f"{what} by the {side}" for what, side in named))
+        return Blame(contradiction=", ".join(f"{what} by {letter(side)}" for what, side in named))
     if blamed != "reference" and blamed != "candidate":
         return Blame()
     if off == blamed or maker.one_machine:
@@ -78,8 +78,8 @@ def blame(
         return Blame(side="reference")
     maker.ask("reference", "makes the truth by its code")
     return Blame(
-        doubt="the reference is blamed, by a truth of which it is not known that the reference's "
-        f"code made it: remove {truth.path} and run this on the reference's machine"
+        doubt="A is blamed, by a truth of which it is not known that A's "
+        f"code made it: remove {truth.path} and run this on A's machine"
     )
 
 
@@ -88,7 +88,7 @@ def without_side(report: Report) -> Report:
     verdict = report.verdict
     if verdict.side not in _SIDES:
         return report
-    summary = verdict.summary.replace(f", by the {verdict.side}", "")
+    summary = verdict.summary.replace(f", by {letter(verdict.side)}", "")
     verdict = msgspec.structs.replace(verdict, side=None, summary=summary, confidence="low")
     return msgspec.structs.replace(report, verdict=verdict)
 
@@ -107,7 +107,7 @@ def _by_both_codes(maker: Maker, goal: Goal, made: dict[str, Run], truth: Run) -
     other = maker.truth("truth-by-candidate", goal, side="candidate")
     if other is None:
         return Blame(
-            doubt="the candidate is blamed, by the reference's code; what the candidate's code "
+            doubt="B is blamed, by A's code; what B's code "
             "makes of it in float64 is to be seen on its machine"
         )
     apart = disagreement(truth, other, inside=goal.block)
@@ -120,12 +120,12 @@ def _by_both_codes(maker: Maker, goal: Goal, made: dict[str, Run], truth: Run) -
     if notes["candidate"] and not notes["reference"]:
         return Blame(side="candidate", code=first.site)
     doubt = (
-        f"the two sides' code is not the same: in float64 {first}. By the reference's code "
-        "the candidate is wrong, by the candidate's the reference; which code is right no truth "
+        f"the two sides' code is not the same: in float64 {first}. By A's code "
+        "B is wrong, by B's A; which code is right no truth "
         "can tell"
     )
     if notes["reference"]:
-        doubt += f". The reference's code was replaced: {', '.join(notes['reference'][:3])}"
+        doubt += f". A's code was replaced: {', '.join(notes['reference'][:3])}"
     return Blame(doubt=doubt, code=first.site)
 
 

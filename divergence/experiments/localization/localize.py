@@ -43,7 +43,7 @@ from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.site import ROOT, module_of
 from divergence.run.storage.location import folder_of
 from divergence.run.unshard import unsharded
-from divergence.words import Progress, silent
+from divergence.words import Progress, letter, silent
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,7 @@ def _descend(
     )
     chosen, why = _choose(report, block)
     if _is_to_judge(report) and true_run is None:
-        text = "the truth has to be made on the reference's machine, by its code"
+        text = "the truth has to be made on A's machine, by its code"
         return replace(done, stopped=text)
     if chosen is None:
         return replace(done, stopped=why)
@@ -181,10 +181,10 @@ def _descend(
         return done
     missing = [side for side in _SIDES if side not in made]
     if missing:
-        text = f"the {' and the '.join(missing)} cannot be captured on this machine"
+        text = f"{' and '.join(map(letter, missing))} cannot be captured on this machine"
         return replace(done, stopped=text)
     if ops_truth is None:
-        text = f"the truth of {chosen} has to be made on the reference's machine"
+        text = f"the truth of {chosen} has to be made on A's machine"
         return replace(done, stopped=text)
     maker.tell("localize", 3, 4, "operators")
     deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=maker.tell)
@@ -248,12 +248,16 @@ def _at_operator(
 def _two_truths(maker: Maker, true_run: Run, made: Run, apart: Disagreement) -> str:
     """Two float64 runs of the reference that are not of one code."""
     whose = (
-        f"{made.path} was made on a machine that repeats the reference, so {true_run.path} was not "
-        "made by the reference's code"
+        f"{made.path} was made on a machine that repeats A, so {true_run.path} was not "
+        "made by A's code"
         if maker.folder.is_verified(made)
-        else "one of them was not made by the reference's code"
+        else "one of them was not made by A's code"
     )
     return f"{made.path} is not the same truth as {true_run.path}: {apart}; {whose}"
+
+
+def _first_fact(verdict: Verdict) -> str:
+    return next((fact.text for fact in verdict.evidence), verdict.summary)
 
 
 def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
@@ -287,7 +291,7 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
         "identical": "the runs are equal bit for bit: there is nothing to find",
         "within_floor": "no block makes an error beyond rounding: there is nothing to go into "
         "(--block PATH goes into one all the same)",
-        "incomparable": "the runs are not the same experiment",
+        "incomparable": f"the runs are not the same experiment: {_first_fact(verdict)}",
     }.get(verdict.kind, "no block could be named (--block PATH goes into one all the same)")
 
 
@@ -316,7 +320,7 @@ def _alone_there(report: Report) -> str:
         names = list(dict.fromkeys(one.site for one in unmatched if one.side == side))
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            parts.append(f"only the {side} calls {shown}")
+            parts.append(f"only {letter(side)} calls {shown}")
     return f"; {', '.join(parts)}" if parts else ""
 
 

@@ -43,7 +43,7 @@ from divergence.recording.request import also_taken
 from divergence.run.command import command_line, command_words
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention, recorded_sites, recorded_source
-from divergence.words import Progress
+from divergence.words import Progress, letter
 
 if TYPE_CHECKING:
     import torch
@@ -225,12 +225,12 @@ class Maker:
         label = self.runs[side].manifest.environment.label
         is_not = "this is not" if lay_there is None else f"{lay_there.path} was not made on"
         self.refusals.append(
-            f"{is_not} the {side}'s machine ({label}): its blocks do not repeat ({what})"
+            f"{is_not} {letter(side)}'s machine ({label}): its blocks do not repeat ({what})"
         )
 
     def ask(self, side: str, what: str) -> None:
         """The same command on that side's machine."""
-        self.commands.append(f"{self._again}   # on the {side}'s machine: {what}")
+        self.commands.append(f"{self._again}   # on {letter(side)}'s machine: {what}")
 
     def _values(self, side: str, goal: Goal) -> dict[str, Any]:
         """How that side's run is repeated: parameters of capture."""
@@ -342,7 +342,7 @@ class Maker:
         return command_line(
             "capture", like=source.path, o=out, model=model if elsewhere else None,
             device=self._recorded_device(side), trust_remote_code=self._trust, force=force,
-            **command_options(CaptureOptions, values), note=f"on the {side}'s machine",
+            **command_options(CaptureOptions, values), note=f"on {letter(side)}'s machine",
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import is_operator_site, module_of
+from divergence.words import letter
 
 __all__ = ["check_repetition", "check_substituted", "why_not_bits"]
 
@@ -40,7 +41,7 @@ def check_repetition(
     ``truth`` and ``block``: for the error that stands in for bits, see the module's head.
     """
     repetition = _held(made, own, _shared(made, own))
-    result = _result(repetition, name=name, repeats=f"the {side}")
+    result = _result(repetition, name=name, repeats=letter(side))
     if result.how != "differs":
         return result
     why = why_not_bits(own.manifest, made.manifest)

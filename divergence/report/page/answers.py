@@ -30,6 +30,7 @@ from divergence.report import sensitivity as sensitivities
 from divergence.report.page.frame import frame, next_commands, opening, printed
 from divergence.report.page.scores import scores_page
 from divergence.report.page.whole import page
+from divergence.words import letter
 
 __all__ = ["page_of"]
 
@@ -147,7 +148,7 @@ def _among(matrix: Matrix) -> Section | None:
         for one in matrix.cross_checks
     ]
     titles = ("run", "and run", "verdict")
-    grid = Table(caption="Candidates with one another", titles=titles, rows=rows, num_left=3)
+    grid = Table(caption="The other runs with one another", titles=titles, rows=rows, num_left=3)
     return Section(
         id="among", title="Among themselves", body=(table(grid),),
         lead="Who agrees with whom, where the first run is the odd one.",
@@ -185,7 +186,13 @@ def _localization(result: Localization, background: Background) -> str:
 
 def _levels(result: Localization) -> Table:
     rows: list[tuple[str, ...]] = [
-        (one.level, one.site or "nothing stands out", one.side or "-", one.verdict, one.why or "-")
+        (
+            one.level,
+            one.site or "nothing stands out",
+            letter(one.side or "-"),
+            one.verdict,
+            one.why or "-",
+        )
         for one in result.levels
     ]
     return Table(
@@ -205,7 +212,7 @@ def _sensitivity(result: Sensitivity) -> str:
     pictures = _size_plots(result) if len(result.blocks) > 3 else []
     sizes = Section(
         id="sizes", title="The smallest fault that is seen",
-        lead="Faults of growing size were planted in what the candidate recorded, until compare "
+        lead="Faults of growing size were planted in what B recorded, until compare "
         "saw them.",
         body=(el("div", *pictures, class_="figures") if pictures else None, *map(table, tables)),
     )  # fmt: skip

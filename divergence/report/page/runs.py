@@ -42,7 +42,7 @@ def _settings(caption: str, lines: list[PreflightLine]) -> Table:
     more = ["detail"] if with_detail else []
     return Table(
         caption=caption, num_left=5,
-        titles=("setting", "status", "A, reference", "B, candidate", *more),
+        titles=("setting", "status", "A", "B", *more),
         rows=[
             (line.check, _STATUS[line.status], line.reference, line.candidate,
              *([line.detail or ""] if with_detail else []))
@@ -76,7 +76,7 @@ def machines_section(background: Background) -> Section | None:
 
 
 def _machines(caption: str, rows: list[tuple[str, ...]]) -> Table:
-    titles = ("what", "A, reference", "B, candidate")
+    titles = ("what", "A", "B")
     return Table(caption=caption, titles=titles, rows=rows, num_left=3)
 
 

@@ -80,8 +80,7 @@ def _run(letter: str, side: str, run: RunSummary) -> Element:
     if not run.complete:
         why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
         changed.append(f"incomplete: {why}")
-    head = el("h2", el("span", letter, class_=f"letter {side}"), name(run.label or run.path),
-              el("small", side))  # fmt: skip
+    head = el("h2", el("span", letter, class_=f"letter {side}"), name(run.label or run.path))
     notes = el("ul", *(el("li", name(text)) for text in changed), class_="warnings")
     return el("article", head, facts(rows), notes if changed else None, class_="run")
 

@@ -42,11 +42,28 @@ def page(
     ]
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
     return frame(
-        command_name, f"{headline(report)}: {a[:60]} / {b[:60]} · divergence",
+        command_name, f"{_answer(report)} · {a[:60]} / {b[:60]} · divergence",
         [*openings, verdict(report)], (one for one in shown if one is not None),
         attachment=packed, data_lead=_data_lead(report, num_kept), made_by=report.tool_version,
         columns=csv_columns(),
     )  # fmt: skip
+
+
+_SHORT = {
+    "identical": "equal bit for bit",
+    "within_floor": "only rounding differs",
+    "incomparable": "not the same experiment",
+    "undetermined": "nothing to tell",
+}
+"""What a verdict without a place says, in a browser's tab."""
+
+
+def _answer(report: Report) -> str:
+    """``DIVERGED: model.layers.6``."""
+    verdict = report.verdict
+    onset = verdict.onset and (verdict.onset.block or verdict.onset.site)
+    said = onset or _SHORT.get(verdict.kind)
+    return headline(report) + (f": {said[:60]}" if said else "")
 
 
 _FIRST = ("blocks", "suite", "logprobs")

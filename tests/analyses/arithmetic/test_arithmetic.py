@@ -63,11 +63,11 @@ def test_lost_input_bits_are_named_with_their_side():
     """The coarser side comes first, whichever it is."""
     (text,) = texts(manifest(FULL), manifest(TF32))
     assert text == (
-        f"{SHAPE} float32: the candidate keeps 10 bits (TF32), cut off of its float32 inputs, "
-        "the reference 23 bits (float32)"
+        f"{SHAPE} float32: B keeps 10 bits (TF32), cut off of its float32 inputs, "
+        "A 23 bits (float32)"
     )
     assert texts(manifest(TF32), manifest(FULL))[0].startswith(
-        f"{SHAPE} float32: the reference keeps 10 bits (TF32)"
+        f"{SHAPE} float32: A keeps 10 bits (TF32)"
     )
 
 
@@ -77,10 +77,7 @@ def test_orders_are_explained_with_their_expected_w():
         manifest(order("fused blocks", 65664)), manifest(order("sequential 512", 131327))
     )
     (item,) = found.evidence
-    assert item.text == (
-        f"{SHAPE} float32: the reference adds fused blocks, the candidate sequential 512: "
-        "expected W 1.41"
-    )
+    assert item.text == (f"{SHAPE} float32: A adds fused blocks, B sequential 512: expected W 1.41")
     assert item.values["expected_w"] == pytest.approx((131327 / 65664) ** 0.5)
 
 

@@ -82,16 +82,16 @@ def test_the_candidate_is_no_floor_for_itself(pair, monkeypatch):
     bad = scaled(root, a, 0.5, name="bad")
     again = scaled(root, a, 0.5, name="again")
     assert compare(a, bad).verdict.kind == "localized"
-    with pytest.raises(UsageError, match="is the candidate itself"):
+    with pytest.raises(UsageError, match="is B itself"):
         compare(a, bad, floor=[bad])
-    with pytest.raises(UsageError, match="has the bits of the candidate"):
+    with pytest.raises(UsageError, match="has the bits of B"):
         compare(a, bad, floor=[again])
-    with pytest.raises(UsageError, match="is the reference itself"):
+    with pytest.raises(UsageError, match="is A itself"):
         compare(a, bad, floor=[a])
     # digests of a device's kind alone, held against the candidate's bytes
     monkeypatch.setattr(storage, "ReducedKeeper", partial(ReducedKeeper, hosts=True))
     folded = scaled(root, a, 0.5, name="folded", store="sketch")
-    with pytest.raises(UsageError, match="has the bits of the candidate"):
+    with pytest.raises(UsageError, match="has the bits of B"):
         compare(a, bad, floor=[folded])
 
 
@@ -119,10 +119,10 @@ def test_all_blocks_farther_from_the_truth_stand_out_together(pair):
     assert verdict.kind in ("within_floor", "drift"), verdict  # what the blocks add up to shows too
     assert verdict.side != "neither"
     told = next(one for one in verdict.evidence if one.block is not None)
-    assert "in all blocks" in told.text and "the candidate is" in told.text
+    assert "in all blocks" in told.text and "B is" in told.text
     assert 2.2 < told.values["times"] < 4
     assert verdict.confidence != "high"
     assert _choose(report, None) == ("model.layers.0", None)
     back = compare(bad, a, truth=truth).verdict
-    assert "the reference is" in next(e.text for e in back.evidence if e.block is not None)
+    assert "A is" in next(e.text for e in back.evidence if e.block is not None)
     assert [e for e in compare(a, b, truth=truth).verdict.evidence if e.block is not None] == []

@@ -56,7 +56,7 @@ def test_replaced_code_is_the_first_difference_and_explains_the_onset(runs):
     differing = [line for line in report.preflight if line.status != "same"]
     assert differing[0].check == "code"
     assert "LlamaMLP.forward was replaced by test_code.py:" in differing[0].detail
-    assert differing[0].detail.endswith("in model.layers.1.mlp on the candidate")
+    assert differing[0].detail.endswith("in model.layers.1.mlp on B")
     assert (report.verdict.kind, report.verdict.onset.block) == ("localized", "model.layers.1")
     said = [one.text for one in report.verdict.evidence if "runs other code" in one.text]
     assert len(said) == 1
@@ -110,7 +110,7 @@ def test_the_function_that_differs_is_named(manifests):
     line = code_line(a, b)
     assert "other code of rotate_half" in line.detail
     assert (
-        "LigerRMSNorm (liger_kernel.transformers.rms_norm) only on the candidate in place of "
+        "LigerRMSNorm (liger_kernel.transformers.rms_norm) only on B in place of "
         "LlamaRMSNorm" in line.detail
     )
     texts = [one.text for one in code_evidence(a, b, "model.layers.2")]
@@ -125,8 +125,8 @@ def test_adapters_and_compilers_count_as_other_code(manifests):
     b.model.code["Linear"].wrapped = ["LoRA style, not merged (4 of 22)"]
     b.model.code["LlamaMLP"].compiled = "torch.compile (inductor)"
     detail = code_line(a, b).detail
-    assert "Linear: LoRA style, not merged (4 of 22), on the candidate" in detail
-    assert "LlamaMLP: not compiled on the reference, torch.compile (inductor) on" in detail
+    assert "Linear: LoRA style, not merged (4 of 22), on B" in detail
+    assert "LlamaMLP: not compiled on A, torch.compile (inductor) on" in detail
 
 
 def test_numbers_and_functions_of_torch_count(manifests):
@@ -138,7 +138,7 @@ def test_numbers_and_functions_of_torch_count(manifests):
     )
     detail = code_line(a, b).detail
     assert "LlamaAttention.scaling 0.25 / 0.26" in detail
-    assert "torch.matmul was replaced by plugin.py:1 on the candidate" in detail
+    assert "torch.matmul was replaced by plugin.py:1 on B" in detail
     texts = [one.text for one in code_evidence(a, b, "model.layers.0")]
     assert any("torch.matmul was replaced" in text for text in texts)
 
@@ -224,7 +224,7 @@ def test_an_adapter_that_is_not_merged_is_named(manifests):
     a, b = (one.model for one in manifests)
     b.digests["model.layers.0.self_attn.q_proj.lora_A.style.weight"] = "x"
     b.code["Linear"].wrapped = ["LoRA style, not merged (2 of 22)"]
-    assert weight_causes(a, b) == ["the candidate holds 1 adapter weights (LoRA style, not merged)"]
+    assert weight_causes(a, b) == ["B holds 1 adapter weights (LoRA style, not merged)"]
 
 
 def test_a_padded_vocabulary_is_named(manifests):
@@ -242,8 +242,7 @@ def test_untied_weights_are_named(manifests):
     a.tied = [["model.embed_tokens.weight", "lm_head.weight"]]
     b.digests["lm_head.weight"] = "x"
     assert weight_causes(a, b)[0] == (
-        "model.embed_tokens.weight and lm_head.weight are tied on the reference, and differ on the "
-        "candidate"
+        "model.embed_tokens.weight and lm_head.weight are tied on A, and differ on B"
     )
 
 

@@ -18,6 +18,7 @@ from divergence.comparison.results.operators import OperatorResult, OperatorsRes
 from divergence.errors import IncomparableError
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.words import letter
 
 BLOCK = "model.layers.1"
 
@@ -58,7 +59,7 @@ def block_finding(side, kind="localized", block=BLOCK):
                   pass_="anchored")  # fmt: skip
     return Finding(
         claim="error_made_here", kind=kind, onset=onset, side=side, equal_inputs=True,
-        summary=f"the error is made at {block}:out, by the {side}",
+        summary=f"the error is made at {block}:out, by {letter(side)}",
         evidence=[Evidence(text="W is large")],
     )  # fmt: skip
 
@@ -165,8 +166,8 @@ def test_the_reference_is_not_blamed_where_nothing_is_known_of_the_code():
     truth = SimpleNamespace(manifest=manifest(like="a"))
     found = owned(verdict("reference"), truth, manifest(), manifest())
     assert (found.side, found.confidence) == (None, "medium")
-    assert "so does a truth that the candidate's code made" in found.evidence[-1].text
-    assert "by the" not in found.summary
+    assert "so does a truth that B's code made" in found.evidence[-1].text
+    assert ", by " not in found.summary
     told = manifest(like="a", LlamaMLP=["x"])
     truth = SimpleNamespace(manifest=told)
     assert owned(verdict("reference"), truth, told, told).side == "reference"
@@ -180,7 +181,7 @@ def test_code_that_differs_leaves_no_side_unless_the_candidates_was_replaced():
     assert owned(verdict("candidate"), truth, stock, stock).side == "candidate"
     found = owned(verdict("candidate"), truth, patched, stock)
     assert found.side is None
-    assert "The reference's was replaced: plugin.py:88" in found.evidence[-1].text
+    assert "A's was replaced: plugin.py:88" in found.evidence[-1].text
     release = manifest(LlamaMLP=["other release"])
     assert owned(verdict("candidate"), truth, stock, release).side is None
 
@@ -205,8 +206,7 @@ def test_levels_that_blame_different_sides_are_told_as_a_contradiction():
     found = decide([block_finding("candidate"), operator_finding("reference")]).verdict
     assert (found.side, found.confidence, found.kind) == (None, "low", "localized")
     assert found.summary == (
-        f"the evidence contradicts itself: {BLOCK}:out by the candidate, "
-        f"{BLOCK}.mlp/aten.mul:out by the reference"
+        f"the evidence contradicts itself: {BLOCK}:out by B, {BLOCK}.mlp/aten.mul:out by A"
     )
     assert "two faults do" in found.evidence[0].text
 

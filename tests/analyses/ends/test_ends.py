@@ -112,7 +112,7 @@ def test_a_change_between_modules_is_localized(architecture, path, source, run, 
     assert (verdict.kind, verdict.confidence, verdict.side) == ("localized", "high", None)
     assert verdict.onset.site == f"{path}:in"
     assert f"between {source} and {path}:in" in verdict.summary
-    assert "the candidate changes it by" in said(result.report)
+    assert "B changes it by" in said(result.report)
     back = compare(bad, good).verdict
     assert back.onset.site == f"{path}:in"
 
@@ -147,7 +147,7 @@ def test_a_cast_between_blocks_is_no_fault(run, changed):
     last_bit_cut = before("model.norm", lambda x: (x.view(torch.int16) & ~1).view(x.dtype))
     report = compare(good, changed(good, last_bit_cut))
     assert report.verdict.kind == "within_floor", report.verdict
-    assert any("model.norm:in the candidate changes" in note for note in report.notes)
+    assert any("model.norm:in B changes" in note for note in report.notes)
 
 
 def test_tables_changed_on_their_way_to_a_block(run, changed):
@@ -417,7 +417,7 @@ def test_what_one_late_step_does_in_the_free_run_alone(run, changed):
     verdict = result.report.verdict
     assert not result.passed
     assert verdict.kind == "drift"
-    assert any("sample 1, step 2" in fact.text for fact in verdict.evidence)
+    assert any("prompt 1, step 2" in fact.text for fact in verdict.evidence)
 
 
 def test_drift_behind_the_blocks(run):
@@ -434,5 +434,5 @@ def test_drift_behind_the_blocks(run):
     found = find_drift(sites, THRESHOLDS)
     assert found is not None
     assert "at .:out" in found.summary
-    assert "sample 1, step 2" in found.evidence.text
+    assert "prompt 1, step 2" in found.evidence.text
     assert find_drift(report.sites, THRESHOLDS, routed=True) is None  # one token, any expert

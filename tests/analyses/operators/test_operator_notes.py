@@ -37,4 +37,4 @@ def test_operators_of_one_run_alone_are_no_silent_pass(run, tmp_path):
     other = capture(like=run, out=tmp_path / "b", sites=["blocks"])
     report = compare(run, other)
     assert report.operators is None
-    assert any("the candidate none: they are not compared" in note for note in report.notes)
+    assert any("B none: they are not compared" in note for note in report.notes)

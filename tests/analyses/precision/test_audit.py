@@ -178,12 +178,12 @@ def test_a_softmax_without_its_upcast_is_named(run_of, monkeypatch, architecture
     assert (row.differs, row.below) == (True, "candidate")
     (found,) = audit_runs(healthy, other).findings
     family = architecture.replace("-", "_")
-    assert found.text.startswith("the candidate computes softmax in bfloat16 (test_audit.py:")
+    assert found.text.startswith("B computes softmax in bfloat16 (test_audit.py:")
     assert found.text.endswith(
-        f"the reference in float32; expected float32 (attention of modeling_{family}.py)"
+        f"A in float32; expected float32 (attention of modeling_{family}.py)"
     )
     (swapped,) = audit_runs(other, healthy).findings
-    assert swapped.text.startswith("the reference computes softmax in bfloat16")
+    assert swapped.text.startswith("A computes softmax in bfloat16")
 
 
 @pytest.mark.parametrize("architecture", ["qwen3-moe", "mixtral"])
@@ -195,7 +195,7 @@ def test_a_router_in_bfloat16_is_named(run_of, monkeypatch, architecture):
         other = run_of(architecture, prepare=lambda model: None)
     audit = audit_runs(healthy, other)
     assert [item.part for item in audit.findings] == ["router"]
-    assert "the candidate computes router in bfloat16" in audit.findings[0].text
+    assert "B computes router in bfloat16" in audit.findings[0].text
     assert "TopKRouter)" in audit.findings[0].text
 
 
@@ -205,7 +205,7 @@ def test_norm_statistics_in_bfloat16_are_named(run_of, architecture):
     healthy, other = run_of(architecture), run_of(architecture, prepare=narrow_norms)
     audit = audit_runs(healthy, other)
     assert audit.findings[0].part == "norm statistics"
-    assert audit.findings[0].text.startswith("the candidate computes norm statistics in bfloat16")
+    assert audit.findings[0].text.startswith("B computes norm statistics in bfloat16")
     assert {item.part for item in audit.findings} <= {"norm statistics", "norm weight"}
     (both,) = [f for f in audit_runs(other, other).findings if f.part == "norm statistics"]
     assert both.text.startswith("both sides compute norm statistics in bfloat16")
@@ -229,7 +229,7 @@ def test_a_layer_norm_written_out_in_bfloat16_is_named(run_of):
 
     audit = audit_runs(run_of("gpt2"), run_of("gpt2", prepare=prepare))
     (found,) = audit.findings
-    assert found.text.startswith("the candidate computes norm statistics in bfloat16")
+    assert found.text.startswith("B computes norm statistics in bfloat16")
     assert found.text.endswith("on the other side it is inside aten.native_layer_norm")
 
 
@@ -242,7 +242,7 @@ def test_a_residual_add_in_another_dtype_is_named(run_of, architecture):
     assert (row.differs, row.below) == (True, None)
     assert set(row.candidate) == {"bfloat16", "float32"}
     texts = [f.text for f in audit_runs(healthy, other).findings]
-    assert any(text.startswith("the candidate computes residual add in float32") for text in texts)
+    assert any(text.startswith("B computes residual add in float32") for text in texts)
 
 
 def test_mambas_stream_in_bfloat16_is_shown(run_of):
@@ -270,7 +270,7 @@ def test_the_audit_explains_the_onset(run_of, tmp_path, architecture):
     assert verdict.onset is not None and "norm/" in verdict.onset.site
     assert verdict.side == "candidate"
     assert verdict.evidence[0].text.startswith(
-        "the candidate computes norm statistics in bfloat16 (test_audit.py:"
+        "B computes norm statistics in bfloat16 (test_audit.py:"
     )
     assert '"audit":{"rows"' in report.to_json()
 
@@ -283,7 +283,7 @@ def test_a_finding_stands_also_where_no_number_is_wrong(run_of, tmp_path, monkey
         other = capture(like=source, out=tmp_path / "b", device="cpu")
     report = compare(source, other, truth=make_truth(source, out=tmp_path / "t"))
     texts = [item.text for item in report.verdict.evidence]
-    assert texts[-1].startswith("the candidate computes softmax in bfloat16")
+    assert texts[-1].startswith("B computes softmax in bfloat16")
 
 
 def test_a_truth_is_not_audited(run_of, tmp_path):
@@ -342,7 +342,7 @@ def test_a_probes_accumulator_is_told(run_of):
         ]
     text = "bfloat16 is accumulated in 24 bits (float32) (probed: linear, attention P@V)"
     assert audit_runs(one).notes == [f"the run: {text}"]
-    assert audit_runs(one, two).notes == [f"the reference and the candidate: {text}"]
+    assert audit_runs(one, two).notes == [f"A and B: {text}"]
 
 
 def test_code_from_elsewhere_is_held_to_practice(run_of):

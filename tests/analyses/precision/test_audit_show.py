@@ -46,7 +46,7 @@ def texts(*args, **options) -> list[str]:
 def test_one_line_per_part():
     """The mark, the part, both sides, what was expected and by whom."""
     lines = texts(audit())
-    assert lines[1] == "    part              reference          candidate          expected"
+    assert lines[1] == "    part              A                  B                  expected"
     assert lines[2] == (
         "  ! softmax           float32            bfloat16           "
         "float32 (attention of modeling_llama.py)"
@@ -83,7 +83,7 @@ def test_every_place_on_request():
     """Its site, dtype, what went in and came out, how often, and the source line."""
     (line,) = [text for text in texts(audit(), all_sites=True) if "aten._softmax" in text]
     assert line == (
-        "    ! candidate   model.layers.1.self_attn/aten._softmax: bfloat16; bfloat16 → bfloat16; "
+        "    ! B           model.layers.1.self_attn/aten._softmax: bfloat16; bfloat16 → bfloat16; "
         "2 calls; modeling_llama.py:197 in eager_attention_forward"
     )
 

@@ -45,7 +45,7 @@ def test_one_line_an_operator(reports):
     lines = text(reports, [make_operator(wrong, candidate_implementation="flash_attn")])
     assert lines[0].startswith("operators  1 operator, 1 result, against the truth")
     assert lines[2].split() == [
-        "silu", "(flash_attn)", "candidate", "3/4", "1.0e+09x", "0.9/1.1", "1/2", "2/3.0e+06",
+        "silu", "(flash_attn)", "B", "3/4", "1.0e+09x", "0.9/1.1", "1/2", "2/3.0e+06",
         "float32.odd.normal",
     ]  # fmt: skip
 

@@ -203,7 +203,7 @@ def test_a_prompt_that_ended_has_no_partner_and_that_is_said(prompts, tiny_model
     report = compare(a, b)
     assert report.verdict.kind == "within_floor"
     reasons = {s.reason for s in report.coverage.unmatched if s.sample == 2}
-    assert reasons == {"in the reference prompt 2 ended after 2 tokens"}
+    assert reasons == {"in A prompt 2 ended after 2 tokens"}
     done = {(s.sample, s.step) for s in anchored(report)}
     assert {step for number, step in done if number == 2} == {0, 1}
     assert all((n, step) in done for n, count in enumerate(lengths) for step in range(count))

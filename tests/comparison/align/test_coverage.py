@@ -223,7 +223,7 @@ def test_a_site_that_the_anchored_pass_lost_is_missing(run):
     report = compare(golden, Run(new.path, new.manifest, lost))
     found = row(report, "anchored")
     assert found.num_missing == 2 * 3
-    assert "not in the candidate's anchored pass" in found.reason
+    assert "not in B's anchored pass" in found.reason
     assert report.verdict.confidence == "medium"
 
 
@@ -323,7 +323,7 @@ def test_a_module_that_only_the_new_run_has_counts(run):
     extra = with_module(run(label="again"), "model.extra_norm", "LlamaRMSNorm", "trunk")
     result = check(golden, extra)
     assert [failure.rule for failure in result.failures] == ["min_coverage"]
-    assert "the reference has no module model.extra_norm" in result.failures[0].text
+    assert "A has no module model.extra_norm" in result.failures[0].text
     assert row(result.report, "free").num_extra == 2 * 3
 
 

@@ -337,4 +337,4 @@ def test_where_the_bytes_are_that_did_not_change(recorded, tmp_path):
     c = repeated(a, tmp_path / "c", plants=["model.layers.1.mlp:out=scale:1.3"])
     assert not any("not at hand" in note for note in compare(a, b).notes)
     (note,) = [note for note in compare(c.path, b.path).notes if "not at hand" in note]
-    assert note.startswith(f"the candidate stores what differs from run {a.manifest.id} alone")
+    assert note.startswith(f"B stores what differs from run {a.manifest.id} alone")

@@ -59,8 +59,8 @@ def copied(weights):
 @pytest.mark.parametrize(
     ("order", "edit", "told"),
     [
-        ([0, 1, 2, 2], None, "9 only in the candidate: model.layers.3."),
-        ([0, 1], None, "9 only in the reference: model.layers.2."),
+        ([0, 1, 2, 2], None, "9 only in B: model.layers.3."),
+        ([0, 1], None, "9 only in A: model.layers.2."),
         ([0, 2, 1], None, None),
         ([0, 1, 1], None, None),
         ([0, 1, 2], copied, None),
@@ -94,7 +94,7 @@ def test_a_forced_comparison_counts_the_extra_block(golden, variant, tmp_path):
     report = compare(golden, new, force=True)
     (row,) = (r for r in report.coverage.passes if (r.pass_, r.what) == ("free", "tensors"))
     assert row.num_extra > 0 and row.share < 1
-    assert row.reason == "the reference has no module model.layers.3"
+    assert row.reason == "A has no module model.layers.3"
     assert report.verdict.confidence == "low"
 
 

@@ -70,8 +70,8 @@ def test_another_scalar_is_named_with_both_values_and_two_reproducers(recorded, 
     text = "\n".join(line.text for line in localization_lines(result))
     first = text.splitlines()[0]
     assert first.startswith(f"LOCALIZED: {BLOCK}.self_attn/aten.mul")
-    assert "is called with other=0.2625 (reference 0.25)" in first
-    assert "is correct on both sides, but the candidate is given other=" in " ".join(text.split())
+    assert "is called with other=0.2625 (A 0.25)" in first
+    assert "is correct on both sides, but B is given other=" in " ".join(text.split())
     assert result.causal.holds
     for folder in (result.repro, result.repro_other):
         with open(f"{folder}/report.md", encoding="utf-8") as file:
@@ -117,4 +117,4 @@ def test_partial_sums_kept_in_bfloat16_are_seen_in_the_region(recorded, tmp_path
     assert result.operator.region.reference_times < 1.2
     first = localization_lines(result)[0].text
     assert first.startswith(f"LOCALIZED: sums are rounded too often at {BLOCK}.mlp.down_proj")
-    assert "× the error of an ideal product, by the candidate" in first
+    assert "× the error of an ideal product, by B" in first

@@ -130,11 +130,11 @@ def test_localize_stops_on_a_machine_that_is_not_the_candidates(runs, tmp_path):
     work = tmp_path / "work"
     result = localize(runs / "a", runs / "b", truth=runs / "truth", out=work)
     assert (result.operator, result.causal, result.refused) == (None, None, True)
-    assert "this is not the candidate's machine" in result.stopped
+    assert "this is not B's machine" in result.stopped
     assert f"{BLOCK}:out differs, rel L2" in result.stopped
     assert not (work / "candidate-operators").exists()
     line = localization_lines(result, answer_only=True)[0].text
-    assert line.startswith("STOPPED: this is not the candidate's machine")
+    assert line.startswith("STOPPED: this is not B's machine")
     assert "; run there: divergence capture --like" in line
     there = localize(
         runs / "a", runs / "b", truth=runs / "truth", out=work, prepare_candidate=faulty_mlp
@@ -154,7 +154,7 @@ def test_what_lies_there_is_held_against_the_run_as_well(runs, tmp_path):
     made = capture(like=runs / "a", out=work / "candidate-operators", sites=sites, weights=True)
     result = localize(runs / "a", runs / "b", out=work, **options)
     assert (result.operator, result.refused) == (None, True)
-    assert f"{made.path} was not made on the candidate's machine" in result.stopped
+    assert f"{made.path} was not made on B's machine" in result.stopped
     assert "--force" in result.commands[0]
 
 
@@ -169,7 +169,7 @@ def test_a_substitute_is_only_tried_on_the_machine_itself(runs, tmp_path):
     assert result.causal is None
     lines = [line.text for line in localization_lines(result)]
     assert not any("yes: with the other side's" in line for line in lines)
-    assert any("on the candidate's machine" in command for command in result.commands)
+    assert any("on B's machine" in command for command in result.commands)
 
 
 def test_a_token_is_not_explained_by_another_machine(runs, tmp_path):

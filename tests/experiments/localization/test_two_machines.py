@@ -75,7 +75,7 @@ def test_a_wrong_kernel_is_found_by_the_same_command_on_both_machines(llama, tmp
     options = {**made(tmp_path, llama, healthy, other_kernel), "truth": tmp_path / "truth"}
     first = localize(**options)
     assert (first.operator, first.side, first.refused) == (None, None, True)
-    assert "this is not the candidate's machine" in first.stopped
+    assert "this is not B's machine" in first.stopped
     with other_kernel():
         there = localize(**options)
     assert there.operator.site == f"{BLOCK}.mlp.act_fn/aten.silu"
@@ -128,7 +128,7 @@ def test_the_truth_is_not_made_by_the_candidates_code(llama, tmp_path):
             there = localize(**options, here=here)
             assert there.truth is None
             assert not (options["out"] / "truth").exists()
-            assert there.commands[0].endswith("# on the reference's machine: makes truth")
+            assert there.commands[0].endswith("# on A's machine: makes truth")
             assert there.refused == (here == "auto")
     assert localize(**options).truth == str(options["out"] / "truth")
 
@@ -141,8 +141,8 @@ def test_two_truths_that_disagree_are_refused(llama, tmp_path):
         make_truth(tmp_path / "a", out=options["out"] / "truth-operators", sites=SITES)
     found = localize(**options, truth=tmp_path / "truth")
     assert (found.operator, found.side, found.refused) == (None, None, True)
-    assert f"{BLOCK}:out (sample 0, step 0) differs by" in found.stopped
-    assert "one of them was not made by the reference's code" in found.stopped
+    assert f"{BLOCK}:out (prompt 0, step 0) differs by" in found.stopped
+    assert "one of them was not made by A's code" in found.stopped
     options["out"] = tmp_path / "new"
     if tells_code(tmp_path / "a"):
         with pytest.raises(IncomparableError, match="made by other code than the run it repeats"):
@@ -150,4 +150,4 @@ def test_two_truths_that_disagree_are_refused(llama, tmp_path):
         return
     found = localize(**options, truth=tmp_path / "theirs")
     assert (found.operator, found.side, found.refused) == (None, None, True)
-    assert f"so {tmp_path / 'theirs'} was not made by the reference's code" in found.stopped
+    assert f"so {tmp_path / 'theirs'} was not made by A's code" in found.stopped

@@ -31,7 +31,7 @@ def page(report, **tables):
     return checked_page(evaluate(report, policy, today=datetime.date(2026, 1, 1)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def failing(reports):
     """A page with failures of rules, of a tolerance, and known differences of each kind."""
     known = {"sites": "model.layers.30*", "max": {"rel_l2": 1e-9}, "reason": "a ticket"}
@@ -43,7 +43,7 @@ def failing(reports):
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hostile(reports):
     """Names and texts of a run that mean harm, wherever one may stand."""
     sites = [reports.make_site(f"{HOSTILE}{number}:out", order=number) for number in range(80)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -29,6 +27,7 @@ from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.evaluations.statistics import need_scipy
 from divergence.gate.policy import Policy, load_policy
 from divergence.run.command import command_line
+from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.schema.site import one_or_more
 from divergence.words import Progress
 
@@ -89,7 +88,7 @@ def scores(
         cluster=cluster,
     )  # fmt: skip
     sides: list[Evaluation] = []
-    with _uncollected():
+    with collect_garbage_rarely():
         for number, path in enumerate(paths, 1):
             sides.append(read(path, reading, format=format))
             if progress is not None:
@@ -118,18 +117,6 @@ def scores(
         )  # fmt: skip
         report = replace(report, captured=captured)
     return replace(report, next=_next(report, paths))
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Hundreds of thousands of rows hold no cycle; to look for one takes a quarter of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _refuse_same(paths: Sequence[str]) -> None:

@@ -9,7 +9,8 @@ weights; vLLM gets the checkpoint in bfloat16. transformers answers; each server
 answers. A row is one server: what was changed, mean |Δ log p|, and the verdicts, from dtypes alone
 and with ``--floor``, a run of the healthy server.
 
-With vLLM a second table: its answers as rollouts, against trainers of transformers in training
+With llama.cpp a second table: the same server, with something between it and who asks. With vLLM
+a second table: its answers as rollouts, against trainers of transformers in training
 mode, healthy and with a fault each.
 """
 
@@ -25,9 +26,12 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +203,69 @@ def reference(model: Path, folder: Path) -> Run:
                    max_new_tokens=NUM_TOKENS, anchor=False)  # fmt: skip
 
 
+class _Sampling(BaseHTTPRequestHandler):
+    """Hands requests on to ``upstream``, at temperature 1: a gateway that leaves sampling on."""
+
+    upstream = ""
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+    def _hand_on(self, body: bytes | None) -> None:
+        request = urllib.request.Request(self.upstream + self.path, data=body)
+        request.add_header("Content-Type", "application/json")
+        try:
+            with urllib.request.urlopen(request, timeout=300) as response:
+                status, data = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            status, data = error.code, error.read()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        self._hand_on(None)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body |= {"temperature": 1.0} if "temperature" in body else {}
+        self._hand_on(json.dumps(body).encode())
+
+
+@contextlib.contextmanager
+def sampling(upstream: str) -> Iterator[str]:
+    handler = type("Handler", (_Sampling,), {"upstream": upstream})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+def asked_otherwise(serve: Callable, plain: Path, folder: Path) -> None:
+    """The same server, asked for its own answers, where something stands between."""
+    print("\n| what stands between | verdict | confidence | it says |")
+    print("|---|---|---|---|")
+    given = {"prompts": PROMPTS, "max_new_tokens": NUM_TOKENS, "force": True, "concurrency": 1}
+
+    def row(what: str, a: Run, b: Run) -> None:
+        verdict = compare(a, b).verdict
+        said = verdict.summary.replace("|", "\\|")
+        print(f"| {what} | {verdict.kind} | {verdict.confidence} | {said} |", flush=True)
+
+    with serve(plain, []) as url:
+        a = capture(None, endpoint=url, out=folder / "a", **given)
+        row("nothing", a, capture(None, endpoint=url, out=folder / "b", **given))
+        few = capture(None, endpoint=url, out=folder / "b", top_logprobs=2, **given)
+        row("lists of 2 tokens in place of 20", a, few)
+        with sampling(url) as other:
+            row("sampling left on", a, capture(None, endpoint=other, out=folder / "b", **given))
+        a = capture(None, endpoint=url, out=folder / "a", chat=True, **given)
+    with serve(plain, ["--chat-template", "llama2"]) as url:
+        b = capture(None, endpoint=url, out=folder / "b", chat=True, **given)
+        row("another chat template (`--chat`)", a, b)
+
+
 TRAINERS: dict[str, tuple[str, float, float]] = {
     # dtype, factor of one block's down_proj, temperature
     "nothing (bfloat16)": ("bfloat16", 1.0, 1.0),
@@ -248,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--llama-server", metavar="PATH")
     parser.add_argument("--vllm", metavar="PYTHON")
+    parser.add_argument("--otherwise", action="store_true", help="its second table alone")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -255,7 +323,9 @@ def main() -> None:
             plain = folder / "model.gguf"
             as_float32(gguf_file(), plain)
             serve = functools.partial(llama_server, given.llama_server)
-            table(LLAMA, serve, plain, reference(checkpoint("float32"), folder), folder)
+            if not given.otherwise:
+                table(LLAMA, serve, plain, reference(checkpoint("float32"), folder), folder)
+            asked_otherwise(serve, plain, folder)
         if given.vllm:
             model, serve = checkpoint("bfloat16"), functools.partial(vllm_server, given.vllm)
             table(VLLM, serve, model, reference(model, folder), folder)

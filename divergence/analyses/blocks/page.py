@@ -127,7 +127,8 @@ def _worst(report: Report) -> Table:
     """The rows that use most of their limits, as the terminal's first screen has them."""
     every = worst_rows(report)
     rows = [row for row in every if not row.worst.identical] or every
-    return rows_table(rows[:_WORST], f"The {min(_WORST, len(rows))} largest")
+    num = min(_WORST, len(rows))
+    return rows_table(rows[:_WORST], f"The {num} largest" if num > 1 else "The largest")
 
 
 def _chosen(report: Report, rows_of: Iterable[list[Row]]) -> str | None:

@@ -236,7 +236,7 @@ def _gain(
         usual = statistics.median(o["difference"] for o in others)
         width = 1.4826 * statistics.median(abs(o["difference"] - usual) for o in others)
         common = own["common"] * statistics.median(max(o.typical.values()) for o in family)
-        sigma = math.sqrt(own["error"] ** 2 + width**2 + common**2)
+        sigma = math.hypot(own["error"], width, common)
         if not 0 < sigma < math.inf:
             continue
         deviations = normal_deviate(abs(own["difference"] - usual) / sigma, mine.num_rows - 1)

@@ -88,7 +88,7 @@ def one_step(result: SiteResult) -> bool:
     if any(value is None or not math.isfinite(value) for value in values):
         return False
     largest, one, two = (abs(value) for value in values if value is not None)
-    if 2 * largest**2 <= (result.rel_l2 * result.reference_norm) ** 2:
+    if math.sqrt(2) * largest <= result.rel_l2 * result.reference_norm:  # no square: it overflows
         return False
     form = format_named(result.ulp_format)
     exponent = math.frexp(max(one, two, form.smallest_normal))[1] - 1

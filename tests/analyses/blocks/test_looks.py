@@ -221,6 +221,11 @@ def test_a_single_step_of_a_single_number_is_told_apart(changes, expected):
     assert one_step(step_site(0, 2.4, 1, **changes)) is expected
 
 
+def test_a_difference_of_any_size_is_looked_at():
+    """A float64 number that damage made huge: its square would overflow."""
+    assert not one_step(step_site(0, 2.4, 1, off=1e300, large=1e300, norm=1e300))
+
+
 def test_the_last_bit_of_a_massive_channel_convicts_nothing():
     """One decode step of one block is off by the last bit of its largest number; by two it is
     judged."""

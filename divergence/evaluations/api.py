@@ -124,7 +124,7 @@ def _refuse_same(paths: Sequence[str]) -> None:
     for number, place in enumerate(places[1:], 1):
         if place == places[0]:
             raise UsageError(
-                "A and the candidate are the same results, so nothing is compared",
+                "both sides are the same results, so nothing is compared",
                 where=paths[number], hint="name the results of another evaluation",
             )  # fmt: skip
 

@@ -35,7 +35,7 @@ LEVELS = {
     "html": 1,  # elements of pages: an analysis shows its part with them
     "words": 0,
     "numerics": 1,
-    "quantization": 2,  # schemes, and the layers that follow them
+    "quantization": 3,  # schemes, and the layers that follow them
     "run": 2,
     "options": 2,  # what each command may be told: types alone
     "config": 2,  # may be imported by all above; itself names sites

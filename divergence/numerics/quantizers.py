@@ -80,7 +80,7 @@ def grouped(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
             f"groups of {size} do not divide rows of {x.shape[-1]} numbers",
             hint="another group size, or keep the module in floating point",
         )
-    return x.unflatten(-1, (-1, size))
+    return x.reshape(*x.shape[:-1], -1, size)
 
 
 def scales_of(

@@ -82,6 +82,10 @@ class Execution:
         self.request, self.session, self.on_progress = request, session, on_progress
         loaded = self.loaded = session.loaded
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
+        self.samples, self.groups, self.forced = self._tokens()
+        session.settle(
+            self.samples, self.forced, None if request.like is None else request.like.manifest
+        )
         self.notes = session.notes()
         self.selection = SiteSelection(request.sites, self.notes)
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
@@ -91,7 +95,6 @@ class Execution:
         ranks = self.ranks = loaded.ranks
         check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
         check_forwards(request, session)
-        self.samples, self.groups, self.forced = self._tokens()
         session.check_ids(
             self.samples if request.like is None else request.like.manifest.tokens.samples,
             request.max_new_tokens,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from divergence.recording.engines.placement import DeviceMap
     from divergence.recording.hooks.modules import Recorder
     from divergence.recording.ranks.processes import Ranks
-    from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
+    from divergence.run.schema.manifest import Manifest, ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["BUILT_IN", "DEFAULT", "Engine", "EngineOptions", "Feature", "Loading", "Session",
            "engine_named", "given_options", "options_for", "refuse_lacking"]  # fmt: skip
@@ -44,6 +44,7 @@ DEFAULT = "transformers"
 BUILT_IN = {
     "transformers": "divergence.recording.engines.sessions:TransformersEngine",
     "compile": "divergence.recording.engines.compile:CompileEngine",
+    "quantize": "divergence.recording.engines.quantize:QuantizeEngine",
     "onnx": "divergence.recording.engines.onnx_runtime.engine:OnnxEngine",
     "vllm": "divergence.recording.engines.vllm.engine:VllmEngine",
 }
@@ -83,6 +84,12 @@ class Session(Protocol):
     loaded: LoadedModel
     lacks: Mapping[Feature, str]
     """What this engine cannot do, each with the reason in a few words."""
+
+    def settle(
+        self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None
+    ) -> None:
+        """Called first, once the tokens are known: what of the model depends on them. ``like``: of
+        the run that is repeated."""
 
     def notes(self) -> dict[str, ModuleNote]:
         """The modules that sites may name, by path in the names of transformers; class and role."""

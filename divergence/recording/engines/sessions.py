@@ -19,7 +19,7 @@ from divergence.run.schema.manifest import EngineNote, EngineValue
 from divergence.run.schema.site import escape_path
 
 if TYPE_CHECKING:
-    from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
+    from divergence.run.schema.manifest import Manifest, ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["TorchSession", "TransformersEngine", "loaded_by_transformers"]
 
@@ -39,6 +39,11 @@ class TorchSession:
     ) -> None:
         self.loaded = loaded
         self.options = dict(options or {})
+
+    def settle(
+        self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None
+    ) -> None:
+        return None
 
     def notes(self) -> dict[str, ModuleNote]:
         return describe_modules(self.loaded.structure)

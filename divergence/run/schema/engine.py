@@ -8,10 +8,23 @@ import msgspec
 
 from divergence.run.schema.record import Count
 
-__all__ = ["CompiledNote", "EngineNote", "EngineValue"]
+__all__ = ["Calibration", "CompiledNote", "EngineNote", "EngineValue"]
 
 EngineValue = bool | int | float | str | None
 """One option of an engine."""
+
+
+class Calibration(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a simulated quantisation took from running the model in floating point before."""
+
+    num_tokens: Count
+    """Tokens that it ran on."""
+    limits: dict[str, list[float]] = {}
+    """By matrix: the least and the largest number that enters it."""
+    scales: dict[str, list[float]] = {}
+    """By norm: what each channel is divided by before it is quantised."""
+    fed_by: dict[str, str] = {}
+    """By matrix: the norm that feeds it."""
 
 
 class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +39,8 @@ class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     facts: dict[str, str] = {}
     """Its switches as found, and what it said of itself: ``prefix caching`` → ``off``. Where there
     is ``weights`` or ``blocks``, it does not tell all of them."""
+    calibration: Calibration | None = None
+    """Of a simulated quantisation whose scales come from calibration."""
 
 
 class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

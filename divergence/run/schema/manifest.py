@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from divergence.run.schema.arithmetic import ArithmeticFact
-from divergence.run.schema.engine import CompiledNote, EngineNote, EngineValue
+from divergence.run.schema.engine import Calibration, CompiledNote, EngineNote, EngineValue
 from divergence.run.schema.record import Count
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "SCHEMA_VERSION", "SUITE", "UNKNOWN", "CodeNote", "CompiledNote", "EngineNote", "EngineValue",
+    "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote", "EngineNote", "EngineValue",
     "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote", "ModuleRole",
     "Override", "Plan", "Repeatability", "SampleTokens", "Settings", "Sizes", "StoreMode",
     "Switch", "SwitchStatus", "Task", "Tokens",

@@ -1,0 +1,192 @@
+"""Schemes by name: what of a model is quantised, and how.
+
+    w8a8            int8 weights per channel, int8 activations per token (scales made as it runs)
+    w8a8-static     the activations per tensor, with scales from calibration
+    w8a16, w4a16    weights alone: int8 per channel, int4 per group of 128 (w4a16-g32: of 32)
+    w4a8            int4 weights per group, int8 activations per token
+    fp8             e4m3 weights per channel, e4m3 activations per token
+    fp8-static      the activations per tensor, with scales from calibration
+    kv8             keys and values in the cache int8, per token and head
+    w8a8+kv8        both
+
+A weight W (N, K) has output channels N; activations (..., K) have a token in each row.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from divergence.errors import UsageError
+from divergence.numerics.quantizers import Quantizer
+
+__all__ = ["SCHEMES", "Scheme", "scheme_named"]
+
+_CHANNEL, _TOKEN = Quantizer(per="channel"), Quantizer(per="token")
+_TENSOR = Quantizer(per="tensor")
+_INT4 = Quantizer(format="int4", per="group", group=128)
+_E4M3: Literal["float8_e4m3fn"] = "float8_e4m3fn"
+
+
+class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+    """What is quantised, and how. None is left in floating point."""
+
+    name: str
+    weights: Quantizer | None = None
+    activations: Quantizer | None = None
+    static: bool = False
+    """Scales of activations are known before it runs, from calibration."""
+    kv: Quantizer | None = None
+    """Keys and values in the cache."""
+    smooth: float | None = None
+    """Strength α of SmoothQuant's migration; None: none."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Must the model run in floating point first?"""
+        return self.static or self.smooth is not None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.weights is not None:
+            parts.append(f"{_words(self.weights)} weights per {_per(self.weights)}")
+        if self.activations is not None:
+            when = "static" if self.static else "dynamic"
+            parts.append(
+                f"{_words(self.activations)} activations per {_per(self.activations)}, {when}"
+            )
+        if self.kv is not None:
+            parts.append(f"{_words(self.kv)} keys and values per {_per(self.kv)}")
+        if self.smooth is not None:
+            parts.append(f"scales migrated (alpha {self.smooth:g})")
+        return ", ".join(parts)
+
+
+SCHEMES = {
+    "w8a8": Scheme(name="w8a8", weights=_CHANNEL, activations=_TOKEN),
+    "w8a8-static": Scheme(name="w8a8-static", weights=_CHANNEL, activations=_TENSOR, static=True),
+    "w8a16": Scheme(name="w8a16", weights=_CHANNEL),
+    "w4a16": Scheme(name="w4a16", weights=_INT4),
+    "w4a8": Scheme(name="w4a8", weights=_INT4, activations=_TOKEN),
+    "fp8": Scheme(
+        name="fp8",
+        weights=Quantizer(format=_E4M3, per="channel"),
+        activations=Quantizer(format=_E4M3, per="token"),
+    ),
+    "fp8-static": Scheme(
+        name="fp8-static", static=True,
+        weights=Quantizer(format=_E4M3, per="channel"),
+        activations=Quantizer(format=_E4M3, per="tensor"),
+    ),
+    "kv8": Scheme(name="kv8", kv=_TOKEN),
+}  # fmt: skip
+_SAME = {"w8a8-dynamic": "w8a8", "fp8-dynamic": "fp8", "int8": "w8a8", "w4a16-g128": "w4a16"}
+_GROUPED = re.compile(r"^(w4a16|w4a8)-g(\d+)$")
+
+
+def scheme_named(
+    text: str, *, smooth: float | None = None, asymmetric: str = "", weights_per: str = "",
+    activations_per: str = "",
+) -> Scheme:  # fmt: skip
+    """The scheme. ``text``: a name, or several joined by ``+``.
+
+    ``asymmetric``: ``weights``, ``activations`` or ``both``; ``weights_per``, ``activations_per``:
+    ``tensor``, ``channel`` or ``token``, ``group:N``. Empty: as the name says.
+
+    Raises UsageError for a name that there is none of (with near ones), and for an option that the
+    scheme cannot have.
+    """
+    names = [_SAME.get(one, one) for one in text.strip().lower().split("+")]
+    found = _named(names[0])
+    for name in names[1:]:
+        found = _joined(found, _named(name))
+    weights, activations = found.weights, found.activations
+    weights = _changed(weights, "weights", weights_per, asymmetric in ("weights", "both"))
+    activations = _changed(
+        activations, "activations", activations_per, asymmetric in ("activations", "both")
+    )
+    if asymmetric not in ("", "weights", "activations", "both"):
+        raise UsageError(
+            f"asymmetric {asymmetric!r}: what gets a zero point?", hint="weights, activations, both"
+        )
+    if found.static and activations is not None and activations.per != "tensor":
+        raise UsageError(
+            f"{found.name}: scales known beforehand are per tensor, not per {activations.per}",
+            hint="a dynamic scheme, such as w8a8",
+        )
+    if smooth is not None and (weights is None or activations is None):
+        raise UsageError(
+            f"{found.name} quantises no activations, so there is nothing to migrate",
+            hint="--smooth is for w8a8, w8a8-static, fp8 and w4a8",
+        )
+    if smooth is not None and not 0 <= smooth <= 1:
+        raise UsageError(f"alpha is from 0 to 1, not {smooth:g}", hint="--smooth 0.5")
+    return msgspec.structs.replace(
+        found, name="+".join(names), weights=weights, activations=activations, smooth=smooth
+    )
+
+
+def _named(name: str) -> Scheme:
+    if name in SCHEMES:
+        return SCHEMES[name]
+    match = _GROUPED.match(name)
+    if match and int(match[2]) > 0:
+        base = SCHEMES[match[1]]
+        group = Quantizer(format="int4", per="group", group=int(match[2]))
+        return msgspec.structs.replace(base, name=name, weights=group)
+    known = [*SCHEMES, *_SAME]
+    raise UsageError(f"there is no scheme {name!r}", hint=_near(name, known))
+
+
+def _near(name: str, known: list[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(SCHEMES)}"
+
+
+def _joined(one: Scheme, two: Scheme) -> Scheme:
+    for field in ("weights", "activations", "kv"):
+        if getattr(one, field) is not None and getattr(two, field) is not None:
+            raise UsageError(
+                f"{one.name}+{two.name}: both say how {field} are quantised",
+                hint="w8a8+kv8, for example",
+            )
+    return Scheme(
+        name=one.name, weights=one.weights or two.weights, kv=one.kv or two.kv,
+        activations=one.activations or two.activations, static=one.static or two.static,
+    )  # fmt: skip
+
+
+def _changed(quantizer: Quantizer | None, what: str, per: str, zero: bool) -> Quantizer | None:
+    if quantizer is None:
+        if per or zero:
+            raise UsageError(f"the scheme leaves the {what} in floating point")
+        return None
+    changes: dict[str, object] = {}
+    if per:
+        word, _, size = per.partition(":")
+        rows = "channel" if what == "weights" else "token"
+        if word not in ("tensor", rows, "group") or (word == "group") != size.isdecimal():
+            raise UsageError(
+                f"{what} per {per!r}", hint=f"tensor, {rows}, or group:N such as group:128"
+            )
+        if word == "group" and not int(size):
+            raise UsageError(f"{what} per {per!r}: a group has at least one number")
+        changes |= {"per": word, "group": int(size) if size else None}
+    if zero:
+        if quantizer.is_float:
+            raise UsageError(f"8-bit floats have no zero point ({what})")
+        changes["symmetric"] = False
+    return msgspec.structs.replace(quantizer, **changes)
+
+
+def _words(quantizer: Quantizer) -> str:
+    name = "e4m3" if quantizer.format == _E4M3 else quantizer.format
+    return name if quantizer.symmetric else f"asymmetric {name}"
+
+
+def _per(quantizer: Quantizer) -> str:
+    return f"group of {quantizer.group}" if quantizer.per == "group" else quantizer.per

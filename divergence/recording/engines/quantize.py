@@ -1,0 +1,187 @@
+"""A quantised variant of a model of transformers, simulated: ``--engine quantize``.
+
+The matrices are those of the checkpoint, and so are their digests; what multiplies with them
+follows a scheme (``divergence.quantization``). Where scales come from calibration the model runs
+on the run's own tokens first, in floating point; what was found is recorded, and a capture ``like``
+that run takes it from there. So another machine runs the very same quantised model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import torch
+
+from divergence.errors import UsageError
+from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
+from divergence.quantization.calibration import Calibration, calibration_of, watching
+from divergence.quantization.model import (
+    chosen,
+    install,
+    quantized_weight,
+    targets_of,
+    uninstall,
+    use_plain_experts,
+)
+from divergence.quantization.scheme import Scheme, scheme_named
+from divergence.recording.engines.engine import EngineOptions, Loading
+from divergence.recording.engines.generate import GroupResult, failures, inputs
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.sessions import TorchSession, loaded_by_transformers
+from divergence.recording.hooks.modules import Recorder
+from divergence.run.schema.manifest import EngineNote, EngineValue, SampleTokens
+
+if TYPE_CHECKING:
+    from divergence.run.schema.manifest import Manifest
+
+__all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "quantised_cache"]
+
+
+class QuantizeOptions(EngineOptions, frozen=True, kw_only=True):
+    """Which scheme, and what is left out of it."""
+
+    scheme: str = "w8a8"
+    smooth: float | None = None
+    """α of SmoothQuant's migration of outliers."""
+    asymmetric: str = ""
+    """What gets a zero point: ``weights``, ``activations``, ``both``."""
+    weights_per: str = ""
+    """``tensor``, ``channel``, ``group:N``."""
+    activations_per: str = ""
+    """``tensor``, ``token``, ``group:N``."""
+    keep: str = ""
+    """What stays in floating point beside the head and routers, by commas: names of matrices,
+    ``re:`` and a regular expression, or classes. ``!NAME`` quantises what is kept otherwise."""
+
+
+class QuantizeEngine:
+    """Models of transformers under a scheme."""
+
+    name: ClassVar[str] = "quantize"
+    Options: ClassVar[type[EngineOptions]] = QuantizeOptions
+
+    def load(self, loading: Loading, options: QuantizeOptions) -> QuantizeSession:
+        scheme = scheme_of(options)
+        if loading.ranks is not None or loading.device_map is not None:
+            raise UsageError(
+                "--engine quantize runs on one device",
+                hint="leave out --mesh and --device-map",
+            )
+        loaded = loaded_by_transformers(loading)
+        use_plain_experts(loaded.module)
+        return QuantizeSession(loaded, msgspec.structs.asdict(options), scheme=scheme)
+
+
+def scheme_of(options: QuantizeOptions) -> Scheme:
+    """Raises UsageError for a scheme that there is none of."""
+    return scheme_named(
+        options.scheme, smooth=options.smooth, asymmetric=options.asymmetric,
+        weights_per=options.weights_per, activations_per=options.activations_per,
+    )  # fmt: skip
+
+
+def keep_of(text: str) -> list[str]:
+    """Patterns, by commas; a regular expression goes to the end of the text."""
+    before, marker, expression = text.partition("re:")
+    parts = [one.strip() for one in before.split(",") if one.strip()]
+    return [*parts, *([marker + expression.strip()] if marker else [])]
+
+
+class QuantizeSession(TorchSession):
+    """A model under a scheme, which is put in place once the tokens are known."""
+
+    name: ClassVar[str] = "quantize"
+
+    def __init__(
+        self, loaded: LoadedModel, options: Mapping[str, EngineValue], *, scheme: Scheme
+    ) -> None:
+        super().__init__(loaded, options)
+        self.scheme = scheme
+        targets = targets_of(loaded.module)
+        if not targets:
+            raise UsageError(
+                f"{loaded.source} has no matrix that a scheme could quantise",
+                hint="nn.Linear, Conv1D and experts of transformers are known",
+            )
+        self.targets = {one.name: one for one in chosen(targets, keep_of(str(options["keep"])))}
+        self.kept = [name for name in targets if name not in self.targets]
+        self.calibration: Calibration | None = None
+
+    def settle(
+        self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None
+    ) -> None:
+        if self.scheme.needs_calibration:
+            note = None if like is None else like.engine
+            if note is not None and note.calibration is not None and self._is_same(note):
+                self.calibration = Calibration(note.calibration)
+            else:
+                self.calibration = self._calibrated(samples)
+        if self.scheme.weights is not None:
+            install({name: (t, self.weight(name)) for name, t in self.targets.items()})
+
+    def weight(self, name: str) -> list[Any]:
+        """The matrices of a target under the scheme."""
+        known = self.calibration
+        return quantized_weight(
+            self.targets[name], self.scheme,
+            smooth=None if known is None else known.divisors(name),
+            limits=None if known is None else known.limits.get(name),
+        )  # fmt: skip
+
+    def _is_same(self, note: EngineNote) -> bool:
+        return all(note.options.get(key) == value for key, value in self.options.items())
+
+    def _calibrated(self, samples: Sequence[SampleTokens]) -> Calibration:
+        with watching(self.loaded.module, self.targets) as watches:
+            for sample in samples:
+                ids, mask = inputs(self.loaded, [sample])
+                with failures(self.loaded, [sample], 0), torch.no_grad():
+                    self.loaded.module(input_ids=ids, attention_mask=mask)
+        return calibration_of(watches, self.targets, self.scheme)
+
+    def run_group(self, recorder: Recorder, samples: list[SampleTokens], **how: Any) -> GroupResult:
+        with quantised_cache(self.scheme.kv):
+            return super().run_group(recorder, samples, **how)
+
+    def note(self) -> EngineNote:
+        note = super().note()
+        note.facts = {"scheme": str(self.scheme), "quantised": f"{len(self.targets)} matrices"}
+        note.facts["kept"] = ", ".join(self.kept[:8]) + (
+            f" and {len(self.kept) - 8} more" if len(self.kept) > 8 else ""
+        )
+        note.calibration = None if self.calibration is None else self.calibration.recorded
+        return note
+
+    def close(self) -> None:
+        uninstall(self.loaded.module)
+
+
+@contextlib.contextmanager
+def quantised_cache(quantizer: Quantizer | None) -> Iterator[None]:
+    """Keys and values go through codes before a cache of transformers holds them; (B, heads, T, D),
+    a scale for each token and head. The step that makes them reads them from there too."""
+    if quantizer is None:
+        yield
+        return
+    from transformers import cache_utils
+
+    kind: Any = cache_utils.Cache
+    original = kind.update
+
+    def update(self: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        return original(self, _through(key, quantizer), _through(value, quantizer), *args, **kw)
+
+    kind.update = update
+    try:
+        yield
+    finally:
+        kind.update = original
+
+
+def _through(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    wide = x.float()
+    scale, zero = scales_of(wide, quantizer)
+    return values_of(codes_of(wide, quantizer, scale, zero), quantizer, scale, zero).to(x.dtype)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from divergence.evaluations.result import ScoresReport
     from divergence.experiments.diff import DiffResult, diff
     from divergence.experiments.localization.localize import localize
+    from divergence.experiments.quantization.quantize import quantize
+    from divergence.experiments.quantization.result import Quantization
     from divergence.experiments.selfcheck.result import SelfcheckResult
     from divergence.experiments.selfcheck.selfcheck import selfcheck
     from divergence.experiments.selftest import selftest
@@ -43,16 +45,17 @@ if TYPE_CHECKING:
     from divergence.sending import bundle
 
 __all__ = [
-    "Checkup", "DiffResult", "Matrix", "Report", "Run", "ScoresReport", "SelfcheckResult",
-    "__version__", "bundle", "capture", "check", "compare", "compare_many", "diff", "doctor",
-    "import_dump", "localize", "pack", "probe", "record", "replay", "repro", "scores", "selfcheck",
-    "selftest", "sensitivity", "truth", "unpack",
+    "Checkup", "DiffResult", "Matrix", "Quantization", "Report", "Run", "ScoresReport",
+    "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare", "compare_many",
+    "diff", "doctor", "import_dump", "localize", "pack", "probe", "quantize", "record", "replay",
+    "repro", "scores", "selfcheck", "selftest", "sensitivity", "truth", "unpack",
 ]  # fmt: skip
 
 _HOMES = {
     "Checkup": "divergence.checklist.result",
     "DiffResult": "divergence.experiments.diff",
     "Matrix": "divergence.fleet.result",
+    "Quantization": "divergence.experiments.quantization.result",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
     "ScoresReport": "divergence.evaluations.result",
@@ -69,6 +72,7 @@ _HOMES = {
     "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.storage.packing",
     "probe": "divergence.arithmetic.api",
+    "quantize": "divergence.experiments.quantization.quantize",
     "record": "divergence.recording.any_module",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer.repro",

@@ -75,6 +75,7 @@ REPORT_READS = (
     "divergence.evaluations.result",
     "divergence.evaluations.show",
     "divergence.experiments.result",
+    "divergence.experiments.quantization.result",
     "divergence.experiments.selfcheck.result",
     "divergence.analyses",
     "divergence.comparison.answer",

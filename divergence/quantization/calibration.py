@@ -80,7 +80,9 @@ class _Watched:
 
 
 @contextmanager
-def watching(model: nn.Module, targets: Mapping[str, Target]) -> Iterator[dict[str, Watch]]:
+def watching(
+    model: nn.Module, targets: Mapping[str, Target], kind: type[Watch] = Watch
+) -> Iterator[dict[str, Watch]]:
     """Watch the targets while the model runs; what was installed is out afterwards."""
     norms: dict[int, str] = {}
     held: dict[str, torch.Tensor] = {}
@@ -99,7 +101,7 @@ def watching(model: nn.Module, targets: Mapping[str, Target]) -> Iterator[dict[s
         for path, module in model.named_modules()
         if "norm" in type(module).__name__.lower() or "norm" in path.rpartition(".")[2].lower()
     ]
-    watches = {name: Watch() for name in targets}
+    watches = {name: kind() for name in targets}
     install({
         name: (target, [_Watched(w, watches[name], norms) for w in target.matrices])
         for name, target in targets.items()

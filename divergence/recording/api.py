@@ -24,6 +24,7 @@ from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.engine import (
     DEFAULT,
+    QUANTIZE,
     Loading,
     Session,
     engine_named,
@@ -224,12 +225,20 @@ def truth(
         options = replace(options, attn_implementation="eager")
     values = asdict(options) | {"store": "full", "probe": False}
     values["label"] = options.label or "float64 truth"
-    values |= {"engine": DEFAULT, "engine_options": {}}
+    values |= _engine_of_truth(recorded)
     request = resolve_request(values.pop("model"), like=recorded, options=CaptureOptions(**values))
     return _execute(
         request, out=out, force=force, command=command, progress=progress,
         compute_dtype=torch.float64,
     )  # fmt: skip
+
+
+def _engine_of_truth(recorded: Run) -> dict[str, object]:
+    """A simulated quantisation is what the model is; every other engine is a way to run it."""
+    engine = recorded.manifest.engine
+    if engine is not None and engine.name == QUANTIZE:
+        return {"engine": engine.name, "engine_options": dict(engine.options)}
+    return {"engine": DEFAULT, "engine_options": {}}
 
 
 def _execute(

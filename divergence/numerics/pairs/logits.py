@@ -18,6 +18,7 @@ recentres, so that c - m is as small as the distributions are close. All in floa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -25,7 +26,10 @@ import torch
 
 from divergence.numerics.pairs.blocks import BLOCK, Grid, run_split
 
-__all__ = ["LogitsMetrics", "kl_divergence", "logit_error", "measure_logits", "top_choices"]
+__all__ = [
+    "LogitsMetrics", "RowCosts", "kl_divergence", "logit_error", "measure_logits", "row_costs",
+    "top_choices",
+]  # fmt: skip
 
 _SERIES_BELOW = 1.0 / 16.0
 
@@ -59,6 +63,46 @@ class LogitsMetrics(msgspec.Struct, frozen=True, kw_only=True):
     margin_min: float
     margin_median: float
     chosen_logprob_diff_max: float
+
+
+class RowCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What another model's logits cost, row by row; float64 arrays of one length."""
+
+    kl: np.ndarray
+    """KL(A‖B) in nats."""
+    same_top: np.ndarray
+    """Is the likeliest id the same?"""
+    logprob_a: np.ndarray
+    """log p of the token that follows, in nats; nan where it is not known."""
+    logprob_b: np.ndarray
+
+
+def row_costs(a: torch.Tensor, b: torch.Tensor, following: Sequence[int]) -> RowCosts:
+    """Costs of logits b (T, V) against a. ``following``: the id that follows each row, or -1.
+
+    Rows with a nan, a +inf or no finite logit have nan. Raises ValueError where shapes differ.
+    """
+    if a.shape != b.shape or len(following) != len(a):
+        raise ValueError(f"shapes differ: {tuple(a.shape)}, {tuple(b.shape)}, {len(following)}")
+    parts = []
+    count = max(1, BLOCK // max(1, a.shape[-1]))
+    for start in range(0, len(a), count):
+        x, y = (
+            side[start : start + count].detach().cpu().to(torch.float64).numpy() for side in (a, b)
+        )
+        ids = np.array(following[start : start + count])
+        known, number = ids >= 0, np.arange(len(x))
+        with np.errstate(all="ignore"):
+            p, log_q, t = _log_ratio(x, y)
+            good = _usable(x) & _usable(y)
+            parts.append((
+                np.where(good, _kl(p, log_q, t), math.nan),
+                x.argmax(axis=1) == y.argmax(axis=1),
+                np.where(known & good, (log_q - t)[number, ids], math.nan),
+                np.where(known & good, log_q[number, ids], math.nan),
+            ))  # fmt: skip
+    kl, same, mine, other = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return RowCosts(kl=kl, same_top=same, logprob_a=mine, logprob_b=other)
 
 
 def measure_logits(

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from divergence.recording.ranks.processes import Ranks
     from divergence.run.schema.manifest import Manifest, ModelIdentity, ModuleNote, SampleTokens
 
-__all__ = ["BUILT_IN", "DEFAULT", "Engine", "EngineOptions", "Feature", "Loading", "Session",
-           "engine_named", "given_options", "options_for", "refuse_lacking"]  # fmt: skip
+__all__ = ["BUILT_IN", "DEFAULT", "QUANTIZE", "Engine", "EngineOptions", "Feature", "Loading",
+           "Session", "engine_named", "given_options", "options_for", "refuse_lacking"]  # fmt: skip
 
-DEFAULT = "transformers"
+DEFAULT, QUANTIZE = "transformers", "quantize"
 BUILT_IN = {
     "transformers": "divergence.recording.engines.sessions:TransformersEngine",
     "compile": "divergence.recording.engines.compile:CompileEngine",

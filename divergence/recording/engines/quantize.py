@@ -17,7 +17,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
-from divergence.quantization.calibration import Calibration, calibration_of, watching
+from divergence.quantization.calibration import Calibration, Watch, calibration_of, watching
 from divergence.quantization.model import (
     chosen,
     install,
@@ -109,18 +109,29 @@ class QuantizeSession(TorchSession):
         self.targets = {one.name: one for one in chosen(targets, keep_of(str(options["keep"])))}
         self.kept = [name for name in targets if name not in self.targets]
         self.calibration: Calibration | None = None
+        self.watches: Mapping[str, Watch] = {}
 
     def settle(
         self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None
     ) -> None:
-        if self.scheme.needs_calibration:
-            note = None if like is None else like.engine
-            if note is not None and note.calibration is not None and self._is_same(note):
-                self.calibration = Calibration(note.calibration)
-            else:
-                self.calibration = self._calibrated(samples)
+        self.calibrate(samples, None if like is None else like.engine)
         if self.scheme.weights is not None:
             install({name: (t, self.weight(name)) for name, t in self.targets.items()})
+
+    def calibrate(self, samples: Sequence[SampleTokens], like: EngineNote | None = None) -> None:
+        """Find the scales that must be known before, where there are any: those of the run that is
+        repeated, if it is of the same scheme, else from running on the prompts."""
+        if not self.scheme.needs_calibration:
+            return
+        if like is not None and like.calibration is not None and self._is_same(like):
+            self.calibration = Calibration(like.calibration)
+            return
+        with watching(self.loaded.module, self.targets) as self.watches:
+            for sample in samples:
+                ids, mask = inputs(self.loaded, [sample])
+                with failures(self.loaded, [sample], 0), torch.no_grad():
+                    self.loaded.module(input_ids=ids, attention_mask=mask)
+        self.calibration = calibration_of(self.watches, self.targets, self.scheme)
 
     def weight(self, name: str) -> list[Any]:
         """The matrices of a target under the scheme."""
@@ -133,14 +144,6 @@ class QuantizeSession(TorchSession):
 
     def _is_same(self, note: EngineNote) -> bool:
         return all(note.options.get(key) == value for key, value in self.options.items())
-
-    def _calibrated(self, samples: Sequence[SampleTokens]) -> Calibration:
-        with watching(self.loaded.module, self.targets) as watches:
-            for sample in samples:
-                ids, mask = inputs(self.loaded, [sample])
-                with failures(self.loaded, [sample], 0), torch.no_grad():
-                    self.loaded.module(input_ids=ids, attention_mask=mask)
-        return calibration_of(watches, self.targets, self.scheme)
 
     def run_group(self, recorder: Recorder, samples: list[SampleTokens], **how: Any) -> GroupResult:
         with quantised_cache(self.scheme.kv):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote", "EngineNote", "EngineValue",
+    "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote", "EngineNote",
+    "EngineValue",
     "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote", "ModuleRole",
     "Override", "Plan", "Repeatability", "SampleTokens", "Settings", "Sizes", "StoreMode",
     "Switch", "SwitchStatus", "Task", "Tokens",

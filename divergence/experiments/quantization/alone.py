@@ -1,0 +1,105 @@
+"""Each matrix of a model quantised alone: those of the scheme, and those that it keeps, so that one
+sees why. Embeddings and norms, which no scheme quantises, go through codes as weights alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from divergence.experiments.quantization.outliers import outliers_of
+from divergence.experiments.quantization.result import MatrixCost
+from divergence.experiments.quantization.trials import Trials
+from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
+from divergence.quantization.model import targets_of
+from divergence.words import Progress, silent
+
+__all__ = ["each_alone"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A weight that no inputs are multiplied with."""
+
+    name: str
+    module: nn.Module
+    part: str
+    number: int | None
+    """Its block."""
+
+
+def each_alone(trials: Trials, progress: Progress | None = None) -> list[MatrixCost]:
+    """In order of execution: what each costs alone. Cost: half a forward for each."""
+    tell = progress or silent
+    targets = targets_of(trials.model)
+    tables = _tables(trials)
+    total = len(targets) + len(tables)
+    outliers = outliers_of(trials, targets)
+    floors: dict[int, float] = {}
+    found: list[MatrixCost] = []
+    for target in targets.values():
+        tell("each", len(found), total, target.name)
+        number = trials.number_of(target)
+        cost, error = trials.alone(target)
+        if number is not None and number not in floors:
+            floors[number] = trials.floor(number)
+        found.append(MatrixCost(
+            name=target.name, part=target.part, block=target.block,
+            by_default=target.name in trials.session.targets,
+            num_weights=sum(matrix.numel() for matrix in target.matrices),
+            block_error=error, floor=None if number is None else floors[number], cost=cost,
+            outliers=outliers.get(target.name),
+        ))  # fmt: skip
+    for table in tables:
+        tell("each", len(found), total, table.name)
+        with _through_codes(table, trials.scheme.weights):
+            cost, error = trials.from_block(table.number)
+        weight = table.module._parameters["weight"]
+        found.append(MatrixCost(
+            name=table.name, part=table.part, block=None, by_default=False,
+            num_weights=0 if weight is None else weight.numel(), block_error=error,
+            floor=None if table.number is None else floors.get(table.number), cost=cost,
+        ))  # fmt: skip
+    return found
+
+
+def _tables(trials: Trials) -> list[_Table]:
+    if trials.scheme.weights is None:
+        return []
+    numbers = {
+        id(module): number
+        for number, block in enumerate(trials.blocks)
+        for module in block.modules()
+    }
+    found = []
+    for path, module in trials.model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        if isinstance(module, nn.Embedding):
+            found.append(_Table(path, module, "embedding", None))
+        elif weight.ndim == 1 and "norm" in type(module).__name__.lower():
+            found.append(_Table(path, module, "norm", numbers.get(id(module))))
+    return found
+
+
+@contextlib.contextmanager
+def _through_codes(table: _Table, quantizer: Quantizer | None) -> Iterator[None]:
+    """An embedding's rows with a scale each, a norm's weight with one; a matrix that shares its
+    memory with it stays as it is."""
+    weight = table.module._parameters["weight"]
+    assert weight is not None and quantizer is not None
+    per = Quantizer(format=quantizer.format, per="channel" if weight.ndim == 2 else "tensor",
+                    symmetric=quantizer.symmetric)  # fmt: skip
+    wide = weight.detach().float()
+    scale, zero = scales_of(wide, per)
+    values = values_of(codes_of(wide, per, scale, zero), per, scale, zero).to(weight.dtype)
+    table.module._parameters["weight"] = nn.Parameter(values, requires_grad=False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        table.module._parameters["weight"] = weight

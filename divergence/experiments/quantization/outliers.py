@@ -1,0 +1,63 @@
+"""Outlier statistics of what enters each matrix, from one floating-point run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from divergence.experiments.quantization.result import Outliers
+from divergence.experiments.quantization.trials import Trials
+from divergence.quantization.calibration import Watch, watching
+from divergence.quantization.model import Target
+
+__all__ = ["outliers_of"]
+
+_MOST = 1 << 16
+"""Numbers of a prompt that quartiles are taken from, evenly spaced."""
+
+
+class _Numbers(Watch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.power_sums = torch.zeros(4, dtype=torch.float64)
+        self.count = 0
+        self.some: list[torch.Tensor] = []
+
+    def see(self, x: torch.Tensor, norm: str | None) -> None:
+        super().see(x, norm)
+        flat = x.detach().reshape(-1).double().cpu()
+        if not len(flat):
+            return
+        self.count += len(flat)
+        self.power_sums += torch.stack([(flat**n).sum() for n in (1, 2, 3, 4)])
+        self.some.append(flat[:: max(1, len(flat) // _MOST)])
+
+
+def outliers_of(trials: Trials, targets: Mapping[str, Target]) -> dict[str, Outliers]:
+    """By target, over all prompts; targets that nothing entered are left out."""
+    with watching(trials.model, targets, kind=_Numbers) as watches:
+        trials.run_plain()
+    found = {}
+    for name, watch in watches.items():
+        assert isinstance(watch, _Numbers)
+        if watch.least is not None and watch.most is not None:
+            found[name] = _statistics(watch, torch.maximum(-watch.least, watch.most))
+    return found
+
+
+def _statistics(watch: _Numbers, by_channel: torch.Tensor) -> Outliers:
+    one, two, three, four = (watch.power_sums / watch.count).tolist()
+    variance = two - one * one
+    fourth = four - 4 * one * three + 6 * one * one * two - 3 * one**4
+    first, third = torch.quantile(
+        torch.cat(watch.some), torch.tensor([0.25, 0.75], dtype=torch.float64)
+    ).tolist()
+    most, median = float(by_channel.max()), float(by_channel.median())
+    return Outliers(
+        max=most,
+        kurtosis=fourth / variance**2 if variance > 0 else math.nan,
+        quantile_score=2 * most / 254 / (third - first) if third > first else math.inf,
+        range_ratio=most / median if median > 0 else math.inf,
+    )

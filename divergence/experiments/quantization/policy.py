@@ -1,0 +1,140 @@
+"""Which matrices to keep in floating point so that a target holds: found by running the model.
+
+Matrices are taken in order of what each costs alone. What they cost together is not the sum, so the
+number that must stay is searched by running the model with the first k kept; then each of those is
+tried without, cheapest first. Matrices that engines fuse into one product (query, key and value;
+gate and up) stay or go together: a scheme of half a product cannot be loaded.
+
+The set is the smallest of that order, and none of its members can be left out alone. That no other
+set is smaller is not shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from divergence.experiments.quantization.result import Cost, MatrixCost, Policy
+from divergence.experiments.quantization.trials import Trials
+from divergence.numerics.quantizers import Quantizer
+from divergence.quantization.scheme import Scheme
+from divergence.words import Progress, silent
+
+__all__ = ["MEASURES", "find_policy", "forms", "value_of"]
+
+MEASURES = ("kl", "logprob")
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
+          ("query", "key", "value"))  # fmt: skip
+_MOST_DROPS = 24
+"""Members that are tried without."""
+
+
+def value_of(cost: Cost, measure: str) -> float:
+    """What is held against the target."""
+    if measure == "kl":
+        return cost.kl_mean
+    return float("inf") if cost.delta_logprob_mean is None else cost.delta_logprob_mean
+
+
+def find_policy(
+    trials: Trials, matrices: Sequence[MatrixCost], *, target: float, measure: str,
+    whole: Cost, progress: Progress | None = None,
+) -> Policy:  # fmt: skip
+    """``matrices``: each alone. ``whole``: the cost with nothing kept."""
+    tell = progress or silent
+    units = _units([one for one in matrices if one.by_default], measure)
+    known: dict[frozenset[str], Cost] = {frozenset(): whole}
+    order = [tuple(one.name for one in unit) for unit in units]
+
+    def cost_without(kept: Sequence[tuple[str, ...]]) -> Cost:
+        names = frozenset(name for unit in kept for name in unit)
+        if names not in known:
+            tell("policy", len(known), None, f"{len(names)} kept")
+            known[names] = trials.cost(
+                [t for name, t in trials.session.targets.items() if name not in names]
+            )
+        return known[names]
+
+    def holds(kept: Sequence[tuple[str, ...]]) -> bool:
+        return value_of(cost_without(kept), measure) <= target
+
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(order[:middle]):
+            high = middle
+        else:
+            low = middle + 1
+    kept = order[:low]
+    for unit in list(reversed(kept))[:_MOST_DROPS]:
+        fewer = [one for one in kept if one != unit]
+        if holds(fewer):
+            kept = fewer
+    names = [name for unit in kept for name in unit]
+    cost = cost_without(kept)
+    by_name = {one.name: one for one in matrices}
+    rest = [one for one in matrices if one.by_default and one.name not in names]
+    return Policy(
+        measure=measure, target=target, keep=names,
+        num_kept_weights=sum(by_name[name].num_weights for name in names),
+        predicted=sum(value_of(one.cost, measure) for one in rest),
+        measured=value_of(cost, measure),
+        without_last=value_of(cost_without(kept[:-1]), measure) if kept else None,
+        num_runs=len(known), cost=cost,
+    )  # fmt: skip
+
+
+def _units(matrices: Sequence[MatrixCost], measure: str) -> list[list[MatrixCost]]:
+    """Matrices that stay or go together, costliest first."""
+    units: dict[tuple[str, str], list[MatrixCost]] = {}
+    for one in matrices:
+        parent, _, leaf = one.name.rpartition(".")
+        family = next((str(n) for n, names in enumerate(_FUSED) if leaf in names), leaf)
+        units.setdefault((parent, family), []).append(one)
+    return sorted(units.values(), key=lambda unit: -sum(value_of(o.cost, measure) for o in unit))
+
+
+def forms(names: Sequence[str], scheme: Scheme) -> dict[str, str]:
+    """What is kept in the forms that quantisers read: file name → text.
+
+    ``compressed-tensors.json``: ``ignore`` of ``quantization_config``; ``modelopt.yaml``: entries
+    of ``quant_cfg`` that switch quantisers off; ``msmodelslim.yaml``: ``exclude`` of
+    ``linear_quant``.
+    """
+    ignore = json.dumps({"ignore": list(names)}, indent=2) + "\n"
+    off = "".join(f"  - quantizer_name: '*{name}.*'\n    enable: false\n" for name in names)
+    slim = _SLIM.format(
+        exclude="".join(f'        - "{name}"\n' for name in names),
+        act=_act_of(scheme), weight=_weight_of(scheme),
+    )  # fmt: skip
+    return {"compressed-tensors.json": ignore, "modelopt.yaml": f"quant_cfg:\n{off}",
+            "msmodelslim.yaml": slim}  # fmt: skip
+
+
+_SLIM = """apiversion: modelslim_v1
+spec:
+  process:
+    - type: "linear_quant"
+      qconfig:
+{act}{weight}      include: ["*"]
+      exclude:
+{exclude}"""
+
+
+def _act_of(scheme: Scheme) -> str:
+    if scheme.activations is None:
+        return ""
+    scope = "per_tensor" if scheme.static else f"per_{scheme.activations.per}"
+    return _lines("act", scope, scheme.activations)
+
+
+def _weight_of(scheme: Scheme) -> str:
+    return "" if scheme.weights is None else _lines("weight", f"per_{scheme.weights.per}",
+                                                    scheme.weights)  # fmt: skip
+
+
+def _lines(what: str, scope: str, quantizer: Quantizer) -> str:
+    dtype = "fp8_e4m3" if quantizer.is_float else quantizer.format
+    inner = {"scope": f'"{scope}"', "dtype": f'"{dtype}"', "symmetric": quantizer.symmetric,
+             "method": '"minmax"'}  # fmt: skip
+    return f"        {what}:\n" + "".join(f"          {k}: {v}\n" for k, v in inner.items())

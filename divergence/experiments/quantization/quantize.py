@@ -1,0 +1,249 @@
+"""quantize(): what a scheme costs a model, matrix by matrix, and what to keep out of it.
+
+The quantised model is simulated on the recorded model, in this process: what its next-token
+distributions lose over the run's own tokens (``Cost``), what each matrix costs alone, and the set
+of matrices that must stay in floating point for a target, found by running it. What is written is
+a run like any other, made by the engine ``quantize``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from divergence._version import __version__
+from divergence.errors import UsageError
+from divergence.experiments.quantization.alone import each_alone
+from divergence.experiments.quantization.policy import MEASURES, find_policy
+from divergence.experiments.quantization.result import MatrixCost, Quantization
+from divergence.experiments.quantization.trials import Trials
+from divergence.options.capture import CaptureOptions
+from divergence.quantization.scheme import Scheme
+from divergence.recording.api import capture
+from divergence.recording.engines.engine import Loading
+from divergence.recording.engines.quantize import (
+    QuantizeEngine,
+    QuantizeOptions,
+    QuantizeSession,
+    keep_of,
+    scheme_of,
+)
+from divergence.recording.machine.determinism import deterministic_settings
+from divergence.recording.machine.environment import resolve_device
+from divergence.recording.request import resolve_request
+from divergence.run.command import command_line
+from divergence.run.reader import Run
+from divergence.run.schema.layout import expanded
+from divergence.run.unshard import unsharded
+from divergence.words import Progress, silent
+
+__all__ = ["quantize"]
+
+_FEW_TOKENS = 512
+
+
+def quantize(
+    run: str | Path | Run,
+    *,
+    scheme: str = "w8a8",
+    smooth: float | None = None,
+    asymmetric: str = "",
+    weights_per: str = "",
+    activations_per: str = "",
+    keep: Sequence[str] = (),
+    out: str | Path | None = None,
+    each: bool = False,
+    target: float | None = None,
+    measure: str = "kl",
+    prompts: Sequence[str] = (),
+    prompts_file: str | Path | None = None,
+    model: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    force: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Quantization:
+    """What the model of ``run`` costs under ``scheme``, over the run's tokens.
+
+    ``run``: a floating-point run; or a model, which is captured first (beside ``out``) on
+    ``prompts``. ``scheme`` and what follows it: see ``divergence.quantization.scheme``. ``keep``:
+    matrices that stay in floating point, by name, ``re:`` expression or class.
+
+    ``each``: every matrix alone. ``target``: find what must stay in floating point so that the
+    mean KL (``measure`` "kl") or mean |Δ log p| ("logprob"), in nats, is at most this. ``out``:
+    write the quantised run there, with what the policy keeps.
+
+    Raises UsageError for schemes, names and targets that cannot be, and for weights that are not
+    finite; ModelError for a model that cannot run; and what ``capture`` raises.
+    """
+    tell = progress or silent
+    options = QuantizeOptions(
+        scheme=scheme, smooth=smooth, asymmetric=asymmetric, weights_per=weights_per,
+        activations_per=activations_per, keep=",".join(keep),
+    )  # fmt: skip
+    chosen = scheme_of(options)
+    _check(chosen, target, measure)
+    with _base(run, out, prompts, prompts_file, device, trust_remote_code, force, tell) as base:
+        with _session(base, options, model, device, trust_remote_code, tell) as session:
+            targets = list(session.targets.values())
+            cost = unsmoothed = predicted = policy = None
+            matrices: list[MatrixCost] = []
+            notes = list(_notes(session, chosen))
+            if session.loaded.task == "causal-lm":
+                tell("float", 0, None, "the model as it is")
+                trials = Trials(session, base.manifest.tokens.samples)
+                tell("quantized", 0, None, chosen.name)
+                cost = trials.cost(targets)
+                if smooth is not None:
+                    unsmoothed = trials.without_migration(targets)
+                if each or target is not None:
+                    matrices = each_alone(trials, tell)
+                    predicted = sum(o.cost.kl_mean for o in matrices if o.by_default)
+                if target is not None:
+                    policy = find_policy(
+                        trials, matrices, target=target, measure=measure, whole=cost, progress=tell
+                    )
+            elif each or target is not None or out is None:
+                Trials(session, base.manifest.tokens.samples)  # which says why not
+            kept = [*session.kept, *([] if policy is None else policy.keep)]
+        names = [*keep_of(options.keep), *([] if policy is None else policy.keep)]
+        if out is not None:
+            given = {**_given(options), "keep": ",".join(_expressions_last(names))}
+            capture(
+                model, like=base, engine="quantize", engine_options=given, device=device, out=out,
+                trust_remote_code=trust_remote_code, force=force, command=command, progress=tell,
+            )  # fmt: skip
+        return Quantization(
+            tool_version=__version__, run=str(base.path), model=base.manifest.model.source,
+            dtype=base.manifest.model.dtype, scheme=chosen.name, says=str(chosen), smooth=smooth,
+            num_prompts=len(base.manifest.tokens.samples),
+            num_quantized=len(targets) - (0 if policy is None else len(policy.keep)), kept=kept,
+            out=None if out is None else str(out), cost=cost, unsmoothed=unsmoothed,
+            matrices=matrices, predicted=predicted, policy=policy, notes=notes,
+            next=_next(str(base.path), out, options, each=each, target=target),
+        )  # fmt: skip
+
+
+def _check(scheme: Scheme, target: float | None, measure: str) -> None:
+    if measure not in MEASURES:
+        raise UsageError(f"--measure {measure!r}", hint=f"one of {', '.join(MEASURES)}")
+    if target is None:
+        return
+    if not target > 0:
+        raise UsageError(f"--target {target:g}: a cost in nats is above 0", hint="--target 0.01")
+    if scheme.weights is None:
+        raise UsageError(
+            f"--target: {scheme.name} quantises no matrix, so there is none to keep",
+            hint="w8a8, w4a16, fp8, ...",
+        )
+
+
+@contextlib.contextmanager
+def _base(
+    run: str | Path | Run, out: str | Path | None, prompts: Sequence[str],
+    prompts_file: str | Path | None, device: str, trust_remote_code: bool, force: bool,
+    tell: Progress,
+) -> Iterator[Run]:  # fmt: skip
+    """The floating-point run; made here where a model was given."""
+    if not isinstance(run, Run) and _is_model(run):
+        with contextlib.ExitStack() as stack:
+            folder = f"{out}-base" if out is not None else str(Path(stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="divergence-quantize-"))) / "base")  # fmt: skip
+            yield capture(
+                run, out=folder, prompts=list(prompts), prompts_file=prompts_file, device=device,
+                sites=("blocks",), trust_remote_code=trust_remote_code, force=force, progress=tell,
+            )  # fmt: skip
+        return
+    base = unsharded(Run.open(run))
+    if prompts or prompts_file is not None:
+        raise UsageError(
+            f"{base.path} is a run and has its own prompts", hint="leave out --prompt and --prompts"
+        )
+    engine = base.manifest.engine
+    if base.manifest.model.quantization is not None or (engine and engine.name == "quantize"):
+        raise UsageError(f"{base.path} is a quantised run itself", hint="give the float run")
+    yield base
+
+
+def _is_model(path: str | Path) -> bool:
+    place = expanded(str(path))
+    try:
+        return (place / "config.json").exists() or not (place.exists() or "://" in str(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _session(
+    base: Run, options: QuantizeOptions, model: str | None, device: str, trust_remote_code: bool,
+    tell: Progress,
+) -> Iterator[QuantizeSession]:  # fmt: skip
+    """The model of the run, loaded and calibrated; nothing is installed."""
+    request = resolve_request(
+        model, like=base,
+        options=CaptureOptions(device=device, trust_remote_code=trust_remote_code),
+    )  # fmt: skip
+    place = resolve_device(device)
+    with deterministic_settings(place.partition(":")[0], seed=request.seed):
+        tell("load", 0, None, request.model)
+        session = QuantizeEngine().load(
+            Loading(request.model, device=place, **request.loading), options
+        )
+        with contextlib.closing(session):
+            session.check_ids(base.manifest.tokens.samples, 0)
+            session.calibrate(base.manifest.tokens.samples)
+            yield session
+
+
+def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[str]:
+    known = session.calibration
+    if known is None:
+        return
+    tokens = known.recorded.num_tokens
+    if scheme.static:
+        few = f"; {_FEW_TOKENS} and more are usual" if tokens < _FEW_TOKENS else ""
+        yield (
+            f"static scales come from {tokens} tokens: at each end of a matrix's range about one "
+            f"later token in {tokens + 1} lies outside and is clipped{few}"
+        )
+    if scheme.smooth is not None:
+        yield (
+            f"scales are migrated in {len(known.recorded.fed_by)} of {len(session.targets)} "
+            f"matrices: those that a norm feeds ({len(known.recorded.scales)} norms)"
+        )
+
+
+def _given(options: QuantizeOptions) -> dict[str, str | float]:
+    names = ("scheme", "smooth", "asymmetric", "weights_per", "activations_per")
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value not in (None, "")}
+
+
+def _expressions_last(names: Sequence[str]) -> list[str]:
+    """As ``keep_of`` reads them."""
+    return sorted(names, key=lambda name: name.startswith("re:"))
+
+
+def _next(
+    base: str, out: str | Path | None, options: QuantizeOptions, *, each: bool,
+    target: float | None,
+) -> list[str]:  # fmt: skip
+    smooth = None if options.smooth is None else f"{options.smooth:g}"
+    commands = []
+    if out is not None:
+        commands += [
+            command_line("compare", base, out, note="block by block"),
+            command_line("capture", like=out, o=f"{out}-there", note="on another machine: does it "
+                         "compute the quantised model right?"),
+        ]  # fmt: skip
+    scheme = options.scheme
+    if not (each or target):
+        one = command_line("quantize", base, scheme=scheme, smooth=smooth, each=True)
+        commands.append(f"{one}   # which matrices")
+    if target is None:
+        one = command_line("quantize", base, scheme=scheme, smooth=smooth, target="0.01", o="Q")
+        commands.append(f"{one}   # what to keep")
+    return commands

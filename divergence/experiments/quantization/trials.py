@@ -1,0 +1,220 @@
+"""A model in memory, run with any of its matrices quantised.
+
+Everything is held against the model's own floating-point forward over the same tokens (a prompt and
+what followed it), made here first. What it gave at every block is kept: a trial with one matrix
+quantised skips the blocks before that matrix (they give what they gave) and runs those from there
+on, so its block has the recorded input. A trial of each matrix costs about half a forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from divergence.errors import UsageError
+from divergence.experiments.quantization.cost import cost_of
+from divergence.experiments.quantization.result import Cost
+from divergence.numerics.pairs.logits import row_costs
+from divergence.quantization.calibration import calibration_of
+from divergence.quantization.linear import QuantizedWeight
+from divergence.quantization.model import Target, install, quantized_weight, uninstall
+from divergence.recording.engines.generate import failures
+from divergence.recording.engines.quantize import QuantizeSession, quantised_cache
+from divergence.recording.engines.sessions import blocks_of
+from divergence.recording.widening import Widening
+from divergence.run.schema.manifest import SampleTokens
+
+__all__ = ["Trials"]
+
+
+class _Seen:
+    """What one prompt's forward gave."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments of every block."""
+        self.outputs: list[Any] = []
+        self.logits = torch.empty(0)
+
+
+class Trials:
+    """The model of a session, its tokens, and its floating-point forward."""
+
+    def __init__(self, session: QuantizeSession, samples: Sequence[SampleTokens]) -> None:
+        """Raises UsageError for a model without next-token distributions."""
+        self.session, self.scheme = session, session.scheme
+        self.model: Any = session.loaded.module
+        if session.loaded.task != "causal-lm":
+            raise UsageError(
+                f"the model is no causal language model but {session.loaded.task}",
+                hint="divergence quantize RUN --scheme ... -o Q, then divergence compare RUN Q",
+            )
+        self.samples = samples
+        self.blocks = blocks_of(self.model)
+        self._weights: dict[str, list[QuantizedWeight]] = {}
+        uninstall(self.model)
+        self.seen = [self._base(sample) for sample in samples]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(one.ids) for one in self.seen)
+
+    def without_migration(self, targets: Iterable[Target]) -> Cost:
+        """The cost of these quantised with α taken away."""
+        session, kept = self.session, (self.scheme, self.session.calibration, self._weights)
+        self.scheme = msgspec.structs.replace(self.scheme, smooth=None)
+        session.calibration = calibration_of(session.watches, session.targets, self.scheme)
+        self._weights = {}
+        try:
+            return self.cost(targets)
+        finally:
+            self.scheme, session.calibration, self._weights = kept
+
+    def run_plain(self) -> None:
+        """The forwards as the model is now; what they give is dropped."""
+        for one in self.seen:
+            self._logits(one)
+
+    def number_of(self, target: Target) -> int | None:
+        """Which block a target is in."""
+        if target.block is None:
+            return None
+        modules = dict(self.model.named_modules())
+        block = modules[target.block]
+        return next(n for n, one in enumerate(self.blocks) if one is block)
+
+    def weight(self, target: Target) -> list[QuantizedWeight]:
+        """The target's matrices under the scheme, made once."""
+        if target.name not in self._weights:
+            known = self.session.calibration
+            self._weights[target.name] = quantized_weight(
+                target, self.scheme,
+                smooth=None if known is None else known.divisors(target.name),
+                limits=None if known is None else known.limits.get(target.name),
+            )  # fmt: skip
+        return self._weights[target.name]
+
+    def cost(self, targets: Iterable[Target]) -> Cost:
+        """Of the model with these quantised."""
+        with self._installed(targets), quantised_cache(self.scheme.kv):
+            cached = self.scheme.kv is not None
+            return cost_of([self._row_costs(o, self._logits(o, cached=cached)) for o in self.seen])
+
+    def alone(self, target: Target) -> tuple[Cost, float | None]:
+        """(cost, relative L2 error at the output of its block) with this one quantised."""
+        with self._installed([target]):
+            return self.from_block(self.number_of(target))
+
+    def from_block(self, number: int | None) -> tuple[Cost, float | None]:
+        """The model as it is now, from block ``number`` on; None: from its beginning."""
+        rows, errors, norms = [], 0.0, 0.0
+        for one in self.seen:
+            with self._skipping(one, number), _output_of(self.blocks, number) as outputs:
+                logits = self._logits(one)
+            rows.append(self._row_costs(one, logits))
+            if number is not None:
+                was = _hidden(one.outputs[number]).double()
+                errors += float((_hidden(outputs[0]).double() - was).square().sum())
+                norms += float(was.square().sum())
+        error = None if number is None else (errors / norms) ** 0.5 if norms else 0.0
+        return cost_of(rows), error
+
+    def floor(self, number: int) -> float:
+        """Relative L2 error of a block in the model's own dtype against float64, on its recorded
+        input."""
+        errors = norms = 0.0
+        block = self.blocks[number]
+        for one in self.seen:
+            args, kwargs = one.calls[number]
+            with torch.no_grad(), Widening(torch.float64):
+                wide = _hidden(block(*args, **kwargs)).double()
+            errors += float((_hidden(one.outputs[number]).double() - wide).square().sum())
+            norms += float(wide.square().sum())
+        return (errors / norms) ** 0.5 if norms else 0.0
+
+    def _base(self, sample: SampleTokens) -> _Seen:
+        one = _Seen([*sample.prompt_ids, *sample.generated_ids[:-1]])
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            one.calls.append((args, kwargs))
+
+        def after(_: nn.Module, __: Any, out: Any) -> None:
+            one.outputs.append(out)
+
+        handles: list[Any] = []
+        for block in self.blocks:
+            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(block.register_forward_hook(after))
+        try:
+            one.logits = self._logits(one)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(one.calls) != len(self.blocks):
+            raise UsageError("a forward of this model does not pass each block once")
+        return one
+
+    def _logits(self, one: _Seen, *, cached: bool = False) -> torch.Tensor:
+        """(T, V)."""
+        device = self.session.loaded.device
+        ids = torch.tensor([one.ids], device=device)
+        with failures(self.session.loaded, [SampleTokens(prompt_ids=one.ids)], 0), torch.no_grad():
+            out = self.model(input_ids=ids, use_cache=cached)
+        logits: torch.Tensor = out.logits[0].detach().cpu()
+        return logits
+
+    def _row_costs(self, one: _Seen, logits: torch.Tensor) -> Any:
+        return row_costs(one.logits, logits, [*one.ids[1:], -1])
+
+    @contextlib.contextmanager
+    def _installed(self, targets: Iterable[Target]) -> Iterator[None]:
+        held = {t.name: (t, self.weight(t)) for t in targets if self.scheme.weights is not None}
+        install(held)
+        try:
+            yield
+        finally:
+            uninstall(self.model)
+
+    @contextlib.contextmanager
+    def _skipping(self, one: _Seen, number: int | None) -> Iterator[None]:
+        """The blocks before ``number`` give what they gave."""
+        skipped = self.blocks[: number or 0]
+        for block, output in zip(skipped, one.outputs, strict=False):
+            block.__dict__["forward"] = _giving(output)
+        try:
+            yield
+        finally:
+            for block in skipped:
+                del block.__dict__["forward"]
+
+
+def _giving(output: Any) -> Any:
+    def forward(*_: Any, **__: Any) -> Any:
+        return output
+
+    return forward
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    """The residual stream among what a block gives."""
+    found: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
+    return found
+
+
+@contextlib.contextmanager
+def _output_of(blocks: Sequence[nn.Module], number: int | None) -> Iterator[list[Any]]:
+    found: list[Any] = []
+    if number is None:
+        yield found
+        return
+    handle = blocks[number].register_forward_hook(lambda _, __, out: found.append(out))
+    try:
+        yield found
+    finally:
+        handle.remove()

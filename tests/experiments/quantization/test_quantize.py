@@ -1,0 +1,176 @@
+"""quantize(): costs, matrices alone, and policies that were run."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from divergence.errors import UsageError
+from divergence.experiments.quantization.cost import cost_of
+from divergence.experiments.quantization.policy import forms
+from divergence.experiments.quantization.quantize import quantize
+from divergence.numerics.pairs.logits import row_costs
+from divergence.quantization.scheme import scheme_named
+from divergence.recording.api import capture
+from divergence.report.quantization import answer_line, quantization_lines
+from divergence.run.reader import Run
+
+PROMPTS = ["one two three four five six seven", "eight nine ten eleven twelve", "the cat sat"]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, tmp_path_factory):
+    folder = tiny_model("llama", num_blocks=3, hidden=64, dtype="float32")
+    return capture(
+        folder, out=tmp_path_factory.mktemp("plain") / "run", prompts=PROMPTS, max_new_tokens=2,
+        probe=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def each(plain):
+    return quantize(plain, scheme="w4a16-g32", each=True)
+
+
+def test_the_numbers_of_a_pair_of_rows():
+    """KL, Δp and ln PPL by their definitions, worked out in float64."""
+    made = torch.Generator().manual_seed(0)
+    a = torch.randn(6, 11, generator=made, dtype=torch.float64)
+    b = a + 0.1 * torch.randn(6, 11, generator=made, dtype=torch.float64)
+    following = [3, 1, 4, 1, 5, -1]
+    cost = cost_of([row_costs(a, b, following)])
+    p, q = a.log_softmax(-1).numpy(), b.log_softmax(-1).numpy()
+    kl = (np.exp(p) * (p - q)).sum(1)
+    rows, ids = np.arange(5), np.array(following[:5])
+    mine, other = p[rows, ids], q[rows, ids]
+    assert math.isclose(cost.kl_mean, kl.mean(), rel_tol=1e-9)
+    assert math.isclose(cost.kl_error, kl.std(ddof=1) / math.sqrt(6), rel_tol=1e-9)
+    assert math.isclose(cost.kl_max, kl.max(), rel_tol=1e-9)
+    assert cost.same_top == (p.argmax(1) == q.argmax(1)).mean()
+    delta = np.exp(other) - np.exp(mine)
+    assert math.isclose(cost.delta_p_mean, delta.mean(), rel_tol=1e-9)
+    assert math.isclose(cost.delta_p_rms, math.sqrt((delta**2).mean()), rel_tol=1e-9)
+    assert math.isclose(cost.perplexity, math.exp(-other.mean()), rel_tol=1e-9)
+    assert math.isclose(cost.ln_ratio, (mine - other).mean(), rel_tol=1e-9)
+    assert math.isclose(cost.ln_correlation, np.corrcoef(mine, other)[0, 1], rel_tol=1e-9)
+    assert (cost.num_tokens, cost.num_following) == (6, 5)
+
+
+def test_a_row_that_is_not_finite_costs_without_end():
+    a = torch.zeros(2, 3)
+    b = a.clone()
+    b[1, 0] = math.nan
+    assert cost_of([row_costs(a, b, [0, -1])]).kl_mean == math.inf
+
+
+def test_more_bits_cost_less(plain):
+    costs = [quantize(plain, scheme=name).cost.kl_mean for name in ("w8a16", "w8a8", "w4a16-g32")]
+    assert 0 < costs[0] < costs[1] < costs[2]
+
+
+def test_every_matrix_is_measured_alone(each):
+    kinds = {one.part for one in each.matrices}
+    assert kinds == {"linear", "head", "embedding", "norm"}
+    quantised = [one for one in each.matrices if one.by_default]
+    assert len(quantised) == each.num_quantized == 3 * 7
+    assert all(one.cost.kl_mean > 0 and one.block_error > 0 for one in quantised)
+    assert all(one.floor < 1e-5 and one.times_floor > 100 for one in quantised)
+    assert all(one.outliers.max > 0 and one.outliers.quantile_score > 0 for one in quantised)
+    assert math.isclose(each.predicted, sum(one.cost.kl_mean for one in quantised))
+    assert each.worst()[0].cost.kl_mean == max(one.cost.kl_mean for one in each.matrices)
+
+
+def test_a_matrix_alone_is_what_the_whole_forward_says(plain, each):
+    """Skipping the blocks before it changes nothing."""
+    name = "model.layers.2.mlp.down_proj"
+    alone = next(one for one in each.matrices if one.name == name)
+    others = [one.name for one in each.matrices if one.by_default and one.name != name]
+    whole = quantize(plain, scheme="w4a16-g32", keep=others)
+    assert whole.num_quantized == 1
+    assert whole.cost == alone.cost
+
+
+def test_a_policy_holds_when_it_is_run(plain, each, tmp_path):
+    """What is written is the model that was measured; with fewer kept the target is missed."""
+    target = each.cost.kl_mean / 3
+    found = quantize(plain, scheme="w4a16-g32", target=target, out=tmp_path / "q")
+    policy = found.policy
+    assert 0 < len(policy.keep) < each.num_quantized
+    assert policy.measured <= target < policy.without_last
+    assert quantize(plain, scheme="w4a16-g32", keep=policy.keep).cost == policy.cost
+    run = Run.open(found.out)
+    assert run.manifest.engine.options["keep"] == ",".join(policy.keep)
+    fused = [name for name in policy.keep if name.endswith("q_proj")]
+    assert all(name.replace("q_proj", "k_proj") in policy.keep for name in fused)
+    assert any(policy.keep[0] in line.text for line in quantization_lines(found))
+
+
+def test_a_target_that_holds_anyway_keeps_nothing(plain):
+    found = quantize(plain, scheme="w8a16", target=10.0)
+    assert found.policy.keep == []
+    assert "nothing kept" in answer_line(found).text
+
+
+def test_static_scales_say_how_few_tokens_made_them(plain):
+    found = quantize(plain, scheme="w8a8-static", smooth=0.5)
+    text = " ".join(found.notes)
+    assert "512 and more are usual" in text
+    assert "6 norms" in text
+    assert found.unsmoothed is not None
+    assert any("alpha 0.5" in line.text for line in quantization_lines(found))
+
+
+def test_lists_that_quantisers_read():
+    names = ["lm_head", "model.layers.0.mlp.down_proj"]
+    written = forms(names, scheme_named("w8a8"))
+    assert json.loads(written["compressed-tensors.json"]) == {"ignore": names}
+    slim = yaml.safe_load(written["msmodelslim.yaml"])["spec"]["process"][0]
+    assert slim["exclude"] == names
+    assert slim["qconfig"]["act"] == {
+        "scope": "per_token", "dtype": "int8", "symmetric": True, "method": "minmax",
+    }  # fmt: skip
+    off = yaml.safe_load(written["modelopt.yaml"])["quant_cfg"]
+    assert [one["enable"] for one in off] == [False, False]
+
+
+def test_a_model_is_captured_first(plain, tmp_path):
+    found = quantize(
+        plain.manifest.model.source, prompts=["one two three"], out=tmp_path / "q", scheme="w8a8"
+    )
+    assert Run.open(tmp_path / "q").manifest.like == Run.open(tmp_path / "q-base").manifest.id
+    assert found.num_prompts == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target": -1.0}, "above 0"),
+        ({"target": 0.1, "measure": "ppl"}, "one of kl, logprob"),
+        ({"scheme": "kv8", "target": 0.1}, "no matrix"),
+        ({"scheme": "w8a88"}, "did you mean w8a8"),
+        ({"prompts": ["x"]}, "leave out --prompt"),
+    ],
+)
+def test_what_cannot_be_is_refused(plain, options, words):
+    with pytest.raises(UsageError) as caught:
+        quantize(plain, **options)
+    assert words in f"{caught.value} {caught.value.hint}"
+
+
+def test_a_quantised_run_is_not_quantised_again(plain, tmp_path):
+    quantize(plain, scheme="w8a8", out=tmp_path / "q")
+    with pytest.raises(UsageError, match="quantised run itself"):
+        quantize(tmp_path / "q", scheme="w4a16-g32")
+
+
+def test_an_encoder_is_quantised_but_has_no_next_token(tiny_model, tmp_path):
+    run = capture(tiny_model("bert", num_blocks=2), out=tmp_path / "a", prompts=["one two"],
+                  probe=False)  # fmt: skip
+    found = quantize(run, scheme="w8a8", out=tmp_path / "q")
+    assert found.cost is None
+    assert Run.open(tmp_path / "q").manifest.engine.options["scheme"] == "w8a8"
+    with pytest.raises(UsageError, match="no causal language model"):
+        quantize(run, scheme="w8a8", each=True)

@@ -1,0 +1,129 @@
+"""--engine quantize: a run of a quantised variant, made and repeated."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from divergence.comparison.api import compare
+from divergence.errors import UsageError
+from divergence.quantization.model import chosen, targets_of
+from divergence.recording.api import capture, truth
+from divergence.recording.engines.load import load_model
+
+PROMPTS = ["one two three four five", "six seven eight nine"]
+WISHES = {"prompts": PROMPTS, "max_new_tokens": 2, "probe": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model):
+    return tiny_model("llama", num_blocks=2, hidden=32, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def plain(folder, tmp_path_factory):
+    return capture(folder, out=tmp_path_factory.mktemp("plain") / "run", **WISHES)
+
+
+def quantised(run, out, **options):
+    return capture(like=run, out=out, engine="quantize", probe=False, engine_options=options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "w8a8"},
+        {"scheme": "w8a8-static", "smooth": 0.5},
+        {"scheme": "w4a16-g16", "asymmetric": "weights"},
+        {"scheme": "fp8+kv8"},
+    ],
+    ids=lambda options: options["scheme"],
+)
+def test_a_quantised_run_is_repeated_bit_for_bit(plain, tmp_path, options):
+    """From itself alone: scheme, kept matrices and calibration stand in it."""
+    run = quantised(plain, tmp_path / "q", **options)
+    note = run.manifest.engine
+    assert note.name == "quantize"
+    assert note.options["scheme"] == options["scheme"]
+    assert "lm_head" in note.facts["kept"]
+    again = capture(like=run, out=tmp_path / "again", probe=False)
+    assert again.manifest.engine == note
+    assert compare(run, again).verdict.kind == "identical"
+    assert compare(plain, run).verdict.kind != "identical"
+
+
+def test_the_truth_of_a_quantised_run_is_that_of_its_scheme(plain, tmp_path):
+    """Codes as there, the rest in float64: a run lies within rounding of it, which the truth of the
+    floating-point model does not."""
+    run = quantised(plain, tmp_path / "q", scheme="w8a8")
+    exact = truth(run, out=tmp_path / "truth")
+    assert exact.manifest.engine.name == "quantize"
+    report = compare(run, exact)
+    worst = max(s.rel_l2 for s in report.sites if s.pass_ == "anchored" and s.rel_l2 is not None)
+    assert worst < 1e-5
+
+
+def test_weights_stay_those_of_the_checkpoint(plain, tmp_path):
+    run = quantised(plain, tmp_path / "q", scheme="w8a8")
+    assert run.manifest.model.digest == plain.manifest.model.digest
+
+
+def test_kept_matrices_run_as_they_are(plain, tmp_path):
+    """With every block kept nothing is left to quantise."""
+    run = quantised(plain, tmp_path / "q", scheme="w8a8", keep="Linear")
+    assert compare(plain, run).verdict.kind == "identical"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "part", "number"),
+    [("gpt2", "linear", 8), ("qwen3-moe", "experts", 4), ("bert", "linear", 12)],
+)
+def test_other_architectures(tiny_model, tmp_path, architecture, part, number):
+    folder = tiny_model(architecture, num_blocks=2)
+    run = capture(folder, out=tmp_path / "a", **(WISHES | {"max_new_tokens": 1}))
+    q = quantised(run, tmp_path / "q", scheme="w8a8")
+    model = load_model(str(folder), device="cpu").module
+    targets = targets_of(model)
+    of_part = [one for one in chosen(targets, []) if one.part == part]
+    assert len(of_part) == number
+    report = compare(run, q)
+    flagged = [s for s in report.sites if s.rel_l2]
+    assert flagged, "quantisation changes something"
+
+
+def test_routers_and_heads_are_kept(tiny_model):
+    model = load_model(str(tiny_model("qwen3-moe", num_blocks=2)), device="cpu").module
+    targets = targets_of(model)
+    kept = {one.part for one in targets.values()} - {one.part for one in chosen(targets, [])}
+    assert kept == {"router", "head"}
+    forced = chosen(targets, ["!lm_head", "re:.*self_attn.*"])
+    names = {one.name for one in forced}
+    assert "lm_head" in names
+    assert not any("self_attn" in name for name in names)
+
+
+def test_names_that_fit_nothing_are_refused(plain, tmp_path):
+    with pytest.raises(UsageError, match="fits no matrix") as caught:
+        quantised(plain, tmp_path / "q", scheme="w8a8", keep="model.layers.0.mlp.down_porj")
+    assert "down_proj" in caught.value.hint
+    with pytest.raises(UsageError, match="no regular expression"):
+        quantised(plain, tmp_path / "q", scheme="w8a8", keep="re:(")
+    with pytest.raises(UsageError, match="no scheme 'w7a7'"):
+        quantised(plain, tmp_path / "q", scheme="w7a7")
+
+
+def test_groups_that_do_not_fit_name_the_matrix(plain, tmp_path):
+    with pytest.raises(UsageError, match="groups of 128") as caught:
+        quantised(plain, tmp_path / "q", scheme="w4a16")
+    assert caught.value.where.startswith("model.layers.0")
+
+
+def test_weights_that_are_not_finite_are_refused(folder, plain, tmp_path):
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    state = load_file(broken / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"model\.layers\.1\.mlp\.up_proj holds weights"):
+        capture(str(broken), like=plain, out=tmp_path / "q", engine="quantize", probe=False)

@@ -61,7 +61,7 @@ def precision(pair: Pair) -> tuple[PointState, str]:
     """Dtype and quantization, and what a truth was computed in."""
 
     def say(one: Manifest) -> str:
-        quantized = f" ({one.model.quantization})" if one.model.quantization else ""
+        quantized = f" ({one.model.quantization.name})" if one.model.quantization else ""
         widened = one.settings.compute_dtype
         return one.model.dtype + quantized + (f" (computed in {widened})" if widened else "")
 

@@ -110,7 +110,7 @@ def _traits(manifest: Manifest) -> dict[str, str]:
         "python": at.python,
         "dtype": model.dtype,
         "attention": model.attn_implementation or "none",
-        "quantization": model.quantization or "none",
+        "quantization": str(model.quantization or "none"),
         "planted faults": ", ".join(manifest.plan.plants) or "none",
         "substituted operators": ", ".join(manifest.plan.substitutes) or "none",
     }

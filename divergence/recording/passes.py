@@ -191,7 +191,7 @@ def widened(one: Pass, loaded: LoadedModel) -> contextlib.AbstractContextManager
     needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
     room = free_bytes(loaded.device) // 2
     keep = needed if needed <= room else 0
-    return Widening(one.compute_dtype, weights=weights, keep_bytes=keep)
+    return Widening(one.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes)
 
 
 def check_forwards(request: Request, session: Session) -> None:

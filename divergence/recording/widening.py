@@ -12,17 +12,17 @@ So the memory needed beside the model is one operator's widened weights (large m
 of ``SLICE_NUMEL``); ``keep_bytes`` of widened weights may be kept, which spares small models the
 repeated widening.
 
-Integer and 8-bit arithmetic is left alone (8-bit weights are widened where the model's code
-dequantises them), and constants that the code itself rounds are data like the weights. Code that
-leaves torch (a compiled kernel, numpy) is out of reach, and code that asks ``torch.finfo(x.dtype)``
-for its formula gets the limits of the wide dtype.
+Integer and 8-bit arithmetic is left alone. A weight that was dequantised from codes is not widened
+as it was rounded: it is code × scale in the wide dtype (``codes``). Constants that the code itself
+rounds are data like the weights. Code that leaves torch (a compiled kernel, numpy) is out of reach,
+and code that asks ``torch.finfo(x.dtype)`` for its formula gets the limits of the wide dtype.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,6 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from divergence.errors import UsageError, first_line
+
+if TYPE_CHECKING:
+    from divergence.recording.engines.codes import Codes
 
 __all__ = ["Widening", "check_device"]
 
@@ -76,16 +79,22 @@ class Widening:
     """``with Widening(torch.float64, weights=model.parameters()): model(...)``.
 
     ``weights``: tensors whose widened form may be kept, ``keep_bytes`` of them in all, until
-    the end of the ``with`` block. ``num_rounded`` counts in-place writes into a narrow tensor
-    that the model owned before: they had to be rounded, so the result is not wide throughout.
-    torch's default dtype is process-wide: other threads see the wide one meanwhile.
+    the end of the ``with`` block. ``codes``: what some of them were dequantised from.
+    ``num_rounded`` counts in-place writes into a narrow tensor that the model owned before: they
+    had to be rounded, so the result is not wide throughout. torch's default dtype is process-wide:
+    other threads see the wide one meanwhile.
     """
 
     def __init__(
-        self, dtype: torch.dtype, *, weights: Iterable[torch.Tensor] = (), keep_bytes: int = 0
+        self,
+        dtype: torch.dtype,
+        *,
+        weights: Iterable[torch.Tensor] = (),
+        keep_bytes: int = 0,
+        codes: Codes | None = None,
     ) -> None:
         self.num_rounded = 0
-        self._dispatch = _WideOperators(self, dtype)
+        self._dispatch = _WideOperators(self, dtype, codes)
         self._functions = _SameDtype(self._dispatch.wider)
         self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
 
@@ -135,8 +144,10 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 class _WideOperators(TorchDispatchMode):
     """Below autograd and composite operators: what really computes."""
 
-    def __init__(self, owner: Widening, dtype: torch.dtype) -> None:
+    def __init__(self, owner: Widening, dtype: torch.dtype, codes: Codes | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._codes = codes
+        self._coded = {} if codes is None else codes.by_storage()
         narrow = _ORDER[: _ORDER.index(dtype)]
         self.wider = dict.fromkeys(narrow, dtype)
         self.wider |= {_COMPLEX[one]: _COMPLEX[dtype] for one in narrow if one in _COMPLEX}
@@ -185,16 +196,24 @@ class _WideOperators(TorchDispatchMode):
         if wide is None:
             return value
         if not self._may_keep(value):
-            return value.to(wide)
+            return self._widened(value, wide)
         place = _place(value)
         version, known = self._kept.get(place, (None, None))
         if version != value._version:  # first seen, or written to since
-            known = value.to(wide)
+            known = self._widened(value, wide)
             cost_bytes = known.nbytes if version is None else 0
             if cost_bytes <= self._room_bytes:
                 self._room_bytes -= cost_bytes
                 self._kept[place] = value._version, known
         return known
+
+    def _widened(self, value: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        """A view of a weight that stands for codes: of code × scale, as it is in this dtype."""
+        path = self._coded.get(value.untyped_storage().data_ptr()) if self._coded else None
+        if path is None or self._codes is None:
+            return value.to(wide)
+        exact = self._codes.exact(path, wide).contiguous()
+        return exact.as_strided(value.shape, value.stride(), value.storage_offset())
 
     def _may_keep(self, value: torch.Tensor) -> bool:
         if not self._sources or value.is_inference():  # that has no version counter

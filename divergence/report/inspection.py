@@ -155,7 +155,7 @@ def model_lines(manifest: Manifest) -> list[Line]:
         text = f"{count(len(model.missing), 'parameter')} not in the checkpoint, so random: "
         facts.append(("  MISSING", text + ", ".join(model.missing[:4])))
     if model.quantization:
-        facts.append(("  quantised", model.quantization))
+        facts.append(("  quantised", str(model.quantization)))
     if model.attn_implementation:
         facts.append(("  attention", model.attn_implementation))
     if manifest.engine is not None:

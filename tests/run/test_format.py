@@ -21,6 +21,7 @@ import pytest
 from divergence.run.reader import Run
 from divergence.run.schema import manifest as manifest_types
 from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import QuantizedNumbers, QuantizedScheme
 from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
 from divergence.run.schema.record import Call, Operand, Place, Record, Sketch, Summary
 
@@ -63,7 +64,7 @@ def test_the_schema_is_that_of_the_types(name):
 def documented_types():
     types = [getattr(manifest_types, name) for name in manifest_types.__all__]
     structs = [kind for kind in types if isinstance(kind, type)]
-    return [*structs, Record, Place, Summary, Call, Operand]
+    return [*structs, QuantizedNumbers, QuantizedScheme, Record, Place, Summary, Call, Operand]
 
 
 @pytest.mark.parametrize("kind", documented_types(), ids=lambda kind: kind.__name__)

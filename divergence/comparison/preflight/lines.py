@@ -52,7 +52,7 @@ def preflight(
         *block_lines(a, b, names),
         _same("model class", one.model_class, two.model_class),
         config_line(a, b),
-        _same("quantization", one.quantization or "none", two.quantization or "none"),
+        _same("quantization", str(one.quantization or "none"), str(two.quantization or "none")),
         _prompt_ids(a, b),
         _digests("tokenizer", one.tokenizer_digest, two.tokenizer_digest, tokenizer_cause(a, b)),
         _digests(
@@ -209,6 +209,8 @@ def _weights_differ(
     if a.digest == b.digest:
         return "same", detail
     digested = bool(a.digests and b.digests)
+    if a.quantization != b.quantization:
+        return "differs", f"{_codes(a)} against {_codes(b)}: not the same model"
     if a.dtype != b.dtype:
         rounded = a.rounded_digests.get(b.dtype), b.rounded_digests.get(a.dtype)
         if b.digest == rounded[0]:
@@ -224,8 +226,6 @@ def _weights_differ(
         return "differs", "digests of different dtypes cannot be compared"
     if unknown := _offloaded(a.digests, b.digests):
         return "differs", f"{len(unknown)} offloaded parameters were not digested"
-    if a.quantization != b.quantization:
-        return "differs", "one side is quantised"
     if not digested:
         return "blocking", "the parameters' digests are not recorded"
     different = [
@@ -241,6 +241,10 @@ def _weights_differ(
     if matching.prefixes or matching.mapped:
         return "differs", f"the same values under other names: {matching.describe()}"
     return "differs", matching.describe()
+
+
+def _codes(model: ModelIdentity) -> str:
+    return model.dtype if model.quantization is None else model.quantization.name
 
 
 def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:

@@ -23,11 +23,12 @@ from divergence.numerics.formats import format_named, format_of
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import weights_of
 from divergence.recording.model.code import code_notes
+from divergence.recording.model.quantization import quantization_of
 from divergence.run.schema.fingerprint import digest_json, digest_many, digest_tensor, digest_text
 from divergence.run.schema.manifest import CodeNote, ConfigValue, ModelIdentity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -53,13 +54,14 @@ def identify(
     identity is that of the whole model. All ranks must ask.
     """
     module = loaded.module
-    state = module.state_dict()
+    state = dict(_stored(loaded))
     digests: dict[str, str] = {}
     narrowed: dict[str, dict[str, str]] = {}
     sizes = {
         name: (format_of(tensor.dtype).name, tensor.numel())
         for name, tensor in state.items()
         if tensor.is_floating_point()
+        and tensor.itemsize > 1  # codes of 8 bits are no dtype to run in
     }
     numels = {name: weight.numel() for name, weight in module.named_parameters()}
     ranks = loaded.ranks
@@ -71,7 +73,7 @@ def identify(
         counts[held_in] += count
     dtype = counts.most_common(1)[0][0] if counts else "float32"  # of most weights
     silent = ranks is not None and not (pipeline or ranks.is_first)
-    for number, (name, tensor) in enumerate(weights_of(module)):
+    for number, (name, tensor) in enumerate(_stored(loaded, whole=True)):
         if on_parameter is not None:
             on_parameter(number, len(state), name)
         if silent:
@@ -106,7 +108,7 @@ def identify(
         digest=digest_many(digests),
         digests=digests,
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
-        quantization=_quantization(config),
+        quantization=quantization_of(module),
         attn_implementation=getattr(config, "_attn_implementation", None),
         tokenizer_digest=_tokenizer_digest(tokenizer),
         chat_template_digest=None if template is None else digest_json(template),
@@ -117,6 +119,18 @@ def identify(
         chat_example=chat_example(tokenizer),
         **_size_facts(loaded.structure, tokenizer),
     )
+
+
+def _stored(loaded: LoadedModel, *, whole: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name → tensor as the checkpoint has them: codes where weights were dequantised. ``whole``:
+    each put together and brought in, else as it lies."""
+    module, codes = loaded.module, loaded.codes
+    held = tuple(f"{path}." for path in codes.paths) if codes is not None else ()
+    for name, tensor in weights_of(module) if whole else module.state_dict().items():
+        if not name.startswith(held) if held else True:
+            yield name, tensor
+    if codes is not None:
+        yield from codes.stored()
 
 
 def _portable_source(source: str) -> str:
@@ -158,16 +172,6 @@ def _code(module: torch.nn.Module) -> dict[str, CodeNote]:
         return code_notes(module)
     except Exception:  # modules are anybody's code; then it is not recorded, which comparisons say
         return {}
-
-
-def _quantization(config: Any) -> str | None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return None
-    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = values.get("quant_method", "unknown")
-    bits = values.get("bits") or values.get("weight_bits")
-    return f"{getattr(method, 'value', method)}{f' {bits}-bit' if bits else ''}"
 
 
 def _tokenizer_digest(tokenizer: Any) -> str | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
+from divergence.recording.engines.codes import Codes, dequantize
 from divergence.recording.engines.placement import (
     DeviceMap,
     as_loaded,
@@ -66,6 +67,8 @@ class LoadedModel:
     """Decode steps go on from a cache."""
     prefill_chunk: int | None = None
     """Tokens of a prompt that are fed at a time; None for all."""
+    codes: Codes | None = None
+    """What the checkpoint holds in place of weights, where they were dequantised."""
 
     @property
     def structure(self) -> torch.nn.Module:
@@ -181,6 +184,8 @@ def load_model(
                 f"the model does not fit on {device}: {first_line(error, most=300)}",
                 hint="use --device-map auto, a smaller --dtype, or --device cpu",
             ) from error
+    with _no_bars():
+        codes = dequantize(module, source)
     twin = None
     if ranks is not None:
         twin = empty_model(
@@ -198,6 +203,7 @@ def load_model(
         missing=sorted(str(name) for name in loading.get("missing_keys", ())),
         ranks=ranks,
         twin=twin,
+        codes=codes,
     )
 
 
@@ -265,15 +271,18 @@ def _factory(config: PretrainedConfig, task: Task) -> Any:
 
 @contextlib.contextmanager
 def _no_bars() -> Iterator[None]:
-    """Without transformers' progress bars: progress is the caller's, and none where stderr is no
-    terminal. A program that has them has them again afterwards."""
+    """Without the progress bars of transformers and of what it calls: progress is the caller's, and
+    none where stderr is no terminal. A program that has them has them again afterwards."""
+    from tqdm.std import tqdm
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, made = logging.is_progress_bar_enabled(), tqdm.__init__
     logging.disable_progress_bar()
+    tqdm.__init__ = lambda bar, *args, **how: made(bar, *args, **how | {"disable": True})
     try:
         yield
     finally:
+        tqdm.__init__ = made
         if shown:
             with warnings.catch_warnings():  # HF_HUB_DISABLE_PROGRESS_BARS has the last word
                 warnings.simplefilter("ignore")

@@ -92,7 +92,7 @@ def weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             away.setdefault(name.rpartition(".")[0], []).append(name)
             continue
         gather = getattr(tensor, "full_tensor", None)  # of a weight in pieces on several ranks
-        yield name, tensor if gather is None else gather()
+        yield from _parts(name, tensor if gather is None else gather())
     for path, names in away.items():
         with _brought_in(module.get_submodule(path), path):
             for name in names:
@@ -103,6 +103,16 @@ def weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                         hint="was the model loaded with --device-map?",
                     )
                 yield name, tensor.detach()
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor class that holds codes and scales (torchao's) is the tensors it holds."""
+    held = getattr(tensor, "__tensor_flatten__", None)
+    if held is None or type(tensor).__module__.startswith("torch."):
+        yield name, tensor
+        return
+    for part in held()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
 
 
 def _brought_in(owner: Any, path: str) -> Any:

@@ -34,7 +34,7 @@ from divergence.recording.model.source import (
 
 __all__ = [
     "attributes_of", "hooks_of", "kernels_replaced", "module_text", "original_forward", "put_by",
-    "put_in_namespace", "put_in_place", "replaced_in_torch", "wrappers_of",
+    "put_in_namespace", "put_in_place", "quantized_by", "replaced_in_torch", "wrappers_of",
 ]  # fmt: skip
 
 _TORCH_FUNCTIONS = {
@@ -307,7 +307,7 @@ def wrappers_of(module: Any) -> list[str]:
     if type(module).__name__ in _PARALLEL:
         wrappers.append(_PARALLEL[type(module).__name__])
     wrappers += _adapters(module)
-    wrappers += _quantized(module, names)
+    wrappers += filter(None, [quantized_by(module)])
     if "parametrizations" in module._modules:
         wrappers.append(f"parametrised: {', '.join(module._modules['parametrizations'])}")
     return wrappers
@@ -340,16 +340,20 @@ def _names(value: Any) -> list[str]:
     return [str(one) for one in value] if isinstance(value, list | tuple) else []
 
 
-def _quantized(module: Any, names: list[str]) -> list[str]:
+def quantized_by(module: Any) -> str | None:
+    """What put codes in place of a module's weight."""
+    names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
     weight = module._parameters.get("weight")
     if weight is not None:
-        names = [*names, f"{type(weight.data).__module__}."]
+        names += [f"{type(weight).__module__}.", f"{type(weight.data).__module__}."]
+    if "quantization_scheme" in module.__dict__:
+        names.append("compressed_tensors.")  # it leaves a module's class as it is
     for name in names:
         top = name.partition(".")[0]
         if top in _QUANTIZED:
-            return [f"quantised by {_QUANTIZED[top]}"]
+            return f"quantised by {_QUANTIZED[top]}"
         if name.startswith("torch.ao.nn.quantized"):
-            return ["quantised by torch.ao"]
+            return "quantised by torch.ao"
         if name.startswith("transformers.integrations.") and name.endswith("Linear"):
-            return [f"quantised: {name.rpartition('.')[2]}"]
-    return []
+            return f"quantised: {name.rpartition('.')[2]}"
+    return None

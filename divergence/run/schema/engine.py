@@ -1,4 +1,4 @@
-"""What ran a model: the engine's part of a manifest."""
+"""What ran a model: engine, code, compiler and quantiser, as a manifest tells them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import msgspec
 
 from divergence.run.schema.record import Count
 
-__all__ = ["Calibration", "CompiledNote", "EngineNote", "EngineValue"]
+__all__ = [
+    "Calibration", "CodeNote", "CompiledNote", "EngineNote", "EngineValue", "QuantizationNote",
+    "QuantizedNumbers", "QuantizedScheme",
+]  # fmt: skip
 
 EngineValue = bool | int | float | str | None
 """One option of an engine."""
@@ -43,6 +46,33 @@ class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of a simulated quantisation whose scales come from calibration."""
 
 
+class CodeNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The code that modules of one class ran, so that two runs can be shown to have run the same
+    code."""
+
+    digest: str
+    """Of the syntax of ``forward`` and of what it calls, without comments, docstrings, annotations
+    and line numbers."""
+    origin: str
+    """Python module of ``forward``; with file name and line where it belongs to no library."""
+    functions: dict[str, str] = {}
+    """Digest of each of those functions, by name. Empty where it is no Python function."""
+    replaced: list[str] = []
+    """What was put in place of the class's own code, and by what."""
+    wrapped: list[str] = []
+    """What stands around the module or in it: an adapter, sharding, offloading, quantised
+    weights."""
+    compiled: str | None = None
+    """What compiled it."""
+    odd: dict[str, str] = {}
+    """Modules of this class that run other code than most, each with its digest."""
+    places: list[str] = []
+    """Paths of the modules, with ``*`` for the numbers in them."""
+    attributes: dict[str, str] = {}
+    """Plain numbers that the modules hold: the value that most have, then the modules that have
+    another."""
+
+
 class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A module that was given to ``torch.compile``, and what became of it."""
 
@@ -58,3 +88,93 @@ class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Why code was left to Python between two compiled pieces, each reason once."""
     reason: str | None = None
     """Why it is not compiled in one piece."""
+
+
+class QuantizedNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one kind of value is turned into codes: code = x / scale + zero point, rounded to the
+    nearest code and kept in its range."""
+
+    kind: Literal["int", "float"]
+    """``float``: of 8 bits, float8_e4m3fn."""
+    bits: Count
+    per: Literal["tensor", "channel", "token", "group", "block", "head"]
+    """What has a scale of its own. ``channel``: an output's row of the weight; ``group``:
+    ``group_size`` inputs of a row; ``block``: a rectangle of the weight."""
+    group_size: Count | None = None
+    symmetric: bool = True
+    """False: there are zero points."""
+    dynamic: bool = False
+    """Scales are computed from the values themselves, when they are there."""
+
+    def __str__(self) -> str:
+        """``int8 per channel``, ``int4 per group of 128, asymmetric``"""
+        size = f" of {self.group_size}" if self.group_size else ""
+        zero = "" if self.symmetric else ", asymmetric"
+        return f"{self.kind}{self.bits} per {self.per}{size}{zero}"
+
+
+class QuantizedScheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Modules whose values are quantised alike."""
+
+    weights: QuantizedNumbers | None = None
+    activations: QuantizedNumbers | None = None
+    """What enters the modules; None: as it is."""
+    modules: list[str] = []
+    """Their paths, with ``*`` for the numbers in them."""
+    num_modules: Count = 0
+
+    @property
+    def name(self) -> str:
+        """``W8A8``; of floating-point codes ``FP8 W8A8``."""
+        bits = [16 if one is None else one.bits for one in (self.weights, self.activations)]
+        floats = any(one is not None and one.kind == "float" for one in (self.weights,))
+        return f"{'FP8 ' if floats and bits[0] == 8 else ''}W{bits[0]}A{bits[1]}"
+
+    def __str__(self) -> str:
+        """``W8A8: int8 weights per channel, int8 activations per token, dynamic``"""
+        told = []
+        for what, one in (("weights", self.weights), ("activations", self.activations)):
+            if one is not None:
+                code, _, rest = str(one).partition(" ")
+                told.append(f"{code} {what} {rest}")
+        if self.activations is not None:
+            told.append("dynamic" if self.activations.dynamic else "static")
+        return f"{self.name}: {', '.join(told)}"
+
+
+class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model is quantised, as its configuration says and its modules show."""
+
+    method: str
+    """``compressed-tensors``, ``torchao``, ``gptq``, ``gguf``: who wrote the codes."""
+    format: str | None = None
+    """How the method calls the codes' layout: ``int-quantized``, ``pack-quantized``."""
+    schemes: list[QuantizedScheme] = []
+    """Empty where the method's configuration was not understood."""
+    kv_cache: QuantizedNumbers | None = None
+    kept: list[str] = []
+    """Modules with a weight matrix that is not quantised; paths as in ``modules``."""
+    dequantized: bool = False
+    """The codes were turned into numbers of the model's dtype when the weights were loaded: what
+    runs is a model without codes."""
+
+    @property
+    def name(self) -> str:
+        """``W8A8``; of several schemes ``W8A8 + W4A16``; the method where nothing is known."""
+        return " + ".join(dict.fromkeys(one.name for one in self.schemes)) or self.method
+
+    def __str__(self) -> str:
+        """``W8A8: int8 weights per channel, int8 activations per token, dynamic; not quantised:
+        lm_head (compressed-tensors, int-quantized)``"""
+        told = [
+            str(one) + (f" ({one.num_modules} modules)" if len(self.schemes) > 1 else "")
+            for one in self.schemes
+        ] or ["scheme not known"]
+        if self.kv_cache is not None:
+            told.append(f"KV cache {self.kv_cache}")
+        if self.kept:
+            told.append(f"not quantised: {', '.join(self.kept)}")
+        if self.dequantized:
+            told.append("dequantised when loaded")
+        by = ", ".join(filter(None, (self.method, self.format)))
+        return f"{'; '.join(told)} ({by})"

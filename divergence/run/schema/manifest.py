@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from divergence.run.schema.arithmetic import ArithmeticFact
-from divergence.run.schema.engine import Calibration, CompiledNote, EngineNote, EngineValue
+from divergence.run.schema.engine import (
+    Calibration,
+    CodeNote,
+    CompiledNote,
+    EngineNote,
+    EngineValue,
+    QuantizationNote,
+)
 from divergence.run.schema.record import Count
 
 if TYPE_CHECKING:
@@ -21,10 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote", "EngineNote",
-    "EngineValue",
-    "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote", "ModuleRole",
-    "Override", "Plan", "Repeatability", "SampleTokens", "Settings", "Sizes", "StoreMode",
-    "Switch", "SwitchStatus", "Task", "Tokens",
+    "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote",
+    "ModuleRole", "Override", "Plan", "QuantizationNote", "Repeatability", "SampleTokens",
+    "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 6
@@ -36,11 +42,9 @@ UNKNOWN = "unknown"
 
 ModuleRole = Literal["block", "trunk", "inner"]
 SwitchStatus = Literal["accepted", "set", "refused", "absent"]
-
 TokenId = Count
 Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]
 """``operators``: no model; a suite, a replay or a probe of single operators."""
-
 
 StoreMode = Literal["full", "sketch", "stats", "hash"]
 """What is kept of a tensor: every byte, projections and statistics, statistics, or digests."""
@@ -52,33 +56,6 @@ class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 ConfigValue = bool | int | float | str | list[bool | int | float | str | None] | None
 """One value of a model's configuration."""
-
-
-class CodeNote(_Strict, kw_only=True):
-    """The code that modules of one class ran, so that two runs can be shown to have run the same
-    code."""
-
-    digest: str
-    """Of the syntax of ``forward`` and of what it calls, without comments, docstrings, annotations
-    and line numbers."""
-    origin: str
-    """Python module of ``forward``; with file name and line where it belongs to no library."""
-    functions: dict[str, str] = {}
-    """Digest of each of those functions, by name. Empty where it is no Python function."""
-    replaced: list[str] = []
-    """What was put in place of the class's own code, and by what."""
-    wrapped: list[str] = []
-    """What stands around the module or in it: an adapter, sharding, offloading, quantised
-    weights."""
-    compiled: str | None = None
-    """What compiled it."""
-    odd: dict[str, str] = {}
-    """Modules of this class that run other code than most, each with its digest."""
-    places: list[str] = []
-    """Paths of the modules, with ``*`` for the numbers in them."""
-    attributes: dict[str, str] = {}
-    """Plain numbers that the modules hold: the value that most have, then the modules that have
-    another."""
 
 
 class ModelIdentity(_Strict, kw_only=True):
@@ -101,7 +78,7 @@ class ModelIdentity(_Strict, kw_only=True):
     rounded_digests: dict[str, str] = {}
     """By narrower dtype: the overall digest of the same weights rounded to it. So a float32 run and
     a bfloat16 run of one checkpoint can be recognised as such."""
-    quantization: str | None = None
+    quantization: QuantizationNote | None = None
     attn_implementation: str | None = None
     tokenizer_digest: str | None = None
     chat_template_digest: str | None = None

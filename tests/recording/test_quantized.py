@@ -1,0 +1,145 @@
+"""A quantised checkpoint is captured, repeated and described like any other model."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from divergence.errors import ModelError
+from divergence.recording.api import capture
+from divergence.recording.model.quantization import quantization_of
+from divergence.run.schema.engine import QuantizedNumbers
+from tests.models import quantized
+
+PROMPT = "A bridge is built twice: once on paper."
+LINES = {
+    "w8a8": "W8A8: int8 weights per channel, int8 activations per token, dynamic",
+    "w8a8-static": "W8A8: int8 weights per channel, int8 activations per tensor, static",
+    "w8a16": "W8A16: int8 weights per channel",
+    "w4a16": "W4A16: int4 weights per group of 16",
+    "fp8": "FP8 W8A8: float8 weights per channel, float8 activations per token, dynamic",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_model, tmp_path_factory):
+    """``checkpoint("w8a8", "llama")`` → a quantised folder; the same arguments, the same one."""
+    made = {}
+
+    def make(scheme, architecture="llama", dtype="bfloat16", **how):
+        key = scheme, architecture, dtype, *sorted(how.items())
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{scheme}-")
+            source = tiny_model(architecture, dtype=dtype)
+            made[key] = quantized.build(source, folder, scheme, **how)
+        return made[key]
+
+    return make
+
+
+@pytest.mark.parametrize("scheme", LINES)
+def test_a_checkpoint_is_captured_and_repeated(scheme, checkpoint, tmp_path, capfd):
+    """Free and anchored pass; the codes are hashed, the scheme is told, nothing else is printed."""
+    pytest.importorskip("compressed_tensors")
+    run = capture(checkpoint(scheme), out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
+    model = run.manifest.model
+    assert str(model.quantization).startswith(f"{LINES[scheme]}; not quantised: lm_head (")
+    assert model.quantization.schemes[0].num_modules == 21
+    assert model.dtype == "bfloat16"
+    assert model.missing == []
+    again = capture(like=run, out=tmp_path / "b")
+    assert again.manifest.plan.passes == ["free", "anchored"]
+    assert again.manifest.model == model
+    stored = "weight_packed" if scheme.endswith("a16") else "weight"
+    name = f"model.layers.0.mlp.up_proj.{stored}"
+    assert name in model.digests
+    other = capture(
+        checkpoint("w8a8" if scheme != "w8a8" else "w8a16"), out=tmp_path / "c", prompts=[PROMPT],
+        max_new_tokens=1, probe=False,
+    )  # fmt: skip
+    assert other.manifest.model.digest != model.digest
+    assert "it/s" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kept", "line"),
+    [
+        (
+            "qwen3-moe",
+            ["lm_head", "model.layers.*.mlp.experts", "model.layers.*.mlp.gate"],
+            "not quantised: lm_head, model.layers.*.mlp.experts",
+        ),
+        ("bert", ["cls.predictions.decoder"], "not quantised: cls.predictions.decoder"),
+    ],
+)
+def test_what_stays_unquantised_is_told(architecture, kept, line, checkpoint, tmp_path):
+    """Experts (transformers makes them dense), routers and heads, as the modules show them."""
+    pytest.importorskip("compressed_tensors")
+    folder = checkpoint("w8a8", architecture)
+    run = capture(folder, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    assert run.manifest.model.quantization.kept == kept
+    assert line in str(run.manifest.model.quantization)
+
+
+def test_codes_that_are_not_there_are_an_error(checkpoint, tmp_path):
+    """A config that names another scheme than the tensors have."""
+    pytest.importorskip("compressed_tensors")
+    folder = quantized.build(checkpoint("w8a8").parent / checkpoint("w8a8").name, tmp_path, "w8a8")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantized.config_of("w4a16")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError):
+        capture(folder, out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1)
+
+
+# --- from configurations alone -------------------------------------------------------------------
+
+
+def model_of(config, *modules):
+    """A model of these modules under ``m0``, ``m1``, with a quantisation config."""
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(quantization_config=config)
+    for number, module in enumerate(modules):
+        model.add_module(f"m{number}", module)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+            "W4A16: int4 weights per group of 128; dequantised when loaded (gptq)",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
+            "W4A16: int4 weights per group of 64, asymmetric; dequantised when loaded (awq)",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "FP8 W8A8: float8 weights per block, float8 activations per group of 128, dynamic; "
+            "dequantised when loaded (fp8)",
+        ),
+        ({"quant_method": "gguf"}, "scheme not known; dequantised when loaded (gguf)"),
+    ],
+)
+def test_a_configuration_tells_what_no_module_does(config, line):
+    """Methods whose weights transformers has turned into plain ones."""
+    assert str(quantization_of(model_of(config, torch.nn.Linear(2, 2)))) == line
+
+
+def test_a_model_without_codes_has_no_note():
+    """Neither a configuration nor a quantised module."""
+    assert quantization_of(model_of(None, torch.nn.Linear(2, 2))) is None
+
+
+def test_a_kv_cache_is_told_apart():
+    """Its codes are no weights' and no activations'."""
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config = quantized.config_of("w8a16") | {"kv_cache_scheme": cache}
+    note = quantization_of(model_of(config, torch.nn.Linear(2, 2)))
+    assert note.kv_cache == QuantizedNumbers(kind="float", bits=8, per="tensor")
+    assert "KV cache float8 per tensor" in str(note)

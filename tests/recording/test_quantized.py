@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from divergence.errors import ModelError
-from divergence.recording.api import capture
+from divergence.recording.api import capture, truth
 from divergence.recording.model.quantization import quantization_of
 from divergence.run.schema.engine import QuantizedNumbers
 from tests.models import quantized
@@ -93,6 +94,53 @@ def test_codes_that_are_not_there_are_an_error(checkpoint, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError):
         capture(folder, out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1)
+
+
+# --- the truth of a quantised run ----------------------------------------------------------------
+
+
+def integers(x, weight, scale):
+    """The scheme by hand: codes of x by token, products and sums of integers, then the scales."""
+    step = x.abs().amax(-1, keepdim=True) / 127.5
+    codes = (x / step).round().clamp(-128, 127).long()  # torch rounds ties to even
+    return (codes @ weight.long().T).double() * step * scale.double().T
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_truth_has_the_schemes_integers(dtype, checkpoint, tmp_path):
+    """Each linear layer's float64 output is what exact integers give, in every pass."""
+    pytest.importorskip("compressed_tensors")
+    folder = checkpoint("w8a8", dtype=dtype)
+    run = capture(
+        folder, out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1, probe=False,
+        sites=["modules"],
+    )  # fmt: skip
+    true = truth(run, out=tmp_path / "truth")
+    stored = load_file(folder / "model.safetensors")
+    for pass_ in ("free", "anchored"):
+        for path in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
+            sites = f"{path}:in", f"{path}:out"
+            x, y = (true.read(true.find((pass_, 0, 0, site)))[0] for site in sites)
+            right = integers(x, stored[f"{path}.weight"], stored[f"{path}.weight_scale"])
+            assert x.dtype == y.dtype == torch.float64
+            assert float((y - right).norm() / right.norm()) < 1e-14
+
+
+def test_a_truth_of_weights_alone_multiplies_what_the_codes_stand_for(checkpoint, tmp_path):
+    """Code × scale without the rounding of a dequantised weight."""
+    pytest.importorskip("compressed_tensors")
+    folder = checkpoint("w8a16")
+    run = capture(
+        folder, out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1, probe=False,
+        sites=["modules"],
+    )  # fmt: skip
+    true = truth(run, out=tmp_path / "truth")
+    stored, path = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    packed = stored[f"{path}.weight_packed"].view(torch.uint8)
+    codes = packed.view(*stored[f"{path}.weight_shape"].tolist()).double() - 128
+    x, y = (true.read(true.find(("free", 0, 0, f"{path}:{port}")))[0] for port in ("in", "out"))
+    right = x @ (codes * stored[f"{path}.weight_scale"].double()).T
+    assert float((y - right).norm() / right.norm()) < 1e-14
 
 
 # --- from configurations alone -------------------------------------------------------------------

@@ -9,7 +9,7 @@ that run takes it from there. So another machine runs the very same quantised mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -32,10 +32,18 @@ from divergence.recording.engines.generate import GroupResult, failures, inputs
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.sessions import TorchSession, loaded_by_transformers
 from divergence.recording.hooks.modules import Recorder
-from divergence.run.schema.manifest import EngineNote, EngineValue, SampleTokens
+from divergence.run.schema.engine import (
+    EngineNote,
+    EngineValue,
+    QuantizationNote,
+    QuantizedNumbers,
+    QuantizedScheme,
+)
+from divergence.run.schema.manifest import SampleTokens
+from divergence.run.schema.site import starred
 
 if TYPE_CHECKING:
-    from divergence.run.schema.manifest import Manifest
+    from divergence.run.schema.manifest import Manifest, ModelIdentity
 
 __all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "quantised_cache"]
 
@@ -145,6 +153,24 @@ class QuantizeSession(TorchSession):
     def _is_same(self, note: EngineNote) -> bool:
         return all(note.options.get(key) == value for key, value in self.options.items())
 
+    def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
+        identity = super().identity(on_parameter)
+        identity.quantization = self._description()
+        return identity
+
+    def _description(self) -> QuantizationNote:
+        scheme, places = self.scheme, sorted({starred(name) for name in self.targets})
+        weights = _numbers(scheme.weights, dynamic=False)
+        found = QuantizedScheme(
+            weights=weights, activations=_numbers(scheme.activations, dynamic=not scheme.static),
+            modules=places, num_modules=len(self.targets),
+        )  # fmt: skip
+        return QuantizationNote(
+            method="simulated", schemes=[] if weights is None else [found],
+            kv_cache=_numbers(scheme.kv, dynamic=True),
+            kept=sorted({starred(name) for name in self.kept}),
+        )  # fmt: skip
+
     def run_group(self, recorder: Recorder, samples: list[SampleTokens], **how: Any) -> GroupResult:
         with quantised_cache(self.scheme.kv):
             return super().run_group(recorder, samples, **how)
@@ -160,6 +186,16 @@ class QuantizeSession(TorchSession):
 
     def close(self) -> None:
         uninstall(self.loaded.module)
+
+
+def _numbers(quantizer: Quantizer | None, *, dynamic: bool) -> QuantizedNumbers | None:
+    if quantizer is None:
+        return None
+    return QuantizedNumbers(
+        kind="float" if quantizer.is_float else "int",
+        bits=4 if quantizer.format == "int4" else 8, per=quantizer.per,
+        group_size=quantizer.group, symmetric=quantizer.symmetric, dynamic=dynamic,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

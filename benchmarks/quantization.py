@@ -1,0 +1,137 @@
+"""What quantisation costs a trained model: by scheme, by matrix, and what to keep.
+
+    python benchmarks/quantization.py             # all tables; a quarter of an hour on two cores
+    python benchmarks/quantization.py --schemes   # the first alone, two minutes
+    python benchmarks/quantization.py --model DIR --prompts FILE
+
+The model is SmolLM2-135M-Instruct (see _trained.py) in float32. Its weights come from a file of 4
+bits in groups of 32, so what schemes for weights alone cost is less than of the published weights.
+The prompts are this project's own documents, cut into pieces of so many characters. Costs are
+against the float32 model, over all tokens of the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from divergence import Quantization, Run, capture, quantize
+from divergence.experiments.quantization.result import Cost, MatrixCost
+
+PIECES, CHARACTERS = 6, 360
+SCHEMES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("w8a16", {}),
+    ("w8a8", {}),
+    ("w8a8", {"smooth": 0.5}),
+    ("w8a8", {"weights_per": "tensor"}),
+    ("w8a8", {"activations_per": "tensor"}),
+    ("w8a8-static", {}),
+    ("w8a8-static", {"smooth": 0.5}),
+    ("w8a8-static", {"smooth": 0.8}),
+    ("w8a8-static", {"asymmetric": "activations"}),
+    ("fp8", {}),
+    ("fp8-static", {}),
+    ("w4a16-g64", {}),
+    ("w4a16-g64", {"asymmetric": "weights"}),
+    ("w4a8-g64", {}),
+    ("kv8", {}),
+)
+POLICIES = (("w8a8-static", (0.3, 0.1, 0.03)),)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--schemes", action="store_true", help="the first table alone")
+    parser.add_argument("--model", help="another checkpoint")
+    parser.add_argument("--prompts", type=Path, help="a file, one prompt a line")
+    given = parser.parse_args()
+    if given.model is None:
+        from _trained import checkpoint
+
+        given.model = str(checkpoint())
+    prompts = pieces() if given.prompts is None else given.prompts.read_text().splitlines()
+    with tempfile.TemporaryDirectory(prefix="divergence-quantization-") as folder:
+        run = capture(given.model, out=f"{folder}/a", prompts=prompts, max_new_tokens=1,
+                      sites=["."], probe=False, dtype="float32")  # fmt: skip
+        schemes(run)
+        if not given.schemes:
+            for scheme, targets in POLICIES:
+                matrices(run, scheme, targets)
+
+
+def pieces() -> list[str]:
+    """Prose of this project."""
+    root = Path(__file__).parents[1] / "docs"
+    text = "\n".join(
+        line for name in ("verdicts.md", "how-it-works.md", "faq.md")
+        if (root / name).exists()
+        for line in (root / name).read_text(encoding="utf-8").splitlines()
+        if line and line[0].isalpha()
+    )  # fmt: skip
+    step = max(CHARACTERS, len(text) // PIECES)
+    return [text[n * step :][:CHARACTERS] for n in range(PIECES)]
+
+
+def schemes(run: Run) -> None:
+    print(
+        "| scheme | mean KL | 99% | same top | RMS Δp | ln PPL ratio |\n|---|---|---|---|---|---|"
+    )
+    for name, options in SCHEMES:
+        found = quantize(run, scheme=name, **options)  # type: ignore[arg-type]
+        more = "".join(f", {key.replace('_', ' ')} {value}" for key, value in options.items())
+        print(f"| {name}{more} | {_row(found.cost)} |", flush=True)
+    print()
+
+
+def _row(cost: Cost | None) -> str:
+    assert cost is not None and cost.delta_p_rms is not None and cost.ln_ratio is not None
+    return (
+        f"{cost.kl_mean:.3g} ± {cost.kl_error:.1g} | {cost.kl_p99:.2g} | {cost.same_top:.1%} | "
+        f"{cost.delta_p_rms:.2%} | {cost.ln_ratio:+.3g}"
+    )
+
+
+def matrices(run: Run, scheme: str, targets: tuple[float, ...]) -> None:
+    """Each alone, and what must be kept for each target."""
+    found = quantize(run, scheme=scheme, each=True, target=targets[0])
+    cost = found.cost
+    assert cost is not None and found.predicted is not None
+    print(f"{scheme}, each matrix alone\n")
+    print("| kind | matrices | sum of KL | median error at its block, in floors | largest "
+          "quantile score | costliest |\n|---|---|---|---|---|---|")  # fmt: skip
+    for kind, group in _kinds(found):
+        worst = max(group, key=lambda one: one.cost.kl_mean)
+        floors = [one.times_floor for one in group if one.times_floor is not None]
+        scores = [one.outliers.quantile_score for one in group if one.outliers is not None]
+        print(
+            f"| {kind} | {len(group)} | {sum(one.cost.kl_mean for one in group):.3g} | "
+            f"{f'{statistics.median(floors):.0f}' if floors else '-'} | "
+            f"{f'{max(scores):.2g}' if scores else '-'} | {worst.name}: "
+            f"{worst.cost.kl_mean:.3g} |"
+        )
+    print(f"\nsum {found.predicted:.3g}, together {cost.kl_mean:.3g}\n")
+    print("| target: mean KL | kept | weights kept | predicted | measured | with one fewer |")
+    print("|---|---|---|---|---|---|")
+    for target in targets:
+        policy = (found if target == targets[0] else quantize(run, scheme=scheme,
+                                                              target=target)).policy  # fmt: skip
+        assert policy is not None
+        fewer = "-" if policy.without_last is None else f"{policy.without_last:.3g}"
+        print(f"| {target} | {len(policy.keep)} | {policy.num_kept_weights / 1e6:.3g} M | "
+              f"{policy.predicted:.3g} | {policy.measured:.3g} | {fewer} |")  # fmt: skip
+        print(f"|   | {', '.join(policy.keep[:6])}{', ...' if len(policy.keep) > 6 else ''} |")
+
+
+def _kinds(found: Quantization) -> list[tuple[str, list[MatrixCost]]]:
+    kinds: dict[str, list[MatrixCost]] = defaultdict(list)
+    for one in found.matrices:
+        leaf = one.name.rpartition(".")[2]
+        kinds[leaf if one.by_default else f"{leaf} (kept: {one.part})"].append(one)
+    return sorted(kinds.items(), key=lambda pair: -sum(one.cost.kl_mean for one in pair[1]))
+
+
+if __name__ == "__main__":
+    main()

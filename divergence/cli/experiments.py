@@ -1,4 +1,4 @@
-"""`localize`, `sensitivity`, `selfcheck` and `selftest`: they make runs and compare them."""
+"""Commands that make runs and compare them: `localize`, `sensitivity`, `quantize`, ..."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import typer
 from divergence.cli.answers import progress_bars, show
 from divergence.cli.compare import HTML, check_folder
 from divergence.errors import RunExistsError, RunWriteError, UsageError
-from divergence.options.commands import LIMITS, Json, Quiet, Verbose
+from divergence.options.commands import LIMITS, Force, Json, Quiet, Verbose
 from divergence.options.experiments import (
     LocalizeOptions,
+    QuantizationOptions,
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
 )
 from divergence.options.option import Option
 
-__all__ = ["localize", "selfcheck", "selftest", "sensitivity"]
+__all__ = ["localize", "quantize", "selfcheck", "selftest", "sensitivity"]
 
 
 def localize(
@@ -113,6 +114,56 @@ def sensitivity(
             answer_lines(result) if quiet else sensitivity_lines(result, verbose=verbose),
             whole=quiet,
         )
+
+
+def quantize(
+    *,
+    run: Annotated[str, Option("RUN", "A floating-point run; or a model, captured first.")],
+    out: Annotated[str | None, Option("--out -o RUN", "Write the quantised run there.")] = None,
+    options: Annotated[dict[str, Any], QuantizationOptions],
+    policy: Annotated[
+        Path | None,
+        Option(
+            "--policy DIR",
+            "With --target: write what is kept, as compressed-tensors, ModelOpt and msmodelslim "
+            "read it.",
+            after="measure",
+        ),
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """What quantisation costs a model, which matrices pay it, and which to keep out of it.
+
+    Simulates the scheme on the recorded model: codes are exact, as is what is summed of them. The
+    cost is told as llama.cpp tells it: KL, same top token, Δp, perplexity. -o writes the
+    quantised run, which another machine repeats (capture --like) and compare compares.
+
+    Examples:
+    divergence quantize a --scheme w8a8 -o q          # what it costs; then compare a q
+    divergence quantize a --scheme w4a16 --each       # matrix by matrix, with outliers
+    divergence quantize a --scheme w8a8-static --smooth 0.5
+    divergence quantize a --scheme w4a16 --target 0.05 -o q --policy lists
+    divergence quantize ./model --prompts calibration.txt --scheme fp8
+    """
+    if policy is not None and options.get("target") is None:
+        raise UsageError("--policy writes what --target finds", hint="--target 0.01")
+    from divergence.experiments.quantization.policy import write_forms
+    from divergence.experiments.quantization.quantize import quantize
+    from divergence.layout import print_lines
+    from divergence.report.quantization import answer_line, quantization_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = quantize(run, out=out, force=force, progress=progress, **options)
+    if policy is not None:
+        write_forms(result, policy)
+    if json:
+        show(result.to_json(indent=2))
+    else:
+        lines = [answer_line(result)] if quiet else quantization_lines(result, verbose=verbose)
+        print_lines(lines, whole=quiet)
 
 
 def selfcheck(

@@ -94,7 +94,7 @@ COMMANDS = {
         "How small a fault would be seen: by dtype, prompts, passes and limits as they are.",
     ),
     "quantize": (
-        "quantize",
+        "experiments",
         "What quantisation costs a model, which matrices pay it, and which to keep out of it.",
     ),
     "selfcheck": (

@@ -76,9 +76,10 @@ def grouped(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
         return x
     size = quantizer.group or x.shape[-1]
     if x.shape[-1] % size:
+        power = x.shape[-1] & -x.shape[-1]
         raise UsageError(
             f"groups of {size} do not divide rows of {x.shape[-1]} numbers",
-            hint="another group size, or keep the module in floating point",
+            hint=f"groups of {min(power, size)} do; or keep the module in floating point",
         )
     return x.reshape(*x.shape[:-1], -1, size)
 

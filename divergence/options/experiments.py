@@ -18,7 +18,8 @@ from divergence.options.commands import (
 from divergence.options.option import Option, Options
 
 __all__ = [
-    "LocalizeOptions", "ReproOptions", "SelfcheckOptions", "SelftestOptions", "SensitivityOptions",
+    "LocalizeOptions", "QuantizationOptions", "ReproOptions", "SelfcheckOptions",
+    "SelftestOptions", "SensitivityOptions",
 ]  # fmt: skip
 
 Keep = Annotated[
@@ -87,6 +88,67 @@ class SensitivityOptions(Options, frozen=True, kw_only=True):
             "Also plant the found sizes in the running model, in one block; needs the model.",
         ),
     ] = False
+    model: Model = None
+    device: Device = "auto"
+    trust_remote_code: TrustRemoteCode = False
+
+
+_SCHEME = "The scheme"
+
+
+class QuantizationOptions(Options, frozen=True, kw_only=True):
+    each: Annotated[
+        bool, Option("--each", "Also quantise every matrix alone: half a forward for each.")
+    ] = False
+    target: Annotated[
+        float | None,
+        Option("--target NATS", "Find what must stay in floating point to cost at most this."),
+    ] = None
+    measure: Annotated[
+        str,
+        Option(
+            "--measure NAME", "Held against the target: mean KL, or mean |Δ log p|.",
+            choices=("kl", "logprob"),
+        ),
+    ] = "kl"  # fmt: skip
+    scheme: Annotated[
+        str,
+        Option(
+            "--scheme NAME",
+            "w8a8, w8a8-static, w8a16, w4a16, w4a16-g32, w4a8, fp8, fp8-static, kv8; w8a8+kv8.",
+            _SCHEME,
+        ),
+    ] = "w8a8"
+    smooth: Annotated[
+        float | None,
+        Option(
+            "--smooth ALPHA", "Migrate outliers into the weights, as SmoothQuant: 0.5.", _SCHEME
+        ),
+    ] = None
+    asymmetric: Annotated[
+        str, Option("--asymmetric WHAT", "A zero point for weights, activations, both.", _SCHEME)
+    ] = ""
+    weights_per: Annotated[
+        str, Option("--weights-per WHAT", "A scale for each tensor, channel, group:128.", _SCHEME)
+    ] = ""
+    activations_per: Annotated[
+        str, Option("--activations-per WHAT", "A scale for each tensor, token, group:128.", _SCHEME)
+    ] = ""
+    keep: Annotated[
+        Sequence[str],
+        Option(
+            "--keep NAME",
+            "Leave in floating point: a matrix, re:EXPRESSION, or a class; repeatable. !NAME "
+            "quantises what is kept otherwise (head, routers).",
+            _SCHEME,
+        ),
+    ] = ()
+    prompts: Annotated[
+        Sequence[str], Option("--prompt TEXT", "Of a model: a prompt; repeatable.")
+    ] = ()
+    prompts_file: Annotated[
+        Path | None, Option("--prompts FILE", "Of a model: .txt (one a line), .jsonl or .json.")
+    ] = None
     model: Model = None
     device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False

@@ -38,7 +38,11 @@ def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[L
     if result.cost is not None:
         lines += _cost_lines(result.cost)
     if result.unsmoothed is not None and result.cost is not None:
-        lines.append(prose("migration", _migration(result.cost, result.unsmoothed, result.smooth)))
+        lines.append(
+            prose(
+                "migration", _migration(result.cost, result.unsmoothed, result.scheme_as_run.smooth)
+            )
+        )
     if result.out is not None:
         lines.append(prose("written", result.out))
     lines += [prose("note", note) for note in result.notes]

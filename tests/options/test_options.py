@@ -18,6 +18,7 @@ from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
 from divergence.experiments.localization.localize import localize
+from divergence.experiments.quantization.quantize import quantize
 from divergence.experiments.selfcheck.selfcheck import selfcheck
 from divergence.experiments.selftest import selftest
 from divergence.experiments.sensitivity.sensitivity import sensitivity
@@ -38,6 +39,7 @@ from divergence.options.commands import (
 )
 from divergence.options.experiments import (
     LocalizeOptions,
+    QuantizationOptions,
     ReproOptions,
     SelfcheckOptions,
     SelftestOptions,
@@ -58,6 +60,7 @@ from divergence.words import Progress
 KINDS = [
     CaptureOptions, TruthOptions, CompareOptions, CheckOptions, ReplayOptions, ProbeOptions,
     LocalizeOptions, ReproOptions, SelfcheckOptions, SelftestOptions, SensitivityOptions,
+    QuantizationOptions,
 ]  # fmt: skip
 
 
@@ -144,6 +147,7 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
             "reference candidate out prepare_reference prepare_candidate progress",
         ),
         (sensitivity, SensitivityOptions, "run thresholds progress"),
+        (quantize, QuantizationOptions, "run out force command progress"),
         (selfcheck, SelfcheckOptions, "model revision progress"),
         (selftest, SelftestOptions, "progress"),
         (repro, ReproOptions, "run site out progress"),

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from divergence.experiments.quantization.result import Cost, MatrixCost, Policy
+from divergence.errors import RunWriteError
+from divergence.experiments.quantization.result import Cost, MatrixCost, Policy, Quantization
 from divergence.experiments.quantization.trials import Trials
 from divergence.numerics.quantizers import Quantizer
 from divergence.quantization.scheme import Scheme
 from divergence.words import Progress, silent
 
-__all__ = ["MEASURES", "find_policy", "forms", "value_of"]
+__all__ = ["MEASURES", "find_policy", "forms", "value_of", "write_forms"]
 
 MEASURES = ("kl", "logprob")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
@@ -131,6 +133,18 @@ def _act_of(scheme: Scheme) -> str:
 def _weight_of(scheme: Scheme) -> str:
     return "" if scheme.weights is None else _lines("weight", f"per_{scheme.weights.per}",
                                                     scheme.weights)  # fmt: skip
+
+
+def write_forms(result: Quantization, folder: Path) -> None:
+    """Write ``forms`` of what is kept. Raises RunWriteError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in forms(result.kept, result.scheme_as_run).items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunWriteError(
+            f"{folder} cannot be written: {error.strerror}", hint="choose another --policy"
+        ) from error
 
 
 def _lines(what: str, scope: str, quantizer: Quantizer) -> str:

@@ -118,7 +118,8 @@ def quantize(
             )  # fmt: skip
         return Quantization(
             tool_version=__version__, run=str(base.path), model=base.manifest.model.source,
-            dtype=base.manifest.model.dtype, scheme=chosen.name, says=str(chosen), smooth=smooth,
+            dtype=base.manifest.model.dtype, scheme=chosen.name, says=str(chosen),
+            scheme_as_run=chosen,
             num_prompts=len(base.manifest.tokens.samples),
             num_quantized=len(targets) - (0 if policy is None else len(policy.keep)), kept=kept,
             out=None if out is None else str(out), cost=cost, unsmoothed=unsmoothed,
@@ -169,9 +170,13 @@ def _base(
 
 
 def _is_model(path: str | Path) -> bool:
-    place = expanded(str(path))
+    """A folder with a model in it, or the name of one on the hub."""
+    text, place = str(path), expanded(str(path))
     try:
-        return (place / "config.json").exists() or not (place.exists() or "://" in str(path))
+        if (place / "config.json").exists():
+            return True
+        named = text.count("/") == 1 and text[0] not in "./~"
+        return named and not (place.exists() or place.parent.exists())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from divergence.comparison.result import JsonAnswer
+from divergence.quantization.scheme import Scheme
 
 __all__ = ["SCHEMA_VERSION", "Cost", "MatrixCost", "Outliers", "Policy", "Quantization"]
 
@@ -122,7 +123,8 @@ class Quantization(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
     """Its name."""
     says: str
     """What it does, in words."""
-    smooth: float | None
+    scheme_as_run: Scheme
+    """The same, number by number."""
     num_prompts: int
     num_quantized: int
     kept: list[str]

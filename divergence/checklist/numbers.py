@@ -18,7 +18,7 @@ Said = tuple[RungState, str, bool]
 """(state, evidence, does it explain the rungs below)."""
 
 _NUMBERS: tuple[Claim, ...] = (
-    "nonfinite", "integers_differ", "error_made_here", "error_everywhere_of_kind",
+    "nonfinite", "integers_differ", "codes_wrong", "error_made_here", "error_everywhere_of_kind",
     "error_below_floor", "error_between", "operator_off", "drift",
 )  # fmt: skip
 _SAMPLED: Claim = "not_the_largest_logit"

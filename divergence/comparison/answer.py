@@ -27,7 +27,8 @@ __all__ = ["ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers
            "without_sites"]  # fmt: skip
 
 ANALYSES = (
-    "blocks", "tokens", "arithmetic", "ends", "experts", "operators", "precision", "ranks", "code",
+    "blocks", "codes", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
+    "ranks", "code",
 )  # fmt: skip
 """Folders of divergence.analyses, in the order in which they are asked. What has no sites is
 compared by its own analysis alone (``without_sites``)."""

@@ -43,7 +43,7 @@ PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
     ("other_experiment",),
     ("arithmetic", "suite", "logprobs"),
     ("nonfinite",),
-    ("integers_differ", "error_made_here", "error_everywhere_of_kind"),
+    ("integers_differ", "codes_wrong", "error_made_here", "error_everywhere_of_kind"),
     ("error_below_floor",),
     ("error_between",),
     ("not_the_largest_logit",),

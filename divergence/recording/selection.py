@@ -24,7 +24,7 @@ from divergence.config import BUILTIN_SITES, expand_sites
 from divergence.errors import UsageError
 from divergence.recording.model.structure import is_routing, routing_modules
 from divergence.run.schema.manifest import ModuleNote, StoreMode
-from divergence.run.schema.site import ROOT, compile_patterns, did_you_mean, join_site
+from divergence.run.schema.site import CODES, ROOT, compile_patterns, did_you_mean, join_site
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ class SiteSelection:
                 self._modules
                 or (plain and trunk and (path != ROOT or port == "out"))
                 or (plain and path in self.operators)
-                or (self._blocks and self.is_routing(path, port, tensor))
+                or (self._blocks and (port == CODES or self.is_routing(path, port, tensor)))
                 or self._match(join_site(path, port))
             )
             self._known[key] = known

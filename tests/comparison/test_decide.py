@@ -22,6 +22,7 @@ KINDS = {
     "logprobs": "systematic",
     "nonfinite": "nonfinite",
     "integers_differ": "localized",
+    "codes_wrong": "localized",
     "error_made_here": "localized",
     "error_everywhere_of_kind": "systematic",
     "error_below_floor": "localized",

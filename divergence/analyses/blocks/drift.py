@@ -5,7 +5,9 @@ the blocks' and modules' errors are added as squares (measure.floors); what bloc
 other's is left room for by ``drift``, what the final norm and the head make of what reaches them by
 ``free_gain``. With a truth the two sides' distances from it are compared instead, over the rows of
 a prefill or for the one row of a decode step. Where a model routes tokens, one row may have gone
-to another expert, so that the median of fewer than eight tells nothing.
+to another expert, so that the median of fewer than eight tells nothing. Where activations become
+codes, one that flips moves everything behind it farther than rounding does, on either side: what
+the free runs end with tells nothing then, and only what lies behind the blocks is looked at.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ def find_drift(
     *,
     two_dtypes: bool = False,
     routed: bool = False,
+    coded: bool = False,
 ) -> Drift | None:
     """With a truth: one side's free run is much farther from it than the other's. Without, and
     where the runs are of ``two_dtypes``, so that one is farther off by rounding: the error at the
-    end is more than the blocks may make together. ``routed``: blocks choose experts."""
+    end is more than the blocks may make together. ``routed``: blocks choose experts.
+    ``coded``: activations become codes."""
     allowed = allowed_errors(sites)
     for place, path in sorted(main_path(sites).items()):
         if sum(site.role == "block" for site in path) < 2:
@@ -58,7 +62,7 @@ def find_drift(
                 drift = _against_truth(site, allowed.get(place), thresholds)
             else:
                 drift = _against_floors(site, allowed.get(place), thresholds)
-            if routed and _num_rows(site) < _MIN_ROWS:
+            if coded or (routed and _num_rows(site) < _MIN_ROWS):
                 drift = None
             drift = drift or _behind_blocks(site, thresholds)
             if drift is not None:

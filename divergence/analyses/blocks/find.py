@@ -116,6 +116,7 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
         measured.thresholds,
         two_dtypes=two_dtypes,
         routed=measured.experts or bool(measured.routed),
+        coded=measured.reference.manifest.quantizes_activations,
     )
     findings = [
         within_rounding(

@@ -21,7 +21,7 @@ from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
-from divergence.run.schema.site import ROOT, module_of
+from divergence.run.schema.site import CODES, ROOT, module_of
 from divergence.words import SideOrBoth
 
 __all__ = [
@@ -120,6 +120,8 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         if result.pass_ != pass_ or result.ratio is None:
             continue
         port = result.site.partition(":")[2]
+        if port == CODES:
+            continue
         if port.startswith("in") and (result.role != "inner" or pass_ == "free"):
             continue  # what comes in is judged where it goes out
         if result.block is not None and ".experts." in result.site[len(result.block) :]:

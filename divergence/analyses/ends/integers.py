@@ -27,7 +27,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import is_mask
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import module_of
+from divergence.run.schema.site import CODES, module_of
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def find_integers(measured: Measured) -> list[Integers]:
     for pair in measured.alignment.pairs:
         one, two = pair.reference.record, pair.candidate.record
         kinds = {format_named(record.dtype).kind for record in (one, two)}
+        if one.site.endswith(f":{CODES}"):
+            continue  # rounding may decide them: analyses/codes
         if kinds & {"float", "complex"} or not (a.has_bytes(one) and b.has_bytes(two)):
             continue
         result = results.get((pair.pass_, pair.reference.sample, two.step, one.site))

@@ -108,9 +108,11 @@ def _num_missing(a: Tokens, b: Tokens, parted: set[int]) -> int:
 
 
 def _routed(run: Run) -> bool:
-    """Are there blocks that send tokens to experts? Rounding may send one elsewhere, on either
-    side, and then its logits differ by far more than the floor's do, without any fault."""
-    return any(note.routed for note in run.manifest.plan.modules.values())
+    """Are there blocks that send tokens to experts, or codes of activations? Rounding may send a
+    token elsewhere or flip a code, on either side, and then its logits differ by far more than the
+    floor's do, without any fault."""
+    routed = any(note.routed for note in run.manifest.plan.modules.values())
+    return routed or run.manifest.quantizes_activations
 
 
 def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:

@@ -145,7 +145,7 @@ def kl_lines(tokens: TokensResult) -> list[Line]:
     text = f"mean {decimal(tokens.kl_mean)}, p99 {decimal(tokens.kl_p99)} nats"
     style = ""
     if tokens.kl_ratio is not None:
-        limit = "no limit where experts are chosen"
+        limit = "no limit where experts or codes are chosen"
         if tokens.kl_limit is not None:
             limit = f"limit {times(tokens.kl_limit)}"
             style = "red" if tokens.kl_ratio > tokens.kl_limit else ""

@@ -35,6 +35,7 @@ Claim = Literal[
     "arithmetic",  # what two probed machines' arithmetic is
     "nonfinite",  # nan or inf where the other side, or any result, has none
     "integers_differ",  # masks, positions, choices: they do not round
+    "codes_wrong",  # codes of a quantiser that no rounding makes
     "error_made_here",  # beyond its limit at one site
     "error_everywhere_of_kind",  # beyond it at most sites of one kind
     "error_between",  # made by the code between modules

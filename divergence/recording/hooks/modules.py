@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from divergence.errors import PlantError
 from divergence.recording.hooks.arguments import (
     argument_names,
     input_leaves,
@@ -31,7 +30,8 @@ from divergence.recording.hooks.forwards import (
     repeated,
 )
 from divergence.recording.hooks.operators import OperatorRecorder
-from divergence.recording.hooks.plant import FORWARDS, Plant
+from divergence.recording.hooks.plant import FORWARDS, Plant, check_fired
+from divergence.recording.hooks.quantizers import watched
 from divergence.recording.hooks.rows import Rows
 from divergence.recording.hooks.sink import Anchor, Sink
 from divergence.recording.keeper import CopyKeeper, Keeper, Recent
@@ -40,7 +40,7 @@ from divergence.recording.model.structure import by_token, inside
 from divergence.recording.selection import narrowed, step_selected
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.record import Call, PassName
-from divergence.run.schema.site import ROOT, escape_path, join_site
+from divergence.run.schema.site import CODES, ROOT, escape_path, join_site
 from divergence.run.writing.captured_tensor import CapturedTensor
 
 __all__ = ["Recorder"]
@@ -167,6 +167,7 @@ class Recorder:
             stack.callback(self._recent.items.clear)
             for hooks in self._mounted():
                 stack.enter_context(hooks)
+            stack.enter_context(watched(self._model, self._codes, self._quiet))
             # after these: what an anchor puts in place is no operator, what a plant does is one
             if self.operators is not None:
                 stack.enter_context(self.operators.installed())
@@ -284,12 +285,7 @@ class Recorder:
         """The other run's tensor for this input; the own one where none was recorded."""
         if not tensor.is_floating_point() or "mask" in port:
             return tensor
-        assert self._anchor is not None  # asked where there is one
-        chunks = None if self._step else self._chunks
-        recorded = recorded_rows(
-            self._anchor, self._sample, self._step, join_site(path, port), tensor,
-            chunks=chunks, cached=self._forwards.cached,
-        )  # fmt: skip
+        recorded = self._recorded_rows(join_site(path, port), tensor)
         if recorded is not None and recorded.shape != tensor.shape:
             recorded = self._completed(path, recorded, tensor)
         if recorded is None:
@@ -301,6 +297,24 @@ class Recorder:
         self.anchored += 1
         # A copy: the model may write to its inputs in place, and the recording must not change.
         return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
+
+    def _codes(self, path: str, codes: torch.Tensor, told: torch.Tensor) -> torch.Tensor | None:
+        """Record a quantiser's codes; the other run's, where it is anchored to one. Not beside
+        operators: what one of them gives the next one takes."""
+        call = self._calls.get(path, "") if path in self._hooked else self._numbered(path, "")
+        if self._pass != "escalated":  # which repeats values: nothing has codes of that dtype
+            self._emit(path, call, CODES, told)
+        if self._anchor is None or self._anchor_broken or self.operators is not None:
+            return None
+        return self._recorded_rows(join_site(path + call, CODES), codes)
+
+    def _recorded_rows(self, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        """What the other run has there, of the rows of this forward."""
+        assert self._anchor is not None  # asked where there is one
+        return recorded_rows(
+            self._anchor, self._sample, self._step, site, own,
+            chunks=None if self._step else self._chunks, cached=self._forwards.cached,
+        )  # fmt: skip
 
     def _completed(
         self, path: str, recorded: torch.Tensor, tensor: torch.Tensor
@@ -331,7 +345,9 @@ class Recorder:
         try:
             site, flat = self._sites[path, call, port]
         except KeyError:
-            site, flat = self._sites[path, call, port] = self._site(path, call, port, tensor)
+            site = join_site(path + call, port) if self._wanted(path, port, tensor) else None
+            flat = self._flat is not None and self._flat(path, port, tensor)
+            self._sites[path, call, port] = site, flat
         if site is None:
             return
         if flat:
@@ -348,15 +364,6 @@ class Recorder:
             with self._quiet():
                 item, positions = self._kept(path, tensor)
         self._put(site, item, None, positions)
-
-    def _site(
-        self, path: str, call: str, port: str, tensor: torch.Tensor
-    ) -> tuple[str | None, bool]:
-        """The site of a tensor seen for the first time, if it is recorded; are its rows tokens?"""
-        if not self._wanted(path, port, tensor):
-            return None, False
-        flat = self._flat is not None and self._flat(path, port, tensor)
-        return join_site(path + call, port), flat
 
     def _kept(
         self, path: str, tensor: torch.Tensor
@@ -390,11 +397,4 @@ class Recorder:
         return contextlib.nullcontext() if self.operators is None else self.operators.paused()
 
     def check_plants(self) -> None:
-        """Raise PlantError for a plant whose site was never reached."""
-        for plant in self._plants:
-            if plant.site not in self.fired:
-                raise PlantError(
-                    f"the fault {plant.fault} was never planted: no tensor passed {plant.site}",
-                    hint="`divergence inspect RUN` lists the sites of a run "
-                    "captured with --sites modules",
-                )
+        check_fired(self._plants, self.fired)

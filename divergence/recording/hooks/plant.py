@@ -27,8 +27,8 @@ from divergence.run.schema.contents import site_names
 from divergence.run.schema.site import did_you_mean, is_operator_site, one_or_more, split_site
 
 __all__ = [
-    "FAULTS", "FORWARDS", "Plant", "Substitute", "check_places", "parse_plant", "parse_substitutes",
-    "substitute_from",
+    "FAULTS", "FORWARDS", "Plant", "Substitute", "check_fired", "check_places", "parse_plant",
+    "parse_substitutes", "substitute_from",
 ]  # fmt: skip
 
 FORWARDS = 100_003
@@ -355,3 +355,14 @@ def substitute_from(
         return None if found is None else found.find(pass_, sample, step, port)
 
     return substitute
+
+
+def check_fired(plants: Sequence[Plant], fired: Collection[str]) -> None:
+    """Raise PlantError for a plant whose site was not among those that fired."""
+    for plant in plants:
+        if plant.site not in fired:
+            raise PlantError(
+                f"the fault {plant.fault} was never planted: no tensor passed {plant.site}",
+                hint="`divergence inspect RUN` lists the sites of a run "
+                "captured with --sites modules",
+            )

@@ -159,6 +159,11 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     runs is a model without codes."""
 
     @property
+    def has_activations(self) -> bool:
+        """Are activations quantised, so that rounding may flip a code of theirs?"""
+        return any(one.activations is not None for one in self.schemes) and not self.dequantized
+
+    @property
     def name(self) -> str:
         """``W8A8``; of several schemes ``W8A8 + W4A16``; the method where nothing is known."""
         return " + ".join(dict.fromkeys(one.name for one in self.schemes)) or self.method

@@ -373,6 +373,11 @@ class Manifest(_Strict, kw_only=True):
         return 1 if self.mesh is None else self.mesh.num_ranks
 
     @property
+    def quantizes_activations(self) -> bool:
+        """Do values become codes on their way, each a choice that rounding may flip?"""
+        return self.model.quantization is not None and self.model.quantization.has_activations
+
+    @property
     def processes(self) -> str:
         """``"4 ranks (dp 2 × tp 2)"``, or ``"1 process"``."""
         return "1 process" if self.mesh is None else str(self.mesh)

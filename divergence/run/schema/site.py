@@ -35,11 +35,14 @@ from typing import Any
 from divergence.errors import UsageError
 
 __all__ = [
-    "BUILTIN_SITES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "ROOT", "compile_patterns",
-    "did_you_mean", "escape_path", "is_operator_site", "join_site", "module_of", "natural_key",
-    "near_names", "one_or_more", "operator_of", "operator_path", "split_site", "starred",
-    "unescape_path",
+    "BUILTIN_SITES", "CODES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "ROOT",
+    "compile_patterns", "did_you_mean", "escape_path", "is_operator_site", "join_site", "module_of",
+    "natural_key", "near_names", "one_or_more", "operator_of", "operator_path", "split_site",
+    "starred", "unescape_path",
 ]  # fmt: skip
+
+CODES = "in.codes"
+"""The port of the codes that a quantised module makes of its input."""
 
 ROOT = "."
 """How the root module is written in a site."""

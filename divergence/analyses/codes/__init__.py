@@ -1,0 +1,14 @@
+"""Codes: what quantisers of activations made, or that it was not recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from divergence.comparison.measured import Measured
+
+__all__ = ["applies"]
+
+
+def applies(measured: Measured) -> bool:
+    return measured.reference.manifest.quantizes_activations

@@ -4,8 +4,8 @@
 
 Tiny models of three architectures in W8A8 (compressed-tensors' own code runs them), in bfloat16 and
 float32. Each fault is put into one quantiser of block 1 on B's side. Healthy pairs: another
-attention implementation, and another set of CPU kernels in a process of its own. In bfloat16 B makes
-an escalated pass, too.
+attention implementation, and another set of CPU kernels in a process of its own. In bfloat16 B
+makes an escalated pass, too.
 """
 
 from __future__ import annotations

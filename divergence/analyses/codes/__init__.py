@@ -11,4 +11,5 @@ __all__ = ["applies"]
 
 
 def applies(measured: Measured) -> bool:
-    return measured.reference.manifest.quantizes_activations
+    runs = measured.reference, measured.candidate
+    return all(run.manifest.quantizes_activations for run in runs)

@@ -1,0 +1,95 @@
+"""Quantisers of a quantised model: healthy ones pass, a wrong one is named with its side."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.quantizers import PROMPTS, on_loading
+from divergence.comparison.api import compare
+from divergence.recording.api import capture, truth
+from divergence.run.reader import Run
+from divergence.run.schema.site import CODES
+from tests.models import quantized
+
+PATH = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, tmp_path_factory):
+    """(reference, its truth, ``faulty(name)`` → a run with that quantiser fault, made once)."""
+    pytest.importorskip("compressed_tensors")
+    folder = tmp_path_factory.mktemp("quantised")
+    quantized.build(tiny_model("llama", dtype="float32"), folder / "model", "w8a8")
+    a = capture(
+        folder / "model", out=folder / "a", prompts=PROMPTS[:2], max_new_tokens=2, probe=False
+    )
+    made: dict[str, Run] = {}
+
+    def faulty(name: str) -> Run:
+        if name not in made:
+            with on_loading(name, PATH):
+                made[name] = capture(like=a, out=folder / f"b{len(made)}", probe=False)
+        return made[name]
+
+    return a, truth(a, out=folder / "truth"), faulty
+
+
+def codes_of(report):
+    return [fact.text for fact in report.verdict.evidence if "codes" in fact.text]
+
+
+def test_codes_are_recorded_beside_the_blocks(runs):
+    """As integers, for every quantised module; in the truth as what they are rounded from."""
+    a, true, _ = runs
+    sites = {r.site for r in a.records if r.site.endswith(f":{CODES}")}
+    assert len(sites) == 21
+    site = f"{PATH}:{CODES}"
+    run, right = a.find(("free", 0, 0, site)), true.find(("anchored", 0, 0, site))
+    assert (run.dtype, right.dtype) == ("int8", "float64")
+    codes, quotients = a.read(run).double(), true.read(right)
+    assert float(quotients.abs().max()) == pytest.approx(127.5)
+    assert float((codes - quotients).abs().max()) < 1.01  # a flip is one step
+
+
+def test_a_healthy_pair_passes(runs, tmp_path):
+    """Another attention implementation: rounding, and it is said how many codes it moved."""
+    a, true, _ = runs
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", probe=False)
+    report = compare(a, b, truth=true)
+    assert report.verdict.kind in ("within_floor", "identical")
+    assert report.verdict.side == "neither"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("truncating cast", "steps toward zero on average"),
+        ("1/128 for 1/127.5", "% in scale"),
+        ("wrapped overflow", "by up to 25"),
+        ("scale per tensor", "are not the nearest to x / scale"),
+    ],
+)
+def test_a_wrong_quantiser_is_named_with_its_side(runs, fault, said):
+    """Block, module and side; the other way round it is the reference."""
+    a, true, faulty = runs
+    verdict = compare(a, faulty(fault), truth=true).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("localized", "candidate", "high")
+    assert verdict.onset.site == f"{PATH}:{CODES}"
+    assert said in verdict.evidence[0].text
+
+
+def test_without_a_truth_no_side_is_told(runs):
+    """The two differ by more than ties explain; whose codes are right is not known."""
+    a, _, faulty = runs
+    verdict = compare(a, faulty("truncating cast")).verdict
+    assert (verdict.kind, verdict.side) == ("localized", None)
+    assert verdict.onset.site == f"{PATH}:{CODES}"
+    assert verdict.confidence != "high"
+
+
+def test_a_product_in_float16_is_no_matter_of_codes(runs):
+    """Codes are right, values are not: the block is named."""
+    a, true, faulty = runs
+    verdict = compare(a, faulty("float16 accumulation"), truth=true).verdict
+    assert (verdict.kind, verdict.side) == ("localized", "candidate")
+    assert verdict.onset.site == "model.layers.1:out"

@@ -88,8 +88,8 @@ def find(measured: Measured) -> Answer:
         f"every quantiser of activations makes wrong codes, from {path} on: a kernel or a scheme, "
         "not one layer"
         if family
-        else f"the codes of what enters {path} are wrong{by}: its quantiser, or what comes before it "
-        "in the block"
+        else f"the codes of what enters {path} are wrong{by}: its quantiser, or what comes before "
+        "it in the block"
     )
     evidence = [
         _evidence(module_of(where.site), who if told else None, looks)

@@ -299,12 +299,11 @@ class Recorder:
         return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
 
     def _codes(self, path: str, codes: torch.Tensor, told: torch.Tensor) -> torch.Tensor | None:
-        """Record a quantiser's codes; the other run's, where it is anchored to one. Not beside
-        operators: what one of them gives the next one takes."""
+        """Record a quantiser's codes; the other run's, where it is anchored to one."""
         call = self._calls.get(path, "") if path in self._hooked else self._numbered(path, "")
         if self._pass != "escalated":  # which repeats values: nothing has codes of that dtype
             self._emit(path, call, CODES, told)
-        if self._anchor is None or self._anchor_broken or self.operators is not None:
+        if self._anchor is None or self._anchor_broken:
             return None
         return self._recorded_rows(join_site(path + call, CODES), codes)
 

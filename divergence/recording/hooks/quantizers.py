@@ -57,7 +57,8 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
             if given is None:
                 return result
             codes = given.to(device=value.device, dtype=scale.dtype)
-            return _by_scale(torch.mul, codes, scale, args).to(result.dtype)
+            # the same tensor: where operators are recorded, the next one takes what this one gave
+            return result.copy_(_by_scale(torch.mul, codes, scale, args))
 
     library.forward_quantize = forward_quantize
     try:

@@ -30,6 +30,7 @@ SETTINGS: dict[str, tuple[list[str], dict[str, str]]] = {
     "bfloat16, int8 weights": (["--dtype", "bfloat16", "--int8"], {}),
     "bfloat16, fault mlp-half": (["--dtype", "bfloat16", "--fault", "mlp-half"], {}),
     "float32, fault gate-sign": (["--dtype", "float32", "--fault", "gate-sign"], {}),
+    "bfloat16, fault gate-sign": (["--dtype", "bfloat16", "--fault", "gate-sign"], {}),
 }
 PAIRS = (
     ("float32", "float32, old kernels"),
@@ -39,6 +40,7 @@ PAIRS = (
     ("bfloat16", "bfloat16, int8 weights"),
     ("bfloat16", "bfloat16, fault mlp-half"),
     ("float32", "float32, fault gate-sign"),
+    ("bfloat16", "bfloat16, fault gate-sign"),
     ("bfloat16", "float32, fault gate-sign"),
 )
 

@@ -60,6 +60,13 @@ def scores(
         bool,
         Option("--force", "Pair although prompts or settings differ; replace an existing run."),
     ] = False,
+    runs: Annotated[
+        tuple[str, str] | None,
+        Option(
+            "--runs RUN_A RUN_B",
+            "Runs of flipped prompts, as by --capture and then --like: why these flipped.",
+        ),
+    ] = None,
     capture: Annotated[
         str | None,
         Option("--capture MODEL", "Record the flipped prompts here, with this model.", _CAPTURE),
@@ -106,6 +113,7 @@ def scores(
     divergence scores gpu npu --cluster passage_id    # questions about one text depend on it
     divergence scores a.csv b.csv --json > scores.json
     divergence scores gpu npu --capture ./model -o flips  # then --like flips on the other machine
+    divergence scores gpu npu --runs flips flips-b    # why these flipped, and compare for the layer
 
     Exit codes: 0 done; with --band or --policy 0 only if it is met, else 1; 2 nothing could be
     compared.
@@ -121,9 +129,9 @@ def scores(
     with progress_bars(quiet=quiet or json or markdown) as progress:
         report = scores(
             reference, first, *others, format=format, band=band, policy=policy, tasks=tasks,
-            metrics=metrics, filters=filters, cluster=cluster, force=force, capture=capture,
-            out=out, num_prompts=num_prompts, max_new_tokens=max_new_tokens, dtype=dtype,
-            device=device, trust_remote_code=trust_remote_code, progress=progress,
+            metrics=metrics, filters=filters, cluster=cluster, force=force, runs=runs or (),
+            capture=capture, out=out, num_prompts=num_prompts, max_new_tokens=max_new_tokens,
+            dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
     if html is not None:
         report.to_html(html)

@@ -28,6 +28,7 @@ from divergence.evaluations.statistics import need_scipy
 from divergence.gate.policy import Policy, load_policy
 from divergence.run.command import command_line
 from divergence.run.process_tuning import collect_garbage_rarely
+from divergence.run.reader import Run
 from divergence.run.schema.site import one_or_more
 from divergence.words import Progress
 
@@ -48,6 +49,7 @@ def scores(
     filters: Sequence[str] = (),
     cluster: str | None = None,
     force: bool = False,
+    runs: Sequence[str | Path | Run] = (),
     capture: str | Path | None = None,
     out: str | Path | None = None,
     num_prompts: int = 8,
@@ -68,6 +70,8 @@ def scores(
     ``tasks``, ``metrics``, ``filters``: names or globs of what is compared. ``cluster``: the field
     of a document by which documents depend on one another. ``force``: pairs documents although
     prompts or settings differ, and replaces an existing run.
+    ``runs``: two runs of prompts that flipped, the reference's and the candidate's: each flip that
+    they hold is told as a near tie or a real shift of its answer's margin.
     ``capture``: a model, to record up to ``num_prompts`` prompts whose scores flipped, as a run in
     ``out``.
 
@@ -116,7 +120,13 @@ def scores(
             dtype=dtype, device=device, progress=progress,
         )  # fmt: skip
         report = replace(report, captured=captured)
-    return replace(report, next=_next(report, paths))
+    if runs:
+        from divergence.evaluations.joining import joined
+
+        report = replace(report, candidates=[
+            joined(made[0], first, rest[0].dtype, paired[0], runs), *made[1:]
+        ])  # fmt: skip
+    return replace(report, next=_next(report, paths, runs))
 
 
 def _refuse_same(paths: Sequence[str]) -> None:
@@ -221,15 +231,20 @@ def _summary(side: Evaluation) -> EvaluationSummary:
                              dtype=side.dtype, tool=side.tool, notes=side.notes)  # fmt: skip
 
 
-def _next(report: ScoresReport, paths: list[str]) -> list[str]:
+def _next(report: ScoresReport, paths: list[str], runs: Sequence[str | Path | Run]) -> list[str]:
+    if runs:
+        one, other = (str(run.path if isinstance(run, Run) else run) for run in runs)
+        return [command_line("compare", one, other, note="the layer where it begins")]
     flips = any(task.num_lost or task.num_gained for one in report.candidates[:1]
                 for task in one.tasks)  # fmt: skip
     if report.captured is not None:
         run = report.captured.path
         return [
             command_line("capture", like=run, o=f"{run}-b", note="on the other machine"),
-            command_line("compare", run, f"{run}-b"),
-        ]
+            command_line("compare", run, f"{run}-b", note="the layer"),
+            command_line("scores", *paths[:2], pair=("--runs", run, f"{run}-b"),
+                         note="which flips these runs explain"),
+        ]  # fmt: skip
     if flips and report.verdict in ("worse", "better", "undecided"):
         note = "the prompts that flipped, as a run: on A's machine, with the model's path"
         return [command_line("scores", *paths[:2], capture="MODEL", o="flips", note=note)]

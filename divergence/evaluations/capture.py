@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.evaluations.flips import flipped
+from divergence.evaluations.flips import flips_of
 from divergence.evaluations.formats import format_named
 from divergence.evaluations.pairing import Pairs
 from divergence.evaluations.result import Captured
@@ -31,9 +31,9 @@ def capture_flips(
     prompts: dict[Prompt, str] = {}
     num_flips, choices = 0, True
     for series, pairs in paired.values():
-        flips = flipped(pairs)
+        flips = flips_of(pairs)
         num_flips += len(flips)
-        rows = [mine for mine, _ in flips[: max(0, num_prompts - len(prompts))]]
+        rows = [pairs.rows[one][0] for one in flips[: max(0, num_prompts - len(prompts))]]
         found = format_named(side.format).prompts(series, {row.place for row in rows})
         for row in rows:
             if row.place in found:

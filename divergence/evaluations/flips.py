@@ -23,10 +23,11 @@ from divergence.evaluations.pairing import Pairs
 from divergence.evaluations.result import FlipCauses
 from divergence.evaluations.rows import Row
 
-__all__ = ["causes_of", "flipped", "shift_of"]
+__all__ = ["OF_ALL", "causes_of", "explained", "flips_of", "shift_of"]
 
 _LIMIT = 4.0
 _MEAN_TO_SIGMA = math.sqrt(math.pi / 2)
+OF_ALL = "the shifts of all documents"
 
 
 def shift_of(a: Row, b: Row) -> float | None:
@@ -64,18 +65,22 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
 
 
 def _limit(shifts: np.ndarray, dtypes: Sequence[str | None]) -> tuple[float, str]:
+    bound, of = explained(dtypes)
+    found = _LIMIT * _MEAN_TO_SIGMA * float(shifts.mean())
+    return (found, OF_ALL) if found <= bound else (bound, of)
+
+
+def explained(dtypes: Sequence[str | None]) -> tuple[float, str]:
+    """How far a margin may move by the rounding of the coarser dtype, in nats, and in words."""
     known = [one for one in dtypes if one in BY_DTYPE]
     coarse = max(known, key=lambda one: BY_DTYPE[one]) if len(known) == len(dtypes) else None
     bound = math.sqrt(2) * (WIDEST if coarse is None else BY_DTYPE[coarse])
-    found = float(shifts.mean())
-    if found <= bound:
-        return _LIMIT * _MEAN_TO_SIGMA * found, "the shifts of all documents"
     of = f"the rounding of {coarse}" if coarse else "the rounding of bfloat16, for want of a dtype"
     return _LIMIT * _MEAN_TO_SIGMA * bound, of
 
 
-def flipped(pairs: Pairs) -> list[tuple[Row, Row]]:
-    """The documents whose scores differ, the largest shift of a margin first; losses first."""
+def flips_of(pairs: Pairs) -> list[int]:
+    """The pairs whose scores differ, the largest shift of a margin first; losses first."""
     order = [
         (-(shift_of(a, b) or 0.0), y - x, number)
         for number, ((a, b), x, y) in enumerate(
@@ -83,4 +88,4 @@ def flipped(pairs: Pairs) -> list[tuple[Row, Row]]:
         )
         if x != y
     ]
-    return [pairs.rows[number] for _, _, number in sorted(order)]
+    return [number for _, _, number in sorted(order)]

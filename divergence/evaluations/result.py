@@ -11,7 +11,8 @@ from divergence.comparison.results.findings import PreflightLine
 
 __all__ = [
     "SCORES_SCHEMA_VERSION", "BandResult", "Candidate", "Captured", "EvaluationSummary",
-    "FlipCauses", "Pairing", "ScoresReport", "ScoresVerdict", "TaskScores", "worst_of",
+    "FlipCauses", "Pairing", "RunCauses", "RunFlip", "ScoresReport",
+    "ScoresVerdict", "TaskScores", "worst_of",
 ]  # fmt: skip
 
 SCORES_SCHEMA_VERSION = 1
@@ -115,6 +116,52 @@ class FlipCauses(msgspec.Struct, frozen=True, kw_only=True):
     """Documents with the likelihoods of their choices on both sides."""
 
 
+class RunFlip(msgspec.Struct, frozen=True, kw_only=True):
+    """A flipped document in two runs of its prompt."""
+
+    document: str
+    sample: int
+    """The prompt's number in the reference's run."""
+    step: int
+    """0 is the first token of the answer."""
+    cause: Literal["tie", "shift", "not_reproduced", "not_told"]
+    """``tie``: the margin moved by no more than rounding explains. ``shift``: by more.
+    ``not_reproduced``: the runs answer alike."""
+    reference: str | None = None
+    """The token that A answers with."""
+    candidate: str | None = None
+    """The token that B answers with."""
+    reference_margin: float | None = None
+    """Of A's token over B's in A's run, in nats."""
+    candidate_margin: float | None = None
+    """Of A's token over B's in B's run."""
+    why: str | None = None
+    """Why it is not told, or no margin is."""
+
+
+class RunCauses(msgspec.Struct, frozen=True, kw_only=True):
+    """Flips joined to two runs of their prompts."""
+
+    reference: str
+    """The reference's run."""
+    candidate: str
+    limit: float
+    """Rounding explains a shift of the margin up to this, in nats."""
+    limit_of: str
+    num_flips: int
+    """All that flipped; those without a prompt in both runs are in no other number."""
+    num_ties: int
+    num_shifts: int
+    num_not_reproduced: int
+    num_not_told: int
+    difference_of_ties: float
+    """The share of the score difference that these flips make, as in FlipCauses."""
+    difference_of_shifts: float
+    flips: list[RunFlip]
+    """Of the prompts that are in both runs."""
+    notes: list[str] = []
+
+
 class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     """One task, by one metric, under one filter."""
 
@@ -158,6 +205,8 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     or a document has several."""
     causes: FlipCauses | None = None
     """None without likelihoods of choices, or without flips."""
+    in_runs: RunCauses | None = None
+    """None unless runs were named that hold prompts of this task's flips."""
     notes: list[str] = []
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from divergence.evaluations.judging import band_text
-from divergence.evaluations.result import Candidate, EvaluationSummary, ScoresReport, TaskScores
+from divergence.evaluations.result import (
+    Candidate,
+    EvaluationSummary,
+    RunCauses,
+    RunFlip,
+    ScoresReport,
+    TaskScores,
+)
 from divergence.evaluations.rows import SeriesName
 from divergence.layout import BLANK, Line, Span, columns, count, heading, line, prose
 from divergence.words import markdown_code, printable
@@ -156,6 +163,8 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     yield "flips", f"{task.num_lost:,} lost, {task.num_gained:,} gained{changed}"
     if task.causes is not None:
         yield "why", _why(task)
+    if task.in_runs is not None:
+        yield from _in_runs(task.in_runs, verbose=verbose)
     yield from _left_out(task)
     for note in task.notes:
         yield "note", note
@@ -176,6 +185,37 @@ def _why(task: TaskScores) -> str:
         f"{' and '.join(parts)}: a tie's margin moves by no more than {causes.limit:.2g} nats, by "
         f"{causes.limit_of}; the median moved by {causes.median_shift:.2g}"
     )
+
+
+def _in_runs(found: RunCauses, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    """What two runs tell of the flips, then the flips themselves."""
+    counts = {"not reproduced": found.num_not_reproduced, "not told": found.num_not_told}
+    parts = [
+        f"{count(found.num_ties, 'near tie')} ({_signed(found.difference_of_ties)})",
+        f"{count(found.num_shifts, 'real shift')} ({_signed(found.difference_of_shifts)})",
+        *(f"{number:,} {words}" for words, number in counts.items() if number),
+    ]
+    yield (
+        "in the runs",
+        f"{len(found.flips):,} of {found.num_flips:,} flips: {', '.join(parts)}; a tie's margin "
+        f"moves by no more than {found.limit:.2g} nats, by {found.limit_of}",
+    )
+    for flip in found.flips[: None if verbose else _DETAILED]:
+        yield "flip", _flip(flip)
+    for note in found.notes:
+        yield "note", note
+
+
+def _flip(flip: RunFlip) -> str:
+    words = {"tie": "a near tie", "shift": "a real shift", "not_reproduced": "not reproduced",
+             "not_told": "not told"}[flip.cause]  # fmt: skip
+    told = f"prompt {flip.sample}, token {flip.step}: {words}"
+    if flip.reference_margin is not None and flip.candidate_margin is not None:
+        told += (
+            f", {flip.reference!r} over {flip.candidate!r} by {flip.reference_margin:.3g} nats in "
+            f"A and {flip.candidate_margin:.3g} in B"
+        )
+    return f"{told}: {flip.why}" if flip.why else told
 
 
 def _left_out(task: TaskScores) -> Iterator[tuple[str, str]]:
@@ -251,9 +291,9 @@ def _flat(task: TaskScores) -> dict[str, object]:
     found: dict[str, Any] = msgspec.to_builtins(task)
     found.pop("preflight")
     found["notes"] = "; ".join(found["notes"])
-    for name in ("pairing", "causes"):
+    for name in ("pairing", "causes", "in_runs"):
         for key, value in (found.pop(name) or {}).items():
-            if key not in ("whys", "repeats"):
+            if not isinstance(value, list | tuple | dict):
                 found[f"{name}_{key}"] = value
     for band in found.pop("bands"):
         word = f"band_{100 * band['limit']:g}{'pct' if band['relative'] else 'points'}"

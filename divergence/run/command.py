@@ -19,13 +19,16 @@ Value = str | int | os.PathLike[str] | Url | bool | None | Iterable[object]
 
 
 def command_line(
-    name: str, *operands: object, ranks: int | None = None, note: str = "", **options: Value
-) -> str:
+    name: str, *operands: object, ranks: int | None = None, note: str = "",
+    pair: tuple[str, object, object] | None = None, **options: Value,
+) -> str:  # fmt: skip
     """``divergence NAME OPERANDS OPTIONS   # note``, ready for a shell; options as in
     ``command_words``. ``ranks``: as so many processes. ``note``: a comment of ours, never words
-    of a run."""
+    of a run. ``pair``: an option that takes two values."""
     start = [] if ranks is None else ["torchrun", "--nproc-per-node", ranks, "-m"]
     text = quoted_words([*start, *command_words(name, *operands, **options)])
+    if pair is not None:
+        text += f" {pair[0]} {quoted_words(_operand(str(value)) for value in pair[1:])}"
     return f"{text}   # {note}" if note else text
 
 

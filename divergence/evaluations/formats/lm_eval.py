@@ -31,7 +31,7 @@ from divergence.importing.layouts.lm_eval import requests
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.recording.prompts import Prompt
 
-__all__ = ["NAME", "prompts", "read", "recognise"]
+__all__ = ["NAME", "asked", "prompts", "read", "recognise", "weight"]
 
 NAME = "lm-evaluation-harness"
 _SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
@@ -191,26 +191,29 @@ def _generation(item: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _likelihoods(item: dict[str, Any], where: str) -> list[tuple[int, float]] | None:
-    """(length, log-likelihood) of each choice. None unless every request was judged."""
+def _likelihoods(item: dict[str, Any], where: str) -> list[tuple[str, float]] | None:
+    """(text, log-likelihood) of each choice. None unless every request was judged."""
     arguments = item.get("arguments")
     if not isinstance(arguments, dict | list) or len(arguments) < 2:
         return None
-    values: list[tuple[int, float]] = []
+    values: list[tuple[str, float]] = []
     for _, text, value in requests(item, where):
         if value is None:
             return None
-        values.append((len(text.strip()), value))
+        values.append((text, value))
     return values
 
 
-def _choices(judged: list[tuple[int, float]] | None, metric: str) -> tuple[float, ...] | None:
+def _choices(judged: list[tuple[str, float]] | None, metric: str) -> tuple[float, ...] | None:
     """What this metric ranks the choices by."""
     if judged is None:
         return None
-    if metric == "acc_norm":
-        return tuple(value / max(length, 1) for length, value in judged)
-    return tuple(value for _, value in judged)
+    return tuple(value * weight(metric, text) for text, value in judged)
+
+
+def weight(metric: str, text: str) -> float:
+    """By what the metric multiplies a choice's log-likelihood before it ranks the choices."""
+    return 1 / max(len(text.strip()), 1) if metric == "acc_norm" else 1.0
 
 
 def _answer(item: Mapping[str, Any], choices: tuple[float, ...] | None) -> str | None:
@@ -231,11 +234,28 @@ def _table(value: Any) -> dict[str, Any]:
 
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The contexts, as they were rendered."""
+    return {
+        number: Prompt(text=context)
+        for number, (context, _) in asked(series, places).items()
+        if context
+    }
+
+
+def asked(series: Series, places: Collection[int]) -> dict[int, tuple[str, list[str]]]:
+    """Context and continuations of some rows. Blanks at the end of what choices follow belong to
+    the choices, as lm-eval has it."""
     folder = Folder(series.file)
-    found: dict[int, Prompt] = {}
+    found: dict[int, tuple[str, list[str]]] = {}
     for number, item in lines_of(folder, folder.names[0]):
-        if number in places:
-            context, _, _ = next(requests(item, series.file), ("", "", None))
-            if context:
-                found[number] = Prompt(text=context)
+        if len(found) == len(places):
+            break
+        if number not in places:
+            continue
+        given = list(requests(item, series.file))
+        context = given[0][0] if given else ""
+        if any(value is None for _, _, value in given):
+            found[number] = context, []
+            continue
+        bare = context.rstrip()
+        found[number] = bare, [context[len(bare) :] + text for _, text, _ in given]
     return found

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["MAX_CONFIG_BYTES", "chat_example", "config_values", "identify", "without_home"]
+__all__ = ["MAX_CONFIG_BYTES", "chat_example", "config_values", "identify", "tokenizer_digest",
+           "without_home"]  # fmt: skip
 
 _VOLATILE = {
     # What does not change the numbers that the weights stand for, or is recorded elsewhere.
@@ -110,7 +111,7 @@ def identify(
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
         quantization=quantization_of(module),
         attn_implementation=getattr(config, "_attn_implementation", None),
-        tokenizer_digest=_tokenizer_digest(tokenizer),
+        tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=None if template is None else digest_json(template),
         trust_remote_code=loaded.trust_remote_code,
         missing=loaded.missing,
@@ -174,7 +175,7 @@ def _code(module: torch.nn.Module) -> dict[str, CodeNote]:
         return {}
 
 
-def _tokenizer_digest(tokenizer: Any) -> str | None:
+def tokenizer_digest(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,0 +1,252 @@
+"""Flips joined to two runs of their prompts: do the runs answer as the evaluations did, and by how
+much did the answer's margin move between them?
+
+The runs are those that ``scores --capture`` and then ``capture --like`` wrote. A document is found
+in them by its prompt's tokens. Its answer token is
+
+    of multiple choice     the first token of A's choice against that of B's, at step 0
+    of a generated answer  the first token where both runs' greedy choices part
+
+and the margin, in nats, is the difference of both tokens' log-probabilities. Where it does not
+favour A's answer in A's run and B's in B's, the flip is not reproduced: it came from what the runs
+do not have, such as batches, sampling, another prompt or other weights. One that is reproduced is a
+near tie or a real shift, by the limit that flips.py has for the runs' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from divergence.comparison.align.pieces import logits_row
+from divergence.errors import PromptError, UsageError
+from divergence.evaluations.flips import OF_ALL, explained, flips_of
+from divergence.evaluations.formats import format_named, lm_eval
+from divergence.evaluations.pairing import Pairs
+from divergence.evaluations.result import Candidate, FlipCauses, RunCauses, RunFlip
+from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
+from divergence.recording.prompts import Prompt, tokenize
+from divergence.run.reader import Run
+
+__all__ = ["joined"]
+
+_Ids = tuple[int, ...]
+
+
+class _Answer(NamedTuple):
+    """A's token and B's, at a step. ``weights``: of their log-probabilities in the metric.
+    ``whole``: no other token belongs to either answer."""
+
+    step: int
+    tokens: tuple[int, int]
+    weights: tuple[float, float] = (1.0, 1.0)
+    whole: bool = True
+
+
+class _Joint:
+    """Both runs, with what turns a document's prompt into their samples."""
+
+    def __init__(self, runs: Sequence[str | Path | Run]) -> None:
+        if len(runs) != 2:
+            raise UsageError("--runs takes two runs, A's and B's", hint="--runs flips flips-b")
+        self.runs = Run.open(runs[0]), Run.open(runs[1])
+        one, other = self.runs
+        if one.manifest.id == other.manifest.id:
+            raise UsageError("both runs are the same one, so nothing is joined",
+                             where=str(other.path), hint="--runs flips flips-b")  # fmt: skip
+        self.places: list[dict[_Ids, int]] = [{}, {}]
+        self.texts: dict[str, _Ids] = {}
+        for run, places in zip(self.runs, self.places, strict=True):
+            for number, sample in enumerate(run.manifest.tokens.samples):
+                places.setdefault(tuple(sample.prompt_ids), number)
+                if run is one and sample.text:
+                    self.texts.setdefault(sample.text, tuple(sample.prompt_ids))
+        self.tokenizer = _tokenizer(self.runs)
+        dtypes = [run.manifest.model.dtype.removeprefix("torch.") for run in self.runs]
+        self.dtypes = dtypes[0], dtypes[1]
+
+    def ids(self, prompt: Prompt) -> _Ids | None:
+        """Of text, as the run has it; of chat by the tokenizer."""
+        if prompt.text in self.texts:
+            return self.texts[prompt.text]
+        if self.tokenizer is None:
+            return None
+        try:
+            (sample,) = tokenize([prompt], self.tokenizer, chat=False)
+        except PromptError:
+            return None
+        return tuple(sample.prompt_ids)
+
+    def samples(self, ids: _Ids | None) -> tuple[int, int] | None:
+        """The prompt's number in each run."""
+        if ids is None or not all(ids in places for places in self.places):
+            return None
+        return self.places[0][ids], self.places[1][ids]
+
+
+def _tokenizer(runs: Sequence[Run]) -> Any:
+    """That of the model of either run, where it is here and is the one that was recorded."""
+    from divergence.recording.engines.identity import tokenizer_digest
+    from divergence.recording.engines.load import load_tokenizer
+
+    for model in (run.manifest.model for run in runs):
+        if model.tokenizer_digest is None:
+            continue
+        found = load_tokenizer(model.source, revision=model.revision, trust_remote_code=False)
+        if found is not None and tokenizer_digest(found) == model.tokenizer_digest:
+            return found
+    return None
+
+
+def joined(
+    candidate: Candidate, side: Evaluation, dtype: str | None,
+    paired: Mapping[SeriesName, tuple[Series, Pairs]], runs: Sequence[str | Path | Run],
+) -> Candidate:  # fmt: skip
+    """The candidate with what both runs tell of its flips. ``dtype``: what it was evaluated in.
+
+    Raises UsageError where nothing flipped, or the runs hold no prompt that did."""
+    joint = _Joint(runs)
+    tasks = []
+    for task in candidate.tasks:
+        found = paired.get(SeriesName(task.task, task.filter, task.metric))
+        causes = None
+        if found is not None and task.difference is not None:
+            causes = _causes(side, *found, joint, task.causes, (side.dtype, dtype))
+        tasks.append(replace(task, in_runs=causes))
+    if not any(task.in_runs for task in tasks):
+        flips = any(task.num_lost or task.num_gained for task in tasks)
+        raise UsageError(
+            "the runs hold none of the prompts whose scores flipped" if flips
+            else "no score flipped, so there is nothing to look for in runs",
+            where="--runs", hint="divergence scores A B --capture MODEL -o RUN records them",
+        )  # fmt: skip
+    return replace(candidate, tasks=tasks)
+
+
+def _causes(
+    side: Evaluation, series: Series, pairs: Pairs, joint: _Joint, causes: FlipCauses | None,
+    dtypes: Sequence[str | None],
+) -> RunCauses | None:  # fmt: skip
+    """None where nothing flipped, or no flip's prompt is in both runs."""
+    numbers = flips_of(pairs)
+    places = {pairs.rows[number][0].place for number in numbers}
+    prompts = format_named(side.format).prompts(series, places)
+    judged = side.format == "lm-eval" and any(pairs.rows[n][0].choices for n in numbers)
+    asked = lm_eval.asked(series, places) if judged else {}
+    limit, of = explained(joint.dtypes)
+    # the documents' own shifts are a finer limit, and hold for runs in the same dtypes
+    if causes is not None and causes.limit_of == OF_ALL and tuple(dtypes) == joint.dtypes:
+        limit, of = min(limit, causes.limit), OF_ALL
+    flips: list[RunFlip] = []
+    shares: Counter[str] = Counter()
+    for number in numbers:
+        first, second = pairs.rows[number]
+        prompt = prompts.get(first.place)
+        samples = None if prompt is None else joint.samples(joint.ids(prompt))
+        if samples is None:
+            continue
+        if first.choices is not None and second.choices is not None:
+            answer: _Answer | str | None = _chosen(
+                asked[first.place], (first, second), series.name.metric, joint
+            )
+        else:
+            answer = _parted(joint.runs, samples)
+        flip = _judged(first.document, answer, joint, samples, limit)
+        flips.append(flip)
+        shares[flip.cause] += pairs.candidate[number] - pairs.reference[number]
+    if not flips:
+        return None
+    count, (one, other) = Counter(flip.cause for flip in flips), joint.runs
+    return RunCauses(
+        reference=str(one.path), candidate=str(other.path), limit=limit, limit_of=of,
+        num_flips=len(numbers), num_ties=count["tie"], num_shifts=count["shift"],
+        num_not_reproduced=count["not_reproduced"], num_not_told=count["not_told"],
+        difference_of_ties=float(shares["tie"]) / len(pairs.rows),
+        difference_of_shifts=float(shares["shift"]) / len(pairs.rows), flips=flips,
+        notes=_notes(joint, dtypes),
+    )  # fmt: skip
+
+
+def _notes(joint: _Joint, dtypes: Sequence[str | None]) -> list[str]:
+    """Runs in another dtype than what was evaluated say less of it."""
+    return [
+        f"{name}'s run is in {run}, and {name} was evaluated in {evaluated}"
+        for name, run, evaluated in zip("AB", joint.dtypes, dtypes, strict=True)
+        if evaluated is not None and run != evaluated
+    ]
+
+
+def _judged(
+    document: str, answer: _Answer | str | None, joint: _Joint, samples: tuple[int, int],
+    limit: float,
+) -> RunFlip:  # fmt: skip
+    told = RunFlip(document=document, sample=samples[0], step=0, cause="not_told")
+    if isinstance(answer, str):
+        return replace(told, why=answer)
+    if answer is None:
+        return replace(told, cause="not_reproduced", why="no token differs")
+    names = [_text(joint, token) for token in answer.tokens]
+    told = replace(told, step=answer.step, reference=names[0], candidate=names[1])
+    a, b = (_margin(run, sample, answer) for run, sample in zip(joint.runs, samples, strict=True))
+    if a is None or b is None:
+        return replace(told, why="a run has no logits of it")
+    if not math.isfinite(a) or not math.isfinite(b):
+        return replace(told, cause="shift", why="logits that are not finite")
+    told = replace(told, reference_margin=a, candidate_margin=b)
+    if not a >= 0 >= b:
+        if not answer.whole:
+            return replace(told, why="the answers have several tokens, and the runs the first")
+        return replace(told, cause="not_reproduced")
+    return replace(told, cause="tie" if a - b <= limit else "shift")
+
+
+def _text(joint: _Joint, token: int) -> str:
+    if joint.tokenizer is not None:
+        return str(joint.tokenizer.decode([token]))
+    texts = (run.manifest.tokens.texts.get(str(token)) for run in joint.runs)
+    return next((text for text in texts if text is not None), f"#{token}")
+
+
+def _margin(run: Run, sample: int, answer: _Answer) -> float | None:
+    row = logits_row(run, sample, answer.step)
+    if row is None or max(answer.tokens) >= len(row):
+        return None
+    one, other = row.double().log_softmax(-1)[list(answer.tokens)].tolist()
+    return float(answer.weights[0] * one - answer.weights[1] * other)
+
+
+def _parted(runs: tuple[Run, Run], samples: tuple[int, int]) -> _Answer | None:
+    """The first different greedy choice; None where there is none."""
+    one, other = (
+        run.manifest.tokens.samples[sample].chosen_ids
+        for run, sample in zip(runs, samples, strict=True)
+    )
+    both = enumerate(zip(one, other, strict=False))
+    return next((_Answer(step, tokens) for step, tokens in both if tokens[0] != tokens[1]), None)
+
+
+def _chosen(
+    asked: tuple[str, list[str]], rows: tuple[Row, Row], metric: str, joint: _Joint
+) -> _Answer | str:
+    """The first tokens of A's choice and of B's, or why they are not known."""
+    context, texts = asked
+    if joint.tokenizer is None:
+        return "the model's tokenizer is not here"
+    before = joint.ids(Prompt(text=context)) or ()
+    tails, weights = [], []
+    for choices in (row.choices or () for row in rows):
+        text = texts[max(range(len(choices)), key=choices.__getitem__)]
+        ids = joint.ids(Prompt(text=context + text)) or ()
+        if ids[: len(before)] != before or len(ids) == len(before):
+            return "the choice's first token begins within the prompt"
+        tails.append(ids[len(before) :])
+        weights.append(lm_eval.weight(metric, text))
+    if tails[0][0] == tails[1][0]:
+        return "both choices begin with the same token"
+    whole = all(len(tail) == 1 for tail in tails)
+    return _Answer(0, (tails[0][0], tails[1][0]), (weights[0], weights[1]), whole)

@@ -25,6 +25,7 @@ from divergence.evaluations.result import (
 )
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.evaluations.statistics import need_scipy
+from divergence.evaluations.statistics.means import cluster_sums, lopsided
 from divergence.gate.policy import Policy, load_policy
 from divergence.run.command import command_line
 from divergence.run.process_tuning import collect_garbage_rarely
@@ -199,6 +200,12 @@ def _notes(task: TaskScores, pairs: Pairs) -> list[str]:
     clusters = pairs.pairing.num_clusters
     if pairs.clusters is not None and clusters < 20:
         notes.append(f"{clusters} clusters are few: intervals of so few may be too narrow")
+    sums, _ = cluster_sums(pairs.candidate - pairs.reference, pairs.clusters)
+    if pairs.clusters is not None and lopsided(sums):
+        notes.append(
+            f"only {int((sums != 0).sum())} clusters differ, nearly all in one direction: the "
+            "interval and equality may be less sure than said, if rare clusters flip as a whole"
+        )
     return notes
 
 

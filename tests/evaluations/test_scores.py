@@ -80,6 +80,16 @@ def test_clusters_make_it_less_sure(table):
     assert together.standard_error > 1.5 * alone.standard_error
 
 
+def test_few_clusters_that_flip_one_way_are_named(table):
+    """One more of them would change mean and error alike; in both directions it is no matter."""
+    groups = [str(n // 5) for n in range(1000)]
+    for name, gained, noted in (("one", 0, True), ("two", 20, False)):
+        a, b = flipped(1000, 20, gained)
+        report = scores(table("a", a, group=groups), table(name, b, group=groups))
+        (task,) = report.candidates[0].tasks
+        assert any("clusters differ, nearly all in one" in note for note in task.notes) is noted
+
+
 def test_graded_scores_and_metrics_that_are_lower(table):
     """A permutation of signs; of a loss the lower is better."""
     generator = np.random.default_rng(0)

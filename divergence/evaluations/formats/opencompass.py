@@ -5,6 +5,11 @@ whose values are lists with one entry a repeat (``correct: [true]``), and a tabl
 prompt is that of ``predictions/<model>/<dataset>.json``, where it lies beside; a data set that was
 divided into ``<dataset>_0.json``, ``_1``… is read as one. Results without details hold no pairs:
 evaluate with ``--dump-eval-details``.
+
+An evaluator without details of its own (``AccEvaluator``) gets a table of predictions and
+references, which does not say what was right. Equal texts are, where that gives the score that
+stands in the file; else the file is left out. A table may hold the data set several times over
+(``n``): these are repeats.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from divergence.recording.prompts import Message, Prompt
 __all__ = ["NAME", "prompts", "read", "recognise"]
 
 NAME = "opencompass"
-_SCORES = ("correct", "is_correct", "cascade_correct", "score")
+_SCORES = ("correct", "is_correct", "cascade_correct", "score", "accuracy")
 _ANSWERS = ("pred", "predictions", "prediction")
 _TARGETS = ("answer", "refr", "references", "gold")
 
@@ -63,16 +68,22 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
         if not isinstance(details, list | dict):
             reading.left_out["data sets without details (--dump-eval-details writes them)"] += 1
             continue
-        found.series += _task(path, details, reading)
+        found.series += _task(path, result, reading)
     return finish(found, reading)
 
 
-def _task(path: Path, details: list[Any] | dict[str, Any], reading: Reading) -> list[Series]:
+def _task(path: Path, result: dict[str, Any], reading: Reading) -> list[Series]:
     series: dict[SeriesName, Series] = {}
     asked = _predictions(path)
-    entries = list(_entries(details))
+    entries = list(_entries(result["details"]))
+    tables = [entry for _, _, entry in entries]
+    num = len(tables) if isinstance(result["details"], list) else _num_once(tables)
+    _judge(tables, result, num)
     for number, key, entry in entries:
         prediction = asked.get(str(number), {})
+        before = 0
+        if num < len(tables):
+            before, key = number // num, str(number % num)
         for metric in _SCORES:
             if metric not in entry:
                 continue
@@ -82,13 +93,14 @@ def _task(path: Path, details: list[Any] | dict[str, Any], reading: Reading) -> 
             series.setdefault(named, Series(named, str(path)))
             values = entry[metric] if isinstance(entry[metric], list) else [entry[metric]]
             given = entry.get("prompt", prediction.get("origin_prompt"))
-            given = given[0] if isinstance(given, list) and entry.get("prompt") else given
+            if isinstance(entry[metric], list) and isinstance(given, list) and "prompt" in entry:
+                given = given[0]  # one for each repeat, all of them equal
             target = _first(entry, _TARGETS, 0)
             for repeat, value in enumerate(values):
                 score, why = number_of(value)
                 answer = _first(entry, _ANSWERS, repeat)
                 series[named].rows.append(Row(
-                    document=key, score=score, why=why, repeat=repeat,
+                    document=key, score=score, why=why, repeat=before + repeat,
                     prompt=None if given is None else hashed(given),
                     target=None if target is None else hashed(target),
                     answer=None if answer is None else text_of(answer)[:200],
@@ -109,6 +121,33 @@ def _entries(details: list[Any] | dict[str, Any]) -> Iterator[tuple[int, str, di
     for key, one in items:
         if isinstance(one, dict) and key.isdigit():
             yield int(key), text_of(one.get("example_abbr", key)), one
+
+
+def _num_once(tables: list[dict[str, Any]]) -> int:
+    """Of how many documents the table is made, which may stand there several times over."""
+    keys = [(text_of(one.get("prompt")), text_of(one.get("references"))) for one in tables]
+    if not all("prompt" in one for one in tables):
+        return max(len(keys), 1)
+    for num in range(1, len(keys) // 2 + 1):
+        if len(keys) % num == 0 and keys[num:] == keys[:-num]:
+            return num
+    return max(len(keys), 1)
+
+
+def _judge(tables: list[dict[str, Any]], result: Mapping[str, Any], num: int) -> None:
+    """Scores where an evaluator told none, if equality gives the file's own score: that of the
+    last ``num`` entries, as opencompass writes it."""
+    if (
+        not tables
+        or any(name in one for one in tables for name in _SCORES)
+        or not all("predictions" in one and "references" in one for one in tables)
+    ):
+        return
+    same = [text_of(one["predictions"]) == text_of(one["references"]) for one in tables]
+    share = 100 * sum(same[-num:]) / num
+    if any(isinstance(one, int | float) and abs(one - share) < 1e-6 for one in result.values()):
+        for one, right in zip(tables, same, strict=True):
+            one["accuracy"] = right
 
 
 def _first(entry: Mapping[str, Any], names: tuple[str, ...], repeat: int) -> Any:

@@ -11,11 +11,11 @@ freedom; without clusters that is the paired t test. (Miller's formula has w = 1
 
 Such an interval is too narrow where few documents differ, as between two healthy machines: with no
 flip at all its width would be 0. So two made-up clusters are added for intervals and equivalence,
-of mean size, whose sums lie √(Σ S⁴ / Σ S²) to either side: the root mean square of the sums, each
-weighed by what it adds to the variance. For unclustered binary scores that is the interval of
-Bonett and Price (Statistics in Medicine 31, 2012), which Fagerland, Lydersen and Laake (2014)
-recommend. And where clusters flip in one direction, a few of them as a whole, a set that misses
-those has too small a mean and too small an error at once. So t is taken through Hall's
+of mean size, whose sums lie as far to either side as the mean of fourth powers of the sums that are
+not 0, ⁴√(Σ S⁴ / k): large ones weigh more, as in the variance. For unclustered binary scores that
+is the interval of Bonett and Price (Statistics in Medicine 31, 2012), which Fagerland, Lydersen and
+Laake (2014) recommend. And where clusters flip in one direction, a few of them as a whole, a set
+that misses those has too small a mean and too small an error at once. So t is taken through Hall's
 transformation (Journal of the Royal Statistical Society B 54, 1992), with the skewness γ of the G
 clusters' sums:
 
@@ -37,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 Floats = np.ndarray
-FEW = 20
+FEW = 30
 """Clusters that differ: with fewer, in one direction, intervals may hold less often than said."""
 _ONE_WAY = 0.8
 
@@ -62,11 +62,9 @@ def cluster_sums(values: Floats, clusters: Floats | None) -> tuple[Floats, Float
 def padding(sums: Floats, sizes: Floats, span: float) -> Floats:
     """How far the two made-up clusters lie from their middle. ``span``: how much one document's
     score could change, where no cluster changed at all."""
-    squares = sums**2
-    total = squares.sum(-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.sqrt((squares**2).sum(-1) / total)
-    far: Floats = np.where(total > 0, found, span * sizes.mean())
+    powers, changed = (sums**4).sum(-1), (sums != 0).sum(-1)
+    found = (powers / np.maximum(changed, 1)) ** 0.25
+    far: Floats = np.where(changed > 0, found, span * sizes.mean())
     return far
 
 
@@ -110,7 +108,8 @@ def _skew(left: Floats) -> Floats:
     squares = left**2
     with np.errstate(divide="ignore", invalid="ignore"):
         found = (squares * left).sum(-1) / squares.sum(-1) ** 1.5 / 3
-    return np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
+    clean: Floats = np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
+    return clean
 
 
 def interval(found: Mean, level: float) -> tuple[Floats, Floats]:

@@ -86,6 +86,46 @@ def test_inspects_compression_is_named(tmp_path):
     assert "pip install zstandard" in str(failed.value)
 
 
+def test_opencompasss_own_files():
+    """Made by opencompass 0.5.4: details of an evaluator, and tables that do not say what was
+    right, one of which holds the data set twice."""
+    a, b = (read(str(FIXTURES / "opencompass" / side), Reading()) for side in "ab")
+    assert not a.notes and a.model == "smollm2"
+    assert {str(one.name): len(one.rows) for one in a.series} == {
+        "facts_list accuracy": 24, "facts_table is_correct": 24, "facts_twice accuracy": 48,
+    }  # fmt: skip
+    report = scores(a.path, b.path)
+    for task in report.candidates[0].tasks:
+        assert (task.pairing.num_paired, task.reference, task.num_lost) == (24, 2 / 24, 2)
+        assert task.num_changed in (20, None)
+        twice = 2 if task.task == "facts_twice" else 1
+        assert task.pairing.repeats == (twice, twice)
+        told = {line.check: line.status for line in task.preflight}
+        assert told["prompts"] == told["targets"] == "same"
+    held = {str(one.name): one for one in a.series}
+    found = format_named("opencompass").prompts(held["facts_list accuracy"], {2})
+    assert found[2].text == "one plus one equals"
+
+
+def test_a_table_of_opencompass_whose_rule_is_not_known(tmp_path):
+    """Equal texts do not give the file's score, so nothing is guessed; a chat is known whole."""
+    file = tmp_path / "results" / "model" / "quiz.json"
+    file.parent.mkdir(parents=True)
+    chats = [[{"role": "HUMAN", "prompt": "Q"}, {"role": "BOT", "prompt": str(n)}]
+             for n in range(4)]  # fmt: skip
+    table = {"type": "GEN"} | {
+        str(n): {"prompt": chat, "predictions": "x", "references": "xyyy"[n]}
+        for n, chat in enumerate(chats)
+    }
+    file.write_text(json.dumps({"score": 50.0, "details": table}))
+    with pytest.raises(DumpError, match="nothing that is scored"):
+        read(str(tmp_path), Reading())
+    file.write_text(json.dumps({"score": 25.0, "details": table}))
+    (series,) = read(str(tmp_path), Reading()).series
+    assert [row.score for row in series.rows] == [1.0, 0.0, 0.0, 0.0]
+    assert len({row.prompt for row in series.rows}) == 4
+
+
 def opencompass(folder, right, *, listed=True, parts=1):
     """As Gsm8kEvaluator's details come out of BaseEvaluator.evaluate, or AccwithDetails' do."""
     results = folder / "results" / "model"

@@ -6,14 +6,19 @@ PYTHON is an interpreter that has lm-eval (0.4.13 was tried) beside torch and tr
 SmolLM2-135M (benchmarks/_trained.py) answers the 794 questions of benchmarks/_scores_task.py in
 each setting, and `divergence.scores` holds each pair together, the ways of asking one fact as a
 cluster. Results that lie in DIR already are not made again. bfloat16 takes some five minutes a
-setting where the CPU has no such instructions, float32 half a minute.
+setting where the CPU has no such instructions, float32 half a minute. Then it goes from the score
+of one fault to its layer, by the commands that it prints with what they answer; `--plant` makes
+this machine the faulty one.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from _scores_task import write_task
@@ -43,6 +48,13 @@ PAIRS = (
     ("bfloat16", "bfloat16, fault gate-sign"),
     ("bfloat16", "float32, fault gate-sign"),
 )
+CASE = "float32", "float32, fault gate-sign"
+COMMANDS = (
+    "scores gpu npu --cluster fact --capture ./model --dtype float32 -o flips",
+    "capture --like flips -o flips-b --plant model.layers.5.mlp.gate_proj:out=scale:-1",
+    "compare flips flips-b",
+    "scores gpu npu --cluster fact --runs flips flips-b",
+)
 
 
 def evaluated(name: str, results: Path, python: str | None) -> Path:
@@ -61,6 +73,19 @@ def evaluated(name: str, results: Path, python: str | None) -> Path:
         cwd=task, env={**os.environ, "HF_HUB_OFFLINE": "1", **variables}, check=True,
     )  # fmt: skip
     return folder
+
+
+def case(results: Path) -> None:
+    """From a score to a layer."""
+    folder = results / "case"
+    shutil.rmtree(folder, ignore_errors=True)
+    for side, name in zip(("gpu", "npu"), CASE, strict=True):
+        shutil.copytree(evaluated(name, results, None), folder / side)
+    (folder / "model").symlink_to(checkpoint("bfloat16"))
+    for words in COMMANDS:
+        print(f"\n$ divergence {words}", flush=True)
+        command = [sys.executable, "-m", "divergence", *shlex.split(words)]
+        subprocess.run(command, cwd=folder, check=True)
 
 
 def main() -> None:
@@ -85,6 +110,7 @@ def main() -> None:
             verdict,
         )  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
+    case(given.results)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -127,7 +128,7 @@ def scores(
         report = replace(report, candidates=[
             joined(made[0], first, rest[0].dtype, paired[0], runs), *made[1:]
         ])  # fmt: skip
-    return replace(report, next=_next(report, paths, runs))
+    return replace(report, next=_next(report, paths, runs, reading))
 
 
 def _refuse_same(paths: Sequence[str]) -> None:
@@ -238,7 +239,11 @@ def _summary(side: Evaluation) -> EvaluationSummary:
                              dtype=side.dtype, tool=side.tool, notes=side.notes)  # fmt: skip
 
 
-def _next(report: ScoresReport, paths: list[str], runs: Sequence[str | Path | Run]) -> list[str]:
+def _next(
+    report: ScoresReport, paths: list[str], runs: Sequence[str | Path | Run], reading: Reading
+) -> list[str]:
+    asked: dict[str, Any] = {"task": reading.tasks, "metric": reading.metrics,
+                             "filter": reading.filters, "cluster": reading.cluster}  # fmt: skip
     if runs:
         one, other = (str(run.path if isinstance(run, Run) else run) for run in runs)
         return [command_line("compare", one, other, note="the layer where it begins")]
@@ -250,9 +255,9 @@ def _next(report: ScoresReport, paths: list[str], runs: Sequence[str | Path | Ru
             command_line("capture", like=run, o=f"{run}-b", note="on the other machine"),
             command_line("compare", run, f"{run}-b", note="the layer"),
             command_line("scores", *paths[:2], pair=("--runs", run, f"{run}-b"),
-                         note="which flips these runs explain"),
+                         note="which flips these runs explain", **asked),
         ]  # fmt: skip
     if flips and report.verdict in ("worse", "better", "undecided"):
         note = "the prompts that flipped, as a run: on A's machine, with the model's path"
-        return [command_line("scores", *paths[:2], capture="MODEL", o="flips", note=note)]
+        return [command_line("scores", *paths[:2], **asked, capture="MODEL", o="flips", note=note)]
     return []

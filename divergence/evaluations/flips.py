@@ -35,12 +35,11 @@ def shift_of(a: Row, b: Row) -> float | None:
     chose alike. None without the likelihoods of the same choices."""
     if a.choices is None or b.choices is None or len(a.choices) != len(b.choices):
         return None
-    mine, theirs = np.array(a.choices), np.array(b.choices)
-    order = np.argsort(-mine, kind="stable")
-    first, other = int(order[0]), int(theirs.argmax())
+    mine, theirs = a.choices, b.choices
+    first, other = mine.index(max(mine)), theirs.index(max(theirs))
     if other == first:
-        other = int(order[1])
-    return float(abs((mine[first] - mine[other]) - (theirs[first] - theirs[other])))
+        other = max((n for n in range(len(mine)) if n != first), key=mine.__getitem__)
+    return abs((mine[first] - mine[other]) - (theirs[first] - theirs[other]))
 
 
 def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:

@@ -127,6 +127,8 @@ def _count(side: _Side) -> int:
 
 
 def _mean(rows: list[Row]) -> float:
+    if len(rows) == 1:
+        return rows[0].score or 0.0
     scores = [row.score for row in rows if row.score is not None]
     return sum(scores) / len(scores)
 

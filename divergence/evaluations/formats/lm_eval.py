@@ -208,7 +208,9 @@ def _choices(judged: list[tuple[str, float]] | None, metric: str) -> tuple[float
     """What this metric ranks the choices by."""
     if judged is None:
         return None
-    return tuple(value * weight(metric, text) for text, value in judged)
+    if metric != "acc_norm":
+        return tuple([value for _, value in judged])
+    return tuple([value * weight(metric, text) for text, value in judged])
 
 
 def weight(metric: str, text: str) -> float:
@@ -218,7 +220,7 @@ def weight(metric: str, text: str) -> float:
 
 def _answer(item: Mapping[str, Any], choices: tuple[float, ...] | None) -> str | None:
     if choices is not None:
-        return str(max(range(len(choices)), key=choices.__getitem__))
+        return str(choices.index(max(choices)))
     given = item.get("filtered_resps")
     return hashed(given) if given else None
 

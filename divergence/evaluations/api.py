@@ -99,6 +99,7 @@ def scores(
             sides.append(read(path, reading, format=format))
             if progress is not None:
                 progress("read", number, len(paths), path)
+            _refuse_shared(sides)
         first, rest = sides[0], sides[1:]
         paired = [_paired(first, side, force=force) for side in rest]
     found = [
@@ -138,6 +139,17 @@ def _refuse_same(paths: Sequence[str]) -> None:
             raise UsageError(
                 "both sides are the same results, so nothing is compared",
                 where=paths[number], hint="name the results of another evaluation",
+            )  # fmt: skip
+
+
+def _refuse_shared(sides: Sequence[Evaluation]) -> None:
+    """A folder and what lies in it are the same results, too."""
+    files = {Path(series.file).resolve() for series in sides[0].series}
+    for side in sides[1:]:
+        if any(Path(series.file).resolve() in files for series in side.series):
+            raise UsageError(
+                "both sides read the same file, so nothing is compared", where=side.path,
+                hint="name the results of another evaluation",
             )  # fmt: skip
 
 

@@ -58,6 +58,8 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     plain, padded = mean_of(sums, sizes), mean_of(sums, sizes, pad=held.pad)
     low, high = interval(padded, 1 - LEVEL)
     inner = interval(padded, 1 - 2 * LEVEL)
+    if pairs.binary:  # no difference is larger
+        low, high, *inner = np.clip([low, high, *inner], -1.0, 1.0)
     lost, gained = int((diff < 0).sum()), int((diff > 0).sum())
     if not series.higher_is_better:
         lost, gained = gained, lost
@@ -83,9 +85,10 @@ def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
     num = float(sums.sizes.sum())
     score = float(sums.reference.sum() / num)
     width = band.limit * (abs(score) if band.relative else 1.0)
-    rooms = band.limit * (sums.reference if band.relative else sums.sizes)
+    # of a score below 0 its size counts
+    rooms = band.limit * (np.sign(score) * sums.reference if band.relative else sums.sizes)
     p_value = 1.0
-    if width > 0 and not (band.relative and score < 0):
+    if width > 0:
         p_value = float(equivalence_p(sums.diff, sums.sizes, rooms, pad=sums.pad))
     equal, needed = p_value <= LEVEL, None
     if not equal:
@@ -138,13 +141,15 @@ def summary_of(one: TaskScores) -> str:
     """One sentence."""
     band = one.bands[0]
     words = band_text(band)
+    left = 0 if one.pairing is None else one.pairing.num_left_out
+    rest = f"; {left:,} documents are in no pair" if left else ""
     if one.verdict == "equal":
         real = ", a difference beyond chance" if (one.p_adjusted or 1) <= LEVEL else ""
-        return f"equal within {words}{real}"
+        return f"equal within {words}{real}{rest}"
     if one.verdict in ("worse", "better"):
         assert one.low is not None and one.high is not None
         beyond = min(abs(one.low), abs(one.high)) > band.width
-        return f"{one.verdict} beyond chance" + (f", by more than {words}" if beyond else "")
+        return f"{one.verdict} beyond chance{f', by more than {words}' if beyond else ''}{rest}"
     if band.needed is None:
         return f"undecided: a score of {one.reference:.3g} leaves a band of no width"
     return f"undecided within {words}: some {_round_up(band.needed):,} documents would be needed"

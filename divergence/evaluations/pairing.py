@@ -172,6 +172,8 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
         _line("order", "", "", same=pairs.same_order, detail=None if pairs.same_order
               else "another order of documents; they are paired by their identity"),
     ]  # fmt: skip
+    if (units := _units(pairs)) is not None:
+        lines.append(_line("units", *units, same=False, blocks=True))
     for name in dict.fromkeys((*a.settings, *b.settings)):
         mine, theirs = a.settings.get(name), b.settings.get(name)
         told = mine is not None and theirs is not None
@@ -180,6 +182,15 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
             reference=mine or _NOT_SAID, candidate=theirs or _NOT_SAID,
         ))  # fmt: skip
     return lines
+
+
+def _units(pairs: Pairs) -> tuple[str, str] | None:
+    """Percent on one side and shares on the other, in words."""
+    tops = [float(np.abs(side).max(initial=0.0)) for side in (pairs.reference, pairs.candidate)]
+    least, most = sorted(tops)
+    if not 0 < least <= 1 or not 50 <= most / least <= 200 or most < 20:
+        return None
+    return f"scores up to {tops[0]:g}", f"scores up to {tops[1]:g}"
 
 
 def _line(

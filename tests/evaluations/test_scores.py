@@ -10,7 +10,7 @@ import pytest
 
 import divergence
 from divergence import scores
-from divergence.errors import ConfigError, UsageError
+from divergence.errors import ConfigError, DumpError, UsageError
 from divergence.evaluations.band import Band, parse_band
 from divergence.gate.policy import Policy, ScoresPolicy, load_policy
 from tests.evaluations.conftest import sample
@@ -185,6 +185,8 @@ def test_the_same_results_twice(table, lm_eval):
     with pytest.raises(UsageError, match="the same results"):
         scores(path, path)
     lines = [sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0]) for n in range(4)]
+    with pytest.raises(UsageError, match="the same file"):
+        scores(lm_eval("a", lines), lm_eval("a", lines) / "model")
     (task,) = scores(lm_eval("a", lines), lm_eval("b", lines)).candidates[0].tasks
     assert "log-likelihoods to the last digit" in task.notes[0]
 
@@ -204,6 +206,65 @@ def test_a_relative_band_of_a_score_of_zero(table):
     a, b = table("a", [0.0] * 500), table("b", [0.0] * 500)
     assert "no width" in scores(a, b).candidates[0].summary
     assert scores(a, b, band="3pp").verdict == "equal"
+
+
+def test_one_cluster_and_one_document_tell_nothing(table):
+    """Undecided, within what a score of 0 or 1 can differ by."""
+    groups = ["all"] * 300
+    a, b = flipped(300, 0, 30)
+    for one, other in ((table("a", a, group=groups), table("b", b, group=groups)),
+                       (table("c", [1.0]), table("d", [0.0]))):  # fmt: skip
+        (task,) = scores(one, other).candidates[0].tasks
+        assert (task.verdict, task.p_value) == ("undecided", 1.0)
+        assert -1 <= task.low < task.high <= 1 and task.shown_band <= 1
+
+
+def test_percent_and_shares_are_not_compared(table):
+    """100 and 1 are both "right": no fall from 50 to 0.5."""
+    a = [1.0, 0.0] * 50
+    report = scores(table("a", [100 * one for one in a]), table("b", a))
+    assert report.verdict == "incomparable"
+    assert "units: scores up to 100 / scores up to 1" in report.candidates[0].summary
+    assert scores(table("c", [2 * one for one in a]), table("d", a)).verdict != "incomparable"
+
+
+def test_documents_in_no_pair_stand_beside_the_verdict(table):
+    """The half that is there may be the better one."""
+    a, b = flipped(2000, 0, 0)
+    report = scores(table("a", a), table("b", b[:1000]))
+    assert report.verdict == "equal"
+    assert "; 1,000 documents are in no pair" in report.candidates[0].summary
+
+
+def test_a_score_below_zero(table):
+    """The band is a share of its size."""
+    a = [-float(n % 5) for n in range(400)]
+    near, far = [one - 0.01 for one in a], [one - 0.5 for one in a]
+    assert scores(table("a", a), table("b", near)).verdict == "equal"
+    assert scores(table("c", a), table("d", far)).verdict == "worse"
+
+
+def test_absurd_scores_are_no_scores(table):
+    """Squares of them would be out of range; very small ones are no matter."""
+    a = table("a", [1e200, 1.0, 0.0])
+    (task,) = scores(a, table("b", [1.0, 1.0, 0.0])).candidates[0].tasks
+    assert task.pairing.whys == {"the score is 1e+200": 1}
+    small = [1e-90 * (n % 3) for n in range(300)]
+    report = scores(table("c", small), table("d", [*small[:-1], 0.0]))
+    assert report.candidates[0].tasks[0].low < 0
+
+
+def test_what_is_not_there_by_the_names_asked_for(table, tmp_path):
+    """The names that are there; a compressed file is named as such."""
+    a, b = table("a", [1.0]), table("b", [1.0])
+    with pytest.raises(UsageError, match="nothing has the task") as failed:
+        scores(a, b, metrics="nope")
+    assert "there are: scores score" in str(failed.value)
+    (tmp_path / "gz").mkdir()
+    (tmp_path / "gz" / "samples.jsonl.gz").write_bytes(b"x")
+    with pytest.raises(DumpError, match="recognised") as failed:
+        scores(a, tmp_path / "gz")
+    assert "unpack the .gz files" in str(failed.value)
 
 
 def test_what_is_asked_wrongly(table):

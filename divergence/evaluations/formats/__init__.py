@@ -11,7 +11,7 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from divergence.errors import DumpError, first_line
+from divergence.errors import DumpError, UsageError, first_line
 from divergence.evaluations.formats.reading import Reading
 from divergence.evaluations.rows import Evaluation, Series
 from divergence.importing.folder import Folder
@@ -60,13 +60,19 @@ def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
         raise DumpError(
             "no results of an evaluation were recognised", where=str(folder.path),
             hint=(
+                *(["unpack the .gz files"] if any(n.endswith(".gz") for n in folder.names) else []),
                 "lm-eval writes them with --log_samples; docs/scores.md has all formats",
                 "or write a table: JSON lines or CSV with id and score",
             ),
         )  # fmt: skip
     if not any(series.rows for series in found.series):
+        if reading.refused:
+            told = ", ".join(map(str, list(reading.refused)[:12]))
+            raise UsageError("nothing has the task, metric and filter asked for",
+                             where=str(folder.path), hint=f"there are: {told}")  # fmt: skip
         raise DumpError("nothing that is scored was found", where=str(folder.path),
                         hint="; ".join(found.notes) or None)  # fmt: skip
+    reading.refused.clear()
     return found
 
 

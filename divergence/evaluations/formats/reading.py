@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,10 @@ LOWER_IS_BETTER = frozenset(
 """Metrics that are known to be better where they are lower, for formats that do not tell."""
 
 
+_MOST = 1e100
+"""No score is as large, and squares of it would be out of range."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What is asked for. Empty: everything."""
@@ -33,14 +36,19 @@ class Reading:
     """The field of a document that names its cluster."""
     left_out: Counter[str] = field(default_factory=Counter)
     """What was not taken, counted by reason."""
+    refused: dict[SeriesName, None] = field(default_factory=dict)
+    """What is there and was not asked for."""
 
     def wants(self, name: SeriesName) -> bool:
-        return all(
+        wanted = all(
             not patterns or any(fnmatch.fnmatchcase(part, one) for one in patterns)
             for part, patterns in (
                 (name.task, self.tasks), (name.metric, self.metrics), (name.filter, self.filters),
             )
         )  # fmt: skip
+        if not wanted:
+            self.refused[name] = None
+        return wanted
 
     def cluster_of(self, fields: Any) -> str | None:
         """Of a document's fields. One without the field is a cluster of its own."""
@@ -61,7 +69,7 @@ def number_of(value: Any) -> tuple[float | None, str | None]:
     """(score, why there is none) of what stands in the place of a score."""
     if isinstance(value, bool | int | float):
         score = float(value)
-        return (score, None) if math.isfinite(score) else (None, f"the score is {score}")
+        return (score, None) if abs(score) < _MOST else (None, f"the score is {score:g}")
     return None, "without a score" if value is None else "the score is no number"
 
 

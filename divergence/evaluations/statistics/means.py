@@ -15,9 +15,9 @@ of mean size, whose sums lie as far to either side as the mean of fourth powers 
 not 0, ⁴√(Σ S⁴ / k): large ones weigh more, as in the variance. For unclustered binary scores that
 is the interval of Bonett and Price (Statistics in Medicine 31, 2012), which Fagerland, Lydersen and
 Laake (2014) recommend. And where clusters flip in one direction, a few of them as a whole, a set
-that misses those has too small a mean and too small an error at once. So t is taken through Hall's
-transformation (Journal of the Royal Statistical Society B 54, 1992), with the skewness γ of the G
-clusters' sums:
+that misses those has too small a mean and too small an error at once. So of clusters t is taken
+through Hall's transformation (Journal of the Royal Statistical Society B 54, 1992), with the
+skewness γ of the G clusters' sums:
 
     g(t) = t + a t² + a² t³ / 3 + a / 2,   a = γ / (3 √G)
 
@@ -62,8 +62,9 @@ def cluster_sums(values: Floats, clusters: Floats | None) -> tuple[Floats, Float
 def padding(sums: Floats, sizes: Floats, span: float) -> Floats:
     """How far the two made-up clusters lie from their middle. ``span``: how much one document's
     score could change, where no cluster changed at all."""
-    powers, changed = (sums**4).sum(-1), (sums != 0).sum(-1)
-    found = (powers / np.maximum(changed, 1)) ** 0.25
+    largest, changed = np.abs(sums).max(-1, initial=0.0), (sums != 0).sum(-1)
+    shares = sums / np.where(largest > 0, largest, 1.0)[..., None]  # whose powers stay in range
+    found = largest * ((shares**4).sum(-1) / np.maximum(changed, 1)) ** 0.25
     far: Floats = np.where(changed > 0, found, span * sizes.mean())
     return far
 
@@ -80,10 +81,10 @@ def lopsided(sums: Floats) -> Floats:
 def mean_of(
     sums: Floats, sizes: Floats, *, pad: Floats | float = 0.0, middle: Floats | float = 0.0
 ) -> Mean:
-    """``pad``: of the made-up clusters, with which skewness is corrected; 0: neither, the plain t.
-    ``middle``: the mean that they lie around."""
-    padded = bool(np.any(pad))
-    if padded:
+    """``pad``: of the made-up clusters, with which skewness of clusters is corrected; 0: neither,
+    the plain t. ``middle``: the mean that they lie around."""
+    skewed = bool(np.any(pad)) and sizes.max() > 1
+    if np.any(pad):
         size = sizes.mean()
         centre = np.broadcast_to(np.asarray(middle) * size, sums.shape[:-1])[..., None]
         aside = np.broadcast_to(np.asarray(pad), sums.shape[:-1])[..., None]
@@ -98,7 +99,7 @@ def mean_of(
     error = np.sqrt((weights * left**2).sum(-1)) / total
     # tr(B)² / tr(B²) with B = √w (n_g [g=h] - n_g n_h / n) √w: Satterthwaite's approximation
     weighted = weights * sizes**2
-    skew = _skew(left) if padded else np.zeros_like(mean)
+    skew = _skew(left) if skewed else np.zeros_like(mean)
     trace2 = (sizes**2).sum() + (weighted.sum() ** 2 - (weighted**2).sum()) / total**2
     return Mean(mean, error, float(total**2 / trace2), skew)
 

@@ -38,7 +38,7 @@ def sign_test(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, str]:
     from scipy import stats
 
     changed = sums[sums != 0]
-    if len(changed) == 0:
+    if len(changed) < 2:  # one alone is as large with either sign
         return 1.0, "permutation"
     if len(changed) > MOST_SIGNS:
         found = mean_of(sums, sizes)

@@ -134,14 +134,16 @@ def test_many_data_sets_at_once():
 
 
 def test_the_interval_by_halls_transformation():
-    """Worked by hand for two of ten clusters that lost all: a mean of -0.2, skewed to below."""
-    sums, sizes = np.array([-1.0, -1.0] + [0.0] * 8), np.ones(10)
+    """Worked by hand for two of ten clusters that lost one; documents alone have none of it."""
+    sums, sizes = np.array([-1.0, -1.0] + [0.0] * 8), np.full(10, 2.0)
     pad = padding(sums, sizes, 1.0)
     found = mean_of(sums, sizes, pad=pad)
     left = np.array([-1.0, -1.0] + [0.0] * 8 + [-1.0, 1.0]) + 1 / 6  # the pads lie around 0
+    alone = mean_of(sums, np.ones(10), pad=pad)
+    assert alone.skew == 0 and np.ptp(np.abs(interval(alone, 0.95) - alone.mean)) < 1e-12
     skew = (left**3).mean() / (left**2).mean() ** 1.5
     a = skew / (3 * 12**0.5)
-    assert pad == 1.0 and found.mean == pytest.approx(-1 / 6)
+    assert pad == 1.0 and found.mean == pytest.approx(-1 / 12)
     assert found.skew == pytest.approx(a) and a < 0
     for end, t in zip(interval(found, 0.95), (1, -1), strict=True):
         value = (found.mean - end) / found.error

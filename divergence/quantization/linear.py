@@ -14,14 +14,14 @@ Weights are quantised once, when the layer is made, from the numbers as loaded, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from divergence.numerics.quantizers import codes_of, scales_of, values_of
+from divergence.numerics.quantizers import codes_of, grouped, scales_of, values_of
 from divergence.quantization.scheme import Scheme
 
 __all__ = [
@@ -55,6 +55,10 @@ def exact_product(x: torch.Tensor, weight: torch.Tensor, *, most: int) -> torch.
     return total.to(torch.float32)
 
 
+Watch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""(codes less their zero point, what is recorded of them) → other codes, or None."""
+
+
 class Matrix(Protocol):
     """What stands in place of a weight (N, K)."""
 
@@ -75,6 +79,8 @@ class QuantizedWeight:
     ) -> None:  # fmt: skip
         """``smooth``: (K,) what inputs are divided by and weights multiplied with."""
         self.scheme, self.smooth, self.limits = scheme, smooth, limits
+        self.watch: Watch | None = None
+        """Told of the codes of each input, and may give others to go on with."""
         assert scheme.weights is not None
         wide = weight.detach().float()
         if smooth is not None:
@@ -94,13 +100,20 @@ class QuantizedWeight:
         if scheme.activations is None:
             return nn.functional.linear(wide.to(dtype), self.values().to(dtype), bias)
         scale, zero = self._scales(wide)
-        codes = codes_of(wide, scheme.activations, scale, zero)
+        codes = _less(codes_of(wide, scheme.activations, scale, zero), zero)
+        if self.watch is not None:
+            told = codes
+            if wide.dtype == torch.float64:  # before rounding: how near is a tie?
+                steps = torch.where(scale == 0, 1.0, scale)
+                told = (grouped(wide, scheme.activations) / steps).reshape(wide.shape)
+            given = self.watch(codes, told)
+            codes = codes if given is None else given.to(codes)
         if self._is_whole():
-            weights = _whole(self.codes, self.zero)
-            out = exact_product(_whole(codes, zero), weights, most=_most(scheme))
+            weights = _less(self.codes, self.zero).float()
+            out = exact_product(codes.float(), weights, most=_most(scheme))
             out = out * scale * self.scale.squeeze(-1)
         else:
-            values = values_of(codes, scheme.activations, scale, zero)
+            values = values_of(codes, scheme.activations, scale)
             out = nn.functional.linear(values, self.values())
         if bias is not None:
             out = out + bias.float()
@@ -123,9 +136,9 @@ class QuantizedWeight:
         )
 
 
-def _whole(codes: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-    wide = codes.float()
-    return wide if zero is None else wide - zero
+def _less(codes: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    """Codes without their zero point: a choice of its own, which would move those of a row."""
+    return codes if zero is None else (codes.to(torch.int16) - zero).to(torch.int16)
 
 
 def _most(scheme: Scheme) -> int:
@@ -174,6 +187,14 @@ def put_in(module: nn.Module, weights: Weights) -> None:
     module.__dict__["_quantized"] = weights
     kind: Any = type(module)
     module.__class__ = _class_for(kind)
+
+
+def watchable(module: nn.Module) -> QuantizedWeight | None:
+    """The matrix of a layer whose input becomes codes; None for any other module."""
+    held = module.__dict__.get("_quantized", {}).get("weight", ())
+    one = held[0] if len(held) == 1 else None
+    quantises = isinstance(one, QuantizedWeight) and one.scheme.activations is not None
+    return one if quantises else None
 
 
 def take_out(module: nn.Module) -> None:

@@ -58,8 +58,10 @@ def test_the_truth_of_a_quantised_run_is_that_of_its_scheme(plain, tmp_path):
     exact = truth(run, out=tmp_path / "truth")
     assert exact.manifest.engine.name == "quantize"
     report = compare(run, exact)
-    worst = max(s.rel_l2 for s in report.sites if s.pass_ == "anchored" and s.rel_l2 is not None)
-    assert worst < 1e-5
+    anchored = [s for s in report.sites if s.pass_ == "anchored" and s.rel_l2 is not None]
+    assert max(s.rel_l2 for s in anchored if ".codes" not in s.site) < 1e-5
+    assert {s.site for s in anchored if s.site.endswith("mlp.down_proj:in.codes")}
+    assert report.verdict.kind == "within_floor"
 
 
 def test_weights_stay_those_of_the_checkpoint(plain, tmp_path):

@@ -8,8 +8,8 @@ less their zero point; in an anchored pass the other run's are put in place, and
 them differ by rounding alone; the codes are judged as codes (analyses/codes). In float64, which is
 what a truth computes in, x / scale is recorded before it is rounded: it tells how near a tie lies.
 
-Known of compressed-tensors, whose modules all quantise through one function; what other libraries
-do inside a kernel cannot be seen.
+Known of compressed-tensors, whose modules all quantise through one function, and of simulated
+schemes; what other libraries do inside a kernel cannot be seen.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from divergence.quantization.linear import Watch, watchable
 from divergence.run.schema.site import escape_path
 
 __all__ = ["quantizes", "watched"]
@@ -38,6 +39,31 @@ def quantizes(module: torch.nn.Module) -> bool:
 def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Iterator[None]:
     """``seen`` is asked for each tensor of codes. ``quiet``: a context for operators that are not
     the model's."""
+    simulated = {escape_path(path): watchable(one) for path, one in model.named_modules()}
+    for path, matrix in simulated.items():
+        if matrix is not None:
+            matrix.watch = _told_apart(path, seen, quiet)
+    try:
+        with _watched_library(model, seen, quiet):
+            yield
+    finally:
+        for matrix in simulated.values():
+            if matrix is not None:
+                matrix.watch = None
+
+
+def _told_apart(path: str, seen: Seen, quiet: Callable[[], Any]) -> Watch:
+    def watch(codes: torch.Tensor, told: torch.Tensor) -> torch.Tensor | None:
+        with quiet():
+            return seen(path, codes, told)
+
+    return watch
+
+
+@contextlib.contextmanager
+def _watched_library(
+    model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]
+) -> Iterator[None]:
     paths = {id(one): escape_path(path) for path, one in model.named_modules() if quantizes(one)}
     if not paths:
         yield

@@ -18,8 +18,13 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from divergence import Quantization, Run, capture, quantize
+from divergence import Run, capture, quantize
+from divergence.experiments.quantization.alone import each_alone
+from divergence.experiments.quantization.policy import find_policy
+from divergence.experiments.quantization.quantize import session_of
 from divergence.experiments.quantization.result import Cost, MatrixCost
+from divergence.experiments.quantization.trials import Trials
+from divergence.recording.engines.quantize import QuantizeOptions
 
 PIECES, CHARACTERS = 6, 360
 SCHEMES: tuple[tuple[str, dict[str, object]], ...] = (
@@ -39,7 +44,7 @@ SCHEMES: tuple[tuple[str, dict[str, object]], ...] = (
     ("w4a8-g64", {}),
     ("kv8", {}),
 )
-POLICIES = (("w8a8-static", (0.3, 0.1, 0.03)),)
+POLICIES = (("w8a8", (0.03, 0.02, 0.01)), ("w8a8-static", (0.3, 0.1, 0.03)))
 
 
 def main() -> None:
@@ -96,9 +101,27 @@ def _row(cost: Cost | None) -> str:
 
 def matrices(run: Run, scheme: str, targets: tuple[float, ...]) -> None:
     """Each alone, and what must be kept for each target."""
-    found = quantize(run, scheme=scheme, each=True, target=targets[0])
-    cost = found.cost
-    assert cost is not None and found.predicted is not None
+    options = QuantizeOptions(scheme=scheme)
+    with session_of(run, options) as session:
+        trials = Trials(session, run.manifest.tokens.samples)
+        whole = trials.cost(session.targets.values())
+        found = each_alone(trials)
+        _print_kinds(scheme, found, whole)
+        print("| target: mean KL | kept | weights kept | predicted | measured | with one fewer |")
+        print("|---|---|---|---|---|---|")
+        for target in targets:
+            policy = find_policy(trials, found, target=target, measure="kl", whole=whole)
+            fewer = "-" if policy.without_last is None else f"{policy.without_last:.3g}"
+            names = f"{', '.join(policy.keep[:8])}{', ...' if len(policy.keep) > 8 else ''}"
+            print(
+                f"| {target} | {len(policy.keep)}: {names} | {policy.num_kept_weights / 1e6:.3g} M "
+                f"| {policy.predicted:.3g} | {policy.measured:.3g} | {fewer} |",
+                flush=True,
+            )
+    print()
+
+
+def _print_kinds(scheme: str, found: list[MatrixCost], whole: Cost) -> None:
     print(f"{scheme}, each matrix alone\n")
     print("| kind | matrices | sum of KL | median error at its block, in floors | largest "
           "quantile score | costliest |\n|---|---|---|---|---|---|")  # fmt: skip
@@ -112,22 +135,13 @@ def matrices(run: Run, scheme: str, targets: tuple[float, ...]) -> None:
             f"{f'{max(scores):.2g}' if scores else '-'} | {worst.name}: "
             f"{worst.cost.kl_mean:.3g} |"
         )
-    print(f"\nsum {found.predicted:.3g}, together {cost.kl_mean:.3g}\n")
-    print("| target: mean KL | kept | weights kept | predicted | measured | with one fewer |")
-    print("|---|---|---|---|---|---|")
-    for target in targets:
-        policy = (found if target == targets[0] else quantize(run, scheme=scheme,
-                                                              target=target)).policy  # fmt: skip
-        assert policy is not None
-        fewer = "-" if policy.without_last is None else f"{policy.without_last:.3g}"
-        print(f"| {target} | {len(policy.keep)} | {policy.num_kept_weights / 1e6:.3g} M | "
-              f"{policy.predicted:.3g} | {policy.measured:.3g} | {fewer} |")  # fmt: skip
-        print(f"|   | {', '.join(policy.keep[:6])}{', ...' if len(policy.keep) > 6 else ''} |")
+    alone = sum(one.cost.kl_mean for one in found if one.by_default)
+    print(f"\nsum of the quantised ones {alone:.3g}, together {whole.kl_mean:.3g}\n", flush=True)
 
 
-def _kinds(found: Quantization) -> list[tuple[str, list[MatrixCost]]]:
+def _kinds(found: list[MatrixCost]) -> list[tuple[str, list[MatrixCost]]]:
     kinds: dict[str, list[MatrixCost]] = defaultdict(list)
-    for one in found.matrices:
+    for one in found:
         leaf = one.name.rpartition(".")[2]
         kinds[leaf if one.by_default else f"{leaf} (kept: {one.part})"].append(one)
     return sorted(kinds.items(), key=lambda pair: -sum(one.cost.kl_mean for one in pair[1]))

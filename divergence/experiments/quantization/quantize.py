@@ -39,7 +39,7 @@ from divergence.run.schema.layout import expanded
 from divergence.run.unshard import unsharded
 from divergence.words import Progress, silent
 
-__all__ = ["quantize"]
+__all__ = ["quantize", "session_of"]
 
 _FEW_TOKENS = 512
 
@@ -87,7 +87,14 @@ def quantize(
     chosen = scheme_of(options)
     _check(chosen, target, measure)
     with _base(run, out, prompts, prompts_file, device, trust_remote_code, force, tell) as base:
-        with _session(base, options, model, device, trust_remote_code, tell) as session:
+        with session_of(
+            base,
+            options,
+            model=model,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            tell=tell,
+        ) as session:
             targets = list(session.targets.values())
             cost = unsmoothed = predicted = policy = None
             matrices: list[MatrixCost] = []
@@ -182,9 +189,9 @@ def _is_model(path: str | Path) -> bool:
 
 
 @contextlib.contextmanager
-def _session(
-    base: Run, options: QuantizeOptions, model: str | None, device: str, trust_remote_code: bool,
-    tell: Progress,
+def session_of(
+    base: Run, options: QuantizeOptions, *, model: str | None = None, device: str = "auto",
+    trust_remote_code: bool = False, tell: Progress = silent,
 ) -> Iterator[QuantizeSession]:  # fmt: skip
     """The model of the run, loaded and calibrated; nothing is installed."""
     request = resolve_request(

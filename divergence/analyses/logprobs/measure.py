@@ -17,6 +17,7 @@ from divergence.comparison.results.tokens import (
     LogprobDelta,
     LogprobDivergence,
     LogprobFlip,
+    LogprobPerplexity,
     LogprobSequence,
     LogprobShift,
     LogprobsResult,
@@ -68,6 +69,7 @@ def measure(
         explained_by=scale.of,
         delta=_delta(pairs),
         divergence=_divergence(pairs),
+        perplexity=_perplexity(pairs),
         texts=texts_of(pairs) if drawn else None,
         shift=LogprobShift(
             num_prompts=sure.num_prompts, mean=sure.mean, low=sure.low, high=sure.high,
@@ -118,8 +120,32 @@ def _by_position(pairs: Sequence[Pair]) -> list[float]:
     return [float(part.mean()) if len(part) else math.nan for part in joined]
 
 
+def _perplexity(pairs: Sequence[Pair]) -> LogprobPerplexity | None:
+    rows = [(pair.reference.logprobs[mine], pair.candidate.logprobs[other])
+            for pair in pairs for _, mine, other in pair.rows]  # fmt: skip
+    known = np.array(rows, np.float64).reshape(-1, 2)
+    known = known[np.isfinite(known).all(axis=1)]
+    if len(known) < 2:
+        return None
+    one, two = known.T
+    delta, ratio = np.exp(two) - np.exp(one), one - two
+    varies = one.std() > 0 and two.std() > 0
+    return LogprobPerplexity(
+        num_tokens=len(known), delta_p_mean=float(delta.mean()),
+        delta_p_rms=math.sqrt(float((delta * delta).mean())),
+        delta_p_p1=float(np.quantile(delta, 0.01)), delta_p_p99=float(np.quantile(delta, 0.99)),
+        reference=_exp(-one.mean()), candidate=_exp(-two.mean()), ln_ratio=float(ratio.mean()),
+        ln_ratio_error=float(ratio.std(ddof=1)) / math.sqrt(len(ratio)),
+        ln_correlation=float(np.corrcoef(one, two)[0, 1]) if varies else None,
+    )  # fmt: skip
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
 def _divergence(pairs: Sequence[Pair]) -> LogprobDivergence | None:
-    found = []
+    found, same = [], []
     for pair in pairs:
         parting = [] if pair.parting is None else [pair.parting]
         for _, mine, other in [*pair.rows, *parting]:
@@ -131,13 +157,17 @@ def _divergence(pairs: Sequence[Pair]) -> LogprobDivergence | None:
             bounds = divergence_bounds(p.ids, p.log, q.ids, q.log)
             if bounds is not None:
                 found.append(bounds)
+                same.append(p.ids[p.log.argmax()] == q.ids[q.log.argmax()])
     if not found:
         return None
     lower, upper, low, high, tail, _ = np.array(found).mean(axis=0)
+    each = np.array(found)[:, 0]
     return LogprobDivergence(
         num_tokens=len(found), kl_lower=float(lower),
         kl_upper=float(upper) if math.isfinite(upper) else None, tv_lower=float(low),
-        tv_upper=float(high), tail=float(tail),
+        tv_upper=float(high), tail=float(tail), kl_median=float(np.median(each)),
+        kl_p99=float(np.quantile(each, 0.99)), kl_max=float(each.max()),
+        same_top=float(np.mean(same)),
     )  # fmt: skip
 
 

@@ -65,7 +65,18 @@ def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
         rows += [
             ("KL", f"{decimal(kl.kl_lower)} to {upper}", f"over common top lists, "
              f"{kl.tail:.2%} of the probability outside"),
+            ("KL p50, p99, max", ", ".join(map(decimal, (kl.kl_median, kl.kl_p99, kl.kl_max))),
+             "of its lower bound, token by token"),
+            ("same top p", f"{kl.same_top:.2%}", "of tokens whose likeliest one is the same"),
             ("total variation", f"{decimal(kl.tv_lower)} to {decimal(kl.tv_upper)}", ""),
+        ]  # fmt: skip
+    if (cost := result.perplexity) is not None:
+        told = "" if cost.ln_correlation is None else f", correlation {cost.ln_correlation:.2%}"
+        rows += [
+            ("Δp", f"{cost.delta_p_mean:+.3%}", f"mean; RMS {cost.delta_p_rms:.3%}, 1% "
+             f"{cost.delta_p_p1:+.2%}, 99% {cost.delta_p_p99:+.2%}"),
+            ("perplexity", f"{cost.reference:.5g} -> {cost.candidate:.5g}",
+             f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{told}"),
         ]  # fmt: skip
     return rows
 

@@ -11,7 +11,8 @@ from divergence.words import Side, SideBothOrNeither
 
 __all__ = [
     "Explanation", "LogprobDelta", "LogprobDivergence", "LogprobExpert", "LogprobFlip",
-    "LogprobLayers", "LogprobSequence", "LogprobShift", "LogprobTexts", "LogprobsResult",
+    "LogprobLayers", "LogprobPerplexity", "LogprobSequence", "LogprobShift", "LogprobTexts",
+    "LogprobsResult",
     "RolloutCheck", "TokenChoice", "TokenDifference", "TokensResult",
 ]  # fmt: skip
 
@@ -229,6 +230,32 @@ class LogprobDivergence(msgspec.Struct, frozen=True, kw_only=True):
     tv_upper: float
     tail: float
     """Mean probability, in the reference, of what is not on both lists."""
+    kl_median: float = 0.0
+    """Of the lower bounds, token by token; with the next two."""
+    kl_p99: float = 0.0
+    kl_max: float = 0.0
+    same_top: float = 1.0
+    """Share of tokens whose likeliest id is the same on both lists."""
+
+
+class LogprobPerplexity(msgspec.Struct, frozen=True, kw_only=True):
+    """The scored tokens as llama.cpp's ``--kl-divergence`` tells them: Δp is the candidate's
+    probability of a token less the reference's, as a share of 1; ``ln`` are natural logarithms."""
+
+    num_tokens: int
+    delta_p_mean: float
+    delta_p_rms: float
+    delta_p_p1: float
+    delta_p_p99: float
+    reference: float
+    """exp of the mean of -log p."""
+    candidate: float
+    ln_ratio: float
+    """ln of the candidate's perplexity less that of the reference's."""
+    ln_ratio_error: float
+    """Its standard error, tokens taken as independent."""
+    ln_correlation: float | None
+    """Of log p on both sides, token by token; None where one side's is constant."""
 
 
 class RolloutCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,6 +343,7 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     """Where that is from: a floor run, or a dtype."""
     delta: LogprobDelta | None = None
     divergence: LogprobDivergence | None = None
+    perplexity: LogprobPerplexity | None = None
     texts: LogprobTexts | None = None
     """Of answers that both sides drew. None where they are greedy or given."""
     layers: LogprobLayers | None = None

@@ -5,6 +5,10 @@ those look wrong too. So an operator is a *source* only if nothing that feeds it
 limit (coremltools calls it the failure source), and where something that feeds it is already
 near it on the same side, and the step from it is less than a limit, the onset is moved back to
 that: what doubles an error (a square, a mean) does not make it.
+
+Rounding to whole numbers, as quantisers do, turns a difference of rounding into a whole step where
+a number lies on a tie. So what it gives is not judged by its size, nor is what that alone makes
+large: codes are judged as codes (analyses/codes).
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from divergence.words import Side, letter
 __all__ = ["first_source", "judge_operators"]
 
 _SIDES: tuple[Side, Side] = ("reference", "candidate")
+_STEPS = ("aten.round", "aten.floor", "aten.ceil", "aten.trunc")
 
 
 def judge_operators(
@@ -54,6 +59,7 @@ def judge_operators(
     results: list[OperatorResult] = []
     by_path: dict[tuple[str, str], OperatorResult] = {}
     norms: dict[str, float] = {}
+    steps: set[tuple[str, str]] = set()  # of whole numbers, by path and phase
     untold: dict[tuple[str, str], None] = {}  # what pads may have made, by path and phase
     for unit in measured.units:
         result = _result(unit, notes, blocks)
@@ -67,6 +73,13 @@ def judge_operators(
             result = replace(result, other_operands=told)
         if two_dtypes and result.why != "nonfinite":
             result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
+        if (
+            result.why != "nonfinite"
+            and result.limit_usage > 1
+            and (any((path, unit.phase) in steps for path in unit.feeds) or _is_step(result))
+        ):
+            result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
+            steps.add((result.site, unit.phase))
         if unit.untold or _inherits(unit, result, untold):
             result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
             untold[result.site, unit.phase] = None
@@ -105,6 +118,13 @@ def judge_operators(
         ],
         notes=[*_not_compared(measured), *_of_pads(untold)],
     )
+
+
+def _is_step(result: OperatorResult) -> bool:
+    """The same rounding to whole numbers on both sides."""
+    names = {name.rpartition(".")[0] if name.count(".") > 1 else name
+             for name in (result.operator, result.candidate_operator)}  # fmt: skip
+    return len(names) == 1 and names <= set(_STEPS)
 
 
 def _inherits(

@@ -74,7 +74,8 @@ def judge_operators(
         if two_dtypes and result.why != "nonfinite":
             result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
         if (
-            result.why != "nonfinite"
+            unit.region is None  # what one side computes besides is no tie
+            and result.why != "nonfinite"
             and result.limit_usage > 1
             and (any((path, unit.phase) in steps for path in unit.feeds) or _is_step(result))
         ):

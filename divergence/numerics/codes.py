@@ -1,8 +1,9 @@
 """Codes of a quantiser against what they stand for: which of them no rounding explains.
 
 A code, less its zero point, is the nearest integer (8-bit float) to q = x / scale, kept in its
-range. So in steps d = code - q lies within 1/2, but for the rounding of x, scale and quotient,
-which moves q by a share r of |q| and of the row's rms. Four looks at d:
+range. So d = code - q, of floats in units of the distance to the next one, lies within 1/2, but for
+the rounding of x, scale and quotient, which moves q by a share r of |q| and of the row's rms. Four
+looks at d:
 
 outliers    |d| > 1/2 + room · r · (|q| + rms): not the nearest code. A wrapped overflow, a lost
             zero point, a scale of another row.
@@ -13,7 +14,7 @@ scale       Σ d q / Σ q²: 0; 1/256 where 128 stands for 127.5.
 A mean may be off by chance, ``DEVIATIONS`` standard errors of single codes (1e-9 a look), and by
 two roundings of the scale, its own and that of the number it is made of: 2 u, in all rows alike
 where one channel is the largest of each. So in bfloat16 no scale is told that is less than 0.8%
-off. A tenth of a step is never looked at as a mean. Codes at the ends of the range are in no mean:
+off. No mean below a tenth is looked at. Codes at the ends of the range are in no mean:
 what is cut off there has no rounding.
 """
 
@@ -43,7 +44,7 @@ class Look:
     value: float
     limit: float
     num_codes: int
-    most_steps: float = 0.0
+    farthest: float = 0.0
     """Of outliers: the largest |d|."""
 
     @property
@@ -60,7 +61,7 @@ class CodeErrors:
     num_inner: int
     """Codes that are in the means."""
     num_outliers: int
-    most_steps: float
+    farthest: float
     """The largest |d| of the outliers; 0 without any."""
     offset: float
     inward: float
@@ -75,7 +76,7 @@ class CodeErrors:
 
     def looks(self) -> list[Look]:
         """All four; none where there are no codes."""
-        found = [Look("outliers", float(self.num_outliers), 0.0, self.num, self.most_steps)]
+        found = [Look("outliers", float(self.num_outliers), 0.0, self.num, self.farthest)]
         if self.num_inner < 2 or not self.power:
             return found
         n = self.num_inner
@@ -123,7 +124,7 @@ def code_errors(
         num=q.numel(),
         num_inner=int(inner.sum()),
         num_outliers=int(outliers.sum()),
-        most_steps=float(d[outliers].abs().max()) if bool(outliers.any()) else 0.0,
+        farthest=float(d[outliers].abs().max()) if bool(outliers.any()) else 0.0,
         offset=float(di.sum()),
         inward=float(-(di * sign).sum()),
         squares=float(di.square().sum()),
@@ -144,13 +145,13 @@ def merged(parts: list[CodeErrors]) -> CodeErrors:
         )
     }  # fmt: skip
     return CodeErrors(
-        most_steps=max(part.most_steps for part in parts),
+        farthest=max(part.farthest for part in parts),
         roundoff=max(part.roundoff for part in parts), **sums,
     )  # fmt: skip
 
 
 def _float8_step(values: torch.Tensor) -> torch.Tensor:
-    """Distance of float8_e4m3fn numbers there: 3 fraction bits, subnormal below 2^-6."""
+    """Distance of neighbours in float8_e4m3fn there: 3 fraction bits, subnormal below 2^-6."""
     import torch
 
     exponent = torch.frexp(values.abs()).exponent - 1

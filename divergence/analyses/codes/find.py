@@ -5,7 +5,7 @@ every quantiser is followed by the reference's codes, so that none inherits anot
 each side's codes are held against x / scale before it is rounded; without one, against the
 reference's codes, which tells no side. Each forward is one look and all of a site's together are
 one more; ``numerics.codes`` states the limits. Where rounding explains everything it is said how
-many codes differ, and by how many steps: what differs there lies on ties. Where no codes were
+many codes differ, and by how much: what differs there lies on ties. Where no codes were
 recorded (kernels that keep them to themselves) a verdict on values is unsure: a code that rounding
 flips looks like a fault.
 """
@@ -46,7 +46,7 @@ class _Site:
     errors: dict[Side, list[CodeErrors]] = field(default_factory=dict)
     num_codes: int = 0
     num_different: int = 0
-    most_steps: int = 0
+    most_apart: int = 0
 
     def beyond(self, side: Side) -> tuple[list[Look], SiteResult] | None:
         """The looks of one forward, or of all together, that are beyond their limits, and where:
@@ -186,11 +186,11 @@ def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: Si
     apart = (_lattice(x) - _lattice(y)).abs()
     site.num_codes += apart.numel()
     site.num_different += int((apart > 0).sum())
-    site.most_steps = max(site.most_steps, int(apart.max()) if apart.numel() else 0)
+    site.most_apart = max(site.most_apart, int(apart.max()) if apart.numel() else 0)
 
 
 def _lattice(codes: torch.Tensor) -> torch.Tensor:
-    """Whole steps from zero; of floats, the number of floats between."""
+    """How many codes from zero; of floats, the number of floats between."""
     import torch
 
     if not codes.is_floating_point():
@@ -204,11 +204,10 @@ def _healthy(sites: Sequence[_Site]) -> Finding:
     different = sum(site.num_different for site in sites)
     text = f"codes of activations: all {num:,} are equal on both sides"
     if different:
-        most = max(site.most_steps for site in sites)
-        by = "one step" if most == 1 else f"at most {most} steps"
+        most = max(site.most_apart for site in sites)
         text = (
-            f"codes of activations: {different:,} of {num:,} differ, by {by}, where x / scale lies "
-            "next to the middle between two of them: rounding"
+            f"codes of activations: {different:,} of {num:,} differ, by {most} at most, where "
+            "x / scale lies next to the middle between two of them: rounding"
         )
     return Finding(
         claim="context", role="context",
@@ -230,12 +229,12 @@ def _text(look: Look) -> str:
     over = f"(limit {look.limit:.2g}, {look.num_codes:,} codes)"
     if look.what == "outliers":
         return (
-            f"{look.value:,.0f} of {look.num_codes:,} are not the nearest to x / scale, by up to "
-            f"{look.most_steps:.1f} steps"
+            f"{look.value:,.0f} of {look.num_codes:,} are not the nearest to x / scale, but up to "
+            f"{look.farthest:.1f} from it"
         )
     if look.what == "inward":
-        toward = "toward" if look.value > 0 else "away from"
-        return f"{abs(look.value):.2f} steps {toward} zero on average {over}"
+        toward = "near to" if look.value > 0 else "far from"
+        return f"{abs(look.value):.2f} too {toward} zero on average {over}"
     if look.what == "offset":
-        return f"{look.value:+.2f} steps on average {over}"
+        return f"{look.value:+.2f} on average {over}"
     return f"{100 * look.value:+.2f}% in scale {over}"

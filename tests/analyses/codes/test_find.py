@@ -63,9 +63,9 @@ def test_a_healthy_pair_passes(runs, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("truncating cast", "steps toward zero on average"),
+        ("truncating cast", "too near to zero on average"),
         ("1/128 for 1/127.5", "% in scale"),
-        ("wrapped overflow", "by up to 25"),
+        ("wrapped overflow", "but up to 25"),
         ("scale per tensor", "are not the nearest to x / scale"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["SCHEMES", "build", "config_of"]
+__all__ = ["SCHEMES", "build", "build_float8_blocks", "config_of"]
 
 _TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 _STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -85,6 +85,26 @@ def build(
         tensors |= {f"{path}.{key}": value for key, value in _weight(tensor, form, weights).items()}
         if activations is not None and not activations["dynamic"]:
             tensors[f"{path}.input_scale"] = torch.tensor([4 / 127.5], dtype=tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def build_float8_blocks(source: Path, folder: Path, size: int = 32) -> Path:
+    """The model with weights in float8 and a scale for each square of ``size``, as DeepSeek's."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    blocks = {"weight_block_size": [size, size], "activation_scheme": "dynamic"}
+    config["quantization_config"] = {"quant_method": "fp8", **blocks}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            squares = tensor.float().unflatten(0, (-1, size)).unflatten(2, (-1, size))
+            scale = squares.abs().amax((1, 3)) / 448
+            codes = squares / scale[:, None, :, None]
+            tensors[name] = codes.reshape(tensor.shape).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

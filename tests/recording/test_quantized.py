@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +87,31 @@ def test_what_stays_unquantised_is_told(architecture, kept, line, checkpoint, tm
     assert line in str(run.manifest.model.quantization)
 
 
+def test_codes_that_are_widened_on_loading_are_told(tiny_model, tmp_path):
+    """FP8 in blocks, on a machine without kernels for it: what runs is a plain model."""
+    folder = quantized.build_float8_blocks(tiny_model("llama", dtype="bfloat16"), tmp_path / "fp8")
+    run = capture(folder, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    note = run.manifest.model.quantization
+    if not note.dequantized:
+        pytest.skip("this machine has kernels for FP8")
+    assert str(note).startswith("FP8 W8A8: float8 weights per block")
+    assert not run.manifest.quantizes_activations
+
+
+def test_a_missing_package_is_named(tiny_model, tmp_path):
+    """What reads the codes is not installed: the error says what to install."""
+    if importlib.util.find_spec("optimum") is not None:
+        pytest.skip("optimum is installed")
+    folder = tmp_path / "gptq"
+    shutil.copytree(tiny_model("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="optimum") as caught:
+        capture(folder, out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1)
+    assert caught.value.hint == "pip install 'optimum'"
+
+
 def test_codes_that_are_not_there_are_an_error(checkpoint, tmp_path):
     """A config that names another scheme than the tensors have."""
     pytest.importorskip("compressed_tensors")
@@ -99,16 +126,19 @@ def test_codes_that_are_not_there_are_an_error(checkpoint, tmp_path):
 # --- the truth of a quantised run ----------------------------------------------------------------
 
 
-def integers(x, weight, scale):
-    """The scheme by hand: codes of x by token, products and sums of integers, then the scales."""
+def integers(x, weight, scale, codes=None):
+    """The scheme by hand: codes of x by token (or those that are given), products and sums of
+    integers, then the scales."""
     step = x.abs().amax(-1, keepdim=True) / 127.5
-    codes = (x / step).round().clamp(-128, 127).long()  # torch rounds ties to even
-    return (codes @ weight.long().T).double() * step * scale.double().T
+    if codes is None:
+        codes = (x / step).round().clamp(-128, 127)  # torch rounds ties to even
+    return (codes.long() @ weight.long().T).double() * step * scale.double().T
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_truth_has_the_schemes_integers(dtype, checkpoint, tmp_path):
-    """Each linear layer's float64 output is what exact integers give, in every pass."""
+    """Each linear layer's float64 output is what exact integers give; of the run's own codes, where
+    the pass is anchored to it."""
     pytest.importorskip("compressed_tensors")
     folder = checkpoint("w8a8", dtype=dtype)
     run = capture(
@@ -121,7 +151,9 @@ def test_a_truth_has_the_schemes_integers(dtype, checkpoint, tmp_path):
         for path in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
             sites = f"{path}:in", f"{path}:out"
             x, y = (true.read(true.find((pass_, 0, 0, site)))[0] for site in sites)
-            right = integers(x, stored[f"{path}.weight"], stored[f"{path}.weight_scale"])
+            weight = stored[f"{path}.weight"], stored[f"{path}.weight_scale"]
+            codes = run.read(run.find(("free", 0, 0, f"{path}:in.codes")))[0]
+            right = integers(x, *weight, codes if pass_ == "anchored" else None)
             assert x.dtype == y.dtype == torch.float64
             assert float((y - right).norm() / right.norm()) < 1e-14
 

@@ -109,7 +109,7 @@ def identify(
         digest=digest_many(digests),
         digests=digests,
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
-        quantization=quantization_of(module),
+        quantization=quantization_of(module, loaded.quantization),
         attn_implementation=getattr(config, "_attn_implementation", None),
         tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=None if template is None else digest_json(template),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ class LoadedModel:
     """Tokens of a prompt that are fed at a time; None for all."""
     codes: Codes | None = None
     """What the checkpoint holds in place of weights, where they were dequantised."""
+    quantization: Any = None
+    """What config.json says of quantisation; a model that is dequantised forgets it."""
 
     @property
     def structure(self) -> torch.nn.Module:
@@ -146,7 +149,7 @@ def load_model(
     config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     # a config.json may name attention too, also a kernel of the hub, and would come before options
     config._attn_implementation = attn_implementation
-    kind = resolve_task(config, task)
+    kind, quantization = resolve_task(config, task), getattr(config, "quantization_config", None)
     options: dict[str, Any] = {
         "config": config,
         "revision": revision,
@@ -204,6 +207,7 @@ def load_model(
         ranks=ranks,
         twin=twin,
         codes=codes,
+        quantization=quantization,
     )
 
 
@@ -350,10 +354,12 @@ def _model_error(source: str, error: BaseException, revision: str | None) -> Div
             hint="pip install 'divergence-debug[accelerate]', or leave out --device-map",
         )
     if isinstance(error, ImportError):
+        asked = re.search(r"pip install ['\"]?([\w.<>=\[\]-]+)", text)  # as of a quantised model
+        by_itself = f"importing {error.name or 'transformers'} by itself shows why it fails"
         return ModelError(
             f"cannot load {source!r}: {first_line(error, most=300)}",
             where="a package that transformers imports here",
-            hint=f"importing {error.name or 'transformers'} by itself shows why it fails",
+            hint=f"pip install '{asked[1]}'" if asked and not error.name else by_itself,
         )
     if expanded(source).exists():
         return ModelError(

@@ -31,9 +31,11 @@ _Numbers = tuple[QuantizedNumbers | None, QuantizedNumbers | None]
 """Of weights and activations; neither where only the configuration may know."""
 
 
-def quantization_of(model: nn.Module) -> QuantizationNote | None:
-    """None for a model without a quantisation config and without quantised modules."""
-    config = _plain(getattr(getattr(model, "config", None), "quantization_config", None))
+def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | None:
+    """None for a model without a quantisation config and without quantised modules. ``config``:
+    that of the checkpoint."""
+    own = getattr(getattr(model, "config", None), "quantization_config", None)
+    config = _plain(own if own is not None else config)
     found: dict[_Numbers, list[str]] = {}
     kept: list[str] = []
     for path, module in model.named_modules():

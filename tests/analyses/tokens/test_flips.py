@@ -36,6 +36,7 @@ class HandMade:
             plan=SimpleNamespace(logits_site=".:out", modules={}),
             tokens=SimpleNamespace(samples=[sample], groups=[[0]], texts={}, forced_by="a"),
             model=SimpleNamespace(dtype="bfloat16"),
+            quantizes_activations=False,
         )
         self.rows = rows
 
@@ -208,16 +209,18 @@ def test_kl_goes_with_the_square_of_the_error(w, beyond):
     assert (drift is not None and "as far apart" in drift.summary) is beyond
 
 
-def test_where_experts_are_chosen_neither_flip_nor_kl_is_a_fault():
-    """Rounding sends a token to another expert on one side, and its logits are elsewhere,
-    by far more than the floor's KL. The numbers are given, no limit is."""
+@pytest.mark.parametrize("choice", ["experts", "codes"])
+def test_where_experts_or_codes_are_chosen_neither_flip_nor_kl_is_a_fault(choice):
+    """Rounding sends a token to another expert or flips a code on one side, and its logits are
+    elsewhere, by far more than the floor's KL. The numbers are given, no limit is."""
     num = 40
     truth = [noise(100 + n, 3.0) for n in range(num)]
     a = [row + noise(300 + n, 0.01) for n, row in enumerate(truth)]
     b = [row + noise(500 + n, 0.5) for n, row in enumerate(truth)]
     runs = [HandMade(rows, fed=[0] * num) for rows in (a, b, truth)]
     assert drift_in(compare_tokens(*runs[:2], truth=runs[2])) is not None
-    runs[0].manifest.plan.modules["layers.0"] = SimpleNamespace(routed=True)
+    runs[0].manifest.plan.modules["layers.0"] = SimpleNamespace(routed=choice == "experts")
+    runs[0].manifest.quantizes_activations = choice == "codes"
     found = compare_tokens(*runs[:2], truth=runs[2])
     assert found.kl_ratio > 100
     assert found.kl_limit is None

@@ -9,6 +9,8 @@ its name without the overload, and from its second call in that module on the nu
 * ``in``            the first tensor argument,
 * ``in.NAME``       another argument by the name it has in ``forward`` (``in.N`` where it has
                     none), ``in.NAME.N`` one of a tuple of them,
+* ``in.codes``      the codes that a quantised module makes of its input, less their zero point; in
+                    a truth x / scale, of which they are rounded,
 * ``out``           the output, or the first tensor of a tuple or a ModelOutput,
 * ``out.N``, ``out.NAME``   the others.
 

@@ -187,7 +187,8 @@ def widened(one: Pass, loaded: LoadedModel) -> contextlib.AbstractContextManager
 
     if one.compute_dtype is None:
         return contextlib.nullcontext()
-    weights = list(loaded.module.parameters())
+    # a tensor class that holds codes has no memory of its own
+    weights = [one for one in loaded.module.parameters() if not hasattr(one, "qdata")]
     needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
     room = free_bytes(loaded.device) // 2
     keep = needed if needed <= room else 0

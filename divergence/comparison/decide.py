@@ -311,7 +311,10 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         for line in preflight
         if line.check in checks and line.status == "differs"
     ]
-    if differing and verdict.kind not in ("incomparable", "identical"):
+    codes = next((one for one in preflight if one.check == "quantization"), None)
+    if codes and codes.status == "differs" and verdict.kind not in ("incomparable", "identical"):
+        verdict = _of_codes(verdict, codes, differing)
+    elif differing and verdict.kind not in ("incomparable", "identical"):
         precise = any(line.check in _PRECISION for line in preflight if line.status == "differs")
         link = BEYOND if precise or verdict.kind not in _QUIET else ": "
         verdict = replace(verdict, summary=f"{', '.join(differing)}{link}{verdict.summary}")
@@ -335,6 +338,30 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         side=None,
         evidence=[fact, *verdict.evidence],
     )
+
+
+def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[str]) -> Verdict:
+    """One side's numbers go through codes and the other's do not, or through others: that explains
+    what differs, and no side is wrong by it."""
+    others = [one for one in differing if not one.startswith((codes.check, "engine"))]
+    names = [text.partition(":")[0] for text in (codes.reference, codes.candidate)]
+    told = [f"{'AB'[n]} is {'not quantised' if name == 'none' else name}"
+            for n, name in enumerate(names)]  # fmt: skip
+    beside = f" ({', '.join(others)})" if others else ""
+    summary = f"{' and '.join(told)}: what differs is what that costs{beside}"
+    if verdict.kind == "within_floor":
+        return replace(verdict, summary=f"{summary}; here no more than rounding")
+    unnamed = verdict.summary.replace(f", by {letter(verdict.side)}", "")
+    facts = (
+        "divergence quantize RUN --each tells which matrices pay it; whether a machine is wrong, "
+        "two runs with the same codes tell (capture --like)",
+        f"a fault would not be told from it: {unnamed}",
+    )
+    failed = Check(name="same_experiment", state="failed", detail="other codes on the two sides")
+    return _unsure(
+        verdict, failed, summary=summary, side=None, next=[],
+        evidence=[*(Evidence(text=text) for text in facts), *verdict.evidence],
+    )  # fmt: skip
 
 
 def _forced(commands: Sequence[str]) -> Iterator[str]:

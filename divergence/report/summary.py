@@ -57,11 +57,14 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
 
 
 def headline(report: Report) -> str:
-    """The first word of the answer. Two dtypes without more are no machine's doing."""
+    """The first word of the answer. Two dtypes, or codes on one side, without more are no machine's
+    doing."""
     kind = report.verdict.kind
     a, b = report.reference, report.candidate
     dtypes = (a.dtype, a.compute_dtype), (b.dtype, b.compute_dtype)
-    if kind == "within_floor" and dtypes[0] != dtypes[1] and UNKNOWN not in (a.dtype, b.dtype):
+    codes = any(one.check == "quantization" and one.status == "differs" for one in report.preflight)
+    wide = dtypes[0] != dtypes[1] and UNKNOWN not in (a.dtype, b.dtype)
+    if kind == "within_floor" and (wide or codes):
         return "DIFFERENT PRECISION"
     return HEADLINES[kind]
 

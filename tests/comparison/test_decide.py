@@ -250,3 +250,20 @@ def test_the_documented_table_is_the_one_in_the_code():
     assert rows == [list(claims) for claims in PRECEDENCE]
     told = set(re.findall(r"`([a-z_]+)`", text))
     assert set(Claim.__args__) <= told
+
+
+@pytest.mark.parametrize("kind", ["error_made_here", "within_rounding"])
+def test_other_codes_explain_what_differs(kind):
+    """No side is wrong by it, nothing is certain, and no kernel is blamed in the first sentence."""
+    line = PreflightLine(
+        check="quantization", status="differs", reference="none",
+        candidate="W8A8: int8 weights per channel",
+    )  # fmt: skip
+    found = finding(kind, side="candidate" if kind == "error_made_here" else None)
+    verdict = decide([found], [line]).verdict
+    assert verdict.summary.startswith("A is not quantised and B is W8A8: what differs is what")
+    assert verdict.side is None
+    assert verdict.kind == KINDS[kind]
+    if kind == "error_made_here":
+        assert verdict.confidence == "low"
+        assert not any(command.startswith("divergence localize") for command in verdict.next)

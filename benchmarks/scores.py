@@ -7,8 +7,8 @@ SmolLM2-135M (benchmarks/_trained.py) answers the 794 questions of benchmarks/_s
 each setting, and `divergence.scores` holds each pair together, the ways of asking one fact as a
 cluster. Results that lie in DIR already are not made again. bfloat16 takes some five minutes a
 setting where the CPU has no such instructions, float32 half a minute. Then it goes from the score
-of one fault to its layer, by the commands that it prints with what they answer; `--plant` makes
-this machine the faulty one.
+of one fault to its layer, and from one of a healthy pair to its near ties, by the commands that it
+prints with what they answer; `--plant` makes this machine the faulty one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,20 @@ PAIRS = (
     ("bfloat16", "bfloat16, fault gate-sign"),
     ("bfloat16", "float32, fault gate-sign"),
 )
-CASE = "float32", "float32, fault gate-sign"
-COMMANDS = (
-    "scores gpu npu --cluster fact --capture ./model --dtype float32 -o flips",
-    "capture --like flips -o flips-b --plant model.layers.5.mlp.gate_proj:out=scale:-1",
-    "compare flips flips-b",
-    "scores gpu npu --cluster fact --runs flips flips-b",
+Commands = tuple[tuple[str, dict[str, str]], ...]
+"""Each with its variables."""
+FAULT = "float32", "float32, fault gate-sign"
+TO_THE_LAYER: Commands = (
+    ("scores gpu npu --cluster fact --capture ./model --dtype float32 -o flips", {}),
+    ("capture --like flips -o flips-b --plant model.layers.5.mlp.gate_proj:out=scale:-1", {}),
+    ("compare flips flips-b", {}),
+    ("scores gpu npu --cluster fact --runs flips flips-b", {}),
+)
+HEALTHY = "bfloat16", "bfloat16, old kernels"
+TO_THE_TIES: Commands = (
+    ("scores new old --cluster fact --capture ./model -o ties --num-prompts 16 -q", {}),
+    ("capture --like ties -o ties-b -q", OLD),
+    ("scores new old --cluster fact --runs ties ties-b", {}),
 )
 
 
@@ -75,17 +83,19 @@ def evaluated(name: str, results: Path, python: str | None) -> Path:
     return folder
 
 
-def case(results: Path) -> None:
-    """From a score to a layer."""
-    folder = results / "case"
+def case(
+    results: Path, settings: tuple[str, str], names: tuple[str, str], commands: Commands
+) -> None:
+    """From a score to runs."""
+    folder = results / "-".join(names)
     shutil.rmtree(folder, ignore_errors=True)
-    for side, name in zip(("gpu", "npu"), CASE, strict=True):
-        shutil.copytree(evaluated(name, results, None), folder / side)
+    for name, setting in zip(names, settings, strict=True):
+        shutil.copytree(evaluated(setting, results, None), folder / name)
     (folder / "model").symlink_to(checkpoint("bfloat16"))
-    for words in COMMANDS:
+    for words, variables in commands:
         print(f"\n$ divergence {words}", flush=True)
         command = [sys.executable, "-m", "divergence", *shlex.split(words)]
-        subprocess.run(command, cwd=folder, check=True)
+        subprocess.run(command, cwd=folder, env={**os.environ, **variables}, check=True)
 
 
 def main() -> None:
@@ -110,7 +120,8 @@ def main() -> None:
             verdict,
         )  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
-    case(given.results)
+    case(given.results, FAULT, ("gpu", "npu"), TO_THE_LAYER)
+    case(given.results, HEALTHY, ("new", "old"), TO_THE_TIES)
 
 
 if __name__ == "__main__":

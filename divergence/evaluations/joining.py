@@ -7,15 +7,20 @@ in them by its prompt's tokens. Its answer token is
     of multiple choice     the first token of A's choice against that of B's, at step 0
     of a generated answer  the first token where both runs' greedy choices part
 
-and the margin, in nats, is the difference of both tokens' log-probabilities. Where it does not
-favour A's answer in A's run and B's in B's, the flip is not reproduced: it came from what the runs
-do not have, such as batches, sampling, another prompt or other weights. One that is reproduced is a
-near tie or a real shift, by the limit that flips.py has for the runs' dtype.
+and the margin, in nats, is the difference of both tokens' log-probabilities. By the limit L that
+flips.py has for the runs' dtype a flip is
+
+    a real shift    the margin falls by more than L, from no less than -L in A's run to no more
+                    than L in B's
+    a near tie      it lies within L of 0 in both runs, on whichever side: what the runs do not
+                    repeat of the evaluation, such as its batches, rounds it either way
+    not reproduced  else: the flip came from sampling, another prompt, other weights
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,12 +45,14 @@ _Ids = tuple[int, ...]
 
 class _Answer(NamedTuple):
     """A's token and B's, at a step. ``weights``: of their log-probabilities in the metric.
-    ``whole``: no other token belongs to either answer."""
+    ``whole``: no other token belongs to either answer. ``logged``: the margin by each side's own
+    log."""
 
     step: int
     tokens: tuple[int, int]
     weights: tuple[float, float] = (1.0, 1.0)
     whole: bool = True
+    logged: tuple[float, float] | None = None
 
 
 class _Joint:
@@ -144,6 +151,7 @@ def _causes(
         limit, of = min(limit, causes.limit), OF_ALL
     flips: list[RunFlip] = []
     shares: Counter[str] = Counter()
+    off: tuple[list[float], list[float]] = [], []
     for number in numbers:
         first, second = pairs.rows[number]
         prompt = prompts.get(first.place)
@@ -158,6 +166,11 @@ def _causes(
             answer = _parted(joint.runs, samples)
         flip = _judged(first.document, answer, joint, samples, limit)
         flips.append(flip)
+        if isinstance(answer, _Answer) and answer.whole and answer.logged is not None:
+            margins = flip.reference_margin, flip.candidate_margin
+            for side_off, margin, logged in zip(off, margins, answer.logged, strict=True):
+                if margin is not None:
+                    side_off.append(abs(margin - logged))
         shares[flip.cause] += pairs.candidate[number] - pairs.reference[number]
     if not flips:
         return None
@@ -168,7 +181,7 @@ def _causes(
         num_not_reproduced=count["not_reproduced"], num_not_told=count["not_told"],
         difference_of_ties=float(shares["tie"]) / len(pairs.rows),
         difference_of_shifts=float(shares["shift"]) / len(pairs.rows), flips=flips,
-        notes=_notes(joint, dtypes),
+        notes=_notes(joint, dtypes) + _strange(off, limit),
     )  # fmt: skip
 
 
@@ -178,6 +191,17 @@ def _notes(joint: _Joint, dtypes: Sequence[str | None]) -> list[str]:
         f"{name}'s run is in {run}, and {name} was evaluated in {evaluated}"
         for name, run, evaluated in zip("AB", joint.dtypes, dtypes, strict=True)
         if evaluated is not None and run != evaluated
+    ]
+
+
+def _strange(off: tuple[list[float], list[float]], limit: float) -> list[str]:
+    """A run whose margins are not those of its side's own log ran something else."""
+    medians = [statistics.median(one) if one else 0.0 for one in off]
+    return [
+        f"{name}'s run is off from {name}'s own log by a median of {median:.2g} nats: other "
+        "weights, prompts or settings than were evaluated"
+        for name, median in zip("AB", medians, strict=True)
+        if not median <= limit
     ]
 
 
@@ -198,11 +222,13 @@ def _judged(
     if not math.isfinite(a) or not math.isfinite(b):
         return replace(told, cause="shift", why="logits that are not finite")
     told = replace(told, reference_margin=a, candidate_margin=b)
-    if not a >= 0 >= b:
-        if not answer.whole:
-            return replace(told, why="the answers have several tokens, and the runs the first")
-        return replace(told, cause="not_reproduced")
-    return replace(told, cause="tie" if a - b <= limit else "shift")
+    if a - b > limit and a >= -limit and b <= limit:
+        return replace(told, cause="shift")
+    if max(abs(a), abs(b)) <= limit:
+        return replace(told, cause="tie")
+    if not answer.whole:
+        return replace(told, why="the answers have several tokens, and the runs the first")
+    return replace(told, cause="not_reproduced")
 
 
 def _text(joint: _Joint, token: int) -> str:
@@ -239,8 +265,9 @@ def _chosen(
         return "the model's tokenizer is not here"
     before = joint.ids(Prompt(text=context)) or ()
     tails, weights = [], []
-    for choices in (row.choices or () for row in rows):
-        text = texts[max(range(len(choices)), key=choices.__getitem__)]
+    mine, theirs = (row.choices or () for row in rows)
+    numbers = mine.index(max(mine)), theirs.index(max(theirs))
+    for text in (texts[number] for number in numbers):
         ids = joint.ids(Prompt(text=context + text)) or ()
         if ids[: len(before)] != before or len(ids) == len(before):
             return "the choice's first token begins within the prompt"
@@ -249,4 +276,6 @@ def _chosen(
     if tails[0][0] == tails[1][0]:
         return "both choices begin with the same token"
     whole = all(len(tail) == 1 for tail in tails)
-    return _Answer(0, (tails[0][0], tails[1][0]), (weights[0], weights[1]), whole)
+    one, other = (choices[numbers[0]] - choices[numbers[1]] for choices in (mine, theirs))
+    tokens = tails[0][0], tails[1][0]
+    return _Answer(0, tokens, (weights[0], weights[1]), whole, (one, other))

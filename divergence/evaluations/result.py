@@ -125,8 +125,9 @@ class RunFlip(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """0 is the first token of the answer."""
     cause: Literal["tie", "shift", "not_reproduced", "not_told"]
-    """``tie``: the margin moved by no more than rounding explains. ``shift``: by more.
-    ``not_reproduced``: the runs answer alike."""
+    """``tie``: both margins are within what rounding explains of 0. ``shift``: the margin falls by
+    more, towards B's answer. ``not_reproduced``: neither, so the runs do not answer as the
+    evaluations did."""
     reference: str | None = None
     """The token that A answers with."""
     candidate: str | None = None

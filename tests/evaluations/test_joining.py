@@ -124,6 +124,7 @@ def test_what_the_runs_do_not_show_is_not_reproduced(evaluated, runs):
         report = scores(*evaluated, runs=[runs / name for name in names])
         found = report.candidates[0].tasks[0].in_runs
         assert (found.num_not_reproduced, found.num_shifts, found.num_ties) == (4, 0, 0)
+        assert "B's run is off from B's own log by a median of" in found.notes[-1]
 
 
 def test_a_near_tie(evaluated, runs, monkeypatch):

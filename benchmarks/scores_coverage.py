@@ -5,7 +5,7 @@
 Scores are drawn, evaluated by the functions that `divergence scores` uses, and counted: how often
 the 95% interval holds the true difference, how often each test rejects what is true (its level is
 5%), and how often it finds what it is said to find (power 80%). The permutation test draws 9,999
-changes of sign for each, and takes most of the time, some half an hour. Documents of one cluster
+changes of sign for each, and takes most of the quarter of an hour. Documents of one cluster
 flip together with probability 0.55, so that two of them are correlated by 0.3. `lost` and `gained`
 are what share of the documents flips in each direction; `noted` is how often the answer has a note
 that few clusters differ, in one direction.

@@ -124,8 +124,8 @@ def joined(
         causes = None
         if found is not None and task.difference is not None:
             causes = _causes(side, *found, joint, task.causes, (side.dtype, dtype))
-        tasks.append(replace(task, in_runs=causes))
-    if not any(task.in_runs for task in tasks):
+        tasks.append(replace(task, run_causes=causes))
+    if not any(task.run_causes for task in tasks):
         flips = any(task.num_lost or task.num_gained for task in tasks)
         raise UsageError(
             "the runs hold none of the prompts whose scores flipped" if flips
@@ -171,10 +171,10 @@ def _causes(
             for side_off, margin, logged in zip(off, margins, answer.logged, strict=True):
                 if margin is not None:
                     side_off.append(abs(margin - logged))
-        shares[flip.cause] += pairs.candidate[number] - pairs.reference[number]
+        shares[flip.judgement] += pairs.candidate[number] - pairs.reference[number]
     if not flips:
         return None
-    count, (one, other) = Counter(flip.cause for flip in flips), joint.runs
+    count, (one, other) = Counter(flip.judgement for flip in flips), joint.runs
     return RunCauses(
         reference=str(one.path), candidate=str(other.path), limit=limit, limit_of=of,
         num_flips=len(numbers), num_ties=count["tie"], num_shifts=count["shift"],
@@ -209,26 +209,26 @@ def _judged(
     document: str, answer: _Answer | str | None, joint: _Joint, samples: tuple[int, int],
     limit: float,
 ) -> RunFlip:  # fmt: skip
-    told = RunFlip(document=document, sample=samples[0], step=0, cause="not_told")
+    told = RunFlip(document=document, sample=samples[0], step=0, judgement="not_told")
     if isinstance(answer, str):
         return replace(told, why=answer)
     if answer is None:
-        return replace(told, cause="not_reproduced", why="no token differs")
+        return replace(told, judgement="not_reproduced", why="no token differs")
     names = [_text(joint, token) for token in answer.tokens]
     told = replace(told, step=answer.step, reference=names[0], candidate=names[1])
     a, b = (_margin(run, sample, answer) for run, sample in zip(joint.runs, samples, strict=True))
     if a is None or b is None:
         return replace(told, why="a run has no logits of it")
     if not math.isfinite(a) or not math.isfinite(b):
-        return replace(told, cause="shift", why="logits that are not finite")
+        return replace(told, judgement="shift", why="logits that are not finite")
     told = replace(told, reference_margin=a, candidate_margin=b)
     if a - b > limit and a >= -limit and b <= limit:
-        return replace(told, cause="shift")
+        return replace(told, judgement="shift")
     if max(abs(a), abs(b)) <= limit:
-        return replace(told, cause="tie")
+        return replace(told, judgement="tie")
     if not answer.whole:
         return replace(told, why="the answers have several tokens, and the runs the first")
-    return replace(told, cause="not_reproduced")
+    return replace(told, judgement="not_reproduced")
 
 
 def _text(joint: _Joint, token: int) -> str:

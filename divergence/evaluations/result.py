@@ -124,7 +124,7 @@ class RunFlip(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt's number in the reference's run."""
     step: int
     """0 is the first token of the answer."""
-    cause: Literal["tie", "shift", "not_reproduced", "not_told"]
+    judgement: Literal["tie", "shift", "not_reproduced", "not_told"]
     """``tie``: both margins are within what rounding explains of 0. ``shift``: the margin falls by
     more, towards B's answer. ``not_reproduced``: neither, so the runs do not answer as the
     evaluations did."""
@@ -206,7 +206,7 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     or a document has several."""
     causes: FlipCauses | None = None
     """None without likelihoods of choices, or without flips."""
-    in_runs: RunCauses | None = None
+    run_causes: RunCauses | None = None
     """None unless runs were named that hold prompts of this task's flips."""
     notes: list[str] = []
 

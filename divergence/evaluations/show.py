@@ -163,8 +163,8 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     yield "flips", f"{task.num_lost:,} lost, {task.num_gained:,} gained{changed}"
     if task.causes is not None:
         yield "why", _why(task)
-    if task.in_runs is not None:
-        yield from _in_runs(task.in_runs, verbose=verbose)
+    if task.run_causes is not None:
+        yield from _in_runs(task.run_causes, verbose=verbose)
     yield from _left_out(task)
     for note in task.notes:
         yield "note", note
@@ -208,7 +208,7 @@ def _in_runs(found: RunCauses, *, verbose: bool) -> Iterator[tuple[str, str]]:
 
 def _flip(flip: RunFlip) -> str:
     words = {"tie": "a near tie", "shift": "a real shift", "not_reproduced": "not reproduced",
-             "not_told": "not told"}[flip.cause]  # fmt: skip
+             "not_told": "not told"}[flip.judgement]  # fmt: skip
     told = f"prompt {flip.sample}, token {flip.step}: {words}"
     if flip.reference_margin is not None and flip.candidate_margin is not None:
         told += (
@@ -291,7 +291,7 @@ def _flat(task: TaskScores) -> dict[str, object]:
     found: dict[str, Any] = msgspec.to_builtins(task)
     found.pop("preflight")
     found["notes"] = "; ".join(found["notes"])
-    for name in ("pairing", "causes", "in_runs"):
+    for name in ("pairing", "causes", "run_causes"):
         for key, value in (found.pop(name) or {}).items():
             if not isinstance(value, list | tuple | dict):
                 found[f"{name}_{key}"] = value

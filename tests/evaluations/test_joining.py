@@ -89,7 +89,7 @@ def test_from_a_score_to_a_layer_in_three_commands(capsys, evaluated, llama, tmp
 def test_flips_with_a_real_shift(evaluated, runs):
     """Each recorded flip is reproduced, and the runs' margins are the evaluation's own."""
     (task,) = scores(*evaluated, runs=(runs / "flips", runs / "flips-b")).candidates[0].tasks
-    found = task.in_runs
+    found = task.run_causes
     assert found.num_shifts == len(found.flips) == 4 < found.num_flips
     assert found.num_ties == found.num_not_reproduced == found.num_not_told == 0
     assert not found.notes
@@ -122,7 +122,7 @@ def test_what_the_runs_do_not_show_is_not_reproduced(evaluated, runs):
     """Two healthy runs, or the runs the other way round: they do not answer as was evaluated."""
     for names in (("flips", "same"), ("flips-b", "flips")):
         report = scores(*evaluated, runs=[runs / name for name in names])
-        found = report.candidates[0].tasks[0].in_runs
+        found = report.candidates[0].tasks[0].run_causes
         assert (found.num_not_reproduced, found.num_shifts, found.num_ties) == (4, 0, 0)
         assert "B's run is off from B's own log by a median of" in found.notes[-1]
 
@@ -131,7 +131,7 @@ def test_a_near_tie(evaluated, runs, monkeypatch):
     """A margin that moved by no more than the limit."""
     monkeypatch.setattr("divergence.evaluations.joining.explained", lambda _: (99.0, "a test"))
     (task,) = scores(*evaluated, runs=(runs / "flips", runs / "flips-b")).candidates[0].tasks
-    assert (task.in_runs.num_ties, task.in_runs.limit_of) == (4, "a test")
+    assert (task.run_causes.num_ties, task.run_causes.limit_of) == (4, "a test")
 
 
 def test_generated_answers_part_at_a_token(evaluated, runs, table):
@@ -144,18 +144,18 @@ def test_generated_answers_part_at_a_token(evaluated, runs, table):
         for name in ("flips", "flips-b")
     ]
     apart = sum(one != other for one, other in zip(*sides, strict=True))
-    found = task.in_runs
+    found = task.run_causes
     assert found.num_shifts == apart > 0 and found.num_not_reproduced == 4 - apart
     (task,) = scores(a, b, runs=(runs / "flips", runs / "same")).candidates[0].tasks
-    assert {flip.why for flip in task.in_runs.flips} == {"no token differs"}
+    assert {flip.why for flip in task.run_causes.flips} == {"no token differs"}
 
 
 def test_without_the_tokenizer_a_choice_is_not_told(evaluated, runs, monkeypatch):
     """Never guessed."""
     monkeypatch.setattr("divergence.evaluations.joining._tokenizer", lambda _: None)
     (task,) = scores(*evaluated, runs=(runs / "flips", runs / "flips-b")).candidates[0].tasks
-    assert task.in_runs.num_not_told == 4 and not task.in_runs.num_shifts
-    assert "tokenizer is not here" in task.in_runs.flips[0].why
+    assert task.run_causes.num_not_told == 4 and not task.run_causes.num_shifts
+    assert "tokenizer is not here" in task.run_causes.flips[0].why
 
 
 def test_a_run_in_another_dtype_is_said(evaluated, runs):
@@ -169,7 +169,7 @@ def test_a_run_in_another_dtype_is_said(evaluated, runs):
         found = scores(*evaluated, runs=(runs / "flips", runs / "flips-b"))
     finally:
         path.write_text(told)
-    (note,) = found.candidates[0].tasks[0].in_runs.notes
+    (note,) = found.candidates[0].tasks[0].run_causes.notes
     assert note == "A's run is in float32, and A was evaluated in bfloat16"
 
 

@@ -102,10 +102,10 @@ def scores(
             _refuse_shared(sides)
         first, rest = sides[0], sides[1:]
         paired = [_paired(first, side, force=force) for side in rest]
-    found = [
-        _compared(first, side, pairs, bands, force=force)
-        for side, pairs in zip(rest, paired, strict=True)
-    ]
+        found = [
+            _compared(first, side, pairs, bands, force=force)
+            for side, pairs in zip(rest, paired, strict=True)
+        ]
     judged = iter(adjusted([task for one in found for task in one]))
     made = [
         _candidate(first, side, [next(judged) for _ in tasks_])

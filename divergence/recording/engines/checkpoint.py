@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import ModelError
-from divergence.recording.engines.load import load_model
+from divergence.recording.engines.load import is_gguf, load_model
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
@@ -40,8 +40,8 @@ def check_data_alone(source: str, *, revision: str | None) -> None:
 
     What is not there at all (no config, no weights) is left to the loader, which says so.
     """
-    config = _file(source, revision, "config.json")
-    if config is None:
+    config = None if is_gguf(source) else _file(source, revision, "config.json")
+    if config is None:  # or GGUF, which is data
         return
     from transformers.utils import is_peft_available  # without PEFT adapters are passed over
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from divergence.recording.ranks.processes import Ranks
 
 __all__ = [
-    "LoadedModel", "empty_model", "load_model", "load_tokenizer", "register_operators",
+    "LoadedModel", "empty_model", "is_gguf", "load_model", "load_tokenizer", "register_operators",
     "resolve_task",
 ]  # fmt: skip
 
@@ -85,10 +85,10 @@ def _load_config(source: str, *, revision: str | None, trust_remote_code: bool) 
 
     _check_source(source)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
-        )
-        return config
+        place, file = _parts(source)
+        return cast("PretrainedConfig", AutoConfig.from_pretrained(
+            place, revision=revision, trust_remote_code=trust_remote_code, **file
+        ))  # fmt: skip
     except (Exception, SystemExit) as error:  # a config and its code may do anything
         raise _model_error(source, error, revision) from error
 
@@ -120,9 +120,10 @@ def load_tokenizer(
     """The tokenizer, or None where the model has none (token ids are then needed)."""
     from transformers import AutoTokenizer
 
+    place, file = _parts(source)
     try:
         return AutoTokenizer.from_pretrained(
-            os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
+            place, revision=revision, trust_remote_code=trust_remote_code, **file
         )
     except Exception:  # any tokenizer library's own error; reported when text needs it
         return None
@@ -168,7 +169,8 @@ def load_model(
     factory = _factory(config, kind)
     try:
         with _no_bars():
-            module, loading = factory.from_pretrained(os.path.expanduser(source), **options)
+            place, file = _parts(source)
+            module, loading = factory.from_pretrained(place, **options, **file)
         if ranks is not None and division is not None and not at_once:
             module = divide(module, division, ranks)
     except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
@@ -303,14 +305,29 @@ def _model_dtype(name: str) -> torch.dtype:
     return form.torch_dtype
 
 
+def _parts(source: str) -> tuple[str, dict[str, Any]]:
+    """What ``from_pretrained`` is given: a folder or an id; of a GGUF file its folder and name."""
+    place = os.path.expanduser(source)
+    if not is_gguf(source):
+        return place, {}
+    return os.path.dirname(place) or ".", {"gguf_file": os.path.basename(place)}
+
+
+def is_gguf(source: str) -> bool:
+    """A file of llama.cpp, which transformers widens as it reads it (with the package gguf)."""
+    return source.endswith(".gguf") and expanded(source).is_file()
+
+
 def _check_source(source: str) -> None:
+    if is_gguf(source):
+        return
     path = expanded(source)
     if not path.exists():
         if not source.startswith((".", "/", "~")):
             return  # an id of the hub
         raise ModelError(f"no such model: {path} does not exist", hint="check the path")
     if not path.is_dir():
-        raise ModelError(f"{path} is a file", hint="give the model's directory")
+        raise ModelError(f"{path} is a file", hint="give the model's directory, or a .gguf file")
     if not (path / "config.json").is_file():
         raise ModelError(
             f"no model in {path}: it has no config.json",

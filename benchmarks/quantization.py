@@ -1,7 +1,7 @@
 """What quantisation costs a trained model: by scheme, by matrix, and what to keep.
 
-    python benchmarks/quantization.py             # all tables; a quarter of an hour on two cores
-    python benchmarks/quantization.py --schemes   # the first alone, two minutes
+    python benchmarks/quantization.py             # all tables; half an hour on two cores
+    python benchmarks/quantization.py --schemes   # the first alone, five minutes
     python benchmarks/quantization.py --model DIR --prompts FILE
 
 The model is SmolLM2-135M-Instruct (see _trained.py) in float32. Its weights come from a file of 4
@@ -44,7 +44,7 @@ SCHEMES: tuple[tuple[str, dict[str, object]], ...] = (
     ("w4a8-g64", {}),
     ("kv8", {}),
 )
-POLICIES = (("w8a8", (0.03, 0.02, 0.01)), ("w8a8-static", (0.3, 0.1, 0.03)))
+POLICIES = (("w8a8", (0.03, 0.02, 0.01)),)
 
 
 def main() -> None:

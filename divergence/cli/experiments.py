@@ -157,13 +157,13 @@ def quantize(
 
     with progress_bars(quiet=quiet or json) as progress:
         result = quantize(run, out=out, force=force, progress=progress, **options)
-    if policy is not None:
-        write_forms(result, policy)
     if json:
         show(result.to_json(indent=2))
     else:
         lines = [answer_line(result)] if quiet else quantization_lines(result, verbose=verbose)
         print_lines(lines, whole=quiet)
+    if policy is not None:  # last: what was found is not lost where it cannot be written
+        write_forms(result, policy)
 
 
 def selfcheck(

@@ -125,8 +125,8 @@ def quantized_weight(
     """
     if scheme.static and limits is None:
         raise UsageError(
-            f"{target.name}: no token of the calibration reached it, so it has no static scale",
-            hint="more prompts, a dynamic scheme, or keep it in floating point",
+            f"{target.name}: nothing entered it during calibration, so it has no static scale",
+            hint=f"more prompts, a dynamic scheme, or --keep {target.name}",
         )
     known: Limits | None = None if limits is None else (limits[0], limits[1])
     made = []

@@ -34,7 +34,9 @@ def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[L
     lines = [answer_line(result), BLANK, prose("scheme", f"{result.scheme}: {result.says}")]
     lines.append(prose("model", f"{result.model}, {result.dtype}"))
     kept = f"; kept: {_few(result.kept)}" if result.kept else ""
-    lines.append(prose("quantised", f"{_matrices(result.num_quantized)}{kept}"))
+    what = "keys and values" if result.scheme_as_run.weights is None else (
+        _matrices(result.num_quantized))  # fmt: skip
+    lines.append(prose("quantised", f"{what}{kept}"))
     if result.cost is not None:
         lines += _cost_lines(result.cost)
     if result.unsmoothed is not None and result.cost is not None:
@@ -61,12 +63,12 @@ def _cost_lines(cost: Cost) -> list[Line]:
         f"mean {_with(cost.kl_mean, cost.kl_error)}, median {_nats(cost.kl_median)}, "
         f"90% {_nats(cost.kl_p90)}, 99% {_nats(cost.kl_p99)}, max {_nats(cost.kl_max)} nats"
     )),
-        prose("same top", f"{_percent(cost.same_top)} ± {_percent(cost.same_top_error)}"),
+        prose("same top", _percent_with(cost.same_top, cost.same_top_error)),
     ]  # fmt: skip
     if cost.delta_p_mean is not None:
         assert cost.delta_p_error is not None and cost.delta_p_rms is not None
         lines.append(prose("Δp", (
-            f"mean {_signed(cost.delta_p_mean)} ± {_percent(cost.delta_p_error)}, RMS "
+            f"mean {_percent_with(cost.delta_p_mean, cost.delta_p_error, '+')}, RMS "
             f"{_percent(cost.delta_p_rms)}, 1% {_signed(cost.delta_p_p1)}, "
             f"99% {_signed(cost.delta_p_p99)}"
         )))  # fmt: skip
@@ -75,7 +77,7 @@ def _cost_lines(cost: Cost) -> list[Line]:
             f"; correlation of ln PPL {_percent(cost.ln_correlation)}")  # fmt: skip
         lines.append(prose("perplexity", (
             f"{_nats(cost.perplexity_base)} -> {_nats(cost.perplexity)}; ln ratio "
-            f"{cost.ln_ratio:+.3g} ± {_nats(cost.ln_ratio_error)}{correlation}"
+            f"{_with(cost.ln_ratio, cost.ln_ratio_error, '+')}{correlation}"
         )))  # fmt: skip
     return lines
 
@@ -118,7 +120,7 @@ def _row(one: MatrixCost) -> tuple[str, ...]:
     name = one.name if one.by_default else f"{one.name} (kept: {one.part})"
     error = "-"
     if one.block_error is not None:
-        floors = "" if one.times_floor is None else f" ({one.times_floor:.1f} x floor)"
+        floors = "" if one.times_floor is None else f" ({one.times_floor:,.0f} x floor)"
         error = f"{one.block_error:.1e}{floors}"
     return (
         _nats(one.cost.kl_mean), _percent(one.cost.same_top), error,
@@ -186,8 +188,17 @@ def _few(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _with(value: float, error: float) -> str:
-    return _nats(value) if math.isnan(error) else f"{_nats(value)} ± {_nats(error)}"
+def _with(value: float, error: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.3g}" + ("" if _unknown(error) else f" ± {_nats(error)}")
+
+
+def _percent_with(value: float, error: float, sign: str = "") -> str:
+    return f"{100 * value:{sign}.2f}%" + ("" if _unknown(error) else f" ± {_percent(error)}")
+
+
+def _unknown(error: float | None) -> bool:
+    """One number alone has no standard error."""
+    return error is None or math.isnan(error)
 
 
 def _percent(value: float) -> str:

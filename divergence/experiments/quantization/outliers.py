@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from divergence.experiments.quantization.result import Outliers
@@ -51,9 +52,8 @@ def _statistics(watch: _Numbers, by_channel: torch.Tensor) -> Outliers:
     one, two, three, four = (watch.power_sums / watch.count).tolist()
     variance = two - one * one
     fourth = four - 4 * one * three + 6 * one * one * two - 3 * one**4
-    first, third = torch.quantile(
-        torch.cat(watch.some), torch.tensor([0.25, 0.75], dtype=torch.float64)
-    ).tolist()
+    # not torch.quantile, which takes no more than 2^24 numbers
+    first, third = np.quantile(torch.cat(watch.some).numpy(), [0.25, 0.75]).tolist()
     most, median = float(by_channel.max()), float(by_channel.median())
     return Outliers(
         max=most,

@@ -15,14 +15,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from divergence.errors import RunWriteError
+from divergence.errors import RunWriteError, UsageError
 from divergence.experiments.quantization.result import Cost, MatrixCost, Policy, Quantization
 from divergence.experiments.quantization.trials import Trials
 from divergence.numerics.quantizers import Quantizer
 from divergence.quantization.scheme import Scheme
 from divergence.words import Progress, silent
 
-__all__ = ["MEASURES", "find_policy", "forms", "value_of", "write_forms"]
+__all__ = ["MEASURES", "check_reachable", "find_policy", "forms", "value_of", "write_forms"]
 
 MEASURES = ("kl", "logprob")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
@@ -36,6 +36,23 @@ def value_of(cost: Cost, measure: str) -> float:
     if measure == "kl":
         return cost.kl_mean
     return float("inf") if cost.delta_logprob_mean is None else cost.delta_logprob_mean
+
+
+def check_reachable(trials: Trials, target: float, measure: str) -> None:
+    """Raises UsageError where the target is missed even with every matrix kept."""
+    cost = trials.cost([])
+    if measure == "logprob" and cost.delta_logprob_mean is None:
+        raise UsageError(
+            "--measure logprob: no token has a known next one",
+            hint="--measure kl, or longer prompts",
+        )
+    least = value_of(cost, measure)
+    if least > target:
+        raise UsageError(
+            f"--target {target:g} cannot be held: with every matrix in floating point, the keys "
+            f"and values of {trials.scheme.name} still cost {least:.3g}",
+            hint=f"a target above {least:.3g}, or a scheme without kv8",
+        )
 
 
 def find_policy(

@@ -12,15 +12,16 @@ import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from divergence._version import __version__
 from divergence.errors import UsageError
 from divergence.experiments.quantization.alone import each_alone
-from divergence.experiments.quantization.policy import MEASURES, find_policy
+from divergence.experiments.quantization.policy import MEASURES, check_reachable, find_policy
 from divergence.experiments.quantization.result import MatrixCost, Quantization
 from divergence.experiments.quantization.trials import Trials
 from divergence.options.capture import CaptureOptions
-from divergence.quantization.scheme import Scheme
+from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.api import capture
 from divergence.recording.engines.engine import Loading
 from divergence.recording.engines.quantize import (
@@ -32,6 +33,8 @@ from divergence.recording.engines.quantize import (
 )
 from divergence.recording.machine.determinism import deterministic_settings
 from divergence.recording.machine.environment import resolve_device
+from divergence.recording.model.structure import describe_modules
+from divergence.recording.new_run import check_output, unlike
 from divergence.recording.request import resolve_request
 from divergence.run.command import command_line
 from divergence.run.reader import Run
@@ -82,11 +85,19 @@ def quantize(
     tell = progress or silent
     options = QuantizeOptions(
         scheme=scheme, smooth=smooth, asymmetric=asymmetric, weights_per=weights_per,
-        activations_per=activations_per, keep=",".join(keep),
+        activations_per=activations_per,
+        keep=_joined([pattern for one in keep for pattern in keep_of(one)]),
     )  # fmt: skip
     chosen = scheme_of(options)
-    _check(chosen, target, measure)
+    _check(chosen, target, measure, each=each)
+    _check_out(out, None, force=force)
     with _base(run, out, prompts, prompts_file, device, trust_remote_code, force, tell) as base:
+        _check_out(out, base, force=force)
+        if chosen.kv is not None and not base.manifest.settings.use_cache:
+            raise UsageError(
+                f"{base.path} was made without a cache, which {chosen.name} would quantise",
+                hint="a run made without --no-cache",
+            )
         with session_of(
             base,
             options,
@@ -96,9 +107,14 @@ def quantize(
             tell=tell,
         ) as session:
             targets = list(session.targets.values())
+            if chosen.weights is not None and not targets:
+                raise UsageError(
+                    "every matrix is kept: nothing is left to quantise",
+                    hint="fewer --keep; --keep '!NAME' quantises one that is kept otherwise",
+                )
             cost = unsmoothed = predicted = policy = None
             matrices: list[MatrixCost] = []
-            notes = list(_notes(session, chosen))
+            notes = [*_notes(session, chosen), *(_unlike(session, base) if model else ())]
             if session.loaded.task == "causal-lm":
                 tell("float", 0, None, "the model as it is")
                 trials = Trials(session, base.manifest.tokens.samples)
@@ -106,8 +122,11 @@ def quantize(
                 cost = trials.cost(targets)
                 if smooth is not None:
                     unsmoothed = trials.without_migration(targets)
+                if target is not None:
+                    check_reachable(trials, target, measure)
                 if each or target is not None:
                     matrices = each_alone(trials, tell)
+                    notes += _unreached(matrices)
                     predicted = sum(o.cost.kl_mean for o in matrices if o.by_default)
                 if target is not None:
                     policy = find_policy(
@@ -118,35 +137,40 @@ def quantize(
             kept = [*session.kept, *([] if policy is None else policy.keep)]
         names = [*keep_of(options.keep), *([] if policy is None else policy.keep)]
         if out is not None:
-            given = {**_given(options), "keep": ",".join(_expressions_last(names))}
+            given = {**_given(options), "keep": _joined(names)}
             capture(
                 model, like=base, engine="quantize", engine_options=given, device=device, out=out,
                 trust_remote_code=trust_remote_code, force=force, command=command, progress=tell,
             )  # fmt: skip
+        made = not isinstance(run, Run) and out is None and _is_model(run)
+        named = str(run) if made else str(base.path)  # what is made here for the while is gone
+        given_prompts = {"prompt": list(prompts), "prompts": prompts_file} if made else {}
         return Quantization(
-            tool_version=__version__, run=str(base.path), model=base.manifest.model.source,
+            tool_version=__version__, run=named, model=session.loaded.source,
             dtype=base.manifest.model.dtype, scheme=chosen.name, says=str(chosen),
             scheme_as_run=chosen,
             num_prompts=len(base.manifest.tokens.samples),
             num_quantized=len(targets) - (0 if policy is None else len(policy.keep)), kept=kept,
             out=None if out is None else str(out), cost=cost, unsmoothed=unsmoothed,
             matrices=matrices, predicted=predicted, policy=policy, notes=notes,
-            next=_next(str(base.path), out, options, each=each, target=target),
+            next=_next(named, out, {**_again(options), **given_prompts}, each=each, target=target),
         )  # fmt: skip
 
 
-def _check(scheme: Scheme, target: float | None, measure: str) -> None:
+def _check_out(out: str | Path | None, base: Run | None, *, force: bool) -> None:
+    """Before the work, not behind it."""
+    if out is not None:
+        check_output(expanded(str(out)), force=force, like=base)
+
+
+def _check(scheme: Scheme, target: float | None, measure: str, *, each: bool) -> None:
     if measure not in MEASURES:
         raise UsageError(f"--measure {measure!r}", hint=f"one of {', '.join(MEASURES)}")
-    if target is None:
-        return
-    if not target > 0:
+    if target is not None and not target > 0:
         raise UsageError(f"--target {target:g}: a cost in nats is above 0", hint="--target 0.01")
-    if scheme.weights is None:
-        raise UsageError(
-            f"--target: {scheme.name} quantises no matrix, so there is none to keep",
-            hint="w8a8, w4a16, fp8, ...",
-        )
+    if scheme.weights is None and (each or target is not None):
+        what = "--each" if target is None else "--target"
+        raise UsageError(f"{what}: {scheme.name} quantises no matrix", hint="w8a8, w4a16, fp8, ...")
 
 
 @contextlib.contextmanager
@@ -228,22 +252,45 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[str]:
         )
 
 
+def _unreached(matrices: Sequence[MatrixCost]) -> Iterator[str]:
+    names = [one.name for one in matrices if one.by_default and one.outliers is None]
+    if names:
+        yield (
+            f"{len(names)} of the matrices ({names[0]}, ...) got no input: no token reached them, "
+            "or this model multiplies with them past their modules, where nothing is quantised"
+        )
+
+
+def _unlike(session: QuantizeSession, base: Run) -> Iterator[str]:
+    """What shows that ``model`` is not the recorded one."""
+    module = session.loaded.module
+    identity = session.identity(lambda *_: None)
+    for one in unlike(base.manifest, identity, session.note(), describe_modules(module)):
+        yield f"all numbers are those of {session.loaded.source}, of which {one}"
+
+
 def _given(options: QuantizeOptions) -> dict[str, str | float]:
     names = ("scheme", "smooth", "asymmetric", "weights_per", "activations_per")
     values = {name: getattr(options, name) for name in names}
     return {name: value for name, value in values.items() if value not in (None, "")}
 
 
-def _expressions_last(names: Sequence[str]) -> list[str]:
-    """As ``keep_of`` reads them."""
-    return sorted(names, key=lambda name: name.startswith("re:"))
+def _joined(patterns: Sequence[str]) -> str:
+    """As ``keep_of`` reads them: expressions last."""
+    return ",".join(sorted(patterns, key=lambda one: one.startswith(("re:", "!re:"))))
+
+
+def _again(options: QuantizeOptions) -> dict[str, Any]:
+    """As options of a command."""
+    given: dict[str, Any] = _given(options)
+    if "smooth" in given:
+        given["smooth"] = f"{given['smooth']:g}"
+    return given | {"keep": keep_of(options.keep)}
 
 
 def _next(
-    base: str, out: str | Path | None, options: QuantizeOptions, *, each: bool,
-    target: float | None,
-) -> list[str]:  # fmt: skip
-    smooth = None if options.smooth is None else f"{options.smooth:g}"
+    base: str, out: str | Path | None, again: dict[str, Any], *, each: bool, target: float | None
+) -> list[str]:
     commands = []
     if out is not None:
         commands += [
@@ -251,11 +298,12 @@ def _next(
             command_line("capture", like=out, o=f"{out}-there", note="on another machine: does it "
                          "compute the quantised model right?"),
         ]  # fmt: skip
-    scheme = options.scheme
+    if scheme_named(again["scheme"]).weights is None:
+        return commands
     if not (each or target):
-        one = command_line("quantize", base, scheme=scheme, smooth=smooth, each=True)
-        commands.append(f"{one}   # which matrices")
+        commands.append(command_line("quantize", base, **again, each=True, note="which matrices"))
     if target is None:
-        one = command_line("quantize", base, scheme=scheme, smooth=smooth, target="0.01", o="Q")
-        commands.append(f"{one}   # what to keep")
+        commands.append(
+            command_line("quantize", base, **again, target="0.01", o="Q", note="what to keep")
+        )
     return commands

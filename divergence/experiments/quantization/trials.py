@@ -93,6 +93,9 @@ class Trials:
         """The target's matrices under the scheme, made once."""
         if target.name not in self._weights:
             known = self.session.calibration
+            if known is not None and target.name not in self.session.targets:
+                alone = msgspec.structs.replace(self.scheme, smooth=None)
+                known = calibration_of(self.session.watches, {target.name: target}, alone)
             self._weights[target.name] = quantized_weight(
                 target, self.scheme,
                 smooth=None if known is None else known.divisors(target.name),
@@ -102,9 +105,23 @@ class Trials:
 
     def cost(self, targets: Iterable[Target]) -> Cost:
         """Of the model with these quantised."""
-        with self._installed(targets), quantised_cache(self.scheme.kv):
-            cached = self.scheme.kv is not None
-            return cost_of([self._row_costs(o, self._logits(o, cached=cached)) for o in self.seen])
+        cached = self.scheme.kv is not None
+        with self._installed(targets), quantised_cache(self.scheme.kv) as filled:
+            self._check_numbers()  # after the weights, whose error names the matrix
+            rows = [self._row_costs(o, self._logits(o, cached=cached)) for o in self.seen]
+        if cached and not filled:
+            raise UsageError(
+                f"{self.scheme.name}: this model keeps no keys and values", hint="leave out kv8"
+            )
+        return cost_of(rows)
+
+    def _check_numbers(self) -> None:
+        for number, one in enumerate(self.seen):
+            if bool(one.logits.isnan().any()):
+                raise UsageError(
+                    f"the floating-point model gives logits that are nan (prompt {number})",
+                    hint="divergence capture and inspect show where they begin",
+                )
 
     def alone(self, target: Target) -> tuple[Cost, float | None]:
         """(cost, relative L2 error at the output of its block) with this one quantised."""

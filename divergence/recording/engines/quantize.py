@@ -9,6 +9,7 @@ that run takes it from there. So another machine runs the very same quantised mo
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,7 +29,7 @@ from divergence.quantization.model import (
 )
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.engines.engine import EngineOptions, Loading
-from divergence.recording.engines.generate import GroupResult, failures, inputs
+from divergence.recording.engines.generate import GroupResult, run_group
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.sessions import TorchSession, loaded_by_transformers
 from divergence.recording.hooks.modules import Recorder
@@ -92,10 +93,9 @@ def scheme_of(options: QuantizeOptions) -> Scheme:
 
 
 def keep_of(text: str) -> list[str]:
-    """Patterns, by commas; a regular expression goes to the end of the text."""
-    before, marker, expression = text.partition("re:")
-    parts = [one.strip() for one in before.split(",") if one.strip()]
-    return [*parts, *([marker + expression.strip()] if marker else [])]
+    """Patterns, by commas; a regular expression goes up to the next one, or to the end."""
+    before, *expressions = re.split(r"(?:^|,)\s*(?=!?re:)", text)
+    return [one.strip() for one in (*before.split(","), *expressions) if one.strip()]
 
 
 class QuantizeSession(TorchSession):
@@ -114,6 +114,12 @@ class QuantizeSession(TorchSession):
                 f"{loaded.source} has no matrix that a scheme could quantise",
                 hint="nn.Linear, Conv1D and experts of transformers are known",
             )
+        if scheme.kv is not None and loaded.task == "encoder":
+            raise UsageError(
+                f"{scheme.name}: an encoder keeps no keys and values", hint="leave out kv8"
+            )
+        if scheme.weights is None:  # there is nothing to choose from
+            targets = {}
         self.targets = {one.name: one for one in chosen(targets, keep_of(str(options["keep"])))}
         self.kept = [name for name in targets if name not in self.targets]
         self.calibration: Calibration | None = None
@@ -134,11 +140,11 @@ class QuantizeSession(TorchSession):
         if like is not None and like.calibration is not None and self._is_same(like):
             self.calibration = Calibration(like.calibration)
             return
-        with watching(self.loaded.module, self.targets) as self.watches:
+        with watching(self.loaded.module, targets_of(self.loaded.module)) as self.watches:
             for sample in samples:
-                ids, mask = inputs(self.loaded, [sample])
-                with failures(self.loaded, [sample], 0), torch.no_grad():
-                    self.loaded.module(input_ids=ids, attention_mask=mask)
+                run_group(
+                    self.loaded, [SampleTokens(prompt_ids=sample.prompt_ids)], max_new_tokens=0
+                )
         self.calibration = calibration_of(self.watches, self.targets, self.scheme)
 
     def weight(self, name: str) -> list[Any]:
@@ -199,23 +205,30 @@ def _numbers(quantizer: Quantizer | None, *, dynamic: bool) -> QuantizedNumbers 
 
 
 @contextlib.contextmanager
-def quantised_cache(quantizer: Quantizer | None) -> Iterator[None]:
+def quantised_cache(quantizer: Quantizer | None) -> Iterator[set[int]]:
     """Keys and values go through codes before a cache of transformers holds them; (B, heads, T, D),
-    a scale for each token and head. The step that makes them reads them from there too."""
+    a scale for each token and head. The step that makes them reads them from there too.
+
+    Gives the numbers of the layers that filled a cache."""
+    filled: set[int] = set()
     if quantizer is None:
-        yield
+        yield filled
         return
     from transformers import cache_utils
 
     kind: Any = cache_utils.Cache
     original = kind.update
 
-    def update(self: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any) -> Any:
-        return original(self, _through(key, quantizer), _through(value, quantizer), *args, **kw)
+    def update(
+        self: Any, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kw: Any
+    ) -> Any:
+        filled.add(layer)
+        key, value = _through(key, quantizer), _through(value, quantizer)
+        return original(self, key, value, layer, *args, **kw)
 
     kind.update = update
     try:
-        yield
+        yield filled
     finally:
         kind.update = original
 

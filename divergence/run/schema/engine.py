@@ -174,7 +174,7 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         told = [
             str(one) + (f" ({one.num_modules} modules)" if len(self.schemes) > 1 else "")
             for one in self.schemes
-        ] or ["scheme not known"]
+        ] or ([] if self.method == "simulated" else ["scheme not known"])
         if self.kv_cache is not None:
             told.append(f"KV cache {self.kv_cache}")
         if self.kept:

@@ -1,0 +1,147 @@
+"""quantize(): what cannot be is refused before the work, with what to try; and odd input."""
+
+import pytest
+import torch
+
+from divergence.comparison.api import compare
+from divergence.errors import RunExistsError, UsageError
+from divergence.experiments.quantization import outliers
+from divergence.experiments.quantization.outliers import _Numbers, _statistics
+from divergence.experiments.quantization.quantize import quantize
+from divergence.recording.api import capture, truth
+from divergence.recording.engines.quantize import keep_of
+from divergence.report.quantization import quantization_lines
+from divergence.run.reader import Run
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model):
+    return tiny_model("llama", num_blocks=2, hidden=32, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def plain(folder, tmp_path_factory):
+    return made(folder, tmp_path_factory.mktemp("plain") / "run")
+
+
+def made(folder, out, prompts=("one two three", "the cat sat"), **options):
+    return capture(folder, out=out, prompts=prompts, max_new_tokens=2, probe=False, **options)
+
+
+def test_static_scales_are_known_of_what_is_kept_too(plain):
+    """--each quantises the head as well, which the scheme keeps."""
+    found = quantize(plain, scheme="w8a8-static", smooth=0.5, target=1e-4)
+    head = next(one for one in found.matrices if one.name == "lm_head")
+    assert not head.by_default
+    assert head.cost.kl_mean > 0
+    assert found.policy.measured <= 1e-4
+
+
+def test_pads_are_no_calibration(folder, plain, tmp_path):
+    limits = []
+    for name, run in (("a", plain), ("b", made(folder, tmp_path / "padded", pad_left=3))):
+        quantize(run, scheme="w8a8-static", out=tmp_path / name)
+        limits.append(Run.open(tmp_path / name).manifest.engine.calibration)
+    assert limits[0] == limits[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "patterns"),
+    [
+        ("a,re:b", ["a", "re:b"]),
+        ("re:a,re:b{1,2}", ["re:a", "re:b{1,2}"]),
+        ("!lm_head, !re:x", ["!lm_head", "!re:x"]),
+        ("", []),
+    ],
+)
+def test_patterns_are_told_apart(text, patterns):
+    assert keep_of(text) == patterns
+
+
+def test_expressions_come_in_any_order(plain, tmp_path):
+    keep = ["re:.*down_proj", "model.layers.0", "re:.*up_proj"]
+    found = quantize(plain, scheme="w8a8", keep=keep, out=tmp_path / "q")
+    assert found.num_quantized == 5
+    assert Run.open(tmp_path / "q").manifest.engine.facts["quantised"] == "5 matrices"
+    assert any("--keep model.layers.0" in command for command in found.next)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scheme": "kv8", "each": True}, "quantises no matrix"),
+        ({"scheme": "w8a8+kv8", "target": 1e-9}, "cannot be held"),
+        ({"keep": ["Linear"]}, "nothing is left to quantise"),
+    ],
+)
+def test_what_says_nothing_is_refused(plain, options, words):
+    with pytest.raises(UsageError, match=words):
+        quantize(plain, **options)
+
+
+def test_a_cache_that_is_not_there_is_not_quantised(folder, tiny_model, tmp_path):
+    bare = made(folder, tmp_path / "bare", use_cache=False)
+    with pytest.raises(UsageError, match="without a cache"):
+        quantize(bare, scheme="kv8")
+    encoder = capture(tiny_model("bert", num_blocks=2), out=tmp_path / "bert", prompts=["one two"],
+                      probe=False)  # fmt: skip
+    with pytest.raises(UsageError, match="no keys and values"):
+        quantize(encoder, scheme="kv8")
+
+
+def test_keys_and_values_are_no_matrices(plain):
+    found = quantize(plain, scheme="kv8")
+    assert found.num_quantized == 0
+    assert any(line.text == "quantised   keys and values" for line in quantization_lines(found))
+
+
+def test_a_run_that_exists_is_told_before_the_work(plain, tmp_path):
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "mine").touch()
+    told = []
+    with pytest.raises(RunExistsError):
+        quantize(plain, out=tmp_path / "q", progress=lambda *it: told.append(it))
+    with pytest.raises(RunExistsError):
+        quantize(plain, out=plain.path, force=True, progress=lambda *it: told.append(it))
+    assert told == []
+
+
+def test_commands_name_no_folder_that_is_gone(folder):
+    found = quantize(folder, prompts=["one two"])
+    assert found.run == str(folder)
+    assert all(f"{folder} " in one and "--prompt 'one two'" in one for one in found.next)
+
+
+def test_another_model_is_told(plain, tiny_model):
+    other = tiny_model("gpt2", num_blocks=2, dtype="float32")
+    found = quantize(plain, model=str(other))
+    assert found.model == str(other)
+    assert any("not the weights of the recorded run" in note for note in found.notes)
+
+
+def test_one_token_has_no_standard_error(folder, tmp_path):
+    run = capture(folder, out=tmp_path / "run", prompts=[[5]], max_new_tokens=1, probe=False)
+    text = "\n".join(line.text for line in quantization_lines(quantize(run)))
+    assert "nan" not in text
+
+
+def test_quartiles_of_many_numbers(monkeypatch):
+    """More than torch.quantile takes."""
+    monkeypatch.setattr(outliers, "_MOST", 1 << 24)
+    watch = _Numbers()
+    watch.see(torch.arange(1 << 12).repeat(1 << 12, 1), None)
+    watch.see(torch.ones(1, 1 << 12), None)
+    found = _statistics(watch, torch.ones(4))
+    assert 2 / 254 / (found.quantile_score) == pytest.approx(2048, rel=1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "kv8"])
+def test_what_quantisation_costs_is_no_machines_fault(plain, tmp_path, scheme):
+    """Neither is a side wrong against the float model's truth, nor are both one model."""
+    quantize(plain, scheme=scheme, out=tmp_path / "q")
+    truth(plain, out=tmp_path / "t")
+    found = compare(plain, tmp_path / "q", truth=tmp_path / "t").verdict
+    assert found.side is None
+    assert found.summary.startswith("A is not quantised and B is ")
+    assert "scheme not known" not in found.summary
+    assert ", by B" not in found.summary

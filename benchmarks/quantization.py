@@ -1,7 +1,8 @@
 """What quantisation costs a trained model: by scheme, by matrix, and what to keep.
 
-    python benchmarks/quantization.py             # all tables; half an hour on two cores
+    python benchmarks/quantization.py             # all tables; twenty minutes on two cores
     python benchmarks/quantization.py --schemes   # the first alone, five minutes
+    python benchmarks/quantization.py --matrices  # the others alone, on two pieces
     python benchmarks/quantization.py --model DIR --prompts FILE
 
 The model is SmolLM2-135M-Instruct (see _trained.py) in float32. Its weights come from a file of 4
@@ -27,6 +28,8 @@ from divergence.experiments.quantization.trials import Trials
 from divergence.recording.engines.quantize import QuantizeOptions
 
 PIECES, CHARACTERS = 6, 360
+FEW = 2
+"""Pieces on which each matrix is quantised alone."""
 SCHEMES: tuple[tuple[str, dict[str, object]], ...] = (
     ("w8a16", {}),
     ("w8a8", {}),
@@ -50,6 +53,7 @@ POLICIES = (("w8a8", (0.03, 0.02, 0.01)),)
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--schemes", action="store_true", help="the first table alone")
+    parser.add_argument("--matrices", action="store_true", help="the others alone")
     parser.add_argument("--model", help="another checkpoint")
     parser.add_argument("--prompts", type=Path, help="a file, one prompt a line")
     given = parser.parse_args()
@@ -61,10 +65,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="divergence-quantization-") as folder:
         run = capture(given.model, out=f"{folder}/a", prompts=prompts, max_new_tokens=1,
                       sites=["."], probe=False, dtype="float32")  # fmt: skip
-        schemes(run)
+        if not given.matrices:
+            schemes(run)
         if not given.schemes:
+            few = capture(given.model, out=f"{folder}/few", prompts=prompts[:FEW],
+                          max_new_tokens=1, sites=["."], probe=False, dtype="float32")  # fmt: skip
             for scheme, targets in POLICIES:
-                matrices(run, scheme, targets)
+                matrices(few, scheme, targets)
 
 
 def pieces() -> list[str]:

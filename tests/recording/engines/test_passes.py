@@ -15,6 +15,7 @@ MLP = "model.layers.1.mlp"
     ("engine", "options"),
     [
         ("transformers", {}),
+        ("quantize", {"scheme": "w8a8-static", "smooth": 0.5}),
         pytest.param("compile", {"backend": "eager"}, marks=pytest.mark.slow),
     ],
 )

@@ -118,7 +118,7 @@ def matrices(run: Run, scheme: str, targets: tuple[float, ...]) -> None:
         print("|---|---|---|---|---|---|")
         for target in targets:
             policy = find_policy(trials, found, target=target, measure="kl", whole=whole)
-            fewer = "-" if policy.without_last is None else f"{policy.without_last:.3g}"
+            fewer = "-" if policy.one_fewer is None else f"{policy.one_fewer:.3g}"
             names = f"{', '.join(policy.keep[:8])}{', ...' if len(policy.keep) > 8 else ''}"
             print(
                 f"| {target} | {len(policy.keep)}: {names} | {policy.num_kept_weights / 1e6:.3g} M "

@@ -151,8 +151,8 @@ def _policy_lines(policy: Policy) -> list[Line]:
         lines.append(prose("", f"nothing need be kept: {_nats(policy.measured)}", width=2))
         return lines
     fewer = ""
-    if policy.without_last is not None:
-        fewer = f"; with one fewer {_nats(policy.without_last)}"
+    if policy.one_fewer is not None:
+        fewer = f"; with any one fewer, {_nats(policy.one_fewer)} or more"
     lines.append(prose("", (
         f"{_kept(policy)}: measured {_nats(policy.measured)}, predicted "
         f"{_nats(policy.predicted)}{fewer} ({count(policy.num_runs, 'model')} run)"

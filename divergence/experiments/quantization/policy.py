@@ -2,17 +2,17 @@
 
 Matrices are taken in order of what each costs alone. What they cost together is not the sum, so the
 number that must stay is searched by running the model with the first k kept; then each of those is
-tried without, cheapest first. Matrices that engines fuse into one product (query, key and value;
-gate and up) stay or go together: a scheme of half a product cannot be loaded.
+tried without, cheapest first, again and again until none can go. Matrices that engines fuse into
+one product (query, key and value; gate and up) stay or go together: a scheme of half a product
+cannot be loaded.
 
-The set is the smallest of that order, and none of its members can be left out alone. That no other
-set is smaller is not shown.
+None of the set's members can be left out alone. That no other set is smaller is not shown.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from divergence.errors import RunWriteError, UsageError
@@ -27,8 +27,8 @@ __all__ = ["MEASURES", "check_reachable", "find_policy", "forms", "value_of", "w
 MEASURES = ("kl", "logprob")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
           ("query", "key", "value"))  # fmt: skip
-_MOST_DROPS = 24
-"""Members that are tried without."""
+_MOST_TRIES = 300
+"""Models that are run with one member fewer."""
 
 
 def value_of(cost: Cost, measure: str) -> float:
@@ -84,11 +84,7 @@ def find_policy(
             high = middle
         else:
             low = middle + 1
-    kept = order[:low]
-    for unit in list(reversed(kept))[:_MOST_DROPS]:
-        fewer = [one for one in kept if one != unit]
-        if holds(fewer):
-            kept = fewer
+    kept, fewer = _irreducible(order[:low], lambda k: value_of(cost_without(k), measure), target)
     names = [name for unit in kept for name in unit]
     cost = cost_without(kept)
     by_name = {one.name: one for one in matrices}
@@ -98,9 +94,33 @@ def find_policy(
         num_kept_weights=sum(by_name[name].num_weights for name in names),
         predicted=sum(value_of(one.cost, measure) for one in rest),
         measured=value_of(cost, measure),
-        without_last=value_of(cost_without(kept[:-1]), measure) if kept else None,
+        one_fewer=fewer,
         num_runs=len(known), cost=cost,
     )  # fmt: skip
+
+
+def _irreducible(
+    kept: list[tuple[str, ...]],
+    value: Callable[[list[tuple[str, ...]]], float],
+    target: float,
+) -> tuple[list[tuple[str, ...]], float | None]:
+    """``kept`` without what can go, and the least value with one fewer; None where it was not tried
+    for each."""
+    tries = 0
+    while True:
+        before, least = list(kept), float("inf")
+        for unit in reversed(before):
+            if tries == _MOST_TRIES:
+                return kept, None
+            tries += 1
+            fewer = [one for one in kept if one != unit]
+            found = value(fewer)
+            if found <= target:
+                kept = fewer
+            else:
+                least = min(least, found)
+        if kept == before:
+            return kept, least if kept else None
 
 
 def _units(matrices: Sequence[MatrixCost], measure: str) -> list[list[MatrixCost]]:

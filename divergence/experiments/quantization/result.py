@@ -103,8 +103,9 @@ class Policy(msgspec.Struct, kw_only=True, frozen=True):
     """Sum of what the quantised matrices cost alone."""
     measured: float
     """With just these kept."""
-    without_last: float | None
-    """Measured with one (fused) matrix fewer, which misses the target; None where none is kept."""
+    one_fewer: float | None
+    """The least measured with one (fused) matrix fewer, which misses the target; None where none is
+    kept, or not each was tried."""
     num_runs: int
     """Whole models that were run to find it."""
     cost: Cost

@@ -99,7 +99,7 @@ def test_a_policy_holds_when_it_is_run(plain, each, tmp_path):
     found = quantize(plain, scheme="w4a16-g32", target=target, out=tmp_path / "q")
     policy = found.policy
     assert 0 < len(policy.keep) < each.num_quantized
-    assert policy.measured <= target < policy.without_last
+    assert policy.measured <= target < policy.one_fewer
     assert quantize(plain, scheme="w4a16-g32", keep=policy.keep).cost == policy.cost
     run = Run.open(found.out)
     assert run.manifest.engine.options["keep"] == ",".join(policy.keep)

@@ -1,0 +1,100 @@
+"""The options of a training step: ``capture --train``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from divergence.options.option import Option, Options
+
+__all__ = ["TRAINING", "TrainOptions"]
+
+TRAINING = "Training"
+"""The panel of ``capture --help``."""
+
+
+class TrainOptions(Options, frozen=True, kw_only=True):
+    """None means "as recorded" with ``--like``, and the default without."""
+
+    train: Annotated[
+        bool | None,
+        Option(
+            "--train",
+            "Forward and backward on the prompts, each token's label being the next one: the loss, "
+            "the gradients of blocks and parameters. Nothing is generated.",
+            TRAINING,
+            recorded="settings.train",
+        ),
+    ] = None
+    autocast: Annotated[
+        str | None,
+        Option(
+            "--autocast DTYPE",
+            "The forward under torch.autocast in bfloat16 or float16.",
+            TRAINING,
+            recorded="settings.autocast",
+        ),
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool | None,
+        Option(
+            "--gradient-checkpointing",
+            "Each block's forward is run again in the backward, in place of keeping its activations.",
+            TRAINING,
+            recorded="settings.gradient_checkpointing",
+        ),
+    ] = None
+    dropout: Annotated[
+        bool | None,
+        Option(
+            "--dropout",
+            "Keep the model's dropout, which draws from this machine's generator. Default: off.",
+            TRAINING,
+            recorded="settings.dropout",
+        ),
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        Option(
+            "--optimizer-step NAME",
+            "One step of adamw or sgd behind the backward: moments and updates are recorded.",
+            TRAINING,
+            recorded="settings.optimizer",
+        ),
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        Option(
+            "--learning-rate RATE",
+            "Of the optimizer. Default: 1e-3.",
+            TRAINING,
+            recorded="settings.learning_rate",
+        ),
+    ] = None
+    weight_decay: Annotated[
+        float | None,
+        Option(
+            "--weight-decay SHARE",
+            "Of the optimizer, on matrices alone. Default: 0.01 of adamw, 0 of sgd.",
+            TRAINING,
+            recorded="settings.weight_decay",
+        ),
+    ] = None
+    clip_grad_norm: Annotated[
+        float | None,
+        Option(
+            "--clip-grad-norm NORM",
+            "Scale the gradients down to this norm before the optimizer's step.",
+            TRAINING,
+            recorded="settings.clip_grad_norm",
+        ),
+    ] = None
+    loss_scale: Annotated[
+        float | None,
+        Option(
+            "--loss-scale FACTOR",
+            "Multiply the loss before the backward, and divide the gradients behind it, as mixed "
+            "precision in float16 does.",
+            TRAINING,
+            recorded="settings.loss_scale",
+        ),
+    ] = None

@@ -1,0 +1,207 @@
+"""The plan of a training step: what one rank keeps, holds for a while and sends.
+
+From the model's structure and the options alone. What is not known is left out with its reason:
+pipeline stages, tensor parallelism of experts, a forward that needs values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from divergence.errors import DivergenceError, UsageError, first_line
+from divergence.layout import size
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.placement import tensor_plan
+from divergence.recording.model.structure import describe_modules
+from divergence.recording.ranks.processes import parse_mesh
+from divergence.run.schema.site import escape_path
+from divergence.training.plan.result import Activations, TrainingPlan
+from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
+from divergence.training.plan.step import Layout, Stepped, run_step
+from divergence.training.plan.tensor_parallel import REDUCED, SHARED, shrink
+from divergence.training.plan.traffic import gradient_traffic, link_rate, tensor_traffic
+
+__all__ = ["Wanted", "plan_training"]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked, in the words of the options."""
+
+    batch: int
+    """Sequences of one forward on a rank."""
+    tokens: int
+    """Of each sequence."""
+    mesh: str | None = None
+    zero: int | None = None
+    optimizer: str | None = None
+    main_weights: bool | None = None
+    autocast: str | None = None
+    gradient_checkpointing: bool = False
+    dropout: bool = False
+    link_rate: str | None = None
+    capture_bytes: int = 0
+    dump_bytes: int = 0
+
+
+def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
+    """``loaded``: a model on the meta device, whose weights are made smaller for ``tp``.
+
+    Raises UsageError for options that make no plan, and ModelError for a model that tensor
+    parallelism cannot divide.
+    """
+    axes = _axes(wanted.mesh)
+    rate = None if wanted.link_rate is None else link_rate(wanted.link_rate)
+    zero = wanted.zero if wanted.zero is not None else 3 if axes.get("fsdp", 1) > 1 else 0
+    count = _dividing(axes, zero)
+    optimizer = wanted.optimizer or "adamw"
+    module: Any = loaded.module
+    num_parameters = sum(one.numel() for one in module.parameters())
+    styles: dict[str, str] = {}
+    if axes.get("tp", 1) > 1:
+        styles = tensor_plan(module)
+        shrink(module, styles, axes["tp"])
+    pieces = pieces_of(module)
+    main_weights = wanted.main_weights is not False and any(one.itemsize < 4 for one in pieces)
+    kept = kept_parts(
+        pieces, optimizer=optimizer, main_weights=main_weights, zero=zero, num_ranks=count
+    )
+    names = {escape_path(name): name for name, _ in module.named_modules()}
+    blocks = [
+        names[path] for path, note in describe_modules(module).items() if note.role == "block"
+    ]
+    layout = Layout(
+        zero=zero, num_ranks=count, blocks=tuple(blocks),
+        reduced=tuple(path for path, style in styles.items() if style in REDUCED),
+        shared=tuple(path for path, style in styles.items() if style in SHARED),
+    )  # fmt: skip
+    steps, notes = _steps(loaded, wanted, layout)
+    outside = [p for p in pieces if not any(p.name.startswith(f"{block}.") for block in blocks)]
+    traffic = gradient_traffic(pieces, outside, zero=zero, axes=axes, rate=rate)
+    used = next((s for s in steps if s.activations.checkpointing == wanted.gradient_checkpointing),
+                None)  # fmt: skip
+    if used is not None:
+        traffic += tensor_traffic(
+            used.reduced_bytes, used.shared_bytes, num_ranks=axes.get("tp", 1), rate=rate
+        )
+    by_name = {part.name: part.bytes for part in kept}
+    total, gradients = sum(by_name.values()), by_name["gradients"]
+    peak = None
+    if used is not None:
+        peak = total - gradients + max(gradients, used.activations.peak_bytes)
+    plan = TrainingPlan(
+        num_parameters=num_parameters,
+        num_ranks=math.prod(axes.values()),
+        axes=axes,
+        zero=zero,
+        optimizer=optimizer,
+        weight_dtype=str(next(module.parameters()).dtype).removeprefix("torch."),
+        main_weights=main_weights,
+        autocast=wanted.autocast,
+        micro_batch=(wanted.batch, wanted.tokens),
+        kept=kept,
+        kept_bytes=total,
+        activations=[step.activations for step in steps],
+        checkpointing=wanted.gradient_checkpointing,
+        peak_bytes=peak,
+        traffic=traffic,
+        link_rate=rate,
+        capture_bytes=wanted.capture_bytes,
+        dump_bytes=wanted.dump_bytes,
+        notes=notes,
+    )
+    moments = by_name.get("moments", 0)
+    if zero == 1 and moments and not main_weights:
+        fullest = whole_parameters_bytes(pieces, optimizer=optimizer, num_ranks=count)
+        notes.append(
+            f"where each parameter's moments lie whole on one rank (ZeroRedundancyOptimizer), the "
+            f"fullest holds {size(fullest)} in place of {size(moments)}"
+        )
+    if zero < 2 and axes.get("dp", 1) * axes.get("fsdp", 1) > 1:
+        notes.append(
+            f"DDP without gradient_as_bucket_view=True holds {size(gradients)} more: gradients "
+            "and its buckets"
+        )
+    if used is not None and used.num_shared and axes.get("tp", 1) > 1:
+        notes.append(
+            "matrices with the same input (q, k, v) are counted with one all-reduce in the "
+            f"backward; transformers' own plan makes one for each of {used.num_shared}"
+        )
+    return plan
+
+
+def _axes(mesh: str | None) -> dict[str, int]:
+    if mesh is None:
+        return {}
+    count = math.prod(map(int, re.findall(r"=\s*(\d+)", mesh)))
+    if any("=" not in word for word in mesh.split(",")):
+        parse_mesh(mesh, count)  # its own word for an axis that is none
+        raise UsageError(
+            f"--mesh {mesh} leaves a size open, and a plan starts no ranks that would tell it",
+            hint="each axis with its size: fsdp=8,tp=2",
+        )
+    axes = {axis.name: axis.size for axis in parse_mesh(mesh, count).axes}
+    if axes.get("pp", 1) > 1:
+        raise UsageError(
+            "a pipeline's activations depend on its schedule, which a plan does not know",
+            hint="plan one stage without pp, or leave pp out of --mesh",
+        )
+    return axes
+
+
+def _dividing(axes: dict[str, int], zero: int) -> int:
+    """The ranks that ZeRO divides over; at stage 0 those that average gradients."""
+    dp, fsdp = axes.get("dp", 1), axes.get("fsdp", 1)
+    if zero == 0:
+        return dp * fsdp
+    count = fsdp if fsdp > 1 else dp
+    if count == 1:
+        raise UsageError(
+            f"--zero {zero} has no ranks to divide over", hint="--mesh dp=8, or --mesh fsdp=8"
+        )
+    return count
+
+
+def _steps(
+    loaded: LoadedModel, wanted: Wanted, layout: Layout
+) -> tuple[list[Stepped], list[str]]:
+    """Without and with checkpointing, as far as the model has it and can be run."""
+    module: Any = loaded.module
+    notes: list[str] = []
+    ways: Sequence[bool] = (False, True)
+    if not getattr(module, "supports_gradient_checkpointing", False):
+        if wanted.gradient_checkpointing:
+            raise UsageError(
+                f"{type(module).__name__} has no gradient checkpointing",
+                hint="leave out --gradient-checkpointing",
+            )
+        ways = (False,)
+        notes.append("the model's class has no gradient checkpointing")
+    steps = []
+    for checkpointing in ways:
+        try:
+            steps.append(
+                run_step(
+                    module, task=loaded.task, batch=wanted.batch, tokens=wanted.tokens,
+                    layout=layout, autocast=wanted.autocast, checkpointing=checkpointing,
+                    dropout=wanted.dropout,
+                )  # fmt: skip
+            )
+        except DivergenceError:
+            raise
+        except Exception as error:  # whatever an architecture raises without values
+            notes.append(
+                "activations are not known, since the step cannot be run without values: "
+                + first_line(error, most=200)
+            )
+            break
+    return steps, notes
+
+
+def activations_of(plan: TrainingPlan) -> Activations | None:
+    """Those that the plan's peak is of."""
+    return next((a for a in plan.activations if a.checkpointing == plan.checkpointing), None)

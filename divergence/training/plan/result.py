@@ -1,0 +1,84 @@
+"""What a training step needs on one rank: memory, and bytes over the links. Types alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["Activations", "Collective", "Kept", "TrainingPlan"]
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the memory that stays from step to step."""
+
+    name: Literal["parameters", "gradients", "main weights", "moments"]
+    formula: str
+    """In Ψ, the number of parameters on a rank before ZeRO divides them, and N, the ranks that
+    divide: ``2Ψ``, ``12Ψ/N``. Bytes."""
+    bytes: int
+    """On the rank that holds most."""
+
+
+class Activations(msgspec.Struct, frozen=True, kw_only=True):
+    """What one forward and backward hold beyond the parameters and the optimizer's state."""
+
+    checkpointing: bool
+    """Is each block's forward run again in the backward, in place of keeping its activations?"""
+    saved_bytes: int
+    """Held when the forward is done: what the backward needs, and the loss."""
+    peak_bytes: int
+    """The most at any moment, with the gradients that are there by then."""
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """The collectives of one kind, over one step."""
+
+    operation: Literal["all-reduce", "reduce-scatter", "all-gather"]
+    of: str
+    """``gradients``, ``parameters, forward``, ``activations, backward``."""
+    axis: str
+    """Axis of the mesh whose ranks take part."""
+    num_ranks: int
+    tensor_bytes: int
+    """The whole tensors', summed over the step."""
+    bytes_per_rank: int
+    """That each rank sends, and receives: (n-1)/n of the tensors, of an all-reduce twice that."""
+    seconds: float | None
+    """``bytes_per_rank`` at the link's rate."""
+
+
+class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory and traffic of one training step, on the rank that holds most."""
+
+    num_parameters: int
+    """Of the whole model."""
+    num_ranks: int
+    axes: dict[str, int]
+    """Size of each axis of the mesh."""
+    zero: int
+    """Stage: 0 divides nothing, 1 the optimizer's state, 2 the gradients too, 3 all."""
+    optimizer: str
+    weight_dtype: str
+    main_weights: bool
+    """Does the optimizer keep weights in float32 beside those in 16 bits?"""
+    autocast: str | None
+    micro_batch: tuple[int, int]
+    """Sequences of one forward on a rank, and tokens of each."""
+    kept: list[Kept]
+    kept_bytes: int
+    """Sum of ``kept``."""
+    activations: list[Activations]
+    """Without and with checkpointing of blocks; empty where they could not be computed."""
+    checkpointing: bool
+    """Which of the two ``peak_bytes`` is of."""
+    peak_bytes: int | None
+    """The most at any moment of a step; None where the activations are not known."""
+    traffic: list[Collective]
+    link_rate: float | None
+    """Bytes a second."""
+    capture_bytes: int
+    """Host memory that a capture of the step takes beside it."""
+    dump_bytes: int
+    """What it writes, at most."""
+    notes: list[str] = []

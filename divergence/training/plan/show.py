@@ -1,0 +1,71 @@
+"""The lines of a training plan, from plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from divergence.layout import BLANK, Line, columns, count, heading, line, prose, size
+
+__all__ = ["training_lines"]
+
+
+def training_lines(plan: dict[str, Any]) -> list[Line]:
+    """What `capture --dry-run --train` says of a step. ``plan``: a TrainingPlan as plain data."""
+    ranks = " × ".join(f"{name} {length}" for name, length in plan["axes"].items())
+    low = "" if plan["autocast"] is None else f", autocast {plan['autocast']}"
+    if plan["main_weights"]:
+        low += ", float32 main weights"
+    batch, tokens = plan["micro_batch"]
+    lines = [
+        line(
+            ("TRAINING STEP", "bold"),
+            f": {_most(plan)}",
+        ),
+        prose("model", f"{count(plan['num_parameters'], 'parameter')}, {plan['weight_dtype']}{low}; "
+              f"{plan['optimizer']}"),
+        prose("ranks", (ranks or "1") + f"; ZeRO {plan['zero']}"),
+        prose("batch", f"{count(batch, 'sequence')} of {count(tokens, 'token')} on a rank"),
+        *(prose("note", note) for note in plan["notes"]),
+        BLANK,
+        heading("memory on a rank", "what stays, then what comes and goes"),
+    ]  # fmt: skip
+    rows = [("part", "bytes", "size")]
+    rows += [(part["name"], part["formula"], size(part["bytes"])) for part in plan["kept"]]
+    rows.append(("all that stays", "", size(plan["kept_bytes"])))
+    for one in plan["activations"]:
+        way = "with" if one["checkpointing"] else "without"
+        rows.append((f"activations {way} checkpointing", "", size(one["saved_bytes"])))
+        rows.append((f"  peak {way} checkpointing, gradients too", "", size(one["peak_bytes"])))
+    rows += [("buffer of a capture", "host", size(plan["capture_bytes"])),
+             ("dump of a capture", "disk", f"at most {size(plan['dump_bytes'])}")]  # fmt: skip
+    lines += columns(rows)
+    if plan["traffic"]:
+        lines += [BLANK, heading("traffic of a step", _rate(plan))]
+        titles = ("collective", "of", "ranks", "tensors", "each rank sends", "time")
+        lines += columns([titles, *(_collective(one) for one in plan["traffic"])])
+    return lines
+
+
+def _most(plan: dict[str, Any]) -> str:
+    if plan["peak_bytes"] is None:
+        return f"{size(plan['kept_bytes'])} on each rank, and activations that are not known"
+    way = "with" if plan["checkpointing"] else "without"
+    return f"at most {size(plan['peak_bytes'])} on each rank, {way} gradient checkpointing"
+
+
+def _rate(plan: dict[str, Any]) -> str:
+    if plan["link_rate"] is None:
+        return "for times: --link-rate 50GB/s"
+    return f"at {plan['link_rate'] / 1e9:g} GB/s, nothing overlapping"
+
+
+def _collective(one: dict[str, Any]) -> tuple[str, ...]:
+    seconds = one["seconds"]
+    return (
+        one["operation"],
+        one["of"],
+        f"{one['axis']} {one['num_ranks']}",
+        size(one["tensor_bytes"]),
+        size(one["bytes_per_rank"]),
+        "-" if seconds is None else f"{seconds * 1e3:.3g} ms",
+    )

@@ -1,0 +1,318 @@
+"""One forward and backward on fake tensors: what they hold at each moment, and what tensor
+parallelism sends.
+
+The step is run twice, without and with checkpointing of blocks, so that activations are counted
+and not estimated by a formula. Gradients are taken away as they come and counted as they would lie:
+whole, or the rank's piece (ZeRO 2 and 3). Of ZeRO 3 the parameters come and go too, as torch's
+``fully_shard`` of each block and of the rest has it: a block's are gathered before its forward and
+its backward, and through one buffer that the next block's already fills in the backward; the rest's
+stay from the forward to the end of the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from divergence.training.plan.live import LiveBytes
+from divergence.training.plan.result import Activations
+
+__all__ = ["Layout", "Stepped", "run_step"]
+
+_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "dropout_prob")
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a step is divided. ``num_ranks``: those that ZeRO divides over, or that average
+    gradients; ``reduced``, ``shared``: paths of modules with an all-reduce in the forward, and in
+    the backward."""
+
+    zero: int = 0
+    num_ranks: int = 1
+    blocks: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True):
+    activations: Activations
+    reduced_bytes: int
+    """All-reduced in the forward (checkpointing's second one too), as tensors."""
+    shared_bytes: int
+    """All-reduced in the backward: each tensor that several matrices share once."""
+    num_shared: int
+    """Matrices with such a gradient."""
+
+
+def run_step(
+    module: torch.nn.Module,
+    *,
+    task: str,
+    batch: int,
+    tokens: int,
+    layout: Layout,
+    autocast: str | None = None,
+    checkpointing: bool = False,
+    dropout: bool = False,
+) -> Stepped:
+    """``module`` lies on the meta device and is left there. Shapes (batch, tokens).
+
+    Raises what the model raises where its forward needs values.
+    """
+    with FakeTensorMode(), _fake_weights(module), _training(module, checkpointing, dropout):
+        return _run(module, task, (batch, tokens), layout, autocast, checkpointing)
+
+
+def _run(
+    module: Any, task: str, shape: tuple[int, int], layout: Layout, autocast: str | None,
+    checkpointing: bool,
+) -> Stepped:  # fmt: skip
+    live = LiveBytes()
+    for tensor in (*module.parameters(), *module.buffers()):
+        live.leave_out(tensor)
+    ids = torch.zeros(*shape, dtype=torch.long)
+    live.leave_out(ids)
+    counted = _Reduced()
+    low = contextlib.nullcontext()
+    if autocast is not None:
+        low = torch.autocast("cpu", getattr(torch, autocast))  # type: ignore[assignment]
+    with contextlib.ExitStack() as stack:
+        for path in layout.reduced:
+            stack.enter_context(_removed(module.get_submodule(path), counted.forward))
+        for path in layout.shared:
+            stack.enter_context(_removed(module.get_submodule(path), counted.backward))
+        ranks = stack.enter_context(_Sharing(module, live, layout).installed())
+        with live:
+            with low:
+                loss = _loss(module, task, ids)
+            saved = live.now - live.held
+            ranks.backward = True
+            loss.backward()
+            del loss
+            ranks.finish()
+    activations = Activations(
+        checkpointing=checkpointing, saved_bytes=saved, peak_bytes=live.peak
+    )
+    return Stepped(
+        activations=activations, reduced_bytes=counted.forward_bytes,
+        shared_bytes=counted.backward_bytes, num_shared=counted.num_backward,
+    )  # fmt: skip
+
+
+def _loss(module: Any, task: str, ids: torch.Tensor) -> torch.Tensor:
+    """Of the model where it computes one, else the sum of its first output."""
+    import inspect
+
+    known = inspect.signature(module.forward).parameters
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "use_cache" in known:
+        inputs["use_cache"] = False
+    if "labels" in known:
+        inputs["labels"] = ids
+    elif task == "encoder-decoder":
+        inputs["decoder_input_ids"] = ids
+    result = module(**inputs)
+    loss = getattr(result, "loss", None)
+    if loss is None:
+        outputs = result if isinstance(result, torch.Tensor) else result[0]
+        loss = outputs.float().sum()
+    return loss  # type: ignore[no-any-return]
+
+
+class _Reduced:
+    """Counts the tensors that tensor parallelism adds over ranks."""
+
+    def __init__(self) -> None:
+        self.forward_bytes = self.backward_bytes = self.num_backward = 0
+        self._last: Any = None
+
+    def forward(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        self.forward_bytes += output.nbytes
+
+    def backward(self, _module: Any, inputs: Sequence[Any], _output: Any) -> None:
+        given = inputs[0]
+        if not given.requires_grad:
+            return
+        self.num_backward += 1
+        if given is not self._last:  # matrices with one input come one after the other
+            self.backward_bytes += given.nbytes
+        self._last = given
+
+
+class _Sharing:
+    """Takes gradients away and lets parameters come and go, as ZeRO does."""
+
+    def __init__(self, module: Any, live: LiveBytes, layout: Layout) -> None:
+        self._module, self._live, self._layout = module, live, layout
+        self.backward = False
+        blocks = [module.get_submodule(path) for path in layout.blocks]
+        taken: set[int] = set()
+        self._groups: list[list[torch.nn.Parameter]] = []
+        for block in blocks:
+            own = [one for one in block.parameters() if id(one) not in taken]
+            taken |= {id(one) for one in own}
+            self._groups.append(own)
+        self._blocks = blocks
+        self._rest = [one for one in module.parameters() if id(one) not in taken]
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[_Sharing]:
+        zero, live, count = self._layout.zero, self._live, self._layout.num_ranks
+        divided = zero == 3 and count > 1
+        handles: list[Any] = []
+        trained = [one for one in self._module.parameters() if one.requires_grad]
+        if zero < 2 and count > 1:  # DDP's buckets are the gradients, and stay
+            live.hold("gradients", sum(one.nbytes for one in trained))
+        if not divided:
+            handles += [one.register_post_accumulate_grad_hook(self._take) for one in trained]
+        else:
+            live.hold("rest", _bytes(self._rest))
+            for number, block in enumerate(self._blocks):
+                before, after = self._before(number), self._after(number)
+                handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(block.register_forward_hook(after, with_kwargs=True))
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            for one in trained:
+                one.grad = None
+
+    def finish(self) -> None:
+        """The last gradients, behind the backward."""
+        if self._layout.zero == 3 and self._layout.num_ranks > 1:
+            for number in range(len(self._groups)):  # whose input has no gradient
+                self._scatter(number)
+            self._reduce("rest", self._rest)
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        zero, count = self._layout.zero, self._layout.num_ranks
+        if zero < 2 and count > 1:
+            pass  # it goes into a bucket that is held already
+        else:
+            pieces = count if zero >= 2 else 1
+            self._live.hold(("gradient", id(parameter)), -(-parameter.nbytes // pieces))
+        parameter.grad = None
+
+    def _before(self, number: int) -> Any:
+        def gather(_block: Any, _args: Any, _kwargs: Any) -> None:
+            self._gather(number)
+
+        return gather
+
+    def _gather(self, number: int) -> None:
+        """Through a flat buffer into the parameters."""
+        size = _bytes(self._groups[number])
+        if not self.backward:
+            self._live.hold("buffer", size)
+        self._live.hold(("block", number), size)
+        self._live.release("buffer")
+
+    def _after(self, number: int) -> Any:
+        def let_go(_block: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if self.backward:
+                return  # checkpointing's second forward
+            self._live.release(("block", number))
+            first = output if isinstance(output, torch.Tensor) else output[0]
+            if first.requires_grad:
+                first.register_hook(lambda _: self._begin(number))
+            given = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(given, torch.Tensor) and given.requires_grad:
+                given.register_hook(lambda _: self._scatter(number))
+
+        return let_go
+
+    def _begin(self, number: int) -> None:
+        self._gather(number)
+        if number > 0:
+            self._live.hold("buffer", _bytes(self._groups[number - 1]))
+
+    def _scatter(self, number: int) -> None:
+        self._live.release(("block", number))
+        self._reduce(("gradients of", number), self._groups[number])
+
+    def _reduce(self, key: object, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Whole gradients → one flat buffer → this rank's rows. The buffer stays to the next."""
+        whole = [one for one in parameters if one.grad is not None]
+        if not whole:
+            return
+        self._live.release("scattered")
+        self._live.hold("scattered", _bytes(whole))
+        for one in whole:
+            one.grad = None
+        self._live.hold(key, sum(_rows_bytes(one, self._layout.num_ranks) for one in whole))
+
+
+def _bytes(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(one.nbytes for one in parameters)
+
+
+def _rows_bytes(parameter: torch.Tensor, num_ranks: int) -> int:
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return parameter.nbytes // max(rows, 1) * -(-rows // num_ranks)
+
+
+@contextlib.contextmanager
+def _removed(module: torch.nn.Module, hook: Any) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _fake_weights(module: torch.nn.Module) -> Iterator[None]:
+    """Fake tensors on the CPU in place of those on the meta device: operators then choose what they
+    save as on a device (attention without its matrix, for one)."""
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, torch.nn.Parameter):
+                        fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = fake
+                places.append((held, name, tensor))
+    for held, name, tensor in places:
+        held[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for held, name, tensor in places:
+            held[name] = tensor
+
+
+@contextlib.contextmanager
+def _training(module: Any, checkpointing: bool, dropout: bool) -> Iterator[None]:
+    before = module.training
+    module.train()
+    silenced: list[tuple[Any, str, float]] = []
+    for part in () if dropout else module.modules():
+        names = ("p",) if isinstance(part, torch.nn.Dropout) else _DROPOUTS
+        for name in names:
+            if isinstance(value := getattr(part, name, None), float):
+                silenced.append((part, name, value))
+                setattr(part, name, 0.0)
+    name = "activation" if hasattr(module, "activation_checkpointing_enable") else "gradient"
+    if checkpointing:
+        how = {f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
+        getattr(module, f"{name}_checkpointing_enable")(**how)
+    try:
+        yield
+    finally:
+        if checkpointing:
+            getattr(module, f"{name}_checkpointing_disable")()
+        for part, name, value in silenced:
+            setattr(part, name, value)
+        module.train(before)

@@ -88,7 +88,7 @@ def widening_notes(
     (pass_, site, phase), most = max(factors.items(), key=lambda item: item[1])
     limit = next(
         (s.limit for s in sites if s.site == site and s.pass_ == pass_ and s.limit is not None
-         and (s.step == 0) == (phase == "prefill")), None,
+         and s.phase == phase), None,
     )  # fmt: skip
     named = f"most at {site} ({phase}), {most:.1f} times"
     if limit is not None:

@@ -22,12 +22,13 @@ from divergence.options.commands import (
     TRUST,
     Label,
 )
-from divergence.options.option import Option, Options
+from divergence.options.option import Option
+from divergence.options.train import TrainOptions
 
 __all__ = ["CaptureOptions"]
 
 
-class CaptureOptions(Options, frozen=True, kw_only=True):
+class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
     task: Annotated[
         str,
         Option(

@@ -22,7 +22,7 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "Forward and backward on the prompts, each token's label being the next one: the loss, "
             "the gradients of blocks and parameters. Nothing is generated.",
             TRAINING,
-            recorded="settings.train",
+            recorded="training.train",
         ),
     ] = None
     autocast: Annotated[
@@ -31,16 +31,16 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "--autocast DTYPE",
             "The forward under torch.autocast in bfloat16 or float16.",
             TRAINING,
-            recorded="settings.autocast",
+            recorded="training.autocast",
         ),
     ] = None
     gradient_checkpointing: Annotated[
         bool | None,
         Option(
             "--gradient-checkpointing",
-            "Each block's forward is run again in the backward, in place of keeping its activations.",
+            "Run each block's forward again in the backward, in place of keeping activations.",
             TRAINING,
-            recorded="settings.gradient_checkpointing",
+            recorded="training.gradient_checkpointing",
         ),
     ] = None
     dropout: Annotated[
@@ -49,7 +49,7 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "--dropout",
             "Keep the model's dropout, which draws from this machine's generator. Default: off.",
             TRAINING,
-            recorded="settings.dropout",
+            recorded="training.dropout",
         ),
     ] = None
     optimizer: Annotated[
@@ -58,7 +58,7 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "--optimizer-step NAME",
             "One step of adamw or sgd behind the backward: moments and updates are recorded.",
             TRAINING,
-            recorded="settings.optimizer",
+            recorded="training.optimizer",
         ),
     ] = None
     learning_rate: Annotated[
@@ -67,7 +67,7 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "--learning-rate RATE",
             "Of the optimizer. Default: 1e-3.",
             TRAINING,
-            recorded="settings.learning_rate",
+            recorded="training.learning_rate",
         ),
     ] = None
     weight_decay: Annotated[
@@ -76,7 +76,7 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "--weight-decay SHARE",
             "Of the optimizer, on matrices alone. Default: 0.01 of adamw, 0 of sgd.",
             TRAINING,
-            recorded="settings.weight_decay",
+            recorded="training.weight_decay",
         ),
     ] = None
     clip_grad_norm: Annotated[
@@ -85,7 +85,7 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "--clip-grad-norm NORM",
             "Scale the gradients down to this norm before the optimizer's step.",
             TRAINING,
-            recorded="settings.clip_grad_norm",
+            recorded="training.clip_grad_norm",
         ),
     ] = None
     loss_scale: Annotated[
@@ -95,6 +95,6 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "Multiply the loss before the backward, and divide the gradients behind it, as mixed "
             "precision in float16 does.",
             TRAINING,
-            recorded="settings.loss_scale",
+            recorded="training.loss_scale",
         ),
     ] = None

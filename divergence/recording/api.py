@@ -105,6 +105,15 @@ def capture(
     plants: Sequence[str | Plant] = (),
     impl: Sequence[str] | Mapping[str, Callable[..., torch.Tensor | Sequence[torch.Tensor]]] = (),
     mesh: str | None = None,
+    train: bool | None = None,
+    autocast: str | None = None,
+    gradient_checkpointing: bool | None = None,
+    dropout: bool | None = None,
+    optimizer: str | None = None,
+    learning_rate: float | None = None,
+    weight_decay: float | None = None,
+    clip_grad_norm: float | None = None,
+    loss_scale: float | None = None,
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
@@ -137,6 +146,8 @@ def capture(
     what runs there: see divergence.ops.suite.catalog. A ``model`` that is a torch module, of any
     kind, is run once on each of ``inputs``: a tensor, a tuple of arguments or a dict of named ones;
     only ``sites``, ``label``, ``out`` and ``force`` apply then (``record`` lets the caller run it).
+    ``train``: one training step on the prompts, and no decoding: the loss, gradients of blocks and
+    parameters, and with ``optimizer`` its step (docs/training.md).
     ``endpoint``: a server that is asked for the log-probabilities of its answers, or with ``like``
     of that run's (docs/endpoints.md); ``model`` is then its name there.
 
@@ -297,6 +308,8 @@ def _execute(
             session.loaded = dataclasses.replace(
                 session.loaded, use_cache=request.use_cache, prefill_chunk=request.prefill_chunk
             )
+            if request.train:
+                session = in_training(session, request)
             execution = Execution(
                 request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )
@@ -314,6 +327,13 @@ def _hint_at_the_model(error: ModelError, request: Request) -> None:
         error.hint = f"name the model that {request.engine} is to load: --model DIR"
     elif not path.exists():
         error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
+
+
+def in_training(session: Session, request: Request) -> Session:
+    """The same model, of which a training step is recorded."""
+    from divergence.recording.training.session import TrainingSession
+
+    return TrainingSession(session, request.training)
 
 
 def _session(request: Request, device: str, ranks: Ranks | None) -> Session:

@@ -8,6 +8,7 @@ with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchore
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -58,7 +59,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.schema.site import ROOT
+from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, ROOT, escape_path
 from divergence.run.storage.location import Location
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 from divergence.words import Progress
@@ -93,7 +94,9 @@ class Execution:
         self._made: list[Pass] = []
         self.plants = request.plants
         ranks = self.ranks = loaded.ranks
-        check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
+        ends = ("", BACKWARD, OPTIMIZER) if request.train else ("",)
+        places = [path + end for end in ends for path in self.notes]
+        check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
         check_forwards(request, session)
         session.check_ids(
             self.samples if request.like is None else request.like.manifest.tokens.samples,
@@ -244,6 +247,8 @@ class Execution:
     def _plan(self, passes: list[Pass]) -> Plan:
         request = self.request
         anchored = any(one.anchored for one in passes)
+        owners = {escape_path(name.rpartition(".")[0])
+                  for name, _ in self.loaded.structure.named_parameters()}  # fmt: skip
         like = None if request.like is None else request.like.manifest.id
         return Plan(
             passes=[one.name for one in passes],
@@ -256,7 +261,9 @@ class Execution:
             modules={
                 path: note
                 for path, note in self.notes.items()
-                if path in self.selection.hooked or inside(path, self.selection.operators)
+                if path in self.selection.hooked
+                or inside(path, self.selection.operators)
+                or (self.request.train and (path == LOSS or path in owners))
             },
         )
 
@@ -289,6 +296,7 @@ class Execution:
                 if self.compute_dtype is None
                 else str(self.compute_dtype).removeprefix("torch."),
             ),
+            training=request.training,
             arithmetic=probed(self.device, self.on_progress) if request.probe else [],
             plan=plan,
             overrides=request.overrides,
@@ -363,7 +371,7 @@ class Execution:
         if one.whole:
             run_whole(self.session, recorder, self.samples, self.own_groups)
             return
-        with widened(one, self.loaded) as wide:
+        with self._parameters(one), widened(one, self.loaded) as wide:
             run_pass(
                 self.session,
                 recorder,
@@ -382,6 +390,14 @@ class Execution:
                 f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "
                 f"there the {one.name} pass is rounded to them"
             )
+
+    def _parameters(self, one: Pass) -> contextlib.AbstractContextManager[None]:
+        """Of a training step, parameters whose gradients are as wide as the pass."""
+        if not self.request.train:
+            return contextlib.nullcontext()
+        from divergence.recording.training.session import leaves
+
+        return leaves(self.loaded.module, one.compute_dtype, self.request.training)
 
     def _repeat(self, first: dict[TensorKey, CapturedTensor]) -> Repeatability:
         result = Repeatability(num_runs=self.request.repeat)

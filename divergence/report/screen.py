@@ -245,7 +245,7 @@ def _at(site: SiteResult) -> str:
     """``prompt 2, token 7``, ``prompt 0, step 3``; a share that all forwards together use is of no
     one forward."""
     if site.usage is not None and (site.limit_usage or 0.0) > 1.05 * site.usage:
-        return "decode, all steps" if site.step else "prefill, all prompts"
+        return "decode, all steps" if site.step else f"{site.phase}, all prompts"
     sample = site.sample if site.worst_sample is None else site.worst_sample
     if site.step:
         return f"prompt {sample}, step {site.step}"

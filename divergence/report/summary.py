@@ -77,7 +77,7 @@ def verdict_lines(report: Report) -> list[Line]:
     lines = [Line((*line((f"{headline(report)}: ", style)).spans, *summary), 2)]
     onset = verdict.onset
     if onset is not None:
-        forward = "prefill" if onset.step == 0 else f"decode step {onset.step}"
+        forward = f"decode step {onset.step}" if onset.step else onset.phase
         inner = onset.block is not None and onset.site != f"{onset.block}:out"
         block = f", in block {onset.block}" if inner else ""
         token = "" if onset.position is None else f", token {onset.position}"

@@ -13,6 +13,12 @@ from divergence.layout import count, decimal, times
 __all__ = ["curves", "phase_curves", "usage"]
 
 
+_PHASES = {
+    "prefill": "Prefill: the prompt", "backward": "Backward: gradients",
+    "optimizer": "Optimizer: updates",
+}  # fmt: skip
+
+
 def _key(site_name: str) -> str:
     """A row's name on an axis: the number of a block, the module of what is outside them."""
     module = site_name.rpartition(":")[0] or site_name
@@ -36,7 +42,7 @@ def phase_curves(report: Report, phase: str, rows: Sequence[Row]) -> list[Plot]:
     if not outputs:
         return []
     steps = len({s.step for s in report.sites if s.step})
-    what = "Prefill: the prompt" if phase == "prefill" else f"Decode: {count(steps, 'step')}"
+    what = _PHASES.get(phase) or f"Decode: {count(steps, 'step')}"
     plots = [_error_plot(phase, what, outputs)]
     if any(row.main is not None and row.main.truth is not None for row in outputs):
         plots.append(_truth_plot(phase, what, outputs))

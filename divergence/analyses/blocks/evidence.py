@@ -62,7 +62,7 @@ def unit_evidence(unit: Unit) -> Evidence:
         )
     if unit.why == "forward":
         look = max(unit.beyond, key=lambda one: one.usage)
-        forward = f"step {look.result.step}" if look.result.step else "prefill"
+        forward = f"step {look.result.step}" if look.result.step else look.result.phase
         return Evidence(
             text=f"{unit.site}: in prompt {look.sample} ({forward}) the typical token's error is "
             f"{figure(look.typical)} × what rounding makes (alarm at {look.limit:.1f} × for the "
@@ -96,7 +96,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
     if blame.why == "typical" and blame.detail:
         held = f", like {blame.detail} (alarm at {blame.limit:.1f} ×)"
     times = f"{figure(blame.value)} ×"
-    where = f"at step {blame.at.step}" if blame.at.step else "in the prefill"
+    where = f"at step {blame.at.step}" if blame.at.step else f"in the {blame.at.phase}"
     prompt = blame.at.sample if blame.place is None else blame.place[0]
     looks = f" for the largest of {len(unit.looks)} forwards)" if unit.looks else ")"
     text = {

@@ -118,7 +118,7 @@ def _where(row: Row) -> str:
     if site.identical:
         return "-"
     sample = site.sample if site.worst_sample is None else site.worst_sample
-    forward = f"step {site.step}" if site.step else "prefill"
+    forward = f"step {site.step}" if site.step else site.phase
     token = "" if site.worst_position is None or site.step else f", token {site.worst_position}"
     return f"prompt {sample}, {forward}{token}"
 
@@ -149,7 +149,7 @@ def _prompts(report: Report) -> list[Element]:
         caption="Prompts, the worst first", titles=("prompt", "worst at", "forward", "× floor",
                                                     "share of limit"),
         rows=[
-            (str(sample), site.site, f"step {site.step}" if site.step else "prefill", times(ratio),
+            (str(sample), site.site, f"step {site.step}" if site.step else site.phase, times(ratio),
              _share(usage))
             for usage, sample, site, ratio in shown
         ],

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import SiteResult
+from divergence.run.schema.site import BACKWARD, PHASES
 
 __all__ = [
     "Elision", "Row", "badness", "elide", "escalated_ratios", "is_input", "main_pass",
@@ -54,9 +55,9 @@ class Elision(NamedTuple):
 
 
 def phases(report: Report) -> list[str]:
-    """``prefill`` and ``decode``, those of them that were compared."""
-    steps = {site.step for site in report.sites}
-    return [name for name, there in (("prefill", 0 in steps), ("decode", any(steps))) if there]
+    """Those of PHASES that were compared, in order of execution."""
+    there = {site.phase for site in report.sites}
+    return [name for name in PHASES if name in there]
 
 
 def main_pass(sites: Iterable[SiteResult]) -> str:
@@ -68,7 +69,7 @@ def escalated_ratios(report: Report, phase: str) -> dict[str, float]:
     """By site, the escalated pass's largest ratio over the float32 floor in this phase."""
     ratios: dict[str, float] = {}
     for site in report.sites:
-        if site.pass_ == "escalated" and (site.step == 0) == (phase == "prefill"):
+        if site.pass_ == "escalated" and site.phase == phase:
             ratio = site.ratio if site.ratio is not None else 0.0
             ratios[site.site] = max(ratio, ratios.get(site.site, 0.0))
     return ratios
@@ -88,10 +89,10 @@ def _rank(value: float | None) -> float:
 
 def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[Row]:
     """Rows of one phase in execution order; each site of its own with ``all_sites``."""
-    sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
+    sites = [site for site in report.sites if site.phase == phase]
     wanted = main_pass(sites)
     onset = report.verdict.onset
-    if onset is not None and (onset.step == 0) != (phase == "prefill"):
+    if onset is not None and onset.phase != phase:
         onset = None
 
     hidden = {s.site for s in sites if s.pass_ == "escalated" and s.flagged}
@@ -114,7 +115,7 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
     known.sort(key=lambda site: (site.sample, site.step, site.order, site.site, site.pass_))
     rows: list[Row] = []
     for name, group in _grouped(known, lambda s: s.site if all_sites else s.block or s.site):
-        own = [site for site in group if site.block is None or site.site == f"{site.block}:out"]
+        own = [site for site in group if site.block is None or is_output(site)]
         here = onset is not None and (
             onset.site == name if all_sites else name in (onset.site, onset.block)
         )
@@ -143,14 +144,14 @@ def worst_rows(report: Report) -> list[Row]:
     by_site: dict[str, Row] = {}
     onset = report.verdict.onset
     for phase in phases(report):
-        sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
+        sites = [site for site in report.sites if site.phase == phase]
         wanted = main_pass(sites)
         groups = _grouped(
             [site for site in sites if site.pass_ == wanted or site.flagged],
             lambda site: site.block or site.site,
         )
         for name, group in groups:
-            own = [site for site in group if site.block is None or site.site == f"{site.block}:out"]
+            own = [site for site in group if site.block is None or is_output(site)]
             site = max(own or group, key=_place)
             flagged = any(one.flagged for one in group)
             here = onset is not None and name in (onset.site, onset.block)
@@ -169,6 +170,11 @@ def _place(site: SiteResult) -> tuple[bool, bool, float, float]:
 def _share(row: Row) -> tuple[bool, bool, float, float]:
     bad, *_ = _place(row.worst)
     return bad, row.flagged, _rank(row.worst.limit_usage), _rank(row.worst.rel_l2)
+
+
+def is_output(site: SiteResult) -> bool:
+    """Is it what a block, or its backward, hands on?"""
+    return site.site in (f"{site.block}:out", f"{site.block}{BACKWARD}:out")
 
 
 def is_input(name: str) -> bool:

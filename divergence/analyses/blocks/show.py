@@ -87,7 +87,7 @@ def prompt_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
     ]  # fmt: skip
     table = [("prompt", "worst site", "forward", "error / floor", "share of limit", "")]
     for usage, sample, site, ratio in shown:
-        forward = f"step {site.step}" if site.step else "prefill"
+        forward = f"step {site.step}" if site.step else site.phase
         mark = "!" if usage > 1 else ""
         table.append((str(sample), site.site, forward, f"{ratio:.2f}", f"{usage:.2f}", mark))
     lines += columns(table, widest=48)
@@ -162,14 +162,14 @@ class _Column(NamedTuple):
 
 def _phase_columns(report: Report, phase: str) -> list[_Column]:
     """What is known of the sites of one phase, in the order of the columns."""
-    sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
+    sites = [site for site in report.sites if site.phase == phase]
     rows = phase_rows(report, phase, all_sites=True)
     several = len({site.sample for site in sites}) > 1
     with_floor = any(site.ratio is not None for site in sites)
     with_worst = any(site.ratio_max is not None for site in sites)
     with_truth = any(row.main is not None and row.main.truth is not None for row in rows)
     escalated = escalated_ratios(report, phase)
-    where = "token" if phase == "prefill" else "step"
+    where = "step" if phase == "decode" else "token"
 
     def of_main(read: Callable[[SiteResult], str]) -> Callable[[Row], str]:
         return lambda row: "-" if row.main is None else read(row.main)
@@ -214,7 +214,7 @@ def _bar_column(*, with_floor: bool) -> _Column:
 def _phase_lines(
     report: Report, phase: str, table: Sequence[_Column], *, all_sites: bool
 ) -> list[Line]:
-    sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
+    sites = [site for site in report.sites if site.phase == phase]
     rows = phase_rows(report, phase, all_sites=all_sites)
     shown = list(rows) if all_sites else elide(rows)
     known = [row for row in shown if not isinstance(row, Elision)]
@@ -230,7 +230,7 @@ def _phase_lines(
         )
 
     num_steps = len({site.step for site in sites})
-    what = f"decode, {count(num_steps, 'step')}" if phase == "decode" else "prefill"
+    what = f"decode, {count(num_steps, 'step')}" if phase == "decode" else phase
     over = [
         text
         for text, several in (

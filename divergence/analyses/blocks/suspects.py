@@ -42,6 +42,7 @@ from divergence.comparison.measured import Shown
 from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.floor import Thresholds, spread
+from divergence.run.schema.site import PHASES
 from divergence.words import Side, SideOrBoth
 
 __all__ = ["Escalation", "find_suspects", "judge_escalated"]
@@ -79,10 +80,11 @@ def _blame_all(
         unit.stats = samples.once(stats_of)
         if unit.stats is not None:
             judged.append(unit)
-    block_w, at_blocks = _block_w(judged, thresholds), _block_forwards(judged, thresholds)
+    block_w = _block_w(judged, thresholds)
+    at_blocks = {phase: _block_forwards(judged, phase, thresholds) for phase in PHASES}
     excused: list[Unit] = []
     for family in families_of(judged):
-        held = [Controls(at_blocks, 1.0) for _ in family]
+        held = [Controls(at_blocks[family[0].phase], 1.0) for _ in family]
         if len(family) >= 3:
             held = forward_controls(_stats_of(family), thresholds)
         for unit, forwards in zip(family, held, strict=True):
@@ -228,16 +230,18 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
 def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:
     """By phase, the median W of the blocks' outputs."""
     ratios: list[tuple[str, float]] = []
-    for phase in ("prefill", "decode"):
+    for phase in PHASES:
         blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
         least = least_of(blocks, thresholds)
         ratios += [(phase, stats.w(least)) for stats in blocks]
     return medians(ratios)
 
 
-def _block_forwards(units: list[Unit], thresholds: Thresholds) -> dict[PromptStep, float]:
+def _block_forwards(
+    units: list[Unit], phase: str, thresholds: Thresholds
+) -> dict[PromptStep, float]:
     """The same for each forward."""
-    blocks = _stats_of(block_outputs(units))
+    blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
     least = least_of(blocks, thresholds)
     return medians((at, f.w(least)) for stats in blocks for at, f in stats.forwards.items())
 

@@ -21,7 +21,7 @@ from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
-from divergence.run.schema.site import CODES, ROOT, module_of
+from divergence.run.schema.site import BACKWARD, CODES, PHASES, ROOT, module_of
 from divergence.words import SideOrBoth
 
 __all__ = [
@@ -38,8 +38,7 @@ phase): units that are alike."""
 
 @dataclass(slots=True)
 class Unit:
-    """All results of one site in one pass and phase (``prefill`` or ``decode``), judged
-    together."""
+    """All results of one site in one pass and phase (run.schema.site.PHASES), judged together."""
 
     site: str
     pass_: str
@@ -128,7 +127,7 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
             continue  # rows are whatever tokens were sent there; judged where they come together
         if pass_ == "free" and _whole(module_of(result.site), stacks):
             continue  # the model, or a whole stack of it: what it inherits is everything
-        phase = "prefill" if result.step == 0 else "decode"
+        phase = result.phase
         unit = units.setdefault(
             (result.site, phase), Unit(result.site, pass_, phase, _kind(result, phase))
         )
@@ -155,9 +154,13 @@ def flag(
     """
     outputs = block_outputs(units)
     blocks = medians((unit.phase, unit.typical) for unit in outputs)
-    at_blocks = medians((look.place, look.typical) for unit in outputs for look in unit.looks)
+    at_blocks = {
+        phase: medians((look.place, look.typical) for unit in outputs if unit.phase == phase
+                       for look in unit.looks)
+        for phase in PHASES
+    }  # fmt: skip
     for family in families_of(units):
-        _hold_looks(family, blocks, at_blocks, routed, thresholds)
+        _hold_looks(family, blocks, at_blocks[family[0].phase], routed, thresholds)
         for unit in family:
             others = [other for other in family if other is not unit]
             absolute = thresholds.typical
@@ -254,7 +257,8 @@ def families_of(units: Iterable[Unit]) -> list[list[Unit]]:
 
 def block_outputs(units: Iterable[Unit]) -> list[Unit]:
     """The blocks' own outputs where blocks got equal inputs."""
-    return [u for u in units if u.pass_ != "free" and u.kind[0] == "block" and not u.kind[1]]
+    whole = (unit for unit in units if unit.pass_ != "free" and unit.kind[0] == "block")
+    return [u for u in whole if not u.kind[1] or u.kind[1:3] == (BACKWARD, "out")]
 
 
 def medians(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:

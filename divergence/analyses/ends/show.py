@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from divergence.comparison.result import Report
 from divergence.layout import BLANK, Line, columns, decimal, fixed, heading
+from divergence.run.schema.site import PHASES
 
 __all__ = ["TITLES", "logit_rows", "show"]
 
@@ -26,9 +27,9 @@ def logit_rows(report: Report) -> list[tuple[str, ...]]:
     """One for each phase of each pass, in the order of TITLES."""
     rows: list[tuple[str, ...]] = []
     for pass_ in ("anchored", "free"):
-        for phase in ("prefill", "decode"):
+        for phase in PHASES:
             sites = [s for s in report.sites if s.pass_ == pass_]
-            sites = [s for s in sites if (s.step == 0) == (phase == "prefill")]
+            sites = [s for s in sites if s.phase == phase]
             group = [site.logits for site in sites if site.logits is not None]
             if not group:
                 continue

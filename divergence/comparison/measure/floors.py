@@ -213,7 +213,9 @@ def main_path(sites: Sequence[SiteResult]) -> dict[tuple[int, int], list[SiteRes
     and of what comes after the last one, in execution order."""
     by_forward: dict[tuple[int, int], list[SiteResult]] = {}
     for site in sites:
-        if site.pass_ == "free" and site.site.endswith(":out") and site.rel_l2 is not None:
+        if site.pass_ != "free" or site.phase not in ("prefill", "decode"):
+            continue
+        if site.site.endswith(":out") and site.rel_l2 is not None:
             by_forward.setdefault((site.sample, site.step), []).append(site)
     paths: dict[tuple[int, int], list[SiteResult]] = {}
     for place, mine in by_forward.items():

@@ -144,8 +144,8 @@ class SamplesBySite:
         self._found: dict[tuple[str, str, str], TruthSamples] = {}
 
     def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
-        phase = "prefill" if result.step == 0 else "decode"
-        samples = self._found.setdefault((result.pass_, result.site, phase), TruthSamples())
+        key = result.pass_, result.site, result.phase
+        samples = self._found.setdefault(key, TruthSamples())
         samples.forwards.append((result, against, floor))
 
     def find(self, pass_: str, site: str, phase: str) -> TruthSamples | None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from divergence.run.schema.site import phase_of
 from divergence.words import SideBothOrNeither
 
 __all__ = [
@@ -77,6 +78,11 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
     """Token index of the worst row, where rows are tokens."""
     pass_: str = msgspec.field(name="pass", default="free")
     """The pass in which it was found. ``anchored`` is exact."""
+
+    @property
+    def phase(self) -> str:
+        """One of run.schema.site.PHASES."""
+        return phase_of(self.site, self.step)
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):

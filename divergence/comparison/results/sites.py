@@ -8,6 +8,7 @@ import msgspec
 
 from divergence.comparison.results.findings import Onset, SiteKey
 from divergence.numerics.pairs.metrics import Estimate
+from divergence.run.schema.site import phase_of
 from divergence.words import Side, SideOrBoth
 
 __all__ = [
@@ -230,6 +231,11 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     """In a forward of several prompts: each prompt's ratio."""
     usage: float | None = None
     """The largest share of any limit that this forward alone uses."""
+
+    @property
+    def phase(self) -> str:
+        """One of run.schema.site.PHASES."""
+        return phase_of(self.site, self.step)
 
     @property
     def key(self) -> SiteKey:

@@ -22,6 +22,7 @@ from divergence.run.schema.engine import (
     QuantizationNote,
 )
 from divergence.run.schema.record import Count
+from divergence.run.schema.training import Training
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ __all__ = [
     "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
 ]  # fmt: skip
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 SUITE = "suite:"
 """Before the name of an operator suite, which stands where a model's source would."""
 
@@ -358,6 +359,7 @@ class Manifest(_Strict, kw_only=True):
     """None in runs made before version 6, by transformers."""
     tokens: Tokens
     settings: Settings
+    training: Training = msgspec.field(default_factory=Training)
     environment: Environment
     plan: Plan
     repeatability: Repeatability = msgspec.field(default_factory=Repeatability)

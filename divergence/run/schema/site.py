@@ -37,10 +37,10 @@ from typing import Any
 from divergence.errors import UsageError
 
 __all__ = [
-    "BUILTIN_SITES", "CODES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "ROOT",
-    "compile_patterns", "did_you_mean", "escape_path", "is_operator_site", "join_site", "module_of",
-    "natural_key", "near_names", "one_or_more", "operator_of", "operator_path", "split_site",
-    "starred", "unescape_path",
+    "BACKWARD", "BUILTIN_SITES", "CODES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "LOSS",
+    "OPTIMIZER", "PHASES", "ROOT", "compile_patterns", "did_you_mean", "escape_path",
+    "is_operator_site", "join_site", "module_of", "natural_key", "near_names", "one_or_more",
+    "operator_of", "operator_path", "phase_of", "split_site", "starred", "unescape_path",
 ]  # fmt: skip
 
 CODES = "in.codes"
@@ -53,6 +53,18 @@ LOGPROBS = "logprobs"
 """What stands for the module's path, and alone in ``plan.sites``, in a run that holds the
 log-probabilities of tokens and nothing else: a server's answers, a rollout."""
 LOGPROBS_SITE, LOGPROB_IDS_SITE = f"{LOGPROBS}:out", f"{LOGPROBS}:out.ids"
+
+BACKWARD, OPTIMIZER = "#backward", "#optimizer"
+"""Behind a module's path, as if it were another call of it. Of its backward ``in`` is the gradient
+of its output, ``out`` that of its input, ``out.weight`` that of a parameter. Of an optimizer's step
+``in.weight`` is the gradient that it gets, ``out.weight`` the update, ``out.weight.exp_avg`` a
+moment."""
+LOSS = "loss"
+"""What stands for the module's path of the loss in a training step."""
+
+PHASES = ("prefill", "backward", "optimizer", "decode")
+"""Of a forward and what follows it, in order of execution. A training step has no decode steps, and
+its forward is the first."""
 
 BUILTIN_SITES = ("blocks", "modules")
 """Words that capture itself understands; they come before any preset of that name."""
@@ -113,6 +125,15 @@ def module_of(site: str) -> str:
 def operator_path(path: str, operator: str, call: int) -> str:
     """``("model.layers.3.mlp", "aten.mm", 2)`` → ``"model.layers.3.mlp/aten.mm#2"``."""
     return f"{path or ROOT}/{operator}" + (f"#{call}" if call > 1 else "")
+
+
+def phase_of(site: str, step: int) -> str:
+    """One of PHASES."""
+    if BACKWARD in site:
+        return "backward"
+    if OPTIMIZER in site:
+        return "optimizer"
+    return "decode" if step else "prefill"
 
 
 def is_operator_site(site: str) -> bool:

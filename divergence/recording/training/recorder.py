@@ -1,0 +1,284 @@
+"""Hooks of a training step: what the forward gives, and the gradients that enter and leave modules.
+
+The backward of a module is written as a call of it: ``model.layers.3#backward:in`` is the gradient
+of the loss by the block's output, which enters the block's backward, ``...#backward:out`` that by
+its input, which leaves it, and ``...#backward:out.weight`` that by its parameter. So a backward is
+compared as a forward is, in its own order of execution.
+
+Gradients are seen by hooks of tensors, which change no bit. A tensor that several modules read has
+one gradient, their sum: what each module of a block adds to it is told apart by an identity at its
+input. Blocks and what stands around them need none.
+
+Anchored, each block gets the other run's input and the other run's incoming gradient, so that a
+difference in what it hands on, and in its parameters' gradients, was made in it. The graph is cut
+at the blocks' ends, and all pieces are run by one call of torch's autograd.
+
+Parameter gradients are those of the whole step: of all prompts together, each of which is a
+micro-batch. They are recorded behind the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from divergence.errors import ModelError
+from divergence.recording.hooks.arguments import (
+    argument_names,
+    input_leaves,
+    map_inputs,
+    map_output,
+    output_leaves,
+)
+from divergence.recording.hooks.modules import Recorder
+from divergence.recording.model.compiled import compiled_regions, hooked
+from divergence.recording.training.optimizer import Stepping
+from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, ROOT, escape_path, join_site
+
+if TYPE_CHECKING:
+    from divergence.run.schema.manifest import ModuleNote
+
+__all__ = ["TrainRecorder", "parameters_of"]
+
+
+def parameters_of(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Parameter]]:
+    """(path of the module, the parameter's name there, the parameter), each parameter once."""
+    named = []
+    for name, parameter in model.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        named.append((escape_path(module), leaf, parameter))
+    return named
+
+
+def _hook_first(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+    """A hook of the tensor's gradient, before those that are there: what leaves the backward of the
+    module that reads it comes before what enters that of the one that made it."""
+    handle = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    earlier = {key: hooks[key] for key in list(hooks) if key != handle.id}
+    for key, one in earlier.items():  # torch runs them in the order in which they were put in
+        del hooks[key]
+        hooks[key] = one
+
+
+class TrainRecorder(Recorder):
+    """A Recorder of one training step. ``loss``: the module that computes it. ``stepping``: what is
+    done with the gradients."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        notes: Mapping[str, ModuleNote],
+        *,
+        loss: torch.nn.Module,
+        stepping: Stepping,
+        **how: Any,
+    ) -> None:
+        self._loss, self._stepping = loss, stepping
+        self._roots: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._backward_runs = False
+        self._graded: set[str] = set()
+        """Modules, with their calls, whose results have a gradient."""
+        self._first: int | None = None
+        super().__init__(model, notes, **(how | {"logit_paths": ()}))
+        self._hooked |= {LOSS, *(plant.path.partition("#")[0] for plant in self._plants)}
+
+    # --- forward --------------------------------------------------------------------------------
+
+    def begin(
+        self, *, sample: int, batch: int, num_tokens: int, num_kept: int | None = None
+    ) -> None:
+        super().begin(sample=sample, batch=batch, num_tokens=num_tokens, num_kept=num_kept)
+        self._first = sample if self._first is None else self._first
+        self._roots.clear()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Recorder]:
+        """Hooks on; at the end of the last group the parameters' gradients are recorded."""
+        self._first = None
+        self._model.zero_grad(set_to_none=True)
+        try:
+            with super().installed():
+                yield self
+                self._end_of_step()
+        finally:
+            self._model.zero_grad(set_to_none=True)
+
+    def _mounted(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        yield from super()._mounted()
+        compiled = bool(compiled_regions(self._model))
+        for name, module in self._model.named_modules():
+            if (path := escape_path(name)) in self._hooked and path != ROOT:
+                before = self._before(path, argument_names(module))
+                yield hooked(module, before, self._after(path), compiled=compiled)
+        names = argument_names(self._loss)
+        yield hooked(self._loss, self._pre_hook(LOSS, names), self._post_hook(LOSS), compiled=False)
+        yield hooked(self._loss, self._before(LOSS, names), self._after(LOSS), compiled=False)
+
+    def _before(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
+        """Watches the gradients of a module's inputs."""
+        inner = self._notes[path].role == "inner"
+
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._backward_runs:  # a forward that is run again, for its activations
+                return None
+            call = self._calls.get(path, "")
+
+            def watched(port: str, tensor: torch.Tensor) -> torch.Tensor:
+                if not tensor.requires_grad:
+                    return tensor
+                if inner:
+                    tensor = tensor.view_as(tensor)
+                _hook_first(tensor, partial(self._leaves, path, call, f"out{port[2:]}"))
+                return tensor
+
+            if inner:
+                return map_inputs(args, kwargs, watched, names)
+            for port, tensor in input_leaves(args, kwargs, names):
+                watched(port, tensor)
+            return None
+
+        return before
+
+    def _after(self, path: str) -> Callable[..., Any]:
+        """Watches the gradients of a module's results; anchored, puts the other run's there."""
+        anchored = self._anchor is not None and self._notes[path].role != "inner" and path != LOSS
+
+        def after(
+            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> Any:
+            if self._backward_runs:
+                return None
+            call = self._calls.get(path, "")
+
+            def cut(port: str, tensor: torch.Tensor) -> torch.Tensor:
+                site = join_site(path + call + BACKWARD, f"in{port[3:]}")
+                if not tensor.requires_grad or self._anchor_broken:
+                    return tensor
+                recorded = self._recorded_rows(site, tensor)
+                if recorded is None or recorded.shape != tensor.shape:
+                    return tensor
+                self.anchored += 1
+                self._roots.append((tensor, recorded.to(tensor, copy=True)))
+                return tensor.detach().requires_grad_()
+
+            if anchored:
+                with self._quiet():
+                    new = map_output(output, cut)
+            else:
+                new = output
+            known = {id(root) for root, _ in self._roots}
+            for port, tensor in output_leaves(output):
+                if tensor.requires_grad:
+                    self._graded.add(path + call)
+                if tensor.requires_grad and id(tensor) not in known:
+                    tensor.register_hook(partial(self._leaves, path, call, f"in{port[3:]}"))
+            return new if anchored else None
+
+        return after
+
+    def _recorded_input(
+        self, path: str, port: str, tensor: torch.Tensor, done: set[str]
+    ) -> torch.Tensor:
+        new = super()._recorded_input(path, port, tensor, done)
+        if new is not tensor and tensor.requires_grad:
+            new.requires_grad_()
+        return new
+
+    def _numbered(self, path: str, call: str) -> str:
+        if self._backward_runs:  # run again: the call that it was
+            return self._calls.get(path, "")
+        return super()._numbered(path, call)
+
+    def _emit(self, path: str, call: str, port: str, tensor: torch.Tensor) -> None:
+        if not self._backward_runs:
+            super()._emit(path, call, port, tensor)
+
+    def _end_of_forward(self) -> None:
+        return  # the backward belongs to it
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward of the forward that was just made."""
+        if not loss.requires_grad:
+            raise ModelError("the loss depends on no parameter: all of them are frozen")
+        tensors, gradients = [loss], [torch.ones_like(loss) * self._stepping.loss_scale]
+        for tensor, gradient in self._roots:
+            tensors.append(tensor)
+            gradients.append(gradient)
+        self._backward_runs = True
+        try:
+            torch.autograd.backward(tensors, gradients)
+        finally:
+            self._backward_runs = False
+            self._roots.clear()
+            self._graded.clear()
+        super()._end_of_forward()
+
+    def _leaves(
+        self, path: str, call: str, port: str, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """A gradient enters or leaves a module."""
+        where = path + call + BACKWARD
+        if path + call not in self._graded:  # it was given the tensor and did nothing with it
+            return None
+        new = self._planted(where, port, gradient)
+        key = path, call + BACKWARD, port
+        if key not in self._sites:  # a gradient is wanted where that of which it is one is
+            of = f"out{port[2:]}" if port.startswith("in") else f"in{port[3:]}"
+            wanted = self._wanted(path, of, new)
+            flat = self._flat is not None and self._flat(path, of, new)
+            self._sites[key] = join_site(where, port) if wanted else None, flat
+        super()._emit(*key, new)
+        return new if new is not gradient else None
+
+    def _planted(self, where: str, port: str, tensor: torch.Tensor) -> torch.Tensor:
+        plants = [one for one in self._plants if one.path == where]
+        return self._planter(plants)(port, tensor) if plants else tensor
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def _end_of_step(self) -> None:
+        """Record the parameters' gradients, last ones first, and what an optimizer makes of it."""
+        if self._first is None:
+            return
+        self.begin(sample=self._first, batch=1, num_tokens=0)
+        self._order = 1 << 24  # behind all that the first prompt's forward and backward gave
+        named = parameters_of(self._model)
+        self._stepping.reduce([parameter for *_, parameter in named])
+        for path, leaf, parameter in reversed(named):
+            if parameter.grad is not None:
+                where, port = path + BACKWARD, f"out.{leaf}"
+                parameter.grad = self._planted(where, port, parameter.grad)
+                self._keep_as(join_site(where, port), parameter.grad)
+        if self._stepping.makes_step:
+            self._step_of(named)
+
+    def _step_of(self, named: Sequence[tuple[str, str, torch.nn.Parameter]]) -> None:
+        if self._anchor is not None:
+            for path, leaf, parameter in named:
+                if parameter.grad is not None:
+                    site = join_site(path + BACKWARD, f"out.{leaf}")
+                    recorded = self._recorded_rows(site, parameter.grad)
+                    if recorded is not None and recorded.shape == parameter.grad.shape:
+                        self.anchored += 1
+                        parameter.grad = recorded.to(parameter.grad, copy=True)
+        made = self._stepping.step(named)
+        self._keep_as(join_site(ROOT + OPTIMIZER, "in.grad_norm"), made.norm)
+        for path, leaf, given, update, moments in made.updates():
+            where = path + OPTIMIZER
+            self._keep_as(join_site(where, f"in.{leaf}"), given)
+            self._keep_as(
+                join_site(where, f"out.{leaf}"), self._planted(where, f"out.{leaf}", update)
+            )
+            for name, moment in moments:
+                self._keep_as(join_site(where, f"out.{leaf}.{name}"), moment)
+
+    def _keep_as(self, site: str, tensor: torch.Tensor) -> None:
+        if self._selected:
+            self._put(site, self._keep(tensor))

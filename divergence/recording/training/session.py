@@ -1,0 +1,227 @@
+"""A session that makes a training step of each group of prompts in place of decoding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from divergence.errors import ModelError, UsageError
+from divergence.recording.engines.generate import GroupResult, failures, inputs
+from divergence.recording.training.optimizer import Stepping
+from divergence.recording.training.recorder import TrainRecorder, parameters_of
+from divergence.run.schema.manifest import ModuleNote
+from divergence.run.schema.site import LOSS
+from divergence.run.schema.training import Training
+
+if TYPE_CHECKING:
+    from divergence.recording.engines.engine import Feature, Session
+    from divergence.recording.engines.load import LoadedModel
+    from divergence.recording.hooks.modules import Recorder
+    from divergence.run.schema.manifest import EngineNote, Manifest, ModelIdentity, SampleTokens
+
+__all__ = ["NextTokenLoss", "TrainingSession", "leaves", "wide_parameters"]
+
+IGNORED = -100
+"""The label of a token that has none, as torch and transformers have it."""
+
+
+class NextTokenLoss(torch.nn.Module):
+    """Σ -log p(next token) / ``num_labels``: a prompt's share of the mean over all tokens of the
+    step that have a label."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor, num_labels: int) -> torch.Tensor:
+        """``logits`` (B, T, V); ``labels`` (B, T), -100 where there is none. Computed in float32 or
+        wider, as transformers does."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        flat = logits[:, :-1].flatten(0, 1)
+        total = cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / num_labels
+
+
+class TrainingSession:
+    """``inner``'s model, in training."""
+
+    def __init__(self, inner: Session, training: Training) -> None:
+        self._inner, self._training = inner, training
+        self._stepping = Stepping(training)
+        self._loss, self._num_labels = NextTokenLoss(), 0
+        self.losses: list[float] = []
+        _refuse(inner, training)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._inner.loaded
+
+    @property
+    def lacks(self) -> Mapping[Feature, str]:
+        return {**self._inner.lacks, "whole": "a training step decodes nothing",
+                "operators": "operators are recorded of a forward without gradients"}  # fmt: skip
+
+    def settle(
+        self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None
+    ) -> None:
+        self._inner.settle(samples, forced, like)
+        self._num_labels = sum(len(sample.prompt_ids) - 1 for sample in samples)
+        if self._num_labels < 1:
+            raise UsageError(
+                "no prompt has a second token, so there is nothing to predict",
+                hint="--train needs prompts of two tokens or more",
+            )
+
+    def notes(self) -> dict[str, ModuleNote]:
+        notes = self._inner.notes()
+        if LOSS in notes:
+            raise UsageError(f"--train calls its loss {LOSS}, as a module of this model is called")
+        return {**notes, LOSS: ModuleNote(kind="NextTokenLoss", role="trunk")}
+
+    def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
+        return self._inner.identity(on_parameter)
+
+    def check_ids(self, samples: Sequence[SampleTokens], max_new_tokens: int) -> None:
+        self._inner.check_ids(samples, max_new_tokens)
+
+    def num_bytes(
+        self, hooked: Collection[str], samples: Sequence[SampleTokens], max_new_tokens: int
+    ) -> int:
+        """Values and gradients of modules, and the gradients of parameters."""
+        weights = sum(p.nbytes for *_, p in parameters_of(self.loaded.structure))
+        copies = 1 if self._training.optimizer is None else 5
+        hooked = [path for path in hooked if path != LOSS]
+        return 2 * self._inner.num_bytes(hooked, samples, 0) + copies * weights
+
+    def recorder(self, notes: Mapping[str, ModuleNote], **how: Any) -> Recorder:
+        return TrainRecorder(
+            self.loaded.module, notes, loss=self._loss, stepping=self._stepping, **how
+        )
+
+    def run_group(
+        self,
+        recorder: Recorder,
+        samples: list[SampleTokens],
+        *,
+        max_new_tokens: int,
+        forced: list[list[int]] | None = None,
+        num_logits: int | None = None,
+    ) -> GroupResult:
+        """Forward and backward of one micro-batch."""
+        assert isinstance(recorder, TrainRecorder)
+        loaded = self.loaded
+        ids, mask = inputs(loaded, samples)
+        labels = ids.masked_fill(mask == 0, IGNORED)
+        model: Any = loaded.module
+        with failures(loaded, samples, 0), torch.enable_grad(), _in_training(model, self._training):
+            with self._autocast(ids.device.type):
+                output = model(input_ids=ids, attention_mask=mask, use_cache=False)
+                loss = self._loss(output.logits, labels, self._num_labels)
+            recorder.backward(loss)
+        self.losses.append(float(loss.detach()))
+        none: list[list[int]] = [[] for _ in samples]
+        return GroupResult(none, none, none)
+
+    def _autocast(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        if self._training.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device, dtype=getattr(torch, self._training.autocast))
+
+    def note(self) -> EngineNote:
+        return self._inner.note()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _refuse(inner: Session, training: Training) -> None:
+    loaded = inner.loaded
+    if loaded.task != "causal-lm":
+        raise UsageError(f"--train is for causal language models, and this is an {loaded.task}")
+    if not getattr(inner, "makes_forwards", False):
+        raise UsageError(f"--train: the engine {inner.note().name} makes no backward")
+    if training.autocast not in (None, "bfloat16", "float16"):
+        raise UsageError(f"--autocast {training.autocast}: bfloat16 or float16")
+    fixed = [p for p in loaded.module.parameters() if not p.is_floating_point()]
+    if fixed or loaded.codes is not None:
+        raise ModelError("--train: a quantised model has codes, which have no gradient",
+                         hint="give the checkpoint that it was quantised from")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _in_training(model: torch.nn.Module, training: Training) -> Iterator[None]:
+    """Training mode where something of the step needs it, dropout off unless it is asked for."""
+    was = model.training
+    rates = {m: m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
+    others = {
+        (m, name): float(value)
+        for m in model.modules()
+        for name, value in vars(m).items()
+        if "dropout" in name and isinstance(value, float) and value
+    }
+    needs = training.dropout or training.gradient_checkpointing
+    if needs:
+        model.train()
+    if not training.dropout:
+        for module in rates:
+            module.p = 0.0
+        for module, name in others:
+            setattr(module, name, 0.0)
+    if training.gradient_checkpointing:
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None:
+            raise UsageError("--gradient-checkpointing: this model has none")
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    try:
+        yield
+    finally:
+        if training.gradient_checkpointing:
+            model.gradient_checkpointing_disable()  # type: ignore[operator]
+        for module, rate in rates.items():
+            module.p = rate
+        for (module, name), rate in others.items():
+            setattr(module, name, rate)
+        model.train(was)
+
+
+@contextlib.contextmanager
+def wide_parameters(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """The parameters as leaves of ``dtype``: torch gives a gradient its parameter's dtype, so those
+    of a wide pass would be rounded. None: as they are. On exit the old ones are back."""
+    if dtype is None:
+        yield
+        return
+    wide: dict[int, torch.nn.Parameter] = {}
+    own: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype != dtype:
+                own.append((module, name, parameter))
+    try:
+        for module, name, parameter in own:
+            if id(parameter) not in wide:
+                new = torch.nn.Parameter(
+                    parameter.detach().to(dtype), requires_grad=parameter.requires_grad
+                )
+                wide[id(parameter)] = new
+            module._parameters[name] = wide[id(parameter)]
+        yield
+    finally:
+        for module, name, parameter in own:
+            module._parameters[name] = parameter
+
+
+@contextlib.contextmanager
+def leaves(model: torch.nn.Module, dtype: torch.dtype | None, training: Training) -> Iterator[None]:
+    """``wide_parameters``, with their old values on exit: an optimizer's step is no part of the
+    next pass."""
+    held = []
+    if training.optimizer is not None:
+        held = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with wide_parameters(model, dtype):
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in held:
+                parameter.copy_(value)

@@ -44,6 +44,7 @@ LEVELS = {
     "ops": 3,
     "arithmetic": 3,
     "comparison": 3,
+    "training": 3,  # the plan of a step, and curves of losses
     "analyses": 4,  # what comparison looks up by name
     "evaluations": 5,  # benchmark scores; it may record the prompts that flipped
     "experiments": 5,  # made of captures and comparisons
@@ -78,6 +79,7 @@ REPORT_READS = (
     "divergence.experiments.quantization.result",
     "divergence.experiments.selfcheck.result",
     "divergence.analyses",
+    "divergence.training.plan.show",
     "divergence.comparison.answer",
     "divergence.comparison.results",
     "divergence.run.schema.contents",

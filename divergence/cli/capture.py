@@ -19,6 +19,7 @@ from divergence.options.commands import (
     Verbose,
 )
 from divergence.options.option import Option, fields_of
+from divergence.options.train import PlanOptions
 from divergence.run.command import quoted
 from divergence.run.schema.manifest import SUITE
 
@@ -30,6 +31,7 @@ def capture(
     model: Annotated[str | None, Option("MODEL", "Model, or suite:llm; not with --like.")] = None,
     out: Out = None,
     options: Annotated[dict[str, Any], CaptureOptions],
+    plan_options: Annotated[dict[str, Any], PlanOptions],
     dry_run: Annotated[
         bool,
         Option(
@@ -72,6 +74,7 @@ def capture(
     divergence capture ./model -o a --sites 'model.layers.*.mlp:*' --dry-run
     divergence capture ./model -o a --sites modules --store sketch     # 1-2% of the bytes
     divergence capture ./model -o a --whole                     # then: divergence compare a
+    divergence capture ./model --dry-run --train --mesh fsdp=8,tp=2 --link-rate 50GB/s   # memory
     divergence capture suite:llm -o a                           # the operators alone, no model
     divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
     torchrun --nproc-per-node 2 -m divergence capture ./model -o a --mesh tp   # on two devices
@@ -96,6 +99,12 @@ def capture(
         if model_copy and not server:
             raise UsageError("--model needs --like", hint="name the model as the argument")
         _refuse_repeating(options)
+    if plan_options and not (dry_run and (options.get("train") or like is not None)):
+        option = next(
+            field.option for field in fields_of(PlanOptions) if field.name in plan_options
+        )
+        raise UsageError(f"{option.names[0]} is for the plan of a training step",
+                         hint="--dry-run --train")  # fmt: skip
     if out is None and not dry_run:
         raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
 
@@ -112,7 +121,7 @@ def capture(
     source = model_copy if server or like is not None else model
     with progress_bars(quiet=quiet or json) as progress:
         if dry_run:
-            plan = plan_capture(source, progress=progress, **values)
+            plan = plan_capture(source, progress=progress, **values, **plan_options)
         else:
             run = capture(source, progress=progress, **values)
     if dry_run:

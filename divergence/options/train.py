@@ -6,7 +6,7 @@ from typing import Annotated
 
 from divergence.options.option import Option, Options
 
-__all__ = ["TRAINING", "TrainOptions"]
+__all__ = ["TRAINING", "PlanOptions", "TrainOptions"]
 
 TRAINING = "Training"
 """The panel of ``capture --help``."""
@@ -96,5 +96,54 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "precision in float16 does.",
             TRAINING,
             recorded="training.loss_scale",
+        ),
+    ] = None
+
+
+class PlanOptions(Options, frozen=True, kw_only=True):
+    """What ``--dry-run --train`` alone is told: how a step would be divided and fed."""
+
+    zero: Annotated[
+        int | None,
+        Option(
+            "--zero STAGE",
+            "With --dry-run: the stage of ZeRO, 0 to 3. Default: 3 of a mesh with fsdp, else 0.",
+            TRAINING,
+            minimum=0,
+        ),
+    ] = None
+    main_weights: Annotated[
+        bool | None,
+        Option(
+            "--no-main-weights",
+            "With --dry-run: no float32 copy of weights in 16 bits; moments in their dtype too.",
+            TRAINING,
+        ),
+    ] = None
+    micro_batch_size: Annotated[
+        int | None,
+        Option(
+            "--micro-batch-size N",
+            "With --dry-run: sequences of one forward on a rank. Default: as the prompts.",
+            TRAINING,
+            minimum=1,
+        ),
+    ] = None
+    sequence_length: Annotated[
+        int | None,
+        Option(
+            "--sequence-length N",
+            "With --dry-run: tokens of each sequence. Default: as the prompts.",
+            TRAINING,
+            minimum=2,
+        ),
+    ] = None
+    link_rate: Annotated[
+        str | None,
+        Option(
+            "--link-rate RATE",
+            "With --dry-run: what a rank's link carries, 50GB/s or 400Gbit/s: the time that a "
+            "step's collectives take.",
+            TRAINING,
         ),
     ] = None

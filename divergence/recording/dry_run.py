@@ -32,11 +32,12 @@ from divergence.recording.prompts import group_samples, tokenize
 from divergence.recording.request import Request, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
 from divergence.recording.suites import refuse_options, suite_of, wants_suite
-from divergence.recording.wishes import plain_wishes
+from divergence.recording.wishes import plain_wishes, plan_options
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, StoreMode
 from divergence.run.schema.site import escape_path, module_of
 from divergence.run.writing.captured_tensor import CapturedTensor
+from divergence.training.plan.result import TrainingPlan
 
 __all__ = ["DryRun", "PlannedSite", "forward_shapes", "plan_capture", "plantable_module"]
 
@@ -73,6 +74,8 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     """Sum over all sites."""
     notes: list[str] = []
+    training: TrainingPlan | None = None
+    """Of a training step: the memory and traffic of the step itself."""
 
 
 class _Counter:
@@ -102,13 +105,16 @@ def plan_capture(
     model: str | Path | None = None, *, like: str | Path | Run | None = None, **options: Any
 ) -> DryRun:
     """What ``capture`` with the same parameters would write (``out``, ``force``
-    and ``probe`` are ignored).
+    and ``probe`` are ignored). With ``train`` also what the step itself takes; ``zero``,
+    ``main_weights``, ``micro_batch_size``, ``sequence_length`` and ``link_rate`` are for that alone
+    (docs/training.md).
 
     Raises what capture raises before it loads weights, and ModelError where the
     architecture cannot be run without values (a data-dependent forward).
     """
     for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
+    planned = plan_options(options)
     chosen = CaptureOptions(**plain_wishes(**options))
     like = None if like is None else Run.open(like)
     if wants_suite(model, like, chosen.impl):
@@ -146,6 +152,13 @@ def plan_capture(
             said.append("the whole pass is counted like the decode steps")
         else:
             said.append(f"no whole pass: {reason}")
+    training = None
+    if request.train:
+        from divergence.training.plan.plan import plan_request
+
+        shapes = [(len(group), lengths[group[0]]) for group in groups]
+        training = plan_request(loaded, request, planned, shapes, forward_bytes=total)
+        total = training.dump_bytes
     return DryRun(
         model=request.model,
         rows=rows,
@@ -156,6 +169,7 @@ def plan_capture(
         passes=passes,
         total_bytes=total,
         notes=said,
+        training=training,
     )
 
 
@@ -215,7 +229,7 @@ def _count(
     try:
         with torch.no_grad():
             steps = (0, 1) if decode else (0,)
-            forwards = [_inputs(loaded, batch, tokens, step) for step in steps]
+            forwards = [_inputs(loaded, batch, tokens, step, request.train) for step in steps]
             with recorder.installed():
                 for inputs in forwards:
                     loaded.module(**inputs)
@@ -228,7 +242,7 @@ def _count(
     return counter
 
 
-def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int) -> dict[str, Any]:
+def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int, train: bool) -> dict[str, Any]:
     """Arguments for a prefill (step 0) or decode step on the meta device, tried out."""
     module: Any = loaded.module
     known = inspect.signature(module.forward).parameters
@@ -237,7 +251,7 @@ def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int) -> dict[str
     inputs: dict[str, Any] = {"input_ids": ids}
     if "use_cache" in known:
         inputs["use_cache"] = False
-    if "logits_to_keep" in known:
+    if "logits_to_keep" in known and not train:
         inputs["logits_to_keep"] = 1
     if loaded.task == "encoder-decoder":
         inputs["decoder_input_ids"] = ids[:, :1]

@@ -16,10 +16,11 @@ from typing import Any, TypeVar, get_args
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import Options, fields_of, kinds_of
+from divergence.options.train import PlanOptions
 from divergence.recording.prompts import Prompt
 from divergence.run.schema.site import one_or_more
 
-__all__ = ["options_of", "plain_wishes"]
+__all__ = ["options_of", "plain_wishes", "plan_options"]
 
 _T = TypeVar("_T", bound=Options)
 
@@ -31,6 +32,14 @@ def options_of(kind: type[_T], given: Mapping[str, Any]) -> _T:
     """The options among the arguments ``given``, each of its plain type."""
     names = [field.name for field in fields_of(kind)]
     return kind(**plain_wishes(**{name: given[name] for name in names if name in given}))
+
+
+def plan_options(given: dict[str, Any]) -> PlanOptions:
+    """Those of the plan of a training step, taken out of ``given``."""
+    fields = fields_of(PlanOptions)
+    values = {one.name: given.pop(one.name) for one in fields if one.name in given}
+    types = {one.name: one.type for one in fields}
+    return PlanOptions(**{name: _plain(name, value, types[name]) for name, value in values.items()})
 
 
 def plain_wishes(**wishes: Any) -> dict[str, Any]:

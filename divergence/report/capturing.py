@@ -13,6 +13,7 @@ from divergence.run.command import command_line
 from divergence.run.schema.manifest import UNKNOWN, Manifest, SampleTokens
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import LOGPROBS
+from divergence.training.plan.show import training_lines
 
 __all__ = ["captured_lines", "copied_lines", "plan_lines"]
 
@@ -94,6 +95,8 @@ def plan_lines(plan: dict[str, Any]) -> list[Line]:
         )
     ]
     lines += [prose("note", note, width=6) for note in plan.get("notes") or []]
+    if plan.get("training"):
+        lines += [BLANK, *training_lines(plan["training"])]
     rows = [
         (row["site"], row["role"] or "-", shape_text(row["shape"]), row["dtype"],
          str(row["num_steps"]), size(row["bytes"]))

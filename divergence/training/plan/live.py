@@ -25,7 +25,7 @@ class LiveBytes(TorchDispatchMode):
     of what ``hold`` adds; ``held``: of these alone, now."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.held = 0
@@ -49,9 +49,7 @@ class LiveBytes(TorchDispatchMode):
         self.held -= num_bytes
         self.now -= num_bytes
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

@@ -15,18 +15,20 @@ import msgspec
 
 from divergence.errors import DivergenceError, UsageError, first_line
 from divergence.layout import size
+from divergence.options.train import PlanOptions
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import tensor_plan
 from divergence.recording.model.structure import describe_modules
 from divergence.recording.ranks.processes import parse_mesh
+from divergence.recording.request import Request
 from divergence.run.schema.site import escape_path
-from divergence.training.plan.result import Activations, TrainingPlan
+from divergence.training.plan.result import TrainingPlan
 from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
 from divergence.training.plan.step import Layout, Stepped, run_step
-from divergence.training.plan.tensor_parallel import REDUCED, SHARED, shrink
+from divergence.training.plan.tensor_parallel import GATHERED, REDUCED, SHARED, shrink
 from divergence.training.plan.traffic import gradient_traffic, link_rate, tensor_traffic
 
-__all__ = ["Wanted", "plan_training"]
+__all__ = ["Wanted", "plan_request", "plan_training"]
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +45,38 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     autocast: str | None = None
     gradient_checkpointing: bool = False
     dropout: bool = False
+    accumulates: bool = False
+    """Do several micro-batches make a step, so that gradients stay between them?"""
     link_rate: str | None = None
     capture_bytes: int = 0
     dump_bytes: int = 0
+
+
+def plan_request(
+    loaded: LoadedModel, request: Request, planned: PlanOptions,
+    shapes: Sequence[tuple[int, int]], *, forward_bytes: int,
+) -> TrainingPlan:  # fmt: skip
+    """``shapes``: (sequences, tokens) of each micro-batch of the prompts. ``forward_bytes``: what a
+    capture of their forwards alone would write."""
+    batch, tokens = max(shapes, key=math.prod)
+    weights = sum(one.nbytes for one in loaded.module.parameters())
+    copies = 1 if request.optimizer is None else 5  # gradient, the optimizer's, update, moments
+    wanted = Wanted(
+        batch=planned.micro_batch_size or batch,
+        tokens=planned.sequence_length or tokens,
+        mesh=request.mesh,
+        zero=planned.zero,
+        optimizer=request.optimizer,
+        main_weights=planned.main_weights,
+        autocast=request.autocast,
+        gradient_checkpointing=request.gradient_checkpointing,
+        dropout=request.dropout,
+        accumulates=len(shapes) > 1,
+        link_rate=planned.link_rate,
+        capture_bytes=request.buffer_bytes,
+        dump_bytes=2 * forward_bytes + copies * weights,
+    )
+    return plan_training(loaded, wanted)
 
 
 def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
@@ -75,9 +106,10 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         names[path] for path, note in describe_modules(module).items() if note.role == "block"
     ]
     layout = Layout(
-        zero=zero, num_ranks=count, blocks=tuple(blocks),
+        zero=zero, num_ranks=count, blocks=tuple(blocks), accumulates=wanted.accumulates,
         reduced=tuple(path for path, style in styles.items() if style in REDUCED),
         shared=tuple(path for path, style in styles.items() if style in SHARED),
+        gathered=tuple(path for path, style in styles.items() if style in GATHERED),
     )  # fmt: skip
     steps, notes = _steps(loaded, wanted, layout)
     outside = [p for p in pieces if not any(p.name.startswith(f"{block}.") for block in blocks)]
@@ -86,8 +118,9 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
                 None)  # fmt: skip
     if used is not None:
         traffic += tensor_traffic(
-            used.reduced_bytes, used.shared_bytes, num_ranks=axes.get("tp", 1), rate=rate
-        )
+            used.reduced_bytes, used.shared_bytes, used.gathered_bytes,
+            num_ranks=axes.get("tp", 1), rate=rate,
+        )  # fmt: skip
     by_name = {part.name: part.bytes for part in kept}
     total, gradients = sum(by_name.values()), by_name["gradients"]
     peak = None
@@ -110,6 +143,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         peak_bytes=peak,
         traffic=traffic,
         link_rate=rate,
+        accumulates=wanted.accumulates,
         capture_bytes=wanted.capture_bytes,
         dump_bytes=wanted.dump_bytes,
         notes=notes,
@@ -166,9 +200,7 @@ def _dividing(axes: dict[str, int], zero: int) -> int:
     return count
 
 
-def _steps(
-    loaded: LoadedModel, wanted: Wanted, layout: Layout
-) -> tuple[list[Stepped], list[str]]:
+def _steps(loaded: LoadedModel, wanted: Wanted, layout: Layout) -> tuple[list[Stepped], list[str]]:
     """Without and with checkpointing, as far as the model has it and can be run."""
     module: Any = loaded.module
     notes: list[str] = []
@@ -186,10 +218,15 @@ def _steps(
         try:
             steps.append(
                 run_step(
-                    module, task=loaded.task, batch=wanted.batch, tokens=wanted.tokens,
-                    layout=layout, autocast=wanted.autocast, checkpointing=checkpointing,
+                    module,
+                    task=loaded.task,
+                    batch=wanted.batch,
+                    tokens=wanted.tokens,
+                    layout=layout,
+                    autocast=wanted.autocast,
+                    checkpointing=checkpointing,
                     dropout=wanted.dropout,
-                )  # fmt: skip
+                )
             )
         except DivergenceError:
             raise
@@ -200,8 +237,3 @@ def _steps(
             )
             break
     return steps, notes
-
-
-def activations_of(plan: TrainingPlan) -> Activations | None:
-    """Those that the plan's peak is of."""
-    return next((a for a in plan.activations if a.checkpointing == plan.checkpointing), None)

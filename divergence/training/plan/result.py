@@ -65,6 +65,8 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     autocast: str | None
     micro_batch: tuple[int, int]
     """Sequences of one forward on a rank, and tokens of each."""
+    accumulates: bool
+    """Do several micro-batches make a step, so that gradients stay between them?"""
     kept: list[Kept]
     kept_bytes: int
     """Sum of ``kept``."""

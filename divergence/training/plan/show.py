@@ -16,13 +16,10 @@ def training_lines(plan: dict[str, Any]) -> list[Line]:
     if plan["main_weights"]:
         low += ", float32 main weights"
     batch, tokens = plan["micro_batch"]
+    what = f"{count(plan['num_parameters'], 'parameter')}, {plan['weight_dtype']}{low}"
     lines = [
-        line(
-            ("TRAINING STEP", "bold"),
-            f": {_most(plan)}",
-        ),
-        prose("model", f"{count(plan['num_parameters'], 'parameter')}, {plan['weight_dtype']}{low}; "
-              f"{plan['optimizer']}"),
+        line(("TRAINING STEP", "bold"), f": {_most(plan)}"),
+        prose("model", f"{what}; {plan['optimizer']}"),
         prose("ranks", (ranks or "1") + f"; ZeRO {plan['zero']}"),
         prose("batch", f"{count(batch, 'sequence')} of {count(tokens, 'token')} on a rank"),
         *(prose("note", note) for note in plan["notes"]),

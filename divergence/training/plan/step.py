@@ -29,14 +29,22 @@ _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "dropout_prob
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """How a step is divided. ``num_ranks``: those that ZeRO divides over, or that average
-    gradients; ``reduced``, ``shared``: paths of modules with an all-reduce in the forward, and in
-    the backward."""
+    gradients; ``reduced``, ``shared``, ``gathered``: paths of modules with an all-reduce in the
+    forward, one in the backward, and an all-gather of the output. ``accumulates``: gradients of
+    earlier micro-batches are there."""
 
     zero: int = 0
     num_ranks: int = 1
     blocks: tuple[str, ...] = ()
     reduced: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    accumulates: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Are the gradients there from the start, in DDP's buckets or from earlier?"""
+        return self.accumulates or (self.zero < 2 and self.num_ranks > 1)
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +55,7 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True):
     """All-reduced in the backward: each tensor that several matrices share once."""
     num_shared: int
     """Matrices with such a gradient."""
+    gathered_bytes: int
 
 
 def run_step(
@@ -84,6 +93,8 @@ def _run(
     with contextlib.ExitStack() as stack:
         for path in layout.reduced:
             stack.enter_context(_removed(module.get_submodule(path), counted.forward))
+        for path in layout.gathered:
+            stack.enter_context(_removed(module.get_submodule(path), counted.gather))
         for path in layout.shared:
             stack.enter_context(_removed(module.get_submodule(path), counted.backward))
         ranks = stack.enter_context(_Sharing(module, live, layout).installed())
@@ -95,12 +106,11 @@ def _run(
             loss.backward()
             del loss
             ranks.finish()
-    activations = Activations(
-        checkpointing=checkpointing, saved_bytes=saved, peak_bytes=live.peak
-    )
+    activations = Activations(checkpointing=checkpointing, saved_bytes=saved, peak_bytes=live.peak)
     return Stepped(
         activations=activations, reduced_bytes=counted.forward_bytes,
         shared_bytes=counted.backward_bytes, num_shared=counted.num_backward,
+        gathered_bytes=counted.gathered_bytes,
     )  # fmt: skip
 
 
@@ -121,7 +131,7 @@ def _loss(module: Any, task: str, ids: torch.Tensor) -> torch.Tensor:
     if loss is None:
         outputs = result if isinstance(result, torch.Tensor) else result[0]
         loss = outputs.float().sum()
-    return loss  # type: ignore[no-any-return]
+    return loss
 
 
 class _Reduced:
@@ -129,10 +139,14 @@ class _Reduced:
 
     def __init__(self) -> None:
         self.forward_bytes = self.backward_bytes = self.num_backward = 0
+        self.gathered_bytes = 0
         self._last: Any = None
 
     def forward(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
         self.forward_bytes += output.nbytes
+
+    def gather(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        self.gathered_bytes += output.nbytes
 
     def backward(self, _module: Any, inputs: Sequence[Any], _output: Any) -> None:
         given = inputs[0]
@@ -166,8 +180,8 @@ class _Sharing:
         divided = zero == 3 and count > 1
         handles: list[Any] = []
         trained = [one for one in self._module.parameters() if one.requires_grad]
-        if zero < 2 and count > 1:  # DDP's buckets are the gradients, and stay
-            live.hold("gradients", sum(one.nbytes for one in trained))
+        if self._layout.stays:
+            live.hold("gradients", sum(self._own_bytes(one) for one in trained))
         if not divided:
             handles += [one.register_post_accumulate_grad_hook(self._take) for one in trained]
         else:
@@ -192,13 +206,16 @@ class _Sharing:
             self._reduce("rest", self._rest)
 
     def _take(self, parameter: torch.Tensor) -> None:
-        zero, count = self._layout.zero, self._layout.num_ranks
-        if zero < 2 and count > 1:
-            pass  # it goes into a bucket that is held already
-        else:
-            pieces = count if zero >= 2 else 1
-            self._live.hold(("gradient", id(parameter)), -(-parameter.nbytes // pieces))
         parameter.grad = None
+        if not self._layout.stays:
+            self._live.hold(("gradient", id(parameter)), self._own_bytes(parameter))
+
+    def _own_bytes(self, parameter: torch.Tensor) -> int:
+        """Of its gradient, on this rank."""
+        zero, count = self._layout.zero, self._layout.num_ranks
+        if zero == 3 and count > 1:
+            return _rows_bytes(parameter, count)
+        return -(-parameter.nbytes // (count if zero == 2 else 1))
 
     def _before(self, number: int) -> Any:
         def gather(_block: Any, _args: Any, _kwargs: Any) -> None:
@@ -246,7 +263,8 @@ class _Sharing:
         self._live.hold("scattered", _bytes(whole))
         for one in whole:
             one.grad = None
-        self._live.hold(key, sum(_rows_bytes(one, self._layout.num_ranks) for one in whole))
+        if not self._layout.stays:
+            self._live.hold(key, sum(map(self._own_bytes, whole)))
 
 
 def _bytes(parameters: Sequence[torch.Tensor]) -> int:

@@ -15,16 +15,17 @@ import torch
 
 from divergence.errors import ModelError
 
-__all__ = ["REDUCED", "SHARED", "shrink"]
+__all__ = ["GATHERED", "REDUCED", "SHARED", "shrink"]
 
 _COLUMNS = ("colwise", "packed_colwise")
-_GATHERED = ("colwise_gather_output", "colwise_rep")
+GATHERED = ("colwise_gather_output", "colwise_rep")
+"""Their output is put together from all ranks' parts: an all-gather in the forward."""
 _ROWS = ("rowwise", "packed_rowwise")
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 
 REDUCED = (*_ROWS, "embedding_rowwise")
 """Their outputs are sums over ranks: an all-reduce in the forward."""
-SHARED = (*_COLUMNS, *_GATHERED)
+SHARED = (*_COLUMNS, *GATHERED)
 """Their input is the same on all ranks: its gradient is a sum, an all-reduce in the backward."""
 
 
@@ -65,7 +66,7 @@ def _shrink_one(part: Any, style: str, num_ranks: int) -> None:
     part.weight = _first(part.weight, axis, own)
     if axis == 0 and getattr(part, "bias", None) is not None:
         part.bias = _first(part.bias, 0, own)
-    if style in _GATHERED:
+    if style in GATHERED:
         part.register_forward_hook(
             lambda _part, _inputs, output: torch.cat([output] * num_ranks, -1)[..., :whole]
         )

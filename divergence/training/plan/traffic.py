@@ -43,7 +43,7 @@ def link_rate(text: str) -> float:
             f"--link-rate {text!r} is no rate", hint="for example 50GB/s, 25GiB/s or 400Gbit/s"
         )
     power = " kmgt".index(match[2].lower() or " ")
-    rate = float(match[1]) * (1024 if match[3] else 1000) ** power
+    rate = float(match[1]) * float((1024 if match[3] else 1000) ** power)
     return rate / 8 if match[4].lower() == "bit" else rate
 
 
@@ -76,12 +76,14 @@ def gradient_traffic(
 
 
 def tensor_traffic(
-    forward_bytes: int, backward_bytes: int, *, num_ranks: int, rate: float | None
-) -> list[Collective]:
-    """Of the axis tp."""
+    forward_bytes: int, backward_bytes: int, gathered_bytes: int, *, num_ranks: int,
+    rate: float | None,
+) -> list[Collective]:  # fmt: skip
+    """Of the axis tp: sums of outputs, sums of input gradients, outputs put together."""
     return [
         *_some("all-reduce", "activations, forward", "tp", num_ranks, forward_bytes, rate),
         *_some("all-reduce", "activations, backward", "tp", num_ranks, backward_bytes, rate),
+        *_some("all-gather", "activations, forward", "tp", num_ranks, gathered_bytes, rate),
     ]
 
 

@@ -27,6 +27,8 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """Is each block's forward run again in the backward, in place of keeping its activations?"""
     saved_bytes: int
     """Held when the forward is done: what the backward needs, and the loss."""
+    gathered_bytes: int
+    """Parameters of other ranks that are held then too (ZeRO 3)."""
     peak_bytes: int
     """The most at any moment, with the gradients that are there by then."""
 

@@ -32,6 +32,8 @@ def training_lines(plan: dict[str, Any]) -> list[Line]:
     for one in plan["activations"]:
         way = "with" if one["checkpointing"] else "without"
         rows.append((f"activations {way} checkpointing", "", size(one["saved_bytes"])))
+        if one["gathered_bytes"]:
+            rows.append(("  parameters gathered beside them", "", size(one["gathered_bytes"])))
         rows.append((f"  peak {way} checkpointing, gradients too", "", size(one["peak_bytes"])))
     rows += [("buffer of a capture", "host", size(plan["capture_bytes"])),
              ("dump of a capture", "disk", f"at most {size(plan['dump_bytes'])}")]  # fmt: skip

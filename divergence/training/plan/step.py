@@ -101,12 +101,15 @@ def _run(
         with live:
             with low:
                 loss = _loss(module, task, ids)
-            saved = live.now - live.held
+            saved, gathered = live.now - live.held, ranks.gathered_bytes
             ranks.backward = True
             loss.backward()
             del loss
             ranks.finish()
-    activations = Activations(checkpointing=checkpointing, saved_bytes=saved, peak_bytes=live.peak)
+    activations = Activations(
+        checkpointing=checkpointing, saved_bytes=saved, gathered_bytes=gathered,
+        peak_bytes=live.peak,
+    )  # fmt: skip
     return Stepped(
         activations=activations, reduced_bytes=counted.forward_bytes,
         shared_bytes=counted.backward_bytes, num_shared=counted.num_backward,
@@ -197,6 +200,11 @@ class _Sharing:
                 handle.remove()
             for one in trained:
                 one.grad = None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Between forward and backward."""
+        return _bytes(self._rest) if self._layout.zero == 3 and self._layout.num_ranks > 1 else 0
 
     def finish(self) -> None:
         """The last gradients, behind the backward."""

@@ -1,0 +1,24 @@
+"""capture --dry-run --train: the plan of a training step, as it is printed."""
+
+from __future__ import annotations
+
+import json
+
+
+def test_the_command_prints_it(invoke, llama):
+    """Memory, then traffic with its time."""
+    code, out, _ = invoke(
+        "capture", llama, "--dry-run", "--train", "--mesh", "fsdp=8,tp=2", "--link-rate", "50GB/s"
+    )
+    assert code == 0
+    for text in ("TRAINING STEP: at most", "8Ψ/N", "reduce-scatter", "at 50 GB/s"):
+        assert text in out
+    answer = invoke("capture", llama, "--dry-run", "--train", "--json")[1]
+    assert json.loads(answer)["dry_run"]["training"]["optimizer"] == "adamw"
+
+
+def test_the_plans_options_need_a_dry_run_of_a_step(invoke, llama):
+    """Else they would be dropped without a word."""
+    code, _, err = invoke("capture", llama, "--dry-run", "--zero", "2")
+    assert code == 2
+    assert "--zero is for the plan of a training step" in err

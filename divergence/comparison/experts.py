@@ -131,9 +131,7 @@ class Routing:
             )
         return Routed(kept if num_rerouted else None, num_rerouted, margin, experts)
 
-    def _of_backward(
-        self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None
-    ) -> Routed:
+    def _of_backward(self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None) -> Routed:
         """All rows or none: attention carries a rerouted token's gradient to all before it, and a
         parameter's gradient is a sum over the tokens of all prompts."""
         import torch

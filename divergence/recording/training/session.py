@@ -14,9 +14,9 @@ from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.generate import GroupResult, failures, inputs
 from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
+from divergence.run.schema.engine import Training
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import LOSS
-from divergence.run.schema.training import Training
 
 if TYPE_CHECKING:
     from divergence.recording.engines.engine import Feature, Session
@@ -34,9 +34,7 @@ class NextTokenLoss(torch.nn.Module):
     """Σ -log p(next token) / ``num_labels``, by prompt: what each adds to the mean over all tokens
     of the step that have a label."""
 
-    def forward(
-        self, logits: torch.Tensor, labels: torch.Tensor, num_labels: int
-    ) -> torch.Tensor:
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor, num_labels: int) -> torch.Tensor:
         """``logits`` (B, T, V); ``labels`` (B, T), -100 where there is none; (B, 1). Computed in
         float32 or wider, as transformers does."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -53,19 +51,15 @@ class TrainingSession:
 
     def __init__(self, inner: Session, training: Training) -> None:
         self._inner, self._training = inner, training
+        self.loaded: LoadedModel = inner.loaded
+        self.lacks: Mapping[Feature, str] = {
+            **inner.lacks, "whole": "a training step decodes nothing",
+            "operators": "operators are recorded of a forward without gradients",
+        }  # fmt: skip
         self._stepping = Stepping(training)
         self._loss, self._num_labels = NextTokenLoss(), 0
         self.losses: list[float] = []
         _refuse(inner, training)
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self._inner.loaded
-
-    @property
-    def lacks(self) -> Mapping[Feature, str]:
-        return {**self._inner.lacks, "whole": "a training step decodes nothing",
-                "operators": "operators are recorded of a forward without gradients"}  # fmt: skip
 
     def settle(
         self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None

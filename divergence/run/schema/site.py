@@ -39,8 +39,9 @@ from divergence.errors import UsageError
 __all__ = [
     "BACKWARD", "BUILTIN_SITES", "CODES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "LOSS",
     "OPTIMIZER", "PHASES", "ROOT", "compile_patterns", "did_you_mean", "escape_path",
-    "is_operator_site", "join_site", "module_of", "natural_key", "near_names", "of_parameter", "one_or_more",
-    "operator_of", "operator_path", "phase_of", "split_site", "starred", "unescape_path",
+    "is_operator_site", "join_site", "module_of", "natural_key", "near_names", "of_parameter",
+    "one_or_more", "operator_of", "operator_path", "phase_of", "split_site", "starred",
+    "unescape_path",
 ]  # fmt: skip
 
 CODES = "in.codes"

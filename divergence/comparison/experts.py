@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Piece
@@ -33,7 +34,7 @@ from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import is_operator_site, module_of
+from divergence.run.schema.site import BACKWARD, is_operator_site, module_of
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -85,11 +86,15 @@ class Routing:
         """What may be judged of a pair of ``num_rows`` rows; None where that is not known.
         ``truth``: its run and record, whose choices must agree as well."""
         block = _block_of(module_of(pair.reference.record.site), self._blocks)
-        if block is None:
+        if block is None and not (self._blocks and pair.pass_ == "free"):
             return _ALL
 
         import torch
 
+        if BACKWARD in pair.reference.record.site:
+            return self._of_backward(pair, num_rows, truth)
+        if block is None:
+            return _ALL
         if pair.pass_ == "free":
             return None
         sides = [(self._reference, pair.reference), (self._candidate, pair.candidate)]
@@ -125,6 +130,32 @@ class Routing:
                 else Routed(torch.zeros(num_rows, dtype=torch.bool), num_rerouted, margin, None)
             )
         return Routed(kept if num_rerouted else None, num_rerouted, margin, experts)
+
+    def _of_backward(self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None) -> Routed:
+        """All rows or none: attention carries a rerouted token's gradient to all before it, and a
+        parameter's gradient is a sum over the tokens of all prompts."""
+        import torch
+
+        record = pair.reference.record
+        nothing = Routed(torch.zeros(num_rows, dtype=torch.bool), 0, None, None)
+        if pair.pass_ == "free":
+            return nothing
+        runs = [self._reference, self._candidate, *([] if truth is None else [truth[0]])]
+        whole = ":out." in record.site  # of a parameter
+        samples = [group[0] for group in self._reference.manifest.tokens.groups]
+        count = 0
+        for sample in samples if whole else [record.sample]:
+            of = msgspec.structs.replace(record, sample=sample)
+            choices = [self._of_forward(run, of) for run in runs]
+            if not all(choices) or len({len(records) for records in choices}) > 1:
+                return nothing
+            for choice in zip(*choices, strict=True):
+                read = [self._tensor(run, one) for run, one in zip(runs, choice, strict=True)]
+                rows = [one.flatten(0, -2).sort().values for one in read if one is not None]
+                if len(rows) < len(read) or any(one.shape != rows[0].shape for one in rows):
+                    return nothing
+                count += int((~_alike(rows)).sum())
+        return _ALL if count == 0 else replace(nothing, num_rerouted=count)
 
     def is_known(self, pair: Pair) -> bool:
         """Did both sides record the choices of this pair's forward? True where there are none."""

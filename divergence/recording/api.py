@@ -331,9 +331,10 @@ def _hint_at_the_model(error: ModelError, request: Request) -> None:
 
 def in_training(session: Session, request: Request) -> Session:
     """The same model, of which a training step is recorded."""
+    from divergence.recording.training.asked import training_of
     from divergence.recording.training.session import TrainingSession
 
-    return TrainingSession(session, request.training)
+    return TrainingSession(session, training_of(request))
 
 
 def _session(request: Request, device: str, ranks: Ranks | None) -> Session:

@@ -8,7 +8,6 @@ with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchore
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any
 
@@ -49,6 +48,7 @@ from divergence.recording.ranks.divided import Division, closed, on_all, own_par
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.storage import storage
+from divergence.recording.training.asked import owners_of, places_of, training_of
 from divergence.run.reader import Run
 from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 from divergence.run.schema.manifest import (
@@ -59,7 +59,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, ROOT, escape_path
+from divergence.run.schema.site import ROOT
 from divergence.run.storage.location import Location
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 from divergence.words import Progress
@@ -92,11 +92,13 @@ class Execution:
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         self.keeper: Keeper | None = None
         self._made: list[Pass] = []
-        self.plants = request.plants
+        self.plants, self.training = request.plants, training_of(request)
         ranks = self.ranks = loaded.ranks
-        ends = ("", BACKWARD, OPTIMIZER) if request.train else ("",)
-        places = [path + end for end in ends for path in self.notes]
-        check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
+        check_places(
+            request.plants,
+            places_of(self.notes, self.training),
+            num_ranks=1 if ranks is None else ranks.size,
+        )
         check_forwards(request, session)
         session.check_ids(
             self.samples if request.like is None else request.like.manifest.tokens.samples,
@@ -247,8 +249,7 @@ class Execution:
     def _plan(self, passes: list[Pass]) -> Plan:
         request = self.request
         anchored = any(one.anchored for one in passes)
-        owners = {escape_path(name.rpartition(".")[0])
-                  for name, _ in self.loaded.structure.named_parameters()}  # fmt: skip
+        owners = owners_of(self.loaded.structure, self.training)
         like = None if request.like is None else request.like.manifest.id
         return Plan(
             passes=[one.name for one in passes],
@@ -263,7 +264,7 @@ class Execution:
                 for path, note in self.notes.items()
                 if path in self.selection.hooked
                 or inside(path, self.selection.operators)
-                or (self.request.train and (path == LOSS or path in owners))
+                or path in owners
             },
         )
 
@@ -296,7 +297,7 @@ class Execution:
                 if self.compute_dtype is None
                 else str(self.compute_dtype).removeprefix("torch."),
             ),
-            training=request.training,
+            training=self.training,
             arithmetic=probed(self.device, self.on_progress) if request.probe else [],
             plan=plan,
             overrides=request.overrides,
@@ -371,7 +372,7 @@ class Execution:
         if one.whole:
             run_whole(self.session, recorder, self.samples, self.own_groups)
             return
-        with self._parameters(one), widened(one, self.loaded) as wide:
+        with widened(one, self.loaded, self.training) as wide:
             run_pass(
                 self.session,
                 recorder,
@@ -390,14 +391,6 @@ class Execution:
                 f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "
                 f"there the {one.name} pass is rounded to them"
             )
-
-    def _parameters(self, one: Pass) -> contextlib.AbstractContextManager[None]:
-        """Of a training step, parameters whose gradients are as wide as the pass."""
-        if not self.request.train:
-            return contextlib.nullcontext()
-        from divergence.recording.training.session import leaves
-
-        return leaves(self.loaded.module, one.compute_dtype, self.request.training)
 
     def _repeat(self, first: dict[TensorKey, CapturedTensor]) -> Repeatability:
         result = Repeatability(num_runs=self.request.repeat)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from divergence.recording.hooks.plant import Plant
     from divergence.recording.request import Request
     from divergence.recording.selection import SiteSelection
+    from divergence.recording.widening import Widening
+    from divergence.run.schema.engine import Training
 
 __all__ = [
     "Pass", "RememberingSink", "RepeatSink", "TensorKey", "check_forwards", "own_inputs",
@@ -181,18 +183,27 @@ def why_not_whole(
     return None
 
 
-def widened(one: Pass, loaded: LoadedModel) -> contextlib.AbstractContextManager[Any]:
-    """The dtype that a pass computes in. Widened weights are kept if there is ample room."""
+@contextlib.contextmanager
+def widened(one: Pass, loaded: LoadedModel, training: Training) -> Iterator[Widening | None]:
+    """The dtype that a pass computes in. Widened weights are kept if there is ample room; those of
+    a training step are wide for its length, since their gradients are as wide as they are."""
     from divergence.recording.widening import Widening
 
-    if one.compute_dtype is None:
-        return contextlib.nullcontext()
-    # a tensor class that holds codes has no memory of its own
-    weights = [one for one in loaded.module.parameters() if not hasattr(one, "qdata")]
-    needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
-    room = free_bytes(loaded.device) // 2
-    keep = needed if needed <= room else 0
-    return Widening(one.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes)
+    with contextlib.ExitStack() as stack:
+        if training.train:
+            from divergence.recording.training.session import leaves
+
+            stack.enter_context(leaves(loaded.module, one.compute_dtype, training))
+        if one.compute_dtype is None:
+            yield None
+            return
+        # a tensor class that holds codes has no memory of its own
+        weights = [one for one in loaded.module.parameters() if not hasattr(one, "qdata")]
+        needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
+        room = free_bytes(loaded.device) // 2
+        keep = needed if needed <= room and not training.train else 0
+        wide = Widening(one.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes)
+        yield stack.enter_context(wide)
 
 
 def check_forwards(request: Request, session: Session) -> None:

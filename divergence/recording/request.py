@@ -19,17 +19,16 @@ from msgspec.structs import asdict, replace
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
-from divergence.options.option import fields_of, recorded_in
-from divergence.options.train import TrainOptions
+from divergence.options.option import fields_of
 from divergence.recording.engines.engine import DEFAULT, given_options
 from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
 from divergence.recording.prompts import Prompt, collect_prompts, padded_right_alone
 from divergence.recording.selection import select_positions, step_selected
+from divergence.recording.training.asked import without_decoding
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
 from divergence.run.schema.site import LOGPROBS, ROOT, did_you_mean, join_site
-from divergence.run.schema.training import Training
 from divergence.run.storage.location import Location
 from divergence.run.trust import (
     recorded_attention,
@@ -73,20 +72,12 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     store: StoreMode
     plants: list[Plant]
     substitutes: dict[str, Substitute]
-    train: bool
-    gradient_checkpointing: bool
-    dropout: bool
 
     @property
     def loading(self) -> dict[str, Any]:
         """What a loading and ``empty_model`` are told alike."""
         names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code")
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def training(self) -> Training:
-        """The step as the manifest has it."""
-        return Training(**recorded_in(self, "training", CaptureOptions))
 
     @property
     def regrouped(self) -> bool:
@@ -119,7 +110,7 @@ def resolve_request(
     if options.repeat < 1:
         raise UsageError(f"--repeat {options.repeat}: at least one run is needed")
     _check_seed(options.seed)
-    options = _without_decoding(options, like)
+    options = without_decoding(options, like)
     max_new_tokens = options.max_new_tokens
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
@@ -168,34 +159,8 @@ def resolve_request(
         "deterministic": options.deterministic is not False,
         "seed": options.seed or 0,
         "store": _chosen_store(options.store, only_changed=options.only_changed, like=None),
-        "train": bool(options.train),
-        "gradient_checkpointing": bool(options.gradient_checkpointing),
-        "dropout": bool(options.dropout),
     }
     return _unhooked(Request(**{**asdict(options), **decided}))
-
-
-def _without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOptions:
-    """A training step generates nothing."""
-    train = options.train or (like is not None and like.manifest.training.train)
-    if not train:
-        for field in fields_of(TrainOptions):
-            if field.is_given(getattr(options, field.name)):
-                raise UsageError(f"{field.option.names[0]} needs --train")
-        return options
-    refused = {
-        "--max-new-tokens": options.max_new_tokens, "--whole": options.whole,
-        "--prefill-chunk": options.prefill_chunk, "--repeat": options.repeat > 1,
-        "--no-hooks": options.hooks is False, "--steps": options.steps,
-        "--substitute": options.substitutes,
-    }  # fmt: skip
-    named = [name for name, given in refused.items() if given]
-    if named:
-        raise UsageError(
-            f"{' and '.join(named)} with --train: a training step is one forward and one backward",
-            hint="leave it out, or make two runs",
-        )
-    return replace(options, max_new_tokens=0)
 
 
 def _unhooked(request: Request) -> Request:

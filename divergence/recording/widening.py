@@ -305,10 +305,17 @@ class _WideOperators(TorchDispatchMode):
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """(S, K) rows sorted by expert × (E, K, N): torch's kernel takes no float64.
+        """(S, K) rows sorted by expert × (E, K, N): torch's kernel takes no float64. Of a
+        backward (K, S) × (S, N), which is (E, K, N).
 
         ``offs``: end of each expert's rows. Rows beyond the last end give zeros.
         """
+        if offs is not None and one.ndim == 2 and two.ndim == 2:  # (K, S) × (S, N): of weights
+            one, two, parts, start = self._wide(one), self._wide(two), [], 0
+            for end in offs.tolist():
+                parts.append(self._mm(one[:, start:end], two[start:end]))
+                start = end
+            return torch.stack(parts)
         if offs is None or one.ndim != 2 or two.ndim != 3:
             raise NotImplementedError("grouped matrix product of this layout in float64")
         one = self._wide(one)

@@ -30,7 +30,7 @@ from divergence.numerics.pairs.pair import SINK_FACTOR
 from divergence.run.schema.manifest import Manifest
 
 __all__ = ["Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "main_path", "medians",
-           "row_floor", "storage_format", "work_format"]  # fmt: skip
+           "row_floor", "storage_format", "work_dtype", "work_format"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +197,14 @@ def storage_format(pair: Pair) -> Format:
     return max(forms, key=lambda form: form.unit_roundoff)
 
 
+def work_dtype(manifest: Manifest) -> str:
+    """What the products are computed in: the weights' dtype, or that of autocast."""
+    return manifest.training.autocast or manifest.model.dtype
+
+
 def work_format(*manifests: Manifest) -> Format:
     """The coarser of the formats that the models compute in; 8-bit weights are widened first."""
-    forms = [format_named(manifest.model.dtype) for manifest in manifests]
+    forms = [format_named(work_dtype(manifest)) for manifest in manifests]
     forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
     return max(forms, key=lambda form: form.unit_roundoff)
 

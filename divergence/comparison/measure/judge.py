@@ -15,7 +15,13 @@ import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
-from divergence.comparison.measure.floors import Floor, Ratios, row_floor, storage_format
+from divergence.comparison.measure.floors import (
+    Floor,
+    Ratios,
+    row_floor,
+    storage_format,
+    work_dtype,
+)
 from divergence.comparison.measure.site_fields import (
     ModuleFields,
     SitePlace,
@@ -36,7 +42,7 @@ from divergence.comparison.results.sites import (
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of
+from divergence.run.schema.site import module_of, of_parameter
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
@@ -98,7 +104,7 @@ class Judge:
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
         self._routing, self._floor, self._work = routing, floor, work
-        self._same_dtype = reference.manifest.model.dtype == candidate.manifest.model.dtype
+        self._same_dtype = work_dtype(reference.manifest) == work_dtype(candidate.manifest)
         self._notes = reference.manifest.plan.modules
         self._blocks = sorted(
             (path for path, note in self._notes.items() if note.role == "block"),
@@ -108,6 +114,8 @@ class Judge:
         self._entering: dict[_Forward, RowMetrics] = {}
         self._beside: dict[_Forward, float] = {}
         self._earlier: dict[tuple[int, str], float] = {}
+        self._entered_block: dict[str, float] = {}
+        """The largest error of what entered a block, or a module outside them."""
 
     def results(
         self, pairs: Sequence[Pair], measured: Sequence[PairNumbers | None]
@@ -137,6 +145,8 @@ class Judge:
         block answers only for what it adds."""
         rows = numbers.rows
         assert rows is not None
+        if of_parameter(pair.reference.record.site):
+            rows = _small_rows(rows)
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
             return judged
@@ -150,11 +160,17 @@ class Judge:
         judged.members = [] if estimated else self._pieces.members(pair.reference, numbers.shape)
         if pair.pass_ != "free":
             return judged
-        path, _, port = pair.reference.record.site.partition(":")
+        site = pair.reference.record.site
+        path, _, port = site.partition(":")
         sample = pair.reference.sample
+        if of_parameter(site):  # made of what entered the block, forward and backward
+            judged.beside = self._entered_block.get(self._home_of(site), 0.0)
+            return judged
         forward = sample, pair.candidate.record.step, path
         if port.startswith("in"):
-            size = metrics.token_rel_l2_median or 0.0
+            size, home = metrics.token_rel_l2_median or 0.0, self._home_of(site)
+            if module_of(site) == home:
+                self._entered_block[home] = max(self._entered_block.get(home, 0.0), size)
             if port == "in":
                 self._entering[forward] = judged.rows
                 self._earlier[sample, path] = max(self._earlier.get((sample, path), 0.0), size)
@@ -223,6 +239,10 @@ class Judge:
                 "kind": note.kind if note else None,
             }
         return known
+
+    def _home_of(self, site: str) -> str:
+        """The block that a site lies in; outside the blocks its module."""
+        return self._site_fields(site)["block"] or module_of(site)
 
     def block_of(self, path: str) -> str | None:
         """The block that ``path`` is or lies in."""
@@ -322,6 +342,8 @@ class Judge:
                 alike[0][0], _last(alike[0][1].shape), np.stack([one.norm for one in rows]),
                 np.stack(updates) if updates else None,
             )  # fmt: skip
+            if row_floors is not None and of_parameter(alike[0][1].site):
+                row_floors = row_floors / np.stack([_share_of_usual(one.norm) for one in rows])
             if row_floors is not None:
                 floors |= {id(one): floor for one, floor in zip(rows, row_floors, strict=True)}
         for _, result, one in judged:
@@ -341,8 +363,23 @@ class Judge:
             return None
         return (
             storage_format(pair).name, _last(result.shape), self._role(pair), one.num_rows,
-            one.update is None,
+            one.update is None, of_parameter(result.site),
         )  # fmt: skip
+
+
+def _small_rows(rows: RowMetrics) -> RowMetrics:
+    """Of a parameter's gradient, whose rows are sums over tokens: where the terms cancel, or an
+    activation is nearly flat, a row is small and its terms' rounding is not. Its error is held
+    against the median row."""
+    return replace(rows, rel_l2=rows.rel_l2 * _share_of_usual(rows.norm))
+
+
+def _share_of_usual(norm: np.ndarray) -> np.ndarray:
+    """Each row's norm over the median one, 1 at most."""
+    real = norm > 0
+    if not real.any():
+        return np.ones_like(norm)
+    return np.where(real, np.minimum(1.0, norm / np.median(norm[real])), 1.0)
 
 
 def _stacked(rows: Sequence[RowMetrics]) -> RowMetrics:

@@ -299,6 +299,8 @@ def _dtype(manifest: Manifest) -> str:
     """A truth has the weights of one dtype and computes in another."""
     computed = manifest.settings.compute_dtype
     dtype = manifest.model.dtype
+    if manifest.training.autocast is not None:
+        dtype = f"{dtype} under autocast {manifest.training.autocast}"
     return dtype if computed is None else f"{dtype} computed in {computed.removeprefix('torch.')}"
 
 

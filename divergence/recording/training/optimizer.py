@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from divergence.errors import UsageError
-from divergence.run.schema.training import Training
+from divergence.run.schema.engine import Training
 
 __all__ = ["OPTIMIZERS", "Stepping", "Update"]
 

@@ -6,8 +6,8 @@ its input, which leaves it, and ``...#backward:out.weight`` that by its paramete
 compared as a forward is, in its own order of execution.
 
 Gradients are seen by hooks of tensors, which change no bit. A tensor that several modules read has
-one gradient, their sum: what each module of a block adds to it is told apart by an identity at its
-input. Blocks and what stands around them need none.
+one gradient, their sum. So of modules inside a block what enters their backward is recorded, and
+not what leaves it: to tell apart what each adds, the sums would have to be made in another order.
 
 Anchored, each block gets the other run's input and the other run's incoming gradient, so that a
 difference in what it hands on, and in its parameters' gradients, was made in it. The graph is cut
@@ -30,7 +30,6 @@ from divergence.errors import ModelError
 from divergence.recording.hooks.arguments import (
     argument_names,
     input_leaves,
-    map_inputs,
     map_output,
     output_leaves,
 )
@@ -120,27 +119,17 @@ class TrainRecorder(Recorder):
         yield hooked(self._loss, self._before(LOSS, names), self._after(LOSS), compiled=False)
 
     def _before(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
-        """Watches the gradients of a module's inputs."""
+        """Watches the gradients of a module's inputs, where they are the module's own: inside a
+        block several modules may read one tensor."""
         inner = self._notes[path].role == "inner"
 
-        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._backward_runs:  # a forward that is run again, for its activations
-                return None
+        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if inner or self._backward_runs:  # or a forward that is run again, for its activations
+                return
             call = self._calls.get(path, "")
-
-            def watched(port: str, tensor: torch.Tensor) -> torch.Tensor:
-                if not tensor.requires_grad:
-                    return tensor
-                if inner:
-                    tensor = tensor.view_as(tensor)
-                _hook_first(tensor, partial(self._leaves, path, call, f"out{port[2:]}"))
-                return tensor
-
-            if inner:
-                return map_inputs(args, kwargs, watched, names)
             for port, tensor in input_leaves(args, kwargs, names):
-                watched(port, tensor)
-            return None
+                if tensor.requires_grad:
+                    _hook_first(tensor, partial(self._leaves, path, call, f"out{port[2:]}"))
 
         return before
 
@@ -159,7 +148,7 @@ class TrainRecorder(Recorder):
                 site = join_site(path + call + BACKWARD, f"in{port[3:]}")
                 if not tensor.requires_grad or self._anchor_broken:
                     return tensor
-                recorded = self._recorded_rows(site, tensor)
+                recorded = self._recorded_rows(site, torch.zeros_like(tensor))
                 if recorded is None or recorded.shape != tensor.shape:
                     return tensor
                 self.anchored += 1

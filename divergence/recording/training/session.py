@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,9 @@ from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.generate import GroupResult, failures, inputs
 from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
+from divergence.run.schema.engine import Training
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import LOSS
-from divergence.run.schema.training import Training
 
 if TYPE_CHECKING:
     from divergence.recording.engines.engine import Feature, Session
@@ -30,16 +31,19 @@ IGNORED = -100
 
 
 class NextTokenLoss(torch.nn.Module):
-    """Σ -log p(next token) / ``num_labels``: a prompt's share of the mean over all tokens of the
-    step that have a label."""
+    """Σ -log p(next token) / ``num_labels``, by prompt: what each adds to the mean over all tokens
+    of the step that have a label."""
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor, num_labels: int) -> torch.Tensor:
-        """``logits`` (B, T, V); ``labels`` (B, T), -100 where there is none. Computed in float32 or
-        wider, as transformers does."""
+        """``logits`` (B, T, V); ``labels`` (B, T), -100 where there is none; (B, 1). Computed in
+        float32 or wider, as transformers does."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        flat = logits[:, :-1].flatten(0, 1)
-        total = cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / num_labels
+        next_labels = labels[:, 1:]
+        each = cross_entropy(
+            logits[:, :-1].flatten(0, 1), next_labels.flatten(), ignore_index=IGNORED,
+            reduction="none",
+        )  # fmt: skip
+        return each.view(next_labels.shape).sum(dim=1, keepdim=True) / num_labels
 
 
 class TrainingSession:
@@ -47,19 +51,15 @@ class TrainingSession:
 
     def __init__(self, inner: Session, training: Training) -> None:
         self._inner, self._training = inner, training
+        self.loaded: LoadedModel = inner.loaded
+        self.lacks: Mapping[Feature, str] = {
+            **inner.lacks, "whole": "a training step decodes nothing",
+            "operators": "operators are recorded of a forward without gradients",
+        }  # fmt: skip
         self._stepping = Stepping(training)
         self._loss, self._num_labels = NextTokenLoss(), 0
         self.losses: list[float] = []
         _refuse(inner, training)
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self._inner.loaded
-
-    @property
-    def lacks(self) -> Mapping[Feature, str]:
-        return {**self._inner.lacks, "whole": "a training step decodes nothing",
-                "operators": "operators are recorded of a forward without gradients"}  # fmt: skip
 
     def settle(
         self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None
@@ -111,14 +111,14 @@ class TrainingSession:
         assert isinstance(recorder, TrainRecorder)
         loaded = self.loaded
         ids, mask = inputs(loaded, samples)
-        labels = ids.masked_fill(mask == 0, IGNORED)
+        labels = ids.masked_fill(mask.cumsum(-1) * mask < 2, IGNORED)  # nothing predicts the first
         model: Any = loaded.module
         with failures(loaded, samples, 0), torch.enable_grad(), _in_training(model, self._training):
             with self._autocast(ids.device.type):
-                output = model(input_ids=ids, attention_mask=mask, use_cache=False)
+                output = model(input_ids=ids, attention_mask=mask, **_beside(model, mask))
                 loss = self._loss(output.logits, labels, self._num_labels)
             recorder.backward(loss)
-        self.losses.append(float(loss.detach()))
+        self.losses.append(float(loss.detach().sum()))
         none: list[list[int]] = [[] for _ in samples]
         return GroupResult(none, none, none)
 
@@ -132,6 +132,14 @@ class TrainingSession:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def _beside(model: Any, mask: torch.Tensor) -> dict[str, Any]:
+    """What else a forward is given, where the model takes it."""
+    known = inspect.signature(model.forward).parameters
+    positions = mask.cumsum(-1).sub(1).clamp(min=0)  # pads in front move no token
+    values = {"use_cache": False, "position_ids": positions}
+    return {name: value for name, value in values.items() if name in known}
 
 
 def _refuse(inner: Session, training: Training) -> None:
@@ -152,7 +160,7 @@ def _refuse(inner: Session, training: Training) -> None:
 def _in_training(model: torch.nn.Module, training: Training) -> Iterator[None]:
     """Training mode where something of the step needs it, dropout off unless it is asked for."""
     was = model.training
-    rates = {m: m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
+    rates: dict[Any, float] = {m: m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
     others = {
         (m, name): float(value)
         for m in model.modules()

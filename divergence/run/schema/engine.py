@@ -1,4 +1,4 @@
-"""What ran a model: engine, code, compiler and quantiser, as a manifest tells them."""
+"""What ran a model: engine, code, compiler, quantiser and training step, as a manifest has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from divergence.run.schema.record import Count
 
 __all__ = [
     "Calibration", "CodeNote", "CompiledNote", "EngineNote", "EngineValue", "QuantizationNote",
-    "QuantizedNumbers", "QuantizedScheme",
+    "QuantizedNumbers", "QuantizedScheme", "Training",
 ]  # fmt: skip
 
 EngineValue = bool | int | float | str | None
@@ -183,3 +183,24 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             told.append("dequantised when loaded")
         by = ", ".join(filter(None, (self.method, self.format)))
         return f"{'; '.join(told)} ({by})"
+
+
+class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The training step that was recorded in place of decoding."""
+
+    train: bool = False
+    """Was there one?"""
+    autocast: str | None = None
+    """The dtype of the forward under autocast. None: without."""
+    gradient_checkpointing: bool = False
+    """Blocks ran again in the backward."""
+    dropout: bool = False
+    """The model's own was kept."""
+    optimizer: str | None = None
+    """``adamw`` or ``sgd``, of which one step was made. None: without a step."""
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    clip_grad_norm: float | None = None
+    """The norm to which the gradients were scaled down. None: not clipped."""
+    loss_scale: float | None = None
+    """By what the loss was multiplied before the backward. None: by nothing."""

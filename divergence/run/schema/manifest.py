@@ -20,9 +20,9 @@ from divergence.run.schema.engine import (
     EngineNote,
     EngineValue,
     QuantizationNote,
+    Training,
 )
 from divergence.run.schema.record import Count
-from divergence.run.schema.training import Training
 
 if TYPE_CHECKING:
     import torch

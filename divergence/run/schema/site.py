@@ -39,8 +39,9 @@ from divergence.errors import UsageError
 __all__ = [
     "BACKWARD", "BUILTIN_SITES", "CODES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "LOSS",
     "OPTIMIZER", "PHASES", "ROOT", "compile_patterns", "did_you_mean", "escape_path",
-    "is_operator_site", "join_site", "module_of", "natural_key", "near_names", "one_or_more",
-    "operator_of", "operator_path", "phase_of", "split_site", "starred", "unescape_path",
+    "is_operator_site", "join_site", "module_of", "natural_key", "near_names", "of_parameter",
+    "one_or_more", "operator_of", "operator_path", "phase_of", "split_site", "starred",
+    "unescape_path",
 ]  # fmt: skip
 
 CODES = "in.codes"
@@ -134,6 +135,11 @@ def phase_of(site: str, step: int) -> str:
     if OPTIMIZER in site:
         return "optimizer"
     return "decode" if step else "prefill"
+
+
+def of_parameter(site: str) -> bool:
+    """Is it a parameter's gradient, or what an optimizer made of it? Its rows are no tokens."""
+    return OPTIMIZER in site or f"{BACKWARD}:out." in site
 
 
 def is_operator_site(site: str) -> bool:

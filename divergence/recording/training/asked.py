@@ -1,0 +1,65 @@
+"""Which options go with a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from divergence.errors import UsageError
+from divergence.options.capture import CaptureOptions
+from divergence.options.option import fields_of, recorded_in
+from divergence.options.train import TrainOptions
+from divergence.run.reader import Run
+from divergence.run.schema.engine import Training
+from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["owners_of", "places_of", "training_of", "without_decoding"]
+
+
+def training_of(options: CaptureOptions) -> Training:
+    """The step as the manifest has it."""
+    given = recorded_in(options, "training", CaptureOptions)
+    return Training(**{name: value for name, value in given.items() if value is not None})
+
+
+def places_of(paths: Iterable[str], training: Training) -> list[str]:
+    """Where a fault may be planted: in modules, and in a training step in their backward."""
+    ends = ("", BACKWARD, OPTIMIZER) if training.train else ("",)
+    return [path + end for end in ends for path in paths]
+
+
+def owners_of(model: torch.nn.Module, training: Training) -> set[str]:
+    """Modules whose parameters have gradients that are recorded, and the loss."""
+    if not training.train:
+        return set()
+    names = (name for name, _ in model.named_parameters())
+    return {LOSS, *(escape_path(name.rpartition(".")[0]) for name in names)}
+
+
+def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOptions:
+    """A training step generates nothing. Raises UsageError for an option of the one where the other
+    is asked for."""
+    train = options.train or (like is not None and like.manifest.training.train)
+    if not train:
+        for field in fields_of(TrainOptions):
+            if field.is_given(getattr(options, field.name)):
+                raise UsageError(f"{field.option.names[0]} needs --train")
+        return options
+    refused = {
+        "--max-new-tokens": options.max_new_tokens, "--whole": options.whole,
+        "--prefill-chunk": options.prefill_chunk, "--repeat": options.repeat > 1,
+        "--no-hooks": options.hooks is False, "--steps": options.steps,
+        "--substitute": options.substitutes,
+    }  # fmt: skip
+    named = [name for name, given in refused.items() if given]
+    if named:
+        raise UsageError(
+            f"{' and '.join(named)} with --train: a training step is one forward and one backward",
+            hint="leave it out, or make two runs",
+        )
+    return replace(options, max_new_tokens=0)

@@ -2,7 +2,7 @@
 
     python benchmarks/training_memory.py [--ranks 1 2 4] [--batch 4] [--tokens 128] [--json]
 
-Each row is a real training of a small Llama (12 blocks, hidden 256, 10.5 million parameters) in
+Each row is a real training of a small Llama (12 blocks, hidden 384, 22.8 million parameters) in
 processes of its own: two steps, of which the second is measured, when the optimizer's state is
 there. Bytes are those that the C library's malloc has handed out on the first rank (`mallinfo2` of
 glibc, read before and after every operator): all of torch's on the CPU, of whatever thread, and
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--size", default="demo", help="of the model: test or demo")
+    parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -79,7 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         from divergence.recording.engines.tiny import build
 
-        model = build(Path(folder) / "model", size=args.size, dtype="float32")
+        model = build(Path(folder) / "model", size=args.size, hidden=args.hidden, dtype="float32")
         for name in args.rows:
             for ranks in args.ranks:
                 if (ranks > 1) == ("axis" in ROWS[name]):

@@ -43,10 +43,12 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
     from divergence.run.storage.packing import pack, unpack
     from divergence.sending import bundle
+    from divergence.training.curves.api import compare_losses
+    from divergence.training.curves.result import LossReport
 
 __all__ = [
-    "Checkup", "DiffResult", "Matrix", "Quantization", "Report", "Run", "ScoresReport",
-    "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare", "compare_many",
+    "Checkup", "DiffResult", "LossReport", "Matrix", "Quantization", "Report", "Run", "ScoresReport",
+    "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare", "compare_losses", "compare_many",
     "diff", "doctor", "import_dump", "localize", "pack", "probe", "quantize", "record", "replay",
     "repro", "scores", "selfcheck", "selftest", "sensitivity", "truth", "unpack",
 ]  # fmt: skip
@@ -54,6 +56,7 @@ __all__ = [
 _HOMES = {
     "Checkup": "divergence.checklist.result",
     "DiffResult": "divergence.experiments.diff",
+    "LossReport": "divergence.training.curves.result",
     "Matrix": "divergence.fleet.result",
     "Quantization": "divergence.experiments.quantization.result",
     "Report": "divergence.comparison.result",
@@ -65,6 +68,7 @@ _HOMES = {
     "capture": "divergence.recording.api",
     "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",
+    "compare_losses": "divergence.training.curves.api",
     "compare_many": "divergence.fleet.many",
     "diff": "divergence.experiments.diff",
     "doctor": "divergence.checklist.doctor",

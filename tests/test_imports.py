@@ -103,6 +103,7 @@ OWNERS = {
     "zstandard": ("evaluations/formats/",),
     "llvmlite": ("numerics/compiled/",),
     "resvg_py": ("html/picture.py",),
+    "tensorboard": ("training/curves/",),
     "textual": ("view/",),
     "typer": ("cli/",),
     "rich": ("cli/", "layout.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,6 +64,15 @@ def compare(
         str | None,
         Option("--model PATH", "Where this machine has the model, for --explain-token.", "Explain"),
     ] = None,
+    warmup_steps: Annotated[
+        int | None,
+        Option(
+            "--warmup-steps N",
+            "Of two files of losses: leave out steps below N. Default: the first tenth of those in "
+            "both, at most 100.",
+            minimum=0,
+        ),
+    ] = None,
     exit_code: Annotated[
         bool, Option("--exit-code", "Exit 1 if the runs diverge, 2 if none can tell.")
     ] = False,
@@ -97,6 +107,8 @@ def compare(
     accelerator is needed, except for --explain-token. With one run, its decode steps are
     compared with one forward over the whole sequence, which capture --whole has made.
     With more than two, each is compared with the first: one row a run, and which one is odd.
+    Two files of losses (JSON lines, CSV, trainer_state.json, TensorBoard's events) are compared
+    step by step: the mean relative error, and where the difference leaves its noise.
 
     Examples:
     divergence compare a b
@@ -110,6 +122,7 @@ def compare(
     divergence compare a b --quiet --exit-code || echo "not the same"
     divergence compare a b c d                      # a fleet: one row a machine, who is odd
     divergence compare a b c d --reports pairs      # with the report of each pair in a file
+    divergence compare gpu.jsonl npu.jsonl --exit-code       # curves of losses
     torchrun --nproc-per-node 8 -m divergence compare a b    # the work shared by 8 processes
 
     With --exit-code: 0 for IDENTICAL and OK (in the JSON: identical, within_floor); 1 for
@@ -117,6 +130,19 @@ def compare(
     (incomparable) and NO ANSWER (undetermined), which say neither. Of many runs: 1 if any
     diverges, else 2 if any could not be told. Without it: 2 if one could not be compared.
     """
+    from divergence.training.curves.reading import is_losses
+
+    if any(map(is_losses, [reference, *(candidates or ())])):
+        given = {
+            **{f"--{name.replace('_', '-')}": True for name in options}, "--policy": policy,
+            "--explain-token": explain_token, "--model": model, "--all": every, "--csv": csv,
+            "--html": html, "--svg": svg, "--png": png, "--reports": reports,
+        }  # fmt: skip
+        _refuse_beside_losses([name for name, value in given.items() if value], candidates or ())
+        _compare_losses(reference, candidates, warmup_steps, exit_code, json=json, quiet=quiet)
+        return
+    if warmup_steps is not None:
+        raise UsageError("--warmup-steps is for two files of losses, and these are runs")
     candidate = candidates[0] if candidates else None
     many = len(candidates or ()) > 1
     for wrong, message, hint in (
@@ -214,6 +240,40 @@ def compare(
         raise typer.Exit(EXIT_CODES[report.verdict.kind])
     if report.verdict.kind == "incomparable":
         raise typer.Exit(2)
+
+
+def _refuse_beside_losses(given: list[str], candidates: Sequence[str]) -> None:
+    if given:
+        raise UsageError(
+            f"{' and '.join(given)}: of runs, and here losses are compared", hint="leave it out"
+        )
+    if len(candidates) > 1:
+        raise UsageError("of files of losses two are compared at a time",
+                         hint="divergence compare A.jsonl B.jsonl")  # fmt: skip
+
+
+def _compare_losses(
+    reference: str, candidates: list[str] | None, warmup_steps: int | None, exit_code: bool,
+    *, json: bool, quiet: bool,
+) -> None:  # fmt: skip
+    from divergence.layout import print_lines
+    from divergence.training.curves.api import compare_losses
+    from divergence.training.curves.show import EXIT_CODES as LOSS_EXIT_CODES
+    from divergence.training.curves.show import loss_lines, verdict_line
+
+    found = compare_losses(
+        reference, candidates[0] if candidates else None, warmup_steps=warmup_steps
+    )
+    if json:
+        show(found.to_json(indent=2))
+    elif quiet:
+        print_lines([verdict_line(found)], whole=True)
+    else:
+        print_lines(loss_lines(found))
+    if exit_code:
+        raise typer.Exit(LOSS_EXIT_CODES[found.verdict.kind])
+    if not found.metrics[0].num_steps and found.verdict.kind == "undetermined":
+        raise typer.Exit(2)  # nothing was compared
 
 
 def view(

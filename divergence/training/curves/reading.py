@@ -1,0 +1,192 @@
+"""Curves from files: JSON lines, CSV, trainer_state.json, TensorBoard's event files.
+
+A row is one logged step: a step under one of several usual names, and numbers. Kept are the
+losses and the norm of the gradients; a row without either is passed over. A step that is logged
+twice (a training that was resumed) counts with its last value, and that is noted.
+
+Files are data: nothing in them is executed, and a field of a wrong type is an error with its line.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from divergence.errors import DumpError, UsageError
+
+__all__ = ["Curves", "is_losses", "read_losses"]
+
+STATE = "trainer_state.json"
+EVENTS = "tfevents"
+_STEPS = ("step", "global_step", "iteration", "iter", "steps")
+_NAMES = {
+    "loss": "loss", "train_loss": "loss", "training_loss": "loss", "lm_loss": "loss",
+    "grad_norm": "grad_norm", "gradient_norm": "grad_norm", "global_grad_norm": "grad_norm",
+    "eval_loss": "eval_loss", "val_loss": "eval_loss", "validation_loss": "eval_loss",
+    "test_loss": "eval_loss",
+}  # fmt: skip
+MAX_BYTES = 1 << 30
+
+
+class Curves(msgspec.Struct, kw_only=True):
+    """The curves of one file: metric → step → value."""
+
+    path: str
+    metrics: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+
+def is_losses(path: str) -> bool:
+    """Is this a file or folder of losses, and no run? By names alone; nothing is opened."""
+    if "://" in path:
+        return False
+    place = Path(path).expanduser()
+    if place.is_dir():
+        if (place / "manifest.json").exists():
+            return False
+        return (place / STATE).is_file() or bool(_events(place))
+    named = place.suffix.lower() in (".csv", ".jsonl", ".tsv") or EVENTS in place.name
+    return named or (place.suffix.lower() == ".json" and place.is_file())
+
+
+def metric_of(name: str) -> str | None:
+    """``train/loss``, ``Loss``, ``lm loss`` → ``loss``; None for what is not compared."""
+    whole = re.sub(r"[\s./-]+", "_", name.strip().lower())
+    last = re.sub(r"[\s.-]+", "_", name.strip().lower().rpartition("/")[2])
+    group = name.strip().lower().rpartition("/")[0]
+    if last == "loss" and re.search(r"eval|val|test", group):
+        return "eval_loss"
+    return _NAMES.get(whole) or _NAMES.get(last)
+
+
+def read_losses(path: str) -> Curves:
+    """The curves at ``path``.
+
+    Raises UsageError where there is no such file, or TensorBoard is needed and absent, and
+    DumpError for a file that holds no loss or is damaged.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise UsageError(f"there is no file {path}", hint="check the path")
+    found = Curves(path=path)
+    if place.is_dir() and (place / STATE).is_file():
+        place = place / STATE
+    if place.is_dir() or EVENTS in place.name:
+        from divergence.training.curves.tensorboard import scalars
+
+        _take(found, scalars(place), where=path)
+    elif place.stat().st_size > MAX_BYTES:
+        raise DumpError(f"{place.stat().st_size:,} bytes are more than a curve takes", where=path)
+    elif place.suffix.lower() == ".json":
+        _take(found, _state(place), where=path)
+    elif place.suffix.lower() in (".csv", ".tsv"):
+        _take(found, _table(place), where=path)
+    else:
+        _take(found, _lines(place), where=path)
+    if not found.metrics.get("loss"):
+        others = ", ".join(found.metrics) or "none of them"
+        raise DumpError(
+            "no losses were found", where=path,
+            hint=f"rows of step and loss are needed ({others} found): JSON lines, CSV, "
+            f"{STATE}, or TensorBoard's events",
+        )  # fmt: skip
+    return found
+
+
+Row = tuple[str, Mapping[str, Any]]
+"""Where it stands, and its fields by name."""
+
+
+def _take(found: Curves, rows: Iterable[Row], *, where: str) -> None:
+    twice = unnumbered = 0
+    for number, (at, fields) in enumerate(rows):
+        values = {
+            metric: fields[name]
+            for name in fields
+            if (metric := metric_of(str(name))) is not None and fields[name] not in (None, "")
+        }
+        if not values:
+            continue
+        given = {str(name).strip().lower(): value for name, value in fields.items()}
+        name = next((one for one in _STEPS if given.get(one) not in (None, "")), None)
+        unnumbered += name is None
+        step = number if name is None else _whole(given[name], f"{where}, {at}", name)
+        for metric, value in values.items():
+            curve = found.metrics.setdefault(metric, {})
+            twice += step in curve
+            curve[step] = _number(value, f"{where}, {at}", metric)
+    if unnumbered:
+        found.notes.append(f"{unnumbered:,} rows have no step: the row's number is taken")
+    if twice:
+        found.notes.append(f"{twice:,} values are of a step that came before: the last one counts")
+    found.metrics = {name: dict(sorted(curve.items())) for name, curve in found.metrics.items()}
+
+
+def _lines(path: Path) -> Iterable[Row]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise DumpError(f"line {number} is no JSON: {error}", where=str(path),
+                                hint="one object a line") from error  # fmt: skip
+            if not isinstance(row, dict):
+                raise DumpError(f"line {number} is no JSON object", where=str(path))
+            yield f"line {number}", row
+
+
+def _table(path: Path) -> Iterable[Row]:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter)
+        try:
+            for row in reader:
+                yield f"line {reader.line_num}", {k: v for k, v in row.items() if k is not None}
+        except csv.Error as error:
+            raise DumpError(f"line {reader.line_num}: {error}", where=str(path)) from error
+
+
+def _state(path: Path) -> Iterable[Row]:
+    """``log_history`` of transformers' Trainer; a list of rows is taken too."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DumpError(f"it is no JSON: {error}", where=str(path)) from error
+    rows = state.get("log_history") if isinstance(state, dict) else state
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DumpError(
+            "it has no log_history, a list of rows", where=str(path),
+            hint=f"the {STATE} of a checkpoint has one",
+        )  # fmt: skip
+    for number, row in enumerate(rows):
+        if "train_runtime" not in row:  # the summary at the end: a mean over all steps
+            yield f"log_history[{number}]", row
+
+
+def _events(folder: Path) -> list[Path]:
+    return [one for one in folder.iterdir() if EVENTS in one.name]
+
+
+def _number(value: Any, where: str, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise DumpError(f"{name} is {type(value).__name__}, not a number", where=where)
+    try:
+        return float(value)  # also "nan" and "inf"
+    except (ValueError, OverflowError) as error:
+        raise DumpError(f"{name} is {str(value)[:40]!r}, not a number", where=where) from error
+
+
+def _whole(value: Any, where: str, name: str) -> int:
+    number = _number(value, where, name)
+    if not math.isfinite(number) or number != int(number):
+        raise DumpError(f"{name} is {str(value)[:40]!r}, not a whole number", where=where)
+    return int(number)

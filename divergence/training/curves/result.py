@@ -1,0 +1,80 @@
+"""What comparing two curves of losses found. Types alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["CurveDiff", "LossReport", "LossVerdict", "Trend"]
+
+Kind = Literal["identical", "aligned", "misaligned", "drift", "nonfinite", "undetermined"]
+
+
+class Trend(msgspec.Struct, frozen=True, kw_only=True):
+    """Does the difference of two curves leave its own noise, and where?"""
+
+    state: Literal["within_noise", "parts", "not_told"]
+    statistic: float | None
+    """max |S| of the running sum, in standard errors; the smaller one of two lengths of blocks."""
+    limit: float | None
+    """What it must exceed."""
+    parts_at: int | None
+    """The step from which on the difference is best described as one: an estimate."""
+    reason: str | None
+    """Why it was not told."""
+
+
+class CurveDiff(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric of both files. Relative differences are (B - A) / abs(A), of one step."""
+
+    metric: str
+    num_steps: int
+    """Compared: in both files, behind the warm-up, finite, and A not 0."""
+    first_step: int | None
+    last_step: int | None
+    num_equal: int
+    mean_error: float | None
+    """Mean of the absolute relative differences."""
+    mean_diff: float | None
+    """Mean of the relative differences, with their sign."""
+    mean_diff_se: float | None
+    """Its standard error, from means over blocks of steps."""
+    end_diff: float | None
+    """Mean relative difference over the last sixteenth of the steps."""
+    max_error: float | None
+    max_step: int | None
+    noise: float | None
+    """Standard deviation of one step's relative difference, from successive steps alone."""
+    nonfinite_a: int | None
+    """The first step with nan or inf in A."""
+    nonfinite_b: int | None
+    trend: Trend
+
+
+class LossVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    kind: Kind
+    summary: str
+    """One sentence with its numbers."""
+
+
+class LossReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Two files of losses, A the reference."""
+
+    schema_version: Literal[1] = 1
+    reference: str
+    candidate: str
+    verdict: LossVerdict
+    """Of the metric ``loss``."""
+    metrics: list[CurveDiff]
+    warmup_steps: int
+    """How many of the common steps were left out at the start."""
+    bands: tuple[float, float]
+    """The rule of thumb: a mean error up to the first is called aligned, above the second
+    misaligned, and between them neither."""
+    notes: list[str] = []
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The report as JSON; nan and inf do not occur in it."""
+        text = msgspec.json.encode(self)
+        return (msgspec.json.format(text, indent=indent) if indent else text).decode()

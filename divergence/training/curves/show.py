@@ -1,0 +1,72 @@
+"""The lines of a comparison of losses."""
+
+from __future__ import annotations
+
+from divergence.layout import BLANK, Line, columns, heading, line, prose
+from divergence.training.curves.result import CurveDiff, LossReport
+
+__all__ = ["EXIT_CODES", "loss_lines", "verdict_line"]
+
+_HEADLINES = {
+    "identical": "IDENTICAL",
+    "aligned": "ALIGNED",
+    "misaligned": "MISALIGNED",
+    "drift": "DRIFTED",
+    "nonfinite": "NAN OR INF",
+    "undetermined": "NO ANSWER",
+}
+EXIT_CODES = {
+    "identical": 0,
+    "aligned": 0,
+    "misaligned": 1,
+    "drift": 1,
+    "nonfinite": 1,
+    "undetermined": 2,
+}
+
+
+def verdict_line(report: LossReport) -> Line:
+    style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[EXIT_CODES[report.verdict.kind]]
+    return line((_HEADLINES[report.verdict.kind], style), f": {report.verdict.summary}")
+
+
+def loss_lines(report: LossReport) -> list[Line]:
+    low, high = report.bands
+    lines = [verdict_line(report)]
+    lines += [prose("note", note) for note in report.notes]
+    lines += [
+        prose("A", report.reference),
+        prose("B", report.candidate),
+        prose("left out", f"{report.warmup_steps} steps of warm-up"),
+        prose("bands", f"a rule of thumb, not statistics: up to {low:.0%} aligned, above "
+              f"{high:.0%} misaligned"),
+        BLANK,
+        heading("relative difference of a step", "(B - A) / |A|"),
+    ]  # fmt: skip
+    titles = ("metric", "steps", "mean error", "with sign", "at the end", "largest", "at step",
+              "noise", "leaves the noise")  # fmt: skip
+    return [*lines, *columns([titles, *map(_row, report.metrics)])]
+
+
+def _row(one: CurveDiff) -> tuple[str, ...]:
+    return (
+        one.metric,
+        f"{one.num_steps:,}",
+        _share(one.mean_error),
+        _share(one.mean_diff, sign=True),
+        _share(one.end_diff, sign=True),
+        _share(one.max_error),
+        "-" if one.max_step is None else str(one.max_step),
+        _share(one.noise),
+        {"parts": f"near step {one.trend.parts_at}", "within_noise": "no"}.get(
+            one.trend.state, "not told"
+        ),
+    )
+
+
+def _share(value: float | None, *, sign: bool = False) -> str:
+    if value is None:
+        return "-"
+    if value != 0 and abs(value) < 1e-4:
+        return f"{value:+.1e}" if sign else f"{value:.1e}"
+    return f"{value:+.2%}" if sign else f"{value:.2%}"

@@ -1,0 +1,102 @@
+"""Does the difference of two curves leave its own noise, and from which step on?
+
+d_t is the relative difference of step t. Under the null hypothesis it has mean 0, whatever its
+size: two runs that round differently go apart like this. The n steps are put into K blocks, m_k
+being the mean of d over a block, and the noise of a block mean is taken from successive blocks,
+
+    s² = Σ (m_k - m_(k-1))² / (2 (K-1))        (von Neumann et al., "The mean square successive
+                                                difference", Ann. Math. Statist. 12, 1941)
+
+which a slow change of the mean hardly enters. The running sum from zero, max_j |Σ_(k<=j) m_k| /
+(s sqrt K), is then compared with its limit. For noise that is independent from block to block the
+sum is a random walk, so P(max > x) <= 4 P(T > x) (reflection), T being Student's t with about
+2 (K-1) / 3 degrees of freedom, those of s. The sum must exceed its limit with K = 16 and with K =
+32: noise that is alike for some steps then looks like noise in at least one of them. So that a
+late drift is seen beside its own noise, the last half, quarter and eighth of the steps are looked
+at too; the limit is that of 0.1% for all four looks together (Bonferroni).
+
+From which step on: the k for which "zero before k, a straight line from k on" has the smallest
+squared error. It is an estimate, and early steps of a slow drift are within the noise.
+
+It refuses to tell with fewer than 64 steps, and looks at no part of fewer than 256. Differences
+that stay alike for longer than a block (a thirty-second of the steps) are no noise to it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from divergence.training.curves.result import Trend
+
+__all__ = ["MIN_STEPS", "block_means", "successive_noise", "trend_of"]
+
+MIN_STEPS = 64
+MIN_PART = 256
+"""Steps of a half, quarter or eighth that is looked at for itself: eight and more in a block."""
+LIMITS = {16: 6.042, 32: 4.707}
+"""Number of blocks → x with 4 P(T > x) = 0.001 / 4, for Student's t with 10 and 20.7 degrees of
+freedom (scipy.stats.t.ppf)."""
+
+
+def block_means(values: np.ndarray, num_blocks: int) -> np.ndarray:
+    """(n,) → (num_blocks,): means over stretches of nearly equal length."""
+    return np.array([part.mean() for part in np.array_split(values, num_blocks)])
+
+
+def successive_noise(values: np.ndarray) -> float:
+    """The standard deviation, from differences of successive values alone."""
+    if len(values) < 2:
+        return math.nan
+    return float(np.sqrt(np.mean(np.diff(values) ** 2) / 2))
+
+
+def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
+    """``steps`` (n,), ``diffs`` (n,): finite relative differences in order of steps."""
+    if len(diffs) < MIN_STEPS:
+        return Trend(
+            state="not_told", statistic=None, limit=None, parts_at=None,
+            reason=f"{len(diffs)} steps are compared, and {MIN_STEPS} are needed",
+        )  # fmt: skip
+    parts = [diffs] + [
+        diffs[-(len(diffs) // share) :] for share in (2, 4, 8) if len(diffs) // share >= MIN_PART
+    ]
+    statistic, limit = max(map(_weaker, parts), key=lambda found: found[0] / found[1])
+    leaves = statistic > limit
+    return Trend(
+        state="parts" if leaves else "within_noise",
+        statistic=statistic if math.isfinite(statistic) else None,
+        limit=limit,
+        parts_at=int(steps[_onset(diffs)]) if leaves else None,
+        reason=None,
+    )
+
+
+def _weaker(diffs: np.ndarray) -> tuple[float, float]:
+    """(statistic, limit) for the number of blocks with which the sum goes less far."""
+    found = []
+    for num_blocks, limit in LIMITS.items():
+        means = block_means(diffs, num_blocks)
+        noise = successive_noise(means) * math.sqrt(num_blocks)
+        reach = float(np.max(np.abs(np.cumsum(means))))
+        found.append((reach / noise if noise else math.inf if reach else 0.0, limit))
+    return min(found, key=lambda one: one[0] / one[1])
+
+
+def _onset(diffs: np.ndarray) -> int:
+    """The index k that makes Σ_(t<k) d² + min over a, b of Σ_(t>=k) (d - a - b (t-k))² smallest."""
+    n = len(diffs)
+    reversed_ = diffs[::-1].astype(np.float64)
+    count = np.arange(1, n + 1, dtype=np.float64)  # length of the tail
+    index = np.arange(n, dtype=np.float64)
+    sum_d = np.cumsum(reversed_)
+    sum_id = np.cumsum(reversed_ * index)
+    mean_i = (count - 1) / 2
+    var_i = count * (count**2 - 1) / 12
+    cov = sum_id - mean_i * sum_d
+    explained = sum_d**2 / count
+    explained[1:] += cov[1:] ** 2 / var_i[1:]
+    shortest = max(2, n // 32)  # a line through a few steps explains noise
+    best = int(np.argmax(explained[shortest - 1 :])) + shortest
+    return n - best

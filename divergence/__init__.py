@@ -47,10 +47,11 @@ if TYPE_CHECKING:
     from divergence.training.curves.result import LossReport
 
 __all__ = [
-    "Checkup", "DiffResult", "LossReport", "Matrix", "Quantization", "Report", "Run", "ScoresReport",
-    "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare", "compare_losses", "compare_many",
-    "diff", "doctor", "import_dump", "localize", "pack", "probe", "quantize", "record", "replay",
-    "repro", "scores", "selfcheck", "selftest", "sensitivity", "truth", "unpack",
+    "Checkup", "DiffResult", "LossReport", "Matrix", "Quantization", "Report", "Run",
+    "ScoresReport", "SelfcheckResult", "__version__", "bundle", "capture", "check", "compare",
+    "compare_losses", "compare_many", "diff", "doctor", "import_dump", "localize", "pack", "probe",
+    "quantize", "record", "replay", "repro", "scores", "selfcheck", "selftest", "sensitivity",
+    "truth", "unpack",
 ]  # fmt: skip
 
 _HOMES = {

@@ -133,12 +133,16 @@ def compare(
     from divergence.training.curves.reading import is_losses
 
     if any(map(is_losses, [reference, *(candidates or ())])):
-        given = {
-            **{f"--{name.replace('_', '-')}": True for name in options}, "--policy": policy,
-            "--explain-token": explain_token, "--model": model, "--all": every, "--csv": csv,
-            "--html": html, "--svg": svg, "--png": png, "--reports": reports,
+        given = [
+            one.option.names[0] for one in fields_of(CompareOptions)
+            if one.is_given(options.get(one.name))
+        ]  # fmt: skip
+        others = {
+            "--policy": policy, "--explain-token": explain_token, "--model": model, "--all": every,
+            "--csv": csv, "--html": html, "--svg": svg, "--png": png, "--reports": reports,
         }  # fmt: skip
-        _refuse_beside_losses([name for name, value in given.items() if value], candidates or ())
+        given += [name for name, value in others.items() if value]
+        _refuse_beside_losses(given, candidates or ())
         _compare_losses(reference, candidates, warmup_steps, exit_code, json=json, quiet=quiet)
         return
     if warmup_steps is not None:

@@ -1,0 +1,172 @@
+"""Two curves of losses: noise is no alarm, a drift is found near where it begins."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from divergence.training.curves.judging import judge
+from divergence.training.curves.reading import Curves
+
+NUM_STEPS = 1000
+
+
+def curve(rng, n=NUM_STEPS):
+    return 2 + 3 * np.exp(-np.arange(n) / (n / 5)) + 0.1 * rng.normal(size=n)
+
+
+def report(a, b, **how):
+    """``a`` and ``b``: curves, or step → value."""
+    found = [
+        Curves(
+            path=name,
+            metrics={"loss": one if isinstance(one, dict) else dict(enumerate(map(float, one)))},
+        )
+        for name, one in (("a", a), ("b", b))
+    ]
+    return judge(*found, **how)
+
+
+def pair(diffs, seed=0):
+    a = curve(np.random.default_rng(seed), len(diffs))
+    return a, a * (1 + diffs)
+
+
+def noise(seed=0, n=NUM_STEPS, size=3e-3):
+    return size * np.random.default_rng(1000 + seed).normal(size=n)
+
+
+def test_equal_curves_are_identical():
+    """All of them, and no other word."""
+    a = curve(np.random.default_rng(0))
+    found = report(a, a)
+    assert found.verdict.kind == "identical"
+    assert found.metrics[0].num_equal == found.metrics[0].num_steps == NUM_STEPS - 100
+
+
+@pytest.mark.parametrize("num_pairs", [50, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", ["independent", "growing", "spiky"])
+def test_rounding_noise_raises_no_alarm(shape, num_pairs):
+    """Of 1000 pairs at most 0.3% are apart: the limit is that of 0.1%."""
+    rng, alarms = np.random.default_rng(5), 0
+    for _ in range(num_pairs):
+        diffs = {
+            "independent": lambda: 1e-3 * rng.normal(size=300),
+            "growing": lambda: 1e-5 * rng.normal(size=300) * np.exp(np.linspace(0, 6, 300)),
+            "spiky": lambda: 1e-3 * rng.standard_t(3, size=300),
+        }[shape]()
+        found = report(*pair(diffs))
+        alarms += found.metrics[0].trend.state == "parts" or found.verdict.kind != "aligned"
+    assert alarms <= 3 * num_pairs // 1000
+
+
+@pytest.mark.parametrize("start", [200, 500, 800])
+def test_a_drift_is_found_near_its_step(start):
+    """A straight line to 3%, in noise of 0.3%."""
+    at = []
+    for seed in range(10):
+        diffs = noise(seed)
+        diffs[start:] += np.linspace(0, 0.03, NUM_STEPS - start)
+        found = report(*pair(diffs, seed))
+        assert found.verdict.kind == ("drift" if start > 200 else found.verdict.kind)
+        assert found.metrics[0].trend.state == "parts"
+        at.append(found.metrics[0].trend.parts_at)
+    assert abs(np.median(at) - start) < 30
+    assert max(abs(one - start) for one in at) < 100
+
+
+def test_an_offset_from_the_start_says_so():
+    """3% all along is misaligned, by the rule of thumb."""
+    verdict = report(*pair(noise() + 0.03)).verdict
+    assert verdict.kind == "misaligned"
+    assert "from the start" in verdict.summary
+
+
+def test_a_small_offset_is_a_place_to_look():
+    """0.3% all along stands out of the noise, and is far below the bands."""
+    found = report(*pair(noise() + 0.003))
+    assert found.verdict.kind == "aligned"
+    assert "a place to look" in found.verdict.summary
+
+
+def test_noise_of_single_steps_is_no_misalignment():
+    """A mean error of 2.4% about 0: abstains, and says that it is noise."""
+    found = report(*pair(noise(size=0.03)))
+    assert found.metrics[0].mean_error > 0.02
+    assert found.verdict.kind == "undetermined"
+    assert "noise of single steps" in found.verdict.summary
+
+
+def test_few_steps_tell_no_trend():
+    """Abstains; a gross offset is named all the same."""
+    assert report(*pair(noise(n=30))).verdict.kind == "undetermined"
+    assert "64 are needed" in report(*pair(noise(n=30))).verdict.summary
+    assert report(*pair(noise(n=30) + 0.1)).verdict.kind == "misaligned"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_nan_on_one_side_is_a_verdict(value):
+    """With its side and step."""
+    a, b = pair(noise())
+    b[400] = value
+    found = report(a, b)
+    assert found.verdict.kind == "nonfinite"
+    assert "of B is nan or inf at step 400" in found.verdict.summary
+    assert found.metrics[0].last_step == 399
+
+
+def test_a_nan_on_both_sides_is_one_too():
+    """A training that failed on both machines is not aligned."""
+    a, b = pair(noise())
+    a[400] = b[400] = math.nan
+    assert report(a, b).verdict.kind == "nonfinite"
+
+
+def test_missing_steps_and_other_lengths_are_counted():
+    """What is in one file alone is no evidence, and is said."""
+    a, b = pair(noise())
+    short = {step: float(value) for step, value in enumerate(b[:900]) if step % 7}
+    found = report(a, short)
+    assert found.verdict.kind == "aligned"
+    assert "A has 1,000 steps, B 771, of which 771 are in both" in found.notes
+    assert "A goes on to step 999" in found.notes[1]
+
+
+def test_no_common_step_is_no_answer():
+    """Nothing was compared."""
+    found = report({1: 2.0, 3: 2.0}, {2: 2.0, 4: 2.0})
+    assert found.verdict.kind == "undetermined"
+    assert found.metrics[0].num_steps == 0
+
+
+def test_means_over_other_numbers_of_steps_are_not_compared():
+    """One value in ten steps may be their mean."""
+    a, b = pair(noise())
+    rare = {step: float(b[step]) for step in range(0, NUM_STEPS, 10)}
+    verdict = report(a, rare).verdict
+    assert verdict.kind == "undetermined"
+    assert "every 10" in verdict.summary
+
+
+def test_the_warm_up_is_left_out():
+    """A tenth, at most 100 steps, or as asked."""
+    diffs = noise()
+    diffs[:100] += 0.5
+    assert report(*pair(diffs)).verdict.kind == "aligned"
+    assert report(*pair(diffs), warmup_steps=0).verdict.kind != "aligned"
+    found = report(*pair(diffs), warmup_steps=250)
+    assert (found.warmup_steps, found.metrics[0].first_step) == (250, 250)
+
+
+def test_a_gradient_norm_is_shown_and_not_judged():
+    """The rule of thumb is of the loss."""
+    a, b = pair(noise())
+    found = judge(
+        Curves(path="a", metrics={"loss": dict(enumerate(a)), "grad_norm": {1: 1.0}}),
+        Curves(path="b", metrics={"loss": dict(enumerate(b)), "grad_norm": {1: 9.0}}),
+        warmup_steps=0,
+    )
+    assert found.verdict.kind == "aligned"
+    assert found.metrics[1].max_error == 8.0

@@ -53,6 +53,18 @@ def parameters_of(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Param
     return named
 
 
+def _like(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The value in the gradient's dtype and place; of one that ranks divide, this rank's part."""
+    value = value.to(device=gradient.device, dtype=gradient.dtype, copy=True)
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    divided: Any = gradient  # a DTensor
+    return distribute_tensor(value, mesh, divided.placements)
+
+
 def _hook_first(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
     """A hook of the tensor's gradient, before those that are there: what leaves the backward of the
     module that reads it comes before what enters that of the one that made it."""
@@ -262,7 +274,7 @@ class TrainRecorder(Recorder):
                     recorded = self._recorded_rows(site, parameter.grad)
                     if recorded is not None and recorded.shape == parameter.grad.shape:
                         self.anchored += 1
-                        parameter.grad = recorded.to(parameter.grad, copy=True)
+                        parameter.grad = _like(parameter.grad, recorded)
         made = self._stepping.step(named)
         self._keep_as(join_site(ROOT + OPTIMIZER, "in.grad_norm"), made.norm)
         for path, leaf, given, value, moments in made.updates():

@@ -152,9 +152,9 @@ def _add_up(model: Any, *, dealt: bool) -> None:
     """FSDP divides gradients by the number of ranks; the loss is a mean over all ranks' tokens
     already, where each has its own prompts."""
     for module in model.modules():
-        change = getattr(module, "set_gradient_divide_factor", None)
-        if change is not None and dealt:
-            change(1.0)
+        if dealt and hasattr(module, "set_gradient_divide_factor"):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_gradient_divide_factor(1.0)
 
 
 def _refuse(inner: Session, training: Training) -> None:

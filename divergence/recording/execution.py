@@ -94,11 +94,8 @@ class Execution:
         self._made: list[Pass] = []
         self.plants, self.training = request.plants, training_of(request)
         ranks = self.ranks = loaded.ranks
-        check_places(
-            request.plants,
-            places_of(self.notes, self.training),
-            num_ranks=1 if ranks is None else ranks.size,
-        )
+        places = places_of(self.notes, self.training)
+        check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
         check_forwards(request, session)
         session.check_ids(
             self.samples if request.like is None else request.like.manifest.tokens.samples,
@@ -249,7 +246,7 @@ class Execution:
     def _plan(self, passes: list[Pass]) -> Plan:
         request = self.request
         anchored = any(one.anchored for one in passes)
-        owners = owners_of(self.loaded.structure, self.training)
+        kept = self.selection.hooked | owners_of(self.loaded.structure, self.training)
         like = None if request.like is None else request.like.manifest.id
         return Plan(
             passes=[one.name for one in passes],
@@ -262,9 +259,7 @@ class Execution:
             modules={
                 path: note
                 for path, note in self.notes.items()
-                if path in self.selection.hooked
-                or inside(path, self.selection.operators)
-                or path in owners
+                if path in kept or inside(path, self.selection.operators)
             },
         )
 

@@ -12,8 +12,12 @@ from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.run.command import command_line
 from divergence.run.schema.manifest import UNKNOWN, Manifest, SampleTokens
 from divergence.run.schema.record import Record
+<<<<<<< HEAD
 from divergence.run.schema.site import LOGPROBS
 from divergence.training.plan.show import training_lines
+=======
+from divergence.run.schema.site import LOGPROBS, LOSS, join_site
+>>>>>>> main
 
 __all__ = ["captured_lines", "copied_lines", "plan_lines"]
 
@@ -46,7 +50,10 @@ def captured_lines(
     lines += switch_lines(settings.switches)
     lines += fallback_lines(settings)
     lines += skipped_lines(manifest)
+    if manifest.training.train:
+        lines.append(prose("training", f"{manifest.training}{_loss(records)}"))
     no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"
+    no_tokens = no_tokens or manifest.training.train
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):
         lines.append(prose(f"prompt {number}", _continuation(manifest, sample)))
     lines += [BLANK, heading("next")]
@@ -64,6 +71,18 @@ def captured_lines(
         following.append(command_line("compare", path, note="its decode steps, against the whole"))
     lines += [line(f"  {text}") for text in following]
     return lines
+
+
+def _loss(records: Sequence[Record]) -> str:
+    """The loss of the step: what its prompts add up to."""
+    site = join_site(LOSS, "out")
+    parts = [
+        record.summary.mean * record.shape[0]
+        for record in records
+        if record.site == site and record.pass_ == "free"
+        and record.summary is not None and record.summary.mean is not None
+    ]  # fmt: skip
+    return f": loss {sum(parts):.6g}" if parts else ""
 
 
 def copied_lines(what: str, path: str, manifest: Manifest, records: Sequence[Record]) -> list[Line]:

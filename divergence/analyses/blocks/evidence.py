@@ -11,6 +11,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, figure
 from divergence.comparison.results.sites import SiteResult
+from divergence.run.schema.site import BACKWARD
 from divergence.words import letter
 
 __all__ = ["checks_of", "estimated_evidence", "next_commands", "only_in", "unanchored_evidence",
@@ -203,7 +204,7 @@ def next_commands(measured: Measured, unit: Unit | None, *, escalated: bool) -> 
             return commands
     if unit is not None:
         block = unit.results[0].block
-        if block is None or unit.site.partition(":")[0] != block:
+        if block is None or unit.site.partition(":")[0] not in (block, block + BACKWARD):
             commands += advice.look_at(unit.site)
         else:
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")

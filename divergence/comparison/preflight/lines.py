@@ -64,6 +64,7 @@ def preflight(
         _same("attention", attention_of(a), attention_of(b)),
         _same("batch shape", _batches(a), _batches(b)),
         _engines(a, b),
+        *(_same(*line) for line in a.training.beside(b.training)),
         _switches(a, b),
         _repeatable(a, b),
         _same("device", _device(a), _device(b)),

@@ -88,6 +88,12 @@ def localize(
     a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
     on_progress: Progress = progress or silent
     folder = folder_of(out)
+    if a.manifest.training.train:
+        raise UsageError(
+            f"{a.path} is a training step, of which no operators are recorded",
+            hint="the modules of one block: divergence capture --like RUN -o OTHER --sites blocks "
+            "'model.layers.3.*', on both machines, and compare",
+        )
     if a.manifest.plan.store != "full":
         raise UsageError(
             f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "

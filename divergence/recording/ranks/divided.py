@@ -21,7 +21,7 @@ from divergence.recording.selection import step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import Environment, Manifest, ModuleNote, SampleTokens
-from divergence.run.schema.site import ROOT, escape_path, module_of, split_site
+from divergence.run.schema.site import ROOT, escape_path, module_of, of_parameter, split_site
 from divergence.run.storage.location import Url, archive_kind, location_of
 from divergence.run.writing.captured_tensor import CapturedTensor
 
@@ -97,6 +97,13 @@ def check_request(request: Request, selection: SiteSelection, axes: Collection[s
             "holds of a tensor is settled there",
             hint=f"--steps 0,{request.steps}",
         )
+    if request.train and not {"dp", "fsdp"} >= set(axes):
+        raise UsageError(
+            f"--train with --mesh {','.join(axes)}: a step is recorded among dp or fsdp ranks",
+            hint="--mesh dp, or --mesh fsdp",
+        )
+    if request.train and len(axes) > 1:
+        raise UsageError("--train with --mesh of two axes", hint="--mesh dp, or --mesh fsdp")
     operators = "operators are seen whole in one process"
     asked = (
         ("--escalate", request.escalate, "the float32 pass is made by one process"),
@@ -165,6 +172,8 @@ class Division:
 
     def answers(self, sample: int, site: str) -> bool:
         """Is this tensor this rank's to record?"""
+        if of_parameter(site):
+            return True
         if self.ranks.idle or not self.ranks.owns(sample):
             return False
         if self._stages is None:
@@ -184,7 +193,9 @@ class Division:
         words: list[str] = []
         for axis in self.ranks.mesh.axes:
             word: str | None
-            if axis.name != "tp":
+            if of_parameter(site):  # of all prompts, reduced among the ranks
+                word = (item.placement or {}).get(axis.name, "replicate")
+            elif axis.name != "tp":
                 word = "single" if axis.name == "pp" or self.ranks.dealt else "replicate"
             elif item.placement is not None:  # where it has no word the shape would mislead
                 word = item.placement.get("tp")

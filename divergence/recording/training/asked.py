@@ -18,13 +18,23 @@ from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
 if TYPE_CHECKING:
     import torch
 
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}
+
 __all__ = ["owners_of", "places_of", "training_of", "without_decoding"]
 
 
 def training_of(options: CaptureOptions) -> Training:
     """The step as the manifest has it."""
     given = recorded_in(options, "training", CaptureOptions)
+    if options.optimizer is not None:
+        given["learning_rate"] = _or(options.learning_rate, LEARNING_RATE)
+        given["weight_decay"] = _or(options.weight_decay, WEIGHT_DECAY.get(options.optimizer, 0.0))
     return Training(**{name: value for name, value in given.items() if value is not None})
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def places_of(paths: Iterable[str], training: Training) -> list[str]:

@@ -53,6 +53,18 @@ def parameters_of(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Param
     return named
 
 
+def _like(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The value in the gradient's dtype and place; of one that ranks divide, this rank's part."""
+    value = value.to(device=gradient.device, dtype=gradient.dtype, copy=True)
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    divided: Any = gradient  # a DTensor
+    return distribute_tensor(value, mesh, divided.placements)
+
+
 def _hook_first(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
     """A hook of the tensor's gradient, before those that are there: what leaves the backward of the
     module that reads it comes before what enters that of the one that made it."""
@@ -192,14 +204,20 @@ class TrainRecorder(Recorder):
 
     # --- backward -------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward of the forward that was just made."""
+    @property
+    def sample(self) -> int:
+        """The first prompt of the group that runs."""
+        return self._sample
+
+    def backward(self, loss: torch.Tensor, share: float = 1.0) -> None:
+        """The backward of the forward that was just made. ``share``: 0 where its gradients are not
+        to count."""
         if not loss.requires_grad:
             raise ModelError("the loss depends on no parameter: all of them are frozen")
-        tensors, gradients = [loss], [torch.ones_like(loss) * self._stepping.loss_scale]
+        tensors, gradients = [loss], [torch.ones_like(loss) * (self._stepping.loss_scale * share)]
         for tensor, gradient in self._roots:
             tensors.append(tensor)
-            gradients.append(gradient)
+            gradients.append(gradient * share if share != 1.0 else gradient)
         self._backward_runs = True
         try:
             torch.autograd.backward(tensors, gradients)
@@ -236,7 +254,7 @@ class TrainRecorder(Recorder):
         """Record the parameters' gradients, last ones first, and what an optimizer makes of it."""
         if self._first is None:
             return
-        self.begin(sample=self._first, batch=1, num_tokens=0)
+        self.begin(sample=0, batch=1, num_tokens=0)
         self._order = 1 << 24  # behind all that the first prompt's forward and backward gave
         named = parameters_of(self._model)
         self._stepping.reduce([parameter for *_, parameter in named])
@@ -256,14 +274,14 @@ class TrainRecorder(Recorder):
                     recorded = self._recorded_rows(site, parameter.grad)
                     if recorded is not None and recorded.shape == parameter.grad.shape:
                         self.anchored += 1
-                        parameter.grad = recorded.to(parameter.grad, copy=True)
+                        parameter.grad = _like(parameter.grad, recorded)
         made = self._stepping.step(named)
         self._keep_as(join_site(ROOT + OPTIMIZER, "in.grad_norm"), made.norm)
-        for path, leaf, given, update, moments in made.updates():
+        for path, leaf, given, value, moments in made.updates():
             where = path + OPTIMIZER
             self._keep_as(join_site(where, f"in.{leaf}"), given)
             self._keep_as(
-                join_site(where, f"out.{leaf}"), self._planted(where, f"out.{leaf}", update)
+                join_site(where, f"out.{leaf}"), self._planted(where, f"out.{leaf}", value)
             )
             for name, moment in moments:
                 self._keep_as(join_site(where, f"out.{leaf}.{name}"), moment)

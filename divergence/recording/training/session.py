@@ -56,7 +56,7 @@ class TrainingSession:
             **inner.lacks, "whole": "a training step decodes nothing",
             "operators": "operators are recorded of a forward without gradients",
         }  # fmt: skip
-        self._stepping = Stepping(training)
+        self._stepping = Stepping(training, inner.loaded.ranks)
         self._loss, self._num_labels = NextTokenLoss(), 0
         self.losses: list[float] = []
         _refuse(inner, training)
@@ -113,11 +113,17 @@ class TrainingSession:
         ids, mask = inputs(loaded, samples)
         labels = ids.masked_fill(mask.cumsum(-1) * mask < 2, IGNORED)  # nothing predicts the first
         model: Any = loaded.module
+        ranks, share = loaded.ranks, 1.0
+        if ranks is not None:
+            ranks.idle = False
+            if not ranks.owns(recorder.sample):  # it runs for the others' sake, who wait for it
+                share = 0.0
+            _add_up(model, dealt=ranks.dealt)
         with failures(loaded, samples, 0), torch.enable_grad(), _in_training(model, self._training):
             with self._autocast(ids.device.type):
                 output = model(input_ids=ids, attention_mask=mask, **_beside(model, mask))
                 loss = self._loss(output.logits, labels, self._num_labels)
-            recorder.backward(loss)
+            recorder.backward(loss, share)
         self.losses.append(float(loss.detach().sum()))
         none: list[list[int]] = [[] for _ in samples]
         return GroupResult(none, none, none)
@@ -142,6 +148,15 @@ def _beside(model: Any, mask: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in known}
 
 
+def _add_up(model: Any, *, dealt: bool) -> None:
+    """FSDP divides gradients by the number of ranks; the loss is a mean over all ranks' tokens
+    already, where each has its own prompts."""
+    for module in model.modules():
+        if dealt and hasattr(module, "set_gradient_divide_factor"):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_gradient_divide_factor(1.0)
+
+
 def _refuse(inner: Session, training: Training) -> None:
     loaded = inner.loaded
     if loaded.task != "causal-lm":
@@ -154,6 +169,17 @@ def _refuse(inner: Session, training: Training) -> None:
     if fixed or loaded.codes is not None:
         raise ModelError("--train: a quantised model has codes, which have no gradient",
                          hint="give the checkpoint that it was quantised from")  # fmt: skip
+
+
+def _checkpoint(model: Any, *, on: bool = True) -> None:
+    """Switch checkpointing of blocks, by the name that this release of transformers has for it."""
+    switch, kind = "enable" if on else "disable", "activation"
+    if not hasattr(model, f"{kind}_checkpointing_{switch}"):
+        kind = "gradient"
+    change = getattr(model, f"{kind}_checkpointing_{switch}", None)
+    if change is None:
+        raise UsageError(f"--gradient-checkpointing: {type(model).__name__} has none")
+    change(**({f"{kind}_checkpointing_kwargs": {"use_reentrant": False}} if on else {}))
 
 
 @contextlib.contextmanager
@@ -176,15 +202,12 @@ def _in_training(model: torch.nn.Module, training: Training) -> Iterator[None]:
         for module, name in others:
             setattr(module, name, 0.0)
     if training.gradient_checkpointing:
-        enable = getattr(model, "gradient_checkpointing_enable", None)
-        if enable is None:
-            raise UsageError("--gradient-checkpointing: this model has none")
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint(model)
     try:
         yield
     finally:
         if training.gradient_checkpointing:
-            model.gradient_checkpointing_disable()  # type: ignore[operator]
+            _checkpoint(model, on=False)
         for module, rate in rates.items():
             module.p = rate
         for (module, name), rate in others.items():

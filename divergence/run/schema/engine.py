@@ -204,3 +204,30 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The norm to which the gradients were scaled down. None: not clipped."""
     loss_scale: float | None = None
     """By what the loss was multiplied before the backward. None: by nothing."""
+
+    def beside(self, other: Training) -> list[tuple[str, str, str]]:
+        """(what, here, there) of two runs, one of which at least has a training step: that it has,
+        and each setting in which they differ. (Autocast is told with the dtype.)"""
+        if not (self.train or other.train):
+            return []
+        done = ("forward and backward" if step.train else "none" for step in (self, other))
+        lines = [("training", *done)]
+        for name in self.__struct_fields__:
+            one, two = getattr(self, name), getattr(other, name)
+            if one != two and name not in ("train", "autocast"):
+                lines.append((name.replace("_", " "), str(one or "none"), str(two or "none")))
+        return lines  # type: ignore[return-value]  # three texts each
+
+    def __str__(self) -> str:
+        """``forward and backward, adamw, learning rate 0.001``; ``none`` where there was none."""
+        if not self.train:
+            return "none"
+        said = ["forward and backward"]
+        said += [f"autocast {self.autocast}"] if self.autocast else []
+        said += ["gradient checkpointing"] if self.gradient_checkpointing else []
+        said += ["dropout"] if self.dropout else []
+        said += [self.optimizer] if self.optimizer else []
+        for name in ("learning_rate", "weight_decay", "clip_grad_norm", "loss_scale"):
+            value = getattr(self, name)
+            said += [] if value is None else [f"{name.replace('_', ' ')} {value:g}"]
+        return ", ".join(said)

@@ -58,7 +58,7 @@ LOGPROBS_SITE, LOGPROB_IDS_SITE = f"{LOGPROBS}:out", f"{LOGPROBS}:out.ids"
 BACKWARD, OPTIMIZER = "#backward", "#optimizer"
 """Behind a module's path, as if it were another call of it. Of its backward ``in`` is the gradient
 of its output, ``out`` that of its input, ``out.weight`` that of a parameter. Of an optimizer's step
-``in.weight`` is the gradient that it gets, ``out.weight`` the update, ``out.weight.exp_avg`` a
+``in.weight`` is the gradient that it gets, ``out.weight`` the new value, ``out.weight.exp_avg`` a
 moment."""
 LOSS = "loss"
 """What stands for the module's path of the loss in a training step."""

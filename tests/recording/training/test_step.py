@@ -1,0 +1,216 @@
+"""capture --train: gradients as torch gives them, and both passes of a step compared."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import divergence
+from divergence.errors import PlantError, UsageError
+from divergence.recording.training.recorder import parameters_of
+from divergence.run.schema.site import BACKWARD, OPTIMIZER, join_site
+
+IDS = [[5, 9, 33, 21, 77, 100, 43, 12, 6, 91, 18], [45, 99, 33, 21, 17, 20, 43, 112, 66]]
+ARCHITECTURES = ["llama", "gpt2", "qwen3-moe"]
+
+
+@pytest.fixture(scope="module")
+def step(tiny_model, tmp_path_factory):
+    """``step("llama", dtype="bfloat16", autocast=...)`` → a run; the same arguments, the same."""
+    runs = {}
+
+    def make(architecture, *, like=None, **options):
+        key = repr((architecture, like and like.manifest.id, sorted(options.items())))
+        if key not in runs:
+            source = None if like else str(tiny_model(architecture, dtype="float32"))
+            fresh = {} if like else {"train": True, "prompts": IDS, "like": None}
+            out = tmp_path_factory.mktemp("step") / "run"
+            options = {"probe": False, "like": like} | fresh | options
+            runs[key] = divergence.capture(source, out=out, **options)
+        return runs[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def truth(step, tmp_path_factory):
+    runs = {}
+
+    def make(run):
+        if run.path not in runs:
+            runs[run.path] = divergence.truth(run, out=tmp_path_factory.mktemp("truth") / "t")
+        return runs[run.path]
+
+    return make
+
+
+def gradients(folder, dtype=torch.float32):
+    """As a plain loop of torch makes them, without hooks."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model.eval()
+    count = sum(len(ids) - 1 for ids in IDS)
+    for ids in IDS:
+        tokens = torch.tensor([ids])
+        mask = torch.ones_like(tokens)
+        logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum")
+        (loss / count).backward()
+    return {
+        join_site(path + BACKWARD, f"out.{leaf}"): parameter.grad
+        for path, leaf, parameter in parameters_of(model)
+    }
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("sites", ["blocks", "modules"])
+def test_hooks_change_no_bit(architecture, sites, step, tiny_model):
+    run = step(architecture, sites=sites)
+    found = gradients(tiny_model(architecture, dtype="float32"))
+    assert len(found) > 10
+    for site, gradient in found.items():
+        record = run.find(("free", 0, 0, site))
+        if gradient is None:
+            assert record is None
+        else:
+            assert torch.equal(run.read(record), gradient), site
+
+
+def test_the_loss_is_the_mean_over_all_tokens(step, tiny_model):
+    run = step("llama")
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model("llama", dtype="float32"), dtype=torch.float32
+    )
+    sums = []
+    for ids in IDS:
+        tokens = torch.tensor([ids])
+        sums.append(float(model(input_ids=tokens, labels=tokens).loss.detach()) * (len(ids) - 1))
+    found = [float(run.read(run.find(("free", n, 0, "loss:out")))) for n in range(2)]
+    assert sum(found) == pytest.approx(sum(sums) / sum(len(ids) - 1 for ids in IDS), rel=1e-5)
+
+
+def test_a_backward_is_recorded_in_its_own_order(step):
+    sites = [r.site for r in step("llama").records if r.sample == 0 and BACKWARD in r.site]
+    blocks = [site for site in sites if site.startswith("model.layers") and ":out." not in site]
+    assert blocks[:4] == [
+        "model.layers.2#backward:in", "model.layers.2#backward:out",
+        "model.layers.1#backward:in", "model.layers.1#backward:out",
+    ]  # fmt: skip
+    assert "model.rotary_emb#backward:out" not in sites  # it does nothing with what it is given
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("change", [
+    {"attn_implementation": "sdpa"}, {"batch": True}, {"autocast": "bfloat16"},
+    {"dtype": "bfloat16"},
+], ids=str)  # fmt: skip
+def test_a_healthy_pair_is_within_rounding(architecture, change, step, truth):
+    a = step(architecture)
+    b = step(architecture, like=a, **change)
+    for right in (None, truth(a)):
+        report = divergence.compare(a, b, truth=right)
+        assert report.verdict.kind == "within_floor", report.verdict.summary
+    judged = [site for site in report.sites if site.phase == "backward" and site.limit]
+    routed = architecture == "qwen3-moe" and "batch" in change  # other rows for its experts
+    assert len(judged) > (5 if routed else 20)
+
+
+def test_checkpointing_changes_no_bit(step):
+    a = step("llama", optimizer="adamw")
+    b = step("llama", like=a, gradient_checkpointing=True)
+    report = divergence.compare(a, b)
+    assert report.verdict.kind == "identical"
+    assert any(line.check == "gradient checkpointing" for line in report.preflight)
+
+
+@pytest.mark.parametrize("site", [
+    "model.layers.1#backward:out", "lm_head#backward:out", "model.norm#backward:out",
+    "model.layers.2.self_attn.q_proj#backward:out.weight", "model.layers.0:out",
+])  # fmt: skip
+def test_a_planted_fault_is_named(site, step, truth):
+    a = step("llama")
+    b = step("llama", like=a, attn_implementation="sdpa", plants=[f"{site}=scale:1.01"])
+    verdict = divergence.compare(a, b, truth=truth(a)).verdict
+    assert (verdict.kind, verdict.side, verdict.onset.site) == ("localized", "candidate", site)
+    assert divergence.compare(a, b).verdict.onset.site == site
+
+
+def test_an_optimizers_step(step, truth, tiny_model):
+    """The new values are those of torch; clipping is seen in what the optimizer gets."""
+    options = {"optimizer": "adamw", "clip_grad_norm": 0.5, "loss_scale": 1024.0}
+    a = step("llama", **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model("llama", dtype="float32"), dtype=torch.float32
+    )
+    found = gradients(tiny_model("llama", dtype="float32"))
+    norm = torch.stack([one.norm() for one in found.values() if one is not None]).norm()
+    told = a.read(a.find(("free", 0, 0, f".{OPTIMIZER}:in.grad_norm")))
+    assert float(told) == pytest.approx(float(norm), rel=1e-5)
+    for path, leaf, parameter in parameters_of(model):
+        parameter.grad = found[join_site(path + BACKWARD, f"out.{leaf}")]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=1e-3).step()
+    for path, leaf, parameter in parameters_of(model):
+        record = a.find(("free", 0, 0, join_site(path + OPTIMIZER, f"out.{leaf}")))
+        torch.testing.assert_close(a.read(record), parameter.detach(), atol=2e-5, rtol=0)
+    again = step("llama", like=a, attn_implementation="sdpa")
+    verdict = divergence.compare(a, again, truth=truth(a)).verdict
+    assert verdict.kind == "within_floor", verdict.summary
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ({"learning_rate": 2e-3}, "learning rate"), ({"weight_decay": 0.1}, "weight decay"),
+    ({"optimizer": "sgd"}, "optimizer"),
+])  # fmt: skip
+def test_another_optimizer_is_seen_and_said(change, line, step):
+    a = step("llama", optimizer="adamw")
+    report = divergence.compare(a, step("llama", like=a, **change))
+    assert report.verdict.onset.phase == "optimizer"
+    assert any(one.check == line and one.status == "differs" for one in report.preflight)
+
+
+def test_the_model_is_as_before(step, tiny_model):
+    """A step is made of the free pass and of the anchored one, from the same weights."""
+    a = step("llama", optimizer="sgd", learning_rate=0.1)
+    b = step("llama", like=a)
+    assert divergence.compare(a, b).verdict.kind == "identical"
+
+
+def test_settings_are_taken_from_the_recorded_run(step):
+    a = step("llama", optimizer="sgd", learning_rate=0.25, autocast="bfloat16")
+    b = step("llama", like=a)
+    assert msgspec.structs.asdict(b.manifest.training) == msgspec.structs.asdict(
+        a.manifest.training
+    )
+    assert b.manifest.training.learning_rate == 0.25
+    assert b.manifest.plan.passes == ["free", "anchored"]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"autocast": "bfloat16", "train": None}, "--autocast needs --train"),
+    ({"max_new_tokens": 4}, "--max-new-tokens with --train"),
+    ({"optimizer": "lion"}, "no such optimizer"),
+    ({"autocast": "float8"}, "bfloat16 or float16"),
+    ({"prompts": [[5]]}, "nothing to predict"),
+    ({"whole": True}, "--whole"),
+])  # fmt: skip
+def test_refused(options, words, llama, tmp_path):
+    given = {"train": True, "prompts": IDS, "probe": False} | options
+    with pytest.raises(UsageError, match=words):
+        divergence.capture(str(llama), out=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fault_in_a_backward_that_is_not_made(llama, tmp_path):
+    with pytest.raises(PlantError, match="no module"):
+        divergence.capture(str(llama), out=tmp_path / "run", prompts=IDS, probe=False,
+                           plants=["model.layers.1#backward:out=scale:2"])  # fmt: skip
+
+
+def test_an_encoder_is_refused(tiny_model, tmp_path):
+    with pytest.raises(UsageError, match="causal language models"):
+        divergence.capture(str(tiny_model("bert")), out=tmp_path / "run", prompts=IDS, train=True)

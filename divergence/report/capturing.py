@@ -12,12 +12,8 @@ from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.run.command import command_line
 from divergence.run.schema.manifest import UNKNOWN, Manifest, SampleTokens
 from divergence.run.schema.record import Record
-<<<<<<< HEAD
-from divergence.run.schema.site import LOGPROBS
-from divergence.training.plan.show import training_lines
-=======
 from divergence.run.schema.site import LOGPROBS, LOSS, join_site
->>>>>>> main
+from divergence.training.plan.show import training_lines
 
 __all__ = ["captured_lines", "copied_lines", "plan_lines"]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/training_memory.py [--ranks 1 2 4] [--batch 4] [--tokens 128] [--json]
 
-Each row is a real training of a small Llama (12 blocks, hidden 384, 22.8 million parameters) in
+Each row is a real training of a small Llama (12 blocks, hidden 512, 39.9 million parameters) in
 processes of its own: two steps, of which the second is measured, when the optimizer's state is
 there. Bytes are those that the C library's malloc has handed out on the first rank (`mallinfo2` of
 glibc, read before and after every operator): all of torch's on the CPU, of whatever thread, and
@@ -10,7 +10,7 @@ gloo's buffers too. The plan is `plan_training` of the same options; the measure
 of it.
 
 parameters   what the model adds
-gradients    what a backward leaves; of DDP its buckets
+gradients    what is free when they are dropped; of DDP its buckets
 moments      what is free when the optimizer's state is dropped; main weights too
 activations  what is held when the forward is done, gathered parameters too
 peak         the most at any moment of the second step
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--size", default="demo", help="of the model: test or demo")
-    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -187,9 +187,9 @@ def _measure(**how: Any) -> None:
             _mark(at, "forward")
             loss.backward()
             del loss
-            _mark(at, "backward")
             after()
             optimizer.step()
+        _mark(at, "stepped")
         model.zero_grad(set_to_none=True)
         _mark(at, "end")
     getattr(optimizer, "optim", optimizer).state.clear()
@@ -197,7 +197,7 @@ def _measure(**how: Any) -> None:
     if rank == 0:
         found = {
             "parameters": at["model"] - at["empty"],
-            "gradients": at["backward"] - at["start"],
+            "gradients": at["stepped"] - at["end"],
             "moments": at["end"] - at["dropped"],
             "activations": at["forward"] - at["start"],
             "peak": watch.peak - at["empty"],

@@ -97,6 +97,8 @@ def _run(
             stack.enter_context(_removed(module.get_submodule(path), counted.gather))
         for path in layout.shared:
             stack.enter_context(_removed(module.get_submodule(path), counted.backward))
+        for path in layout.blocks if _drops_mask(module, task) else ():
+            stack.enter_context(_unmasked(module.get_submodule(path)))
         ranks = stack.enter_context(_Sharing(module, live, layout).installed())
         with live:
             with low:
@@ -287,6 +289,32 @@ def _rows_bytes(parameter: torch.Tensor, num_ranks: int) -> int:
 @contextlib.contextmanager
 def _removed(module: torch.nn.Module, hook: Any) -> Iterator[None]:
     handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _drops_mask(module: Any, task: str) -> bool:
+    """Of sequences without pads transformers leaves the mask out, and sdpa knows itself what is
+    causal. Whether there are pads it cannot see on fake tensors, and makes a mask of T × T."""
+    config = getattr(module, "config", None)
+    return (
+        task == "causal-lm"
+        and getattr(config, "_attn_implementation", None) == "sdpa"
+        and not getattr(config, "sliding_window", None)
+    )
+
+
+@contextlib.contextmanager
+def _unmasked(block: torch.nn.Module) -> Iterator[None]:
+    def without(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
+            kwargs = {**kwargs, "attention_mask": None}
+        return args, kwargs
+
+    handle = block.register_forward_pre_hook(without, with_kwargs=True)
     try:
         yield
     finally:

@@ -141,11 +141,15 @@ def _trained(seeds: int, steps: int) -> None:
             kinds = Counter(one.verdict.kind for one in found)
             print(
                 f"| {name} | {', '.join(f'{n} {kind}' for kind, n in kinds.items())} | "
-                f"{', '.join(f'{one.mean_error:.2%}' for one in losses)} | "
-                f"{', '.join(f'{one.end_diff:+.2%}' for one in losses)} | "
+                f"{', '.join(f'{_size(one.mean_error)}' for one in losses)} | "
+                f"{', '.join(f'{_size(one.end_diff)}' for one in losses)} | "
                 f"{', '.join(str(one.trend.parts_at or '-') for one in losses)} |",
                 flush=True,
             )
+
+
+def _size(value: float) -> str:
+    return f"{value:.1e}" if 0 < abs(value) < 1e-4 else f"{value:.2%}"
 
 
 def _run(folder: Path, name: str, how: dict[str, Any]) -> Path:

@@ -140,10 +140,10 @@ def _verdict(
         return LossVerdict(
             kind="nonfinite",
             summary=f"both losses are nan or inf at step {loss.nonfinite_a}; before, the mean "
-            f"error is {mean:.2%}",
+            f"error is {_size(mean)}",
         )
     low, high = BANDS
-    said = f"the mean error of the loss is {mean:.2%} {over}"
+    said = f"the mean error of the loss is {_size(mean)} {over}"
     if trend.state == "not_told":
         if mean > high and loss.noise is not None and abs(loss.mean_diff or 0) > high:
             return _misaligned(loss, f"{said}, {_signed(loss.mean_diff)} with its sign")
@@ -172,11 +172,13 @@ def _verdict(
     if abs(bias) + 3 * se <= low:
         return _open(
             f"{said}, which is the noise of single steps: with its sign it is {_signed(bias)} ± "
-            f"{se:.2%}, and no trend leaves the noise"
+            f"{_size(se)}, and no trend leaves the noise"
         )
     if mean > high and abs(bias) - 3 * se > high:
-        return _misaligned(loss, f"{said}, {_signed(bias)} ± {se:.2%} with its sign")
-    return _open(f"{said}, between the bands or not apart from noise: {_signed(bias)} ± {se:.2%}")
+        return _misaligned(loss, f"{said}, {_signed(bias)} ± {_size(se)} with its sign")
+    return _open(
+        f"{said}, between the bands or not apart from noise: {_signed(bias)} ± {_size(se)}"
+    )
 
 
 def _first_is_a(loss: CurveDiff) -> bool:
@@ -199,5 +201,11 @@ def _open(summary: str) -> LossVerdict:
     return LossVerdict(kind="undetermined", summary=summary)
 
 
+def _size(value: float) -> str:
+    return f"{value:.1e}" if 0 < value < 1e-4 else f"{value:.2%}"
+
+
 def _signed(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:+.2%}"
+    if value is None:
+        return "unknown"
+    return f"{value:+.1e}" if 0 < abs(value) < 1e-4 else f"{value:+.2%}"

@@ -152,8 +152,9 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     if zero == 1 and moments and not main_weights:
         fullest = whole_parameters_bytes(pieces, optimizer=optimizer, num_ranks=count)
         notes.append(
-            f"where each parameter's moments lie whole on one rank (ZeroRedundancyOptimizer), the "
-            f"fullest holds {size(fullest)} in place of {size(moments)}"
+            "torch's ZeroRedundancyOptimizer keeps each parameter's moments whole on one rank: "
+            f"the fullest holds {size(fullest)} in place of {size(moments)}; under DDP it sends "
+            "1.5 times as much"
         )
     if zero < 2 and axes.get("dp", 1) * axes.get("fsdp", 1) > 1:
         notes.append(

@@ -28,7 +28,7 @@ __all__ = ["ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers
 
 ANALYSES = (
     "blocks", "codes", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
-    "ranks", "code",
+    "ranks", "code", "gradients",
 )  # fmt: skip
 """Folders of divergence.analyses, in the order in which they are asked. What has no sites is
 compared by its own analysis alone (``without_sites``)."""

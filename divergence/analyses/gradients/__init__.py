@@ -1,0 +1,13 @@
+"""Gradients: are those of parameters off where no block's backward is?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from divergence.comparison.measured import Measured
+
+
+def applies(measured: Measured) -> bool:
+    """Two training steps."""
+    return measured.reference.manifest.training.train and measured.candidate.manifest.training.train

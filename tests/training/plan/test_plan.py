@@ -140,3 +140,15 @@ def test_a_dry_run_has_the_plan(llama):
     dry = plan_capture(llama, train=True, micro_batch_size=8, sequence_length=64)
     assert dry.training.micro_batch == (8, 64)
     assert plan_capture(llama).training is None
+
+
+def test_fused_attention_holds_no_square(llama):
+    """Twice the tokens, twice the activations under sdpa; eager keeps tokens × tokens."""
+    saved = {}
+    for attention in ("sdpa", "eager"):
+        for tokens in (128, 256):
+            loaded = empty_model(str(llama), attn_implementation=attention)
+            plan = plan_training(loaded, Wanted(batch=1, tokens=tokens))
+            saved[attention, tokens] = plan.activations[0].saved_bytes
+    assert saved["sdpa", 256] / saved["sdpa", 128] == pytest.approx(2, rel=0.02)
+    assert saved["eager", 256] / saved["eager", 128] > 2.3

@@ -166,6 +166,13 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
             "matrices with the same input (q, k, v) are counted with one all-reduce in the "
             f"backward; transformers' own plan makes one for each of {used.num_shared}"
         )
+    wide = [path for path, style in styles.items() if style == "embedding_rowwise"]
+    for piece in pieces:
+        if piece.trained and any(piece.name == f"{path}.weight" for path in wide):
+            notes.append(
+                f"torch's DTensor holds the gradient of {piece.name} whole, "
+                f"{size((axes['tp'] - 1) * piece.bytes)} more than its part"
+            )
     return plan
 
 

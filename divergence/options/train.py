@@ -98,6 +98,25 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             recorded="training.loss_scale",
         ),
     ] = None
+    reduce_dtype: Annotated[
+        str | None,
+        Option(
+            "--reduce-dtype DTYPE",
+            "Add up the prompts' gradients as so many ranks would, sending float32, bfloat16 or "
+            "float16.",
+            TRAINING,
+            recorded="training.reduce_dtype",
+        ),
+    ] = None
+    reduce_order: Annotated[
+        str | None,
+        Option(
+            "--reduce-order ORDER",
+            "With --reduce-dtype: ring or tree. Default: ring.",
+            TRAINING,
+            recorded="training.reduce_order",
+        ),
+    ] = None
 
 
 class PlanOptions(Options, frozen=True, kw_only=True):

@@ -114,6 +114,8 @@ def capture(
     weight_decay: float | None = None,
     clip_grad_norm: float | None = None,
     loss_scale: float | None = None,
+    reduce_dtype: str | None = None,
+    reduce_order: str | None = None,
     label: str | None = None,
     force: bool = False,
     command: str | None = None,

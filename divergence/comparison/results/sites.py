@@ -8,7 +8,7 @@ import msgspec
 
 from divergence.comparison.results.findings import Onset, SiteKey
 from divergence.numerics.pairs.metrics import Estimate
-from divergence.run.schema.site import phase_of
+from divergence.run.schema.site import of_parameter, phase_of
 from divergence.words import Side, SideOrBoth
 
 __all__ = [
@@ -261,8 +261,12 @@ def onset_at(site: SiteResult) -> Onset:
 
 
 def order_of(result: SiteResult) -> tuple[int, int, int]:
-    """Execution order over the whole run."""
-    return (result.sample, result.step, result.order)
+    """Execution order over the whole run: what is of parameters comes behind all prompts."""
+    sample = _BEHIND_ALL if of_parameter(result.site) else result.sample
+    return (sample, result.step, result.order)
+
+
+_BEHIND_ALL = 1 << 40
 
 
 def num_rows(result: SiteResult) -> int:

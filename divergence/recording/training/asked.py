@@ -30,6 +30,8 @@ def training_of(options: CaptureOptions) -> Training:
     if options.optimizer is not None:
         given["learning_rate"] = _or(options.learning_rate, LEARNING_RATE)
         given["weight_decay"] = _or(options.weight_decay, WEIGHT_DECAY.get(options.optimizer, 0.0))
+    if options.reduce_dtype is not None:
+        given["reduce_order"] = options.reduce_order or "ring"
     return Training(**{name: value for name, value in given.items() if value is not None})
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from divergence.errors import UsageError
+from divergence.recording.training.reduction import ORDERS, reduced
 from divergence.run.schema.engine import Training
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Stepping:
                 f"--optimizer-step {training.optimizer}: there is no such optimizer",
                 hint=f"one of {', '.join(OPTIMIZERS)}",
             )
+        self._parts: dict[int, list[torch.Tensor]] = {}
+        _check_reduction(training, ranks)
 
     @property
     def loss_scale(self) -> float:
@@ -65,9 +68,32 @@ class Stepping:
     def makes_step(self) -> bool:
         return self._training.optimizer is not None
 
+    def take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """A micro-batch's gradients are there: kept apart, where they are to be reduced."""
+        if self._training.reduce_dtype is None:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._parts.setdefault(id(parameter), []).append(parameter.grad)
+                parameter.grad = None
+
+    def _add_up(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """What ``take`` kept apart; in a truth simply the sum."""
+        dtype, order = self._training.reduce_dtype, self._training.reduce_order
+        for parameter in parameters:
+            parts = self._parts.pop(id(parameter), [])
+            if not parts or dtype is None or order is None:
+                continue
+            exact = parameter.dtype == torch.float64
+            parameter.grad = (
+                torch.stack(parts).sum(0) if exact
+                else reduced(parts, dtype=getattr(torch, dtype), order=order)
+            )  # fmt: skip
+
     def reduce(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """The gradients of all micro-batches of this rank are there: add up those of all ranks, and
         divide the loss's factor out of them. (FSDP has added them up in the backward.)"""
+        self._add_up(parameters)
         ranks = self._ranks
         if ranks is not None and ranks.dealt and "dp" in ranks.sizes:
             for parameter in parameters:
@@ -105,3 +131,15 @@ class Stepping:
         return (
             torch.optim.AdamW(groups, **how) if name == "adamw" else torch.optim.SGD(groups, **how)
         )
+
+
+def _check_reduction(training: Training, ranks: Ranks | None) -> None:
+    dtypes = ("float32", "bfloat16", "float16")
+    if training.reduce_order is not None and training.reduce_dtype is None:
+        raise UsageError("--reduce-order needs --reduce-dtype")
+    if training.reduce_dtype not in (None, *dtypes):
+        raise UsageError(f"--reduce-dtype {training.reduce_dtype}: one of {', '.join(dtypes)}")
+    if training.reduce_order not in (None, *ORDERS):
+        raise UsageError(f"--reduce-order {training.reduce_order}: one of {', '.join(ORDERS)}")
+    if training.reduce_dtype is not None and ranks is not None:
+        raise UsageError("--reduce-dtype stands for ranks, and --mesh starts some")

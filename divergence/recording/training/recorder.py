@@ -225,6 +225,7 @@ class TrainRecorder(Recorder):
             self._backward_runs = False
             self._roots.clear()
             self._graded.clear()
+        self._stepping.take([parameter for *_, parameter in parameters_of(self._model)])
         super()._end_of_forward()
 
     def _leaves(

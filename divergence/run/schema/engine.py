@@ -204,6 +204,11 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The norm to which the gradients were scaled down. None: not clipped."""
     loss_scale: float | None = None
     """By what the loss was multiplied before the backward. None: by nothing."""
+    reduce_dtype: str | None = None
+    """In which the micro-batches' gradients were added up, as ranks would send them. None: torch
+    adds each to the ones before."""
+    reduce_order: str | None = None
+    """``ring`` or ``tree``."""
 
     def beside(self, other: Training) -> list[tuple[str, str, str]]:
         """(what, here, there) of two runs, one of which at least has a training step: that it has,
@@ -227,6 +232,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         said += ["gradient checkpointing"] if self.gradient_checkpointing else []
         said += ["dropout"] if self.dropout else []
         said += [self.optimizer] if self.optimizer else []
+        if self.reduce_dtype:
+            said.append(f"reduced in {self.reduce_dtype}, {self.reduce_order}")
         for name in ("learning_rate", "weight_decay", "clip_grad_norm", "loss_scale"):
             value = getattr(self, name)
             said += [] if value is None else [f"{name.replace('_', ' ')} {value:g}"]

@@ -100,7 +100,9 @@ def test_a_backward_is_recorded_in_its_own_order(step):
     assert "model.rotary_emb#backward:out" not in sites  # it does nothing with what it is given
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [
+    "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES[1:]),
+])  # fmt: skip
 @pytest.mark.parametrize("change", [
     {"attn_implementation": "sdpa"}, {"batch": True}, {"autocast": "bfloat16"},
     {"dtype": "bfloat16"},
@@ -214,3 +216,38 @@ def test_a_fault_in_a_backward_that_is_not_made(llama, tmp_path):
 def test_an_encoder_is_refused(tiny_model, tmp_path):
     with pytest.raises(UsageError, match="causal language models"):
         divergence.capture(str(tiny_model("bert")), out=tmp_path / "run", prompts=IDS, train=True)
+
+
+def test_gradients_reduced_as_ranks_would(step, truth):
+    """In float32 an order is rounding; in bfloat16 all parameters' gradients are off, by the
+    rounding of bfloat16, and nothing that blocks hand on is."""
+    a = step("llama")
+    tree = step("llama", like=a, reduce_dtype="float32", reduce_order="tree")
+    verdict = divergence.compare(a, tree, truth=truth(a)).verdict
+    assert verdict.kind in ("within_floor", "identical")
+    coarse = step("llama", like=a, reduce_dtype="bfloat16")
+    report = divergence.compare(a, coarse, truth=truth(a))
+    assert (report.verdict.onset.phase, report.verdict.side) == ("backward", "candidate")
+    assert any("not a kernel" in one.text for one in report.verdict.evidence)
+    assert any(one.check == "reduce dtype" for one in report.preflight)
+    off = [one.rel_l2 for one in report.sites if one.site.endswith("q_proj#backward:out.weight")]
+    assert 5e-4 < max(off) < 1e-2
+
+
+def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
+    from divergence.recording.training.optimizer import Stepping
+
+    a = step("llama")
+    reduce = Stepping.reduce
+
+    def halved(self, parameters):
+        reduce(self, parameters)
+        for parameter in parameters:
+            parameter.grad = parameter.grad / 2
+
+    monkeypatch.setattr(Stepping, "reduce", halved)
+    b = step("llama", like=a, label="halved")
+    monkeypatch.undo()
+    verdict = divergence.compare(a, b, truth=truth(a)).verdict
+    assert verdict.side == "candidate"
+    assert any("0.5 × A's" in one.text for one in verdict.evidence)

@@ -229,7 +229,7 @@ def _count(
     try:
         with torch.no_grad():
             steps = (0, 1) if decode else (0,)
-            forwards = [_inputs(loaded, batch, tokens, step, request.train) for step in steps]
+            forwards = [_inputs(loaded, batch, tokens, step, bool(request.train)) for step in steps]
             with recorder.installed():
                 for inputs in forwards:
                     loaded.module(**inputs)

@@ -368,6 +368,7 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             "Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: in "
             "that prompt's step alone.",
             REPEATING,
+            suite=True,
         ),
     ] = ()
     label: Label = None
@@ -378,6 +379,26 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             "Under torchrun, how its processes divide the work: tp, fsdp, dp, pp, or several with "
             "their sizes: dp=2,tp=4.",
             MODEL,
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None,
+        Option(
+            "--ranks N",
+            "Of suite:collectives: start N processes on this machine, in place of torchrun.",
+            MODEL,
+            minimum=2,
+            suite=True,
+        ),
+    ] = None
+    link_rate: Annotated[
+        str | None,
+        Option(
+            "--link-rate RATE",
+            "Of suite:collectives: the stated rate of one link, 400Gb/s or 50GB/s, to hold the "
+            "measured bandwidth against.",
+            MODEL,
+            suite=True,
         ),
     ] = None
     buffer: Annotated[

@@ -13,7 +13,8 @@ x_r what rank r puts in, N its elements, c = N / n:
     send_recv         c → c     rank r: x of rank r - 1 (rank 0: of the last)
 
 Sizes: ``tiny`` has fewer elements than there may be ranks, ``odd`` divides by nothing, ``even`` is
-129 elements for each rank, ``large`` 8192 for each.
+129 elements for each rank, ``large`` 8192 for each. ``huge`` has 2^20: the order of addition alone
+is looked for there, since libraries choose their algorithm by size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from divergence.errors import UsageError
 from divergence.run.schema.record import Placement
 
 __all__ = [
-    "ADDING", "COLLECTIVES", "PREFIX", "ROOT_RANK", "Case", "Collective", "all_cases",
+    "ADDING", "COLLECTIVES", "PREFIX", "ROOT_RANK", "SIZES", "Case", "Collective", "all_cases",
     "case_of", "order_cases",
 ]  # fmt: skip
 
@@ -54,6 +55,7 @@ _PLACEMENTS: dict[Collective, tuple[Placement, Placement]] = {
     "all_to_all": ("shard:0", "shard:0"),
     "send_recv": ("shard:0", "shard:0"),
 }
+SIZES = ("tiny", "odd", "even", "large", "huge")
 _FIXED = {"tiny": 3, "odd": 1037}
 _PER_RANK = {"tiny": 1, "odd": 129, "even": 129, "large": 8192}
 _WHOLE = ("all_reduce", "reduce", "broadcast")
@@ -129,6 +131,8 @@ class Case:
 
     def elements(self, num_ranks: int) -> int:
         """Of one rank's input."""
+        if self.size == "huge":
+            return 2**20 // num_ranks * num_ranks
         if self.collective in _WHOLE and self.size in _FIXED:
             return _FIXED[self.size]
         each = _PER_RANK[self.size]
@@ -153,6 +157,7 @@ def order_cases() -> Iterator[Case]:
         if case.adds and known and key not in seen:
             seen.add(key)
             yield case
+    yield Case("all_reduce", "float32", "huge", "random")
 
 
 def case_of(path: str) -> Case:

@@ -13,7 +13,6 @@ it in every window of P elements. ``decode`` cuts the buffer into stretches of o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -113,30 +112,40 @@ def decode(sizes: np.ndarray, num_ranks: int, *, first: int = 0) -> list[Stretch
             rows[np.arange(len(starts)), (starts + offset + first) % num_pairs] = sizes[
                 0, starts + offset
             ]
-    trees: dict[bytes, Tree | None] = {}
-    for row in rows:
-        key = row.tobytes()
-        if key not in trees:
-            trees[key] = _tree(row, num_ranks)
-    found: list[Stretch] = []
-    for start, row in zip(starts.tolist(), rows, strict=True):
-        tree = trees[row.tobytes()]
-        if found and found[-1].tree == tree and found[-1].stop == start:
-            found[-1] = Stretch(found[-1].start, start + width, tree)
+    distinct, which = np.unique(rows, axis=0, return_inverse=True)
+    trees = [_tree(row, num_ranks) for row in distinct]
+    which = which.reshape(-1)
+    edges = [0, *(np.flatnonzero(which[1:] != which[:-1]) + 1).tolist(), len(which)]
+    found = [
+        Stretch(int(starts[a]), int(starts[b - 1]) + width, trees[which[a]])
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+    return _without_edges(found, width) if width > 1 else _merged(found)
+
+
+def _merged(found: list[Stretch]) -> list[Stretch]:
+    """Neighbours of one order together: elements of no order may differ in their sizes."""
+    kept: list[Stretch] = []
+    for one in found:
+        if kept and kept[-1].tree == one.tree and kept[-1].stop == one.start:
+            kept[-1] = Stretch(kept[-1].start, one.stop, one.tree)
         else:
-            found.append(Stretch(start, start + width, tree))
-    return _without_edges(found, width) if width > 1 else found
+            kept.append(one)
+    return kept
 
 
 def _without_edges(found: list[Stretch], width: int) -> list[Stretch]:
-    """Without single windows that lie across the edge between two orders."""
-    kept: list[Stretch] = []
-    for number, one in enumerate(found):
-        inside = 0 < number < len(found) - 1
-        if inside and one.stop - one.start == width and one.tree is None:
-            continue
-        kept.append(one)
-    return kept
+    """Without single windows that lie across the edge between two longer stretches."""
+    size = [one.stop - one.start for one in found]
+    kept = [
+        one
+        for number, one in enumerate(found)
+        if not (
+            0 < number < len(found) - 1
+            and size[number] == width < min(size[number - 1], size[number + 1])
+        )
+    ]
+    return _merged(kept)
 
 
 def _tree(row: np.ndarray, num_ranks: int) -> Tree | None:
@@ -182,9 +191,6 @@ def chain_of(tree: Tree) -> list[int] | None:
     return order
 
 
-Turn = Callable[[int], int]
-
-
 def name_order(stretches: list[Stretch], num_ranks: int) -> str:
     """``ring``, ``tree``, ``recursive halving``, ``flat``, or what can be said else.
 
@@ -214,23 +220,26 @@ def name_order(stretches: list[Stretch], num_ranks: int) -> str:
 
 def _ring(chains: list[list[int]], num_ranks: int) -> str:
     """Are these stretches of one circle, each begun at another rank?"""
-    if num_ranks == 3 or any(_steps(chain, chains, num_ranks) for chain in chains):
-        return "ring"
-    return "mixed"
+    return "ring" if num_ranks == 3 or _circle(chains, num_ranks) is not None else "mixed"
 
 
-def _steps(chain: list[int], chains: list[list[int]], num_ranks: int) -> bool:
-    """Do all chains walk the circle that one of them shows?"""
-    for circle in (chain, [chain[1], chain[0], *chain[2:]]):
+def _circle(chains: list[list[int]], num_ranks: int) -> list[int] | None:
+    """The circle that all chains walk, from where the first one begins; None where there is none,
+    or where each of the first two may be the first. A chain's first two terms may be swapped."""
+
+    def walks(chain: list[int], after: dict[int, int]) -> bool:
+        ways = (chain, [chain[1], chain[0], *chain[2:]])
+        return any(
+            all(after[a] == b for a, b in zip(way, way[1:], strict=False)) for way in ways
+        )
+
+    first = chains[0]
+    circles = []
+    for circle in (first, [first[1], first[0], *first[2:]]):
         after = {one: circle[(k + 1) % num_ranks] for k, one in enumerate(circle)}
-        if all(
-            any(all(after[a] == b for a, b in zip(way, way[1:], strict=False)) for way in (
-                other, [other[1], other[0], *other[2:]]
-            ))
-            for other in chains
-        ):  # fmt: skip
-            return True
-    return False
+        if all(walks(chain, after) for chain in chains):
+            circles.append(circle)
+    return circles[0] if len(circles) == 1 else None
 
 
 def _halving(num_ranks: int) -> Tree | None:
@@ -254,7 +263,9 @@ def stretches_text(stretches: list[Stretch], num_ranks: int) -> str:
     tree = stretches[0].tree
     chain = chain_of(tree)
     if chain is not None:
-        text = " + ".join(str(rank) for rank in chain)
+        chains = [chain_of(one.tree) for one in stretches if one.tree is not None]
+        circle = _circle([one for one in chains if one], num_ranks) or chain
+        text = " + ".join(str(rank) for rank in circle)
     else:
         text = _bracketed(tree, tree.num_leaves + len(tree.nodes) - 1)
     text = text if len(text) <= 40 else f"{text[:37]}..."

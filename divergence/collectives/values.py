@@ -1,8 +1,8 @@
 """What each rank puts in: the same bytes on every machine, made of (values, rank, size) alone.
 
-``random``       nearly normal, variance 1
+``random``       nearly normal, variance about 1, every digit of the significand in use
 ``cancelling``   ranks 2k and 2k + 1 differ in sign and, by up to 2^-8, in size: the sum loses its
-                 leading digits. The last of an odd number of ranks holds values 2^-12 times as big
+                 leading digits. The last of an odd number of ranks holds values 2^-12 as big
 ``outlier``      random, and every 43rd element of one rank (another for each) times 1000
 ``subnormal``    below the dtype's smallest normal value: are they flushed to zero?
 ``integers``     so small that every partial sum is exact, in whatever order: any other bit is wrong
@@ -50,7 +50,7 @@ def draw(
     elif values == "cancelling":
         x = _cancelling(size, rank, num_ranks)
     else:
-        x = normal(name, (size,)).copy()
+        x = _full(name, size)
         if values == "outlier":
             mine = np.zeros(size, dtype=bool)
             mine[outlier_channels(size)] = True
@@ -69,6 +69,14 @@ def coded_ranks(element: int, dtype: str, num_ranks: int) -> range:
     return range(first, min(first + digits, num_ranks))
 
 
+def _full(name: str, size: int) -> np.ndarray:
+    """Nearly normal values whose significands fill float64: ``normal`` alone lies on a grid of
+    2^-20, on which few ranks' sums are exact. Products of two float64 are rounded in one way."""
+    factors = [1.0 + np.abs(normal(f"{name}.{k}", (size,))) / 16.0 for k in (1, 2)]
+    x: np.ndarray = normal(name, (size,)) * factors[0] * factors[1]
+    return x
+
+
 def _coded(size: int, digits: int, *, rank: int, num_ranks: int, adds: bool) -> np.ndarray:
     if not adds:
         pieces = np.arange(size) * num_ranks // max(1, size)
@@ -79,8 +87,8 @@ def _coded(size: int, digits: int, *, rank: int, num_ranks: int, adds: bool) -> 
 
 
 def _cancelling(size: int, rank: int, num_ranks: int) -> np.ndarray:
-    base = normal(f"collective.pair.{rank // 2}", (size,))
-    if rank % 2:  # |x| <= 6, so less than 2^-7 of it
+    base = _full(f"collective.pair.{rank // 2}", size)
+    if rank % 2:  # |normal| <= 6, so by less than 2^-7
         return -base * (1.0 + np.abs(normal(f"collective.{rank}", (size,))) / 2.0**10)
     return base / 2.0**12 if rank == num_ranks - 1 else base.copy()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from divergence.comparison.results.collectives import CollectivesResult
 from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
 from divergence.comparison.results.operators import AuditResult, OperatorsResult
 from divergence.comparison.results.sites import Coverage, SiteResult
@@ -118,6 +119,8 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """For each side that several ranks made: its ranks compared with one another."""
     suite: SuiteResult | None = None
     """None unless both runs are of an operator suite. Such runs have no other sites."""
+    collectives: CollectivesResult | None = None
+    """None unless the runs are of collectives, one or two. Such runs have no other sites."""
     logprobs: LogprobsResult | None = None
     """None unless one of both runs holds log-probabilities alone. Nothing has sites then."""
     findings: list[Finding] = []

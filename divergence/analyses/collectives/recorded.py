@@ -1,0 +1,158 @@
+"""A run of collectives, read case by case: what each rank put in, and what it got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from divergence.collectives.cases import COLLECTIVES, PREFIX, SIZES, Case, case_of
+from divergence.collectives.running import ORDER, SECONDS
+from divergence.errors import RunFormatError, UsageError
+from divergence.numerics.formats import FORMATS
+from divergence.run.reader import Run
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import join_site, module_of, operator_path
+from divergence.run.unshard import UnshardedRun
+
+__all__ = ["Measured", "Recorded", "RecordedCase", "Timed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What masks gave: sizes (calls, N) of the whole buffer."""
+
+    case: Case
+    elements: int
+    sizes: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of single calls on ``num_bytes``."""
+
+    collective: str
+    num_bytes: int
+    seconds: list[float]
+    link_rate: float | None
+
+
+class Recorded:
+    """The run, by rank and site. ``num_ranks``: of its mesh."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run.run if isinstance(run, UnshardedRun) else run
+        self.num_ranks = run.manifest.num_ranks
+        self.records = {(one.rank, one.site): one for one in self.run.records}
+        self.run.expect(self.run.records)
+        self._calls: dict[str, Record] = {}
+        for one in self.run.records:
+            if one.call is not None:
+                self._calls.setdefault(one.site, one)
+
+    def cases(self) -> Iterator[RecordedCase]:
+        """Every case of this version, in order."""
+        for record in self._calls.values():
+            assert record.call is not None
+            if record.call.operator in (ORDER, SECONDS):
+                continue
+            try:
+                case = case_of(module_of(record.site))
+            except UsageError:
+                continue
+            if record.call.operator == f"{PREFIX}{case.collective}":
+                yield RecordedCase(self, case)
+
+    def find(self, case: Case) -> RecordedCase | None:
+        """The recorded case, if the run has it."""
+        found = RecordedCase(self, case)
+        return found if found.site in self._calls else None
+
+    def orders(self) -> Iterator[Measured]:
+        """What was measured of the orders, the ranks' parts put together."""
+        for site, record in self._calls.items():
+            assert record.call is not None
+            if record.call.operator != ORDER:
+                continue
+            facts = record.call.arguments
+            parts = [self.read(rank, site) for rank in range(self.num_ranks)]
+            held = [part for part in parts if part is not None]
+            elements = facts.get("elements")
+            sizes = torch.cat(held, dim=1).to(torch.int64).numpy()
+            name, dtype, size = (facts.get(key) for key in ("collective", "dtype", "size"))
+            known = name in COLLECTIVES and dtype in FORMATS and size in SIZES
+            if known and isinstance(elements, int) and sizes.shape[1] == elements:
+                name = COLLECTIVES[COLLECTIVES.index(name)]
+                yield Measured(Case(name, str(dtype), str(size), "random"), elements, sizes)
+
+    def timed(self) -> Iterator[Timed]:
+        for site, record in self._calls.items():
+            assert record.call is not None
+            facts = record.call.arguments
+            seconds = self.read(record.rank, site) if record.call.operator == SECONDS else None
+            num_bytes, link = facts.get("bytes"), facts.get("link_bytes_per_s")
+            if seconds is not None and isinstance(num_bytes, int) and seconds.numel():
+                yield Timed(
+                    str(facts.get("collective")), num_bytes, seconds.double().tolist(),
+                    float(link) if isinstance(link, int | float) else None,
+                )  # fmt: skip
+
+    def read(self, rank: int, site: str) -> torch.Tensor | None:
+        """A rank's tensor; None where it has none."""
+        record = self.records.get((rank, site))
+        return None if record is None else self.run.read(record)
+
+    def implementation(self, path: str) -> str:
+        note = self.run.manifest.plan.modules.get(path)
+        return "-" if note is None else note.kind
+
+
+class RecordedCase:
+    """One case, its tensors read when asked for."""
+
+    def __init__(self, recorded: Recorded, case: Case) -> None:
+        self.recorded, self.case, self.num_ranks = recorded, case, recorded.num_ranks
+        self.place = operator_path(case.path, f"{PREFIX}{case.collective}", 1)
+        self.site = join_site(self.place, "out")
+
+    @cached_property
+    def inputs(self) -> list[torch.Tensor]:
+        """By rank; of a broadcast the root's alone. Raises RunFormatError where one is not there,
+        or is not of the case's size."""
+        ranks = range(1 if self.case.collective == "broadcast" else self.num_ranks)
+        found = [self.recorded.read(rank, join_site(self.place, "in.x")) for rank in ranks]
+        size = self.case.elements(self.num_ranks)
+        for rank, one in enumerate(found):
+            if one is None or tuple(one.shape) != (size,):
+                raise RunFormatError(
+                    f"what rank {rank} put in is not there, or not {size} elements",
+                    where=f"{self.recorded.run.path}, {self.place}",
+                )
+        return [one for one in found if one is not None]
+
+    @cached_property
+    def results(self) -> dict[int, torch.Tensor]:
+        """By rank, of those that are there."""
+        found = {rank: self.recorded.read(rank, self.site) for rank in self.ranks}
+        return {rank: one for rank, one in found.items() if one is not None}
+
+    @property
+    def ranks(self) -> range:
+        """Who has a result."""
+        return range(1 if self.case.collective == "reduce" else self.num_ranks)
+
+    def digests(self, rank: int) -> list[str | None]:
+        """Of a rank's result, and of those of its repetitions."""
+        found = []
+        for number in range(1, self.recorded.run.manifest.repeatability.num_runs + 1):
+            port = "out" if number == 1 else f"out.run{number}"
+            record = self.recorded.records.get((rank, join_site(self.place, port)))
+            if record is not None:
+                found.append(record.xxh3)
+        return found
+
+    def repetition(self, rank: int, number: int) -> torch.Tensor | None:
+        return self.recorded.read(rank, join_site(self.place, f"out.run{number}"))

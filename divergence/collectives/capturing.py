@@ -13,11 +13,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from divergence.collectives.bandwidth import parse_link_rate
 from divergence.collectives.cases import Case, all_cases, order_cases
 from divergence.collectives.chosen import Chosen, choose
 from divergence.collectives.faults import parse_fault
 from divergence.collectives.group import backend_name, join
-from divergence.collectives.bandwidth import parse_link_rate
 from divergence.collectives.running import LEAST_RUNS, Recorder, Work, chosen_work, record_all
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
@@ -80,7 +80,9 @@ def capture_collectives(
     chosen.rank = ranks.rank
     _check_faults(chosen, num_ranks)
     speaks = (progress or silent) if ranks.is_first else silent
-    seed = options.seed if options.seed is not None or like is None else recorded_seed(like.manifest)
+    seed = (
+        options.seed if options.seed is not None or like is None else recorded_seed(like.manifest)
+    )
     enabled = True if options.deterministic is None else options.deterministic
     with (
         ranks.watched(),

@@ -14,7 +14,7 @@ it in every window of P elements. ``decode`` cuts the buffer into stretches of o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import torch
@@ -118,7 +118,7 @@ def decode(sizes: np.ndarray, num_ranks: int, *, first: int = 0) -> list[Stretch
     edges = [0, *(np.flatnonzero(which[1:] != which[:-1]) + 1).tolist(), len(which)]
     found = [
         Stretch(int(starts[a]), int(starts[b - 1]) + width, trees[which[a]])
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in pairwise(edges)
     ]
     return _without_edges(found, width) if width > 1 else _merged(found)
 
@@ -176,7 +176,8 @@ def _sizes_of(tree: Tree) -> np.ndarray:
                 for j in below[two]:
                     meet[i, j] = meet[j, i] = sizes[num + k]
         below.append(set().union(*(below[child] for child in node)))
-    return np.array([meet[i, j] for i, j in combinations(range(num), 2)])
+    found: np.ndarray = np.array([meet[i, j] for i, j in combinations(range(num), 2)])
+    return found
 
 
 def chain_of(tree: Tree) -> list[int] | None:
@@ -229,9 +230,7 @@ def _circle(chains: list[list[int]], num_ranks: int) -> list[int] | None:
 
     def walks(chain: list[int], after: dict[int, int]) -> bool:
         ways = (chain, [chain[1], chain[0], *chain[2:]])
-        return any(
-            all(after[a] == b for a, b in zip(way, way[1:], strict=False)) for way in ways
-        )
+        return any(all(after[a] == b for a, b in pairwise(way)) for way in ways)
 
     first = chains[0]
     circles = []

@@ -66,7 +66,9 @@ class Recorder:
     skipped: dict[str, int] = field(default_factory=dict)
     repeated: Repeatability = field(default_factory=Repeatability)
 
-    def put(self, site: str, tensor: torch.Tensor, part: Placement, call: Call | None = None) -> None:
+    def put(
+        self, site: str, tensor: torch.Tensor, part: Placement, call: Call | None = None
+    ) -> None:
         item = CapturedTensor(tensor.detach().to("cpu", copy=True).contiguous())
         self.writer.put(
             item, pass_="free", sample=0, step=0, site=site, order=self.order, call=call,

@@ -80,7 +80,8 @@ def _full(name: str, size: int) -> np.ndarray:
 def _coded(size: int, digits: int, *, rank: int, num_ranks: int, adds: bool) -> np.ndarray:
     if not adds:
         pieces = np.arange(size) * num_ranks // max(1, size)
-        return 1.0 + (rank * num_ranks + pieces) % (2**digits - 1)
+        codes: np.ndarray = 1.0 + (rank * num_ranks + pieces) % (2**digits - 1)
+        return codes
     groups = -(-num_ranks // digits)
     group, place = divmod(rank, digits)
     return np.where(np.arange(size) % groups == group, 2.0**place, 0.0)
@@ -89,13 +90,12 @@ def _coded(size: int, digits: int, *, rank: int, num_ranks: int, adds: bool) -> 
 def _cancelling(size: int, rank: int, num_ranks: int) -> np.ndarray:
     base = _full(f"collective.pair.{rank // 2}", size)
     if rank % 2:  # |normal| <= 6, so by less than 2^-7
-        return -base * (1.0 + np.abs(normal(f"collective.{rank}", (size,))) / 2.0**10)
+        other: np.ndarray = -base * (1.0 + np.abs(normal(f"collective.{rank}", (size,))) / 2.0**10)
+        return other
     return base / 2.0**12 if rank == num_ranks - 1 else base.copy()
 
 
-def _integral(
-    values: Values, dtype: str, size: int, *, rank: int, num_ranks: int
-) -> torch.Tensor:
+def _integral(values: Values, dtype: str, size: int, *, rank: int, num_ranks: int) -> torch.Tensor:
     """Integers: sums fit, whatever the order."""
     name = f"collective.{zlib.crc32(values.encode())}.{rank}"
     kind = getattr(torch, dtype)

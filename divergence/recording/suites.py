@@ -20,8 +20,15 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import COLLECTIVES, SUITE
 from divergence.run.storage.location import location_of
 
-__all__ = ["capture_suite", "of_collectives", "refuse_options", "suite_of", "truth_of_suite",
-           "refuse_of_collectives", "wants_suite"]  # fmt: skip
+__all__ = [
+    "capture_suite",
+    "of_collectives",
+    "refuse_of_collectives",
+    "refuse_options",
+    "suite_of",
+    "truth_of_suite",
+    "wants_suite",
+]  # fmt: skip
 
 _OF_COLLECTIVES = ("--plant", "--ranks", "--link-rate")
 """Options of a suite that mean something to collectives alone."""
@@ -72,9 +79,7 @@ def capture_suite(
 
         if os.environ.get("RANK", "0") == "0":  # the others find what the first rank has made
             check_output(location_of(out), force=force, like=like)
-        return capture_collectives(
-            out=out, like=like, options=options, force=force, **parameters
-        )
+        return capture_collectives(out=out, like=like, options=options, force=force, **parameters)
     from divergence.ops.suite import capturing
 
     check_output(location_of(out), force=force, like=like)

@@ -113,9 +113,7 @@ def _pair(
             skipped.append(_skip(site, reason, "both"))
             continue
         num_common += 1
-        ranks = [
-            rank for rank in case.ranks if case.digests(rank)[:1] != other.digests(rank)[:1]
-        ]
+        ranks = [rank for rank in case.ranks if case.digests(rank)[:1] != other.digests(rank)[:1]]
         if ranks:
             far = [
                 _apart(case.results[rank], other.results[rank])

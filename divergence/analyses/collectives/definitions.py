@@ -80,7 +80,7 @@ def instead(
     swapped = _swapped(out, right, case.num_ranks)
     if swapped:
         return swapped
-    if last == size - 1 and count == size - first and 0 < first:
+    if last == size - 1 and count == size - first and first > 0:
         where = f"the last {count:,} of {size:,} elements"
     elif count == size:
         where = f"all {size:,} elements"

@@ -11,7 +11,7 @@ from divergence.comparison.results.collectives import (
     CollectivesSide,
     OrderRow,
 )
-from divergence.comparison.results.findings import Evidence, Finding, Onset, list_names
+from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, list_names
 from divergence.comparison.results.sites import Coverage
 from divergence.layout import count
 from divergence.run.command import command_line
@@ -89,7 +89,7 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
     )
 
 
-def _checks(judged: CollectivesSide, done: bool) -> list:  # type: ignore[type-arg]
+def _checks(judged: CollectivesSide, done: bool) -> list[Check]:
     made = any(row.num_cases for row in judged.rows)
     return [
         check("coverage", done, "not every rank's results are in the run"),
@@ -112,7 +112,9 @@ def _of_faults(
     known = {row.collective for one in sides for row in one.rows}
     many = len(known) > 3 and 2 * len(collectives) > len(known)
     cases = len({fault.site for one in sides for fault in one.faults})
-    more = f" ({count(cases, 'case')} in all: {', '.join(sorted(collectives))})" if cases > 1 else ""
+    more = (
+        f" ({count(cases, 'case')} in all: {', '.join(sorted(collectives))})" if cases > 1 else ""
+    )
     facts = [
         Evidence(text=("" if of == 1 else f"{letter(one.side)}: ") + _sentence(fault, alike))
         for one in sides
@@ -126,10 +128,23 @@ def _of_faults(
         f"({first.elements:,} elements), {first.values}: {first.text}{more}",
         onset=Onset(site=first.site, block=None, sample=0, step=0, position=None),
         side=side,
-        rests_on=[check("coverage", not missing, "not every rank's results are in the run")],
+        rests_on=[
+            check("coverage", not missing, "not every rank's results are in the run"),
+            check(
+                "rank",
+                not first.assumed or _confirmed(first, sides[0].faults),
+                "that each rank reduces its own part of the buffer is assumed",
+                made=False,
+            ),
+        ],
         evidence=facts,
         next=[command_line("compare", *(run.path for run in runs), all=True)],
     )
+
+
+def _confirmed(fault: CollectiveFault, faults: Sequence[CollectiveFault]) -> bool:
+    """Does another fault name the same ranks by what they hold?"""
+    return any(not one.assumed and one.ranks == fault.ranks for one in faults)
 
 
 def _who(fault: CollectiveFault, whose: str = "") -> str:
@@ -200,8 +215,8 @@ def _facts(judged: CollectivesSide, *, name: bool = False) -> list[Evidence]:
         same = sum(row.num_different == 0 for row in rows)
         facts.append(
             Evidence(
-                text=f"{whose}reduce-scatter and all-gather make the all-reduce's bits in {same} of "
-                f"{len(rows)} cases; the orders promise it in {len(promised)}"
+                text=f"{whose}reduce-scatter, then all-gather make the all-reduce's bits in {same} "
+                f"of {len(rows)} cases; the orders of addition promise it in {len(promised)}"
             )
         )
     flushed = sum(row.num_flushed for row in judged.rows)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from divergence.analyses.collectives.adding import Identity, Key, identities, order_row
 from divergence.analyses.collectives.definitions import (
     Sum,
     bits_differ,
@@ -22,18 +23,16 @@ from divergence.analyses.collectives.definitions import (
     part_of,
 )
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
-from divergence.analyses.collectives.replaying import narrow_rank, replay
+from divergence.analyses.collectives.replaying import narrow_ranks, replay
 from divergence.collectives.bandwidth import bus_factor
 from divergence.collectives.cases import COLLECTIVES, Case
-from divergence.collectives.orders import Stretch, decode, name_order, stretches_text
+from divergence.collectives.orders import Stretch, decode
 from divergence.comparison.results.collectives import (
     BandwidthRow,
     CollectiveCheck,
     CollectiveFault,
     CollectiveRow,
     CollectivesSide,
-    IdentityRow,
-    OrderRow,
 )
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
@@ -42,10 +41,6 @@ from divergence.words import Progress, Side, silent
 __all__ = ["judge"]
 
 _REPLICATED = ("all_reduce", "rs_ag", "all_gather", "broadcast")
-_ROUNDING_RMS = 0.4247
-"""rms of a rounding in units of u x, where the significand of x is distributed as 1/m: the error is
-uniform over ± u, and E[1/m²] = 3 / (8 ln 2), so √(3 / (8 ln 2) / 3)."""
-Key = tuple[str, str, str]
 
 
 @dataclass(slots=True)
@@ -68,7 +63,7 @@ class _Judge:
 
     def add(
         self, case: RecordedCase, check: CollectiveCheck, wrong: torch.Tensor | int,
-        ranks: tuple[int, ...], text: str, *, elements: int = 0,
+        ranks: tuple[int, ...], text: str, *, elements: int = 0, assumed: bool = False,
     ) -> None:  # fmt: skip
         count = wrong if isinstance(wrong, int) else int(wrong.sum())
         size = elements if isinstance(wrong, int) else len(wrong)
@@ -77,7 +72,7 @@ class _Judge:
             CollectiveFault(
                 check=check, collective=one.collective, dtype=one.dtype, size=one.size,
                 values=one.values, site=case.site, elements=size, num_wrong=count, ranks=ranks,
-                text=text,
+                text=text, assumed=assumed,
             )
         )  # fmt: skip
 
@@ -89,8 +84,7 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
     all_of = _Judge(recorded)
     measured = list(recorded.orders())
     for one in measured:
-        key = (one.case.collective, one.case.dtype, one.case.size)
-        all_of.orders[key] = decode(one.sizes, n)
+        all_of.orders[_key(one.case)] = decode(one.sizes, n)
     cases = list(recorded.cases())
     for number, case in enumerate(cases):
         (progress or silent)("compare", number, len(cases), case.case.path)
@@ -103,18 +97,24 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
         )
         for name, tally in all_of.tallies.items()
     ]  # fmt: skip
-    order_rows = [_order_row(all_of, one.case, one.elements) for one in measured]
-    identities = _identities(all_of)
+    order_rows = [
+        order_row(recorded, one.case, one.elements, all_of.orders[_key(one.case)])
+        for one in measured
+    ]
+    pairs = identities(recorded, all_of.orders)
+    for pair in pairs:
+        _judge_identity(all_of, pair)
     return CollectivesSide(
         side=side, num_ranks=n, backend=run.manifest.model.model_class, rows=rows,
-        faults=_sorted(all_of.faults), orders=order_rows, identities=identities,
+        faults=_sorted(all_of.faults), orders=order_rows,
+        identities=[pair.row for pair in pairs],
         bandwidth=_bandwidth(recorded), num_missing=all_of.num_missing,
         unsupported=_unsupported(run),
     )  # fmt: skip
 
 
 def _unsupported(run: Run) -> list[str]:
-    """``float8_e4m3fn in all_reduce, broadcast: Invalid scalar type``; other reasons as they are."""
+    """``float8_e4m3fn in all_reduce, broadcast: Invalid scalar type``; other reasons stay."""
     told: dict[tuple[str, str], list[str]] = {}
     others = []
     for reason in run.manifest.plan.skipped_operators:
@@ -124,7 +124,9 @@ def _unsupported(run: Run) -> list[str]:
             told.setdefault((dtype, why), []).append(name)
         else:
             others.append(reason)
-    return [f"{dtype} in {', '.join(names)}: {why}" for (dtype, why), names in told.items()] + others
+    return [
+        f"{dtype} in {', '.join(names)}: {why}" for (dtype, why), names in told.items()
+    ] + others
 
 
 def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
@@ -152,8 +154,8 @@ def _judge_bits(all_of: _Judge, case: RecordedCase) -> set[int]:
     for rank, out in case.results.items():
         right = expected[rank]
         if out.shape != right.shape:
-            all_of.add(case, "definition", len(out), (rank,),
-                       f"has {len(out):,} elements in place of {len(right):,}", elements=len(out))  # fmt: skip
+            text = f"has {len(out):,} elements in place of {len(right):,}"
+            all_of.add(case, "definition", len(out), (rank,), text, elements=len(out))
             wrong[rank] = torch.ones(1, dtype=torch.bool)
             continue
         differ = bits_differ(out, right)
@@ -235,57 +237,76 @@ def _name_wrong_sums(
     alone, or the one whose part of the buffer is."""
     found = _adds_narrow(all_of, case)
     if found is not None:
-        rank, dtype = found
-        first = min(wrong)
-        clause = f"adds in {dtype}: with its additions rounded so, every bit is explained"
-        all_of.add(case, "sum", wrong[first], (rank,), clause)
+        ranks, dtype = found
+        beyond = wrong[min(wrong)]
+        told = ranks if len(ranks) == 1 else _only(case, wrong, ranks)
+        text = f"adds in {dtype}: with its additions rounded so, every bit is explained"
+        assumed = len(ranks) > 1 and case.case.collective != "reduce_scatter"
+        all_of.add(case, "sum", beyond, told, text, assumed=assumed)
+        return
+    dtype_of_all = _adds_alike(all_of, case)
+    if dtype_of_all is not None:
+        text = f"add in {dtype_of_all}: with every addition rounded so, every bit is explained"
+        all_of.add(case, "sum", wrong[min(wrong)], tuple(range(case.num_ranks)), text)
         return
     for ranks, beyond in _alike(wrong):
         rank = ranks[0]
         text = instead(case.results[rank], beyond, case, rank, rights[rank])
-        named = ranks
+        named, assumed = ranks, False
         if len(ranks) == case.num_ranks and case.case.collective != "reduce_scatter":
             part = part_of(beyond, case.num_ranks)
             named = () if part is None else (part,)
-            text += "" if part is None else ", in the part of the buffer that it reduces"
-        all_of.add(case, "sum", beyond, named, text)
+            text += "" if part is None else ", in its part of the buffer"
+            assumed = part is not None
+        all_of.add(case, "sum", beyond, named, text, assumed=assumed)
 
 
 def _look_below(all_of: _Judge, case: RecordedCase) -> None:
     """A rank that adds in another dtype than the others, below what the bound shows."""
     one = case.case
-    stretches = all_of.orders.get((one.collective, one.dtype, one.size))
-    out = _whole_result(case)
+    stretches = all_of.orders.get(_key(one))
+    out = case.whole
     if stretches is None or out is None or one.values != "random":
         return
     if replay(stretches, [(case.inputs, out)]).accumulates is not None:
         return
     found = _adds_narrow(all_of, case)
     if found is not None:
-        rank, dtype = found
+        ranks, dtype = found
         text = f"adds in {dtype}, unlike the others: every bit is explained so, and not otherwise"
-        all_of.add(case, "sum", len(out), (rank,), text, elements=len(out))
+        told = ranks if len(ranks) == 1 else ()
+        all_of.add(case, "sum", len(out), told, text, elements=len(out))
 
 
-def _adds_narrow(all_of: _Judge, case: RecordedCase) -> tuple[int, str] | None:
+def _adds_alike(all_of: _Judge, case: RecordedCase) -> str | None:
+    """The dtype in which all ranks keep their sums, if it is narrower than the buffer's."""
+    out, stretches = case.whole, all_of.orders.get(_key(case.case))
+    if out is None or not stretches:
+        return None
+    found = replay(stretches, [(case.inputs, out)]).accumulates
+    wider = format_named(case.case.dtype).unit_roundoff
+    return found if found and format_named(found).unit_roundoff > wider else None
+
+
+def _only(
+    case: RecordedCase, wrong: dict[int, torch.Tensor], ranks: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The one of ``ranks`` that alone is wrong, or whose part of the buffer is."""
+    if case.case.collective == "reduce_scatter":
+        told = tuple(wrong) if len(wrong) == 1 else ()
+    else:
+        part = part_of(wrong[min(wrong)], case.num_ranks)
+        told = () if part is None else (part,)
+    return tuple(rank for rank in told if rank in ranks)
+
+
+def _adds_narrow(all_of: _Judge, case: RecordedCase) -> tuple[tuple[int, ...], str] | None:
     one = case.case
-    stretches = all_of.orders.get((one.collective, one.dtype, one.size))
-    out = _whole_result(case)
+    stretches = all_of.orders.get(_key(one))
+    out = case.whole
     if not stretches or out is None or format_named(one.dtype).kind != "float":
         return None
-    return narrow_rank(stretches, case.inputs, out)
-
-
-def _whole_result(case: RecordedCase) -> torch.Tensor | None:
-    """Σ as the first rank has it, or the ranks' parts behind one another; None where ranks differ
-    or one is missing."""
-    results = case.results
-    if len(results) < len(case.ranks):
-        return None
-    if case.case.collective == "reduce_scatter":
-        return torch.cat([results[rank] for rank in case.ranks])
-    first = results[0]
-    return first if all(torch.equal(first, one) for one in results.values()) else None
+    return narrow_ranks(stretches, case.inputs, out)
 
 
 def _judge_copies(all_of: _Judge, case: RecordedCase) -> None:
@@ -300,7 +321,7 @@ def _judge_copies(all_of: _Judge, case: RecordedCase) -> None:
     told = len(groups[1]) < len(most)
     differ = bits_differ(case.results[most[0]], case.results[others[0]])
     against = ", ".join(map(str, most[:6]))
-    text = f"holds other bits than rank{'s' * (len(most) > 1)} {against}, within rounding"
+    text = f"holds other bits than rank{'s' * (len(most) > 1)} {against}"
     named = tuple(sorted(others)) if told else ()
     all_of.add(case, "same_bits", differ, named, text if told else "ranks hold different bits")
 
@@ -320,112 +341,31 @@ def _judge_repeats(all_of: _Judge, case: RecordedCase) -> bool:
         return True
     ranks = tuple(sorted(differing))
     wrong = differing[ranks[0]]
-    named = ranks
+    named, assumed = ranks, False
     text = "adds in another order each time" if case.case.adds else "gives other bits each time"
     if len(ranks) == case.num_ranks and case.case.collective != "reduce_scatter":
         part = part_of(wrong, case.num_ranks)
         named = () if part is None else (part,)
-        text += "" if part is None else ": only the part of the buffer that it reduces changes"
-    all_of.add(case, "repeatable", wrong, named, text)
+        text += "" if part is None else ": only its part of the buffer changes"
+        assumed = part is not None
+    all_of.add(case, "repeatable", wrong, named, text, assumed=assumed)
     return False
 
 
-def _order_row(all_of: _Judge, case: Case, elements: int) -> OrderRow:
-    n, key = all_of.recorded.num_ranks, (case.collective, case.dtype, case.size)
-    stretches = all_of.orders[key]
-    trials, measured = [], None
-    for values in ("random", "cancelling", "outlier"):
-        found = all_of.recorded.find(Case(case.collective, case.dtype, case.size, values))
-        out = None if found is None else _whole_result(found)
-        if found is None or out is None:
-            continue
-        trials.append((found.inputs, out))
-        if values == "random":
-            error = exact_sum(found.inputs).error(out)
-            terms = torch.stack(found.inputs).double()
-            measured = float(error.square().mean().sqrt() / terms.square().mean().sqrt())
-    replayed = replay(stretches, trials)
-    named = name_order(stretches, n)
-    return OrderRow(
-        collective=case.collective, dtype=case.dtype, size=case.size, elements=elements,
-        order=named, first=stretches_text(stretches, n), num_chunks=len(stretches),
-        accumulates=replayed.accumulates, num_replayed=replayed.num,
-        expected=_expected(stretches, case.dtype, replayed.accumulates, n), measured=measured,
-    )  # fmt: skip
+def _judge_identity(all_of: _Judge, pair: Identity) -> None:
+    """Where the orders promise equal bits, and nothing else is wrong with either collective."""
+    names, case = ("all_reduce", "reduce_scatter", "rs_ag"), pair.composed.case
+    known = any(
+        fault.collective in names and (fault.dtype, fault.size) == (case.dtype, case.size)
+        for fault in all_of.faults
+    )
+    if pair.row.promised and pair.row.num_different and not known:
+        text = "other bits than all_reduce makes, though both add every element in one order"
+        all_of.add(pair.composed, "identity", pair.differ, (), text)
 
 
-def _expected(
-    stretches: list[Stretch], dtype: str, accumulates: str | None, num_ranks: int
-) -> float | None:
-    """rms error of a sum of n terms of variance 1 (trees: E[error²] = c² u² Σ size(node)); a wider
-    accumulator leaves the last rounding, of a sum of variance n."""
-    known = [one for one in stretches if one.tree is not None]
-    if not known or accumulates is None:
-        return None
-    form, inner = format_named(dtype), format_named(accumulates)
-    if inner.unit_roundoff < form.unit_roundoff:
-        return _ROUNDING_RMS * form.unit_roundoff * num_ranks**0.5
-    total = sum((one.stop - one.start) * one.tree.partials for one in known if one.tree)
-    mean = total / sum(one.stop - one.start for one in known)
-    return float(_ROUNDING_RMS * inner.unit_roundoff * mean**0.5)
-
-
-def _identities(all_of: _Judge) -> list[IdentityRow]:
-    """AR = RS + AG, case by case."""
-    rows = []
-    for composed in all_of.recorded.cases():
-        if composed.case.collective != "rs_ag":
-            continue
-        dtype, size, values = composed.case.dtype, composed.case.size, composed.case.values
-        whole = all_of.recorded.find(Case("all_reduce", dtype, size, values))
-        if whole is None:
-            continue
-        one, two = _whole_result(whole), _whole_result(composed)
-        if one is None or two is None:
-            continue
-        orders = [all_of.orders.get((name, dtype, size)) for name in ("all_reduce", "reduce_scatter")]
-        alike = _added_alike(orders[0], orders[1], len(one))
-        promised = alike is not None
-        differ = bits_differ(one, two)
-        if alike is not None:  # at the edge between two chunks it is not known
-            differ &= alike
-        bound = exact_sum(whole.inputs).bound
-        usage = ((one.double() - two.double()).abs() / (2 * bound).clamp_min(5e-324)).max()
-        rows.append(
-            IdentityRow(
-                dtype=dtype, size=size, values=values, promised=promised,
-                num_different=int(differ.sum()), elements=len(differ), limit_usage=float(usage),
-            )
-        )  # fmt: skip
-        known = any(
-            (f.dtype, f.size) == (dtype, size) and f.collective in ("all_reduce", "reduce_scatter", "rs_ag")
-            for f in all_of.faults
-        )
-        if promised and differ.any() and not known:
-            text = "reduce-scatter and all-gather give other bits than all-reduce, though both add "
-            all_of.add(composed, "identity", differ, (), f"{text}in one order")
-    return rows
-
-
-def _added_alike(
-    one: list[Stretch] | None, two: list[Stretch] | None, size: int
-) -> torch.Tensor | None:
-    """(size,) of bool: the elements that are known to be added in the same order; None where some
-    are known to be added in another."""
-    if not one or not two:
-        return None
-    number: dict[object, int] = {}
-    known = []
-    for stretches in (one, two):
-        trees = torch.full((size,), -1)
-        for part in stretches:
-            if part.tree is None:
-                return None
-            trees[part.start : part.stop] = number.setdefault(part.tree, len(number))
-        known.append(trees)
-    both = (known[0] >= 0) & (known[1] >= 0)
-    same = known[0] == known[1]
-    return both if bool(same[both].all()) and 2 * int(both.sum()) > size else None
+def _key(case: Case) -> Key:
+    return (case.collective, case.dtype, case.size)
 
 
 def _bandwidth(recorded: Recorded) -> list[BandwidthRow]:
@@ -461,5 +401,3 @@ def _sorted(faults: list[CollectiveFault]) -> list[CollectiveFault]:
                 next((n for n, known in enumerate(_VALUES) if known == one.values), 9))  # fmt: skip
 
     return sorted(faults, key=key)
-
-

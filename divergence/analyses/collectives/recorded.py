@@ -144,6 +144,18 @@ class RecordedCase:
         """Who has a result."""
         return range(1 if self.case.collective == "reduce" else self.num_ranks)
 
+    @cached_property
+    def whole(self) -> torch.Tensor | None:
+        """The sum as every rank has it, or the ranks' parts behind one another; None where ranks
+        differ or one is missing."""
+        results = self.results
+        if len(results) < len(self.ranks):
+            return None
+        if self.case.collective == "reduce_scatter":
+            return torch.cat([results[rank] for rank in self.ranks])
+        first = results[0]
+        return first if all(torch.equal(first, one) for one in results.values()) else None
+
     def digests(self, rank: int) -> list[str | None]:
         """Of a rank's result, and of those of its repetitions."""
         found = []

@@ -7,7 +7,7 @@ rest: its additions alone are rounded otherwise, and the replay that gives every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -17,7 +17,7 @@ from divergence.arithmetic.additions.trees import Tree
 from divergence.collectives.orders import Stretch, chain_of
 from divergence.numerics.formats import format_of
 
-__all__ = ["Replay", "narrow_rank", "replay", "stretches_of"]
+__all__ = ["Replay", "narrow_ranks", "replay"]
 
 WIDER = {"float16": ("float32", "float64"), "bfloat16": ("float32", "float64"),
          "float32": ("float64", "bfloat16", "float16"), "float64": ("float32",)}  # fmt: skip
@@ -32,15 +32,6 @@ class Replay:
 
     accumulates: str | None
     num: int
-
-
-def stretches_of(stretches: Iterable[Stretch], start: int, stop: int) -> list[Stretch]:
-    """Those of a part of the buffer, counted from its beginning."""
-    return [
-        Stretch(max(one.start, start) - start, min(one.stop, stop) - start, one.tree)
-        for one in stretches
-        if one.start < stop and one.stop > start
-    ]
 
 
 def replay(
@@ -89,15 +80,16 @@ def _sum(
     return values[-1].to(leaves[0].dtype)
 
 
-def narrow_rank(
+def narrow_ranks(
     stretches: Sequence[Stretch], inputs: list[torch.Tensor], out: torch.Tensor
-) -> tuple[int, str] | None:
-    """(rank, dtype): the one rank whose additions, if made in that dtype, give every bit; None
-    where none does, or several do.
+) -> tuple[tuple[int, ...], str] | None:
+    """(ranks, dtype): each rank whose additions alone, if made in that dtype, give every bit; None
+    where there is none, or where several dtypes do.
 
     Who makes an addition is known where a partial sum walks from rank to rank: the rank whose term
-    is added. Of the first two terms of a chain either may.
+    is added. Of the first two terms of a chain either may, so two ranks are not told apart.
     """
+    stretches = _divided(stretches, len(inputs), len(out))
     known = [(one, chain_of(one.tree)) for one in stretches if one.tree is not None]
     if not known or any(chain is None for _, chain in known) or len(known) < len(stretches):
         return None
@@ -108,11 +100,21 @@ def narrow_rank(
         kind = getattr(torch, name)
         if format_of(kind).unit_roundoff <= roundoff:
             continue
-        if all(
-            _fits(one, chain or [], rank, kind, inputs, out) for one, chain in known
-        ):
+        if all(_fits(one, chain or [], rank, kind, inputs, out) for one, chain in known):
             found.append((rank, name))
-    return found[0] if len(found) == 1 else None
+    dtypes = {name for _, name in found}
+    return (tuple(rank for rank, _ in found), dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def _divided(stretches: Sequence[Stretch], num_ranks: int, size: int) -> list[Stretch]:
+    """Cut at the edges of the ranks' parts too: of two ranks every part has the same order."""
+    each = -(-size // num_ranks)
+    return [
+        Stretch(max(one.start, edge), min(one.stop, edge + each), one.tree)
+        for one in stretches
+        for edge in range(0, size, each)
+        if max(one.start, edge) < min(one.stop, edge + each)
+    ]
 
 
 def _fits(

@@ -10,7 +10,18 @@ from divergence.comparison.results.collectives import (
     CollectivesSide,
     OrderRow,
 )
-from divergence.layout import BLANK, Line, columns, count, decimal, heading, line, prose, share, size
+from divergence.layout import (
+    BLANK,
+    Line,
+    columns,
+    count,
+    decimal,
+    heading,
+    line,
+    prose,
+    share,
+    size,
+)
 from divergence.words import letter
 
 __all__ = [
@@ -31,7 +42,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     if result.differing:
         what = f"{len(result.differing):,} of {result.num_common:,} cases"
         shown = result.differing if all_sites else result.differing[:_MOST_FAULTS]
-        rows = [("case", "ranks", "rel L2")]
+        rows: list[tuple[str, ...]] = [("case", "ranks", "rel L2")]
         rows += [(one.site.partition("/")[0], _ranks(one.ranks), decimal(one.rel_l2))
                  for one in shown]  # fmt: skip
         lines += [heading("different bits", what), *_table(rows), BLANK]
@@ -81,9 +92,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[Line]:
 
 def collective_rows(side: CollectivesSide) -> list[tuple[str, ...]]:
     """One a collective, below titles."""
-    rows: list[tuple[str, ...]] = [
-        ("collective", "by", "cases", "right", "repeated", "error")
-    ]
+    rows: list[tuple[str, ...]] = [("collective", "by", "cases", "right", "repeated", "error")]
     for row in side.rows:
         flushed = f" ({row.num_flushed} flushed)" if row.num_flushed else ""
         rows.append(
@@ -112,7 +121,13 @@ def order_rows(side: CollectivesSide, *, whole: bool) -> list[tuple[str, ...]]:
     ]
     seen: dict[tuple[str, ...], list[OrderRow]] = {}
     for one in side.orders:
-        key = (one.collective, one.dtype, one.order, one.accumulates or "-", one.first)
+        key: tuple[str, ...] = (
+            one.collective,
+            one.dtype,
+            one.order,
+            one.accumulates or "-",
+            one.first,
+        )
         if whole:
             key += (str(one.elements),)
         seen.setdefault(key, []).append(one)

@@ -38,6 +38,8 @@ class CollectiveFault(msgspec.Struct, frozen=True, kw_only=True):
     """Who made it; empty where it cannot be told."""
     text: str
     """What is wrong, as a clause."""
+    assumed: bool = False
+    """The rank is told by the part of the buffer that is wrong, as reduce-scatter deals parts."""
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):

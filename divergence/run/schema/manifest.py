@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "COLLECTIVES", "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote", "EngineNote",
-    "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote",
+    "COLLECTIVES", "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote",
+    "CompiledNote", "EngineNote", "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote",
     "ModuleRole", "Override", "Plan", "QuantizationNote", "Repeatability", "SampleTokens",
     "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
 ]  # fmt: skip

@@ -156,7 +156,8 @@ def _tree(row: np.ndarray, num_ranks: int) -> Tree | None:
         table[i, j] = table[j, i] = size
 
     def measure(i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        return table[i, j]
+        sizes: np.ndarray = table[i, j]
+        return sizes
 
     try:
         tree = reveal(measure, num_ranks)
@@ -176,8 +177,7 @@ def _sizes_of(tree: Tree) -> np.ndarray:
                 for j in below[two]:
                     meet[i, j] = meet[j, i] = sizes[num + k]
         below.append(set().union(*(below[child] for child in node)))
-    found: np.ndarray = np.array([meet[i, j] for i, j in combinations(range(num), 2)])
-    return found
+    return np.array([meet[i, j] for i, j in combinations(range(num), 2)])
 
 
 def chain_of(tree: Tree) -> list[int] | None:

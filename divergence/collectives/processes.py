@@ -24,7 +24,8 @@ from divergence.words import Progress, silent
 
 __all__ = ["start"]
 
-_PRELOADED = ["divergence.collectives.capturing"]
+_PRELOADED = ["divergence.collectives.capturing", "torch._inductor"]
+"""Loaded once, not by every rank: torch's deterministic mode imports its compiler (seconds)."""
 
 
 def start(

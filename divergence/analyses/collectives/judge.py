@@ -8,7 +8,6 @@ that is claimed is one. What hides below the bound is seen by replaying the orde
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 
 import torch
@@ -22,13 +21,12 @@ from divergence.analyses.collectives.definitions import (
     instead,
     part_of,
 )
+from divergence.analyses.collectives.rates import bandwidth_of
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
 from divergence.analyses.collectives.replaying import narrow_ranks, replay
-from divergence.collectives.bandwidth import bus_factor
 from divergence.collectives.cases import COLLECTIVES, Case
 from divergence.collectives.orders import Stretch, decode
 from divergence.comparison.results.collectives import (
-    BandwidthRow,
     CollectiveCheck,
     CollectiveFault,
     CollectiveRow,
@@ -108,7 +106,7 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
         side=side, num_ranks=n, backend=run.manifest.model.model_class, rows=rows,
         faults=_sorted(all_of.faults), orders=order_rows,
         identities=[pair.row for pair in pairs],
-        bandwidth=_bandwidth(recorded), num_missing=all_of.num_missing,
+        bandwidth=bandwidth_of(recorded), num_missing=all_of.num_missing,
         unsupported=_unsupported(run),
     )  # fmt: skip
 
@@ -366,21 +364,6 @@ def _judge_identity(all_of: _Judge, pair: Identity) -> None:
 
 def _key(case: Case) -> Key:
     return (case.collective, case.dtype, case.size)
-
-
-def _bandwidth(recorded: Recorded) -> list[BandwidthRow]:
-    rows = []
-    for one in recorded.timed():
-        seconds = statistics.median(one.seconds)
-        algbw = one.num_bytes / max(seconds, 1e-12)
-        rows.append(
-            BandwidthRow(
-                collective=one.collective, bytes=one.num_bytes, seconds=seconds, algbw=algbw,
-                busbw=algbw * bus_factor(one.collective, recorded.num_ranks),
-                link_rate=one.link_rate,
-            )
-        )  # fmt: skip
-    return rows
 
 
 _CHECKS: tuple[CollectiveCheck, ...] = ("definition", "sum", "repeatable", "same_bits", "identity")

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "COLLECTIVES", "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote",
-    "CompiledNote", "EngineNote", "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote",
-    "ModuleRole", "Override", "Plan", "QuantizationNote", "Repeatability", "SampleTokens",
-    "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
+    "COLLECTIVES", "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote",
+    "EngineNote", "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity",
+    "ModuleNote", "ModuleRole", "Override", "Plan", "QuantizationNote", "Repeatability",
+    "SampleTokens", "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 6

@@ -25,8 +25,8 @@ from divergence.options.capture import CaptureOptions
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.new_run import provenance
-from divergence.recording.ranks.divided import closed, started
 from divergence.recording.ranks.processes import Ranks
+from divergence.recording.ranks.together import closed, started
 from divergence.run.command import quoted
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (
@@ -71,8 +71,8 @@ def capture_collectives(
         from divergence.collectives.processes import start
 
         return start(
-            options.ranks, out=out, like=like, options=replace(options, ranks=None), force=force,
-            command=command, progress=progress,
+            capture_collectives, options.ranks, out=out, like=like,
+            options=replace(options, ranks=None), force=force, command=command, progress=progress,
         )  # fmt: skip
     num_ranks = _started_ranks(like)
     device = resolve_device(options.device)

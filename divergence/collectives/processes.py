@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from divergence.words import Progress, silent
 
 __all__ = ["start"]
 
-_PRELOADED = ["divergence.collectives.capturing", "torch._inductor"]
+_PRELOADED = ["divergence.collectives.running", "torch._inductor"]
 """Loaded once, not by every rank: torch's deterministic mode imports its compiler (seconds)."""
 
 
 def start(
+    capture: Callable[..., Run],
     num_ranks: int,
     *,
     out: str | Path,
@@ -38,7 +40,8 @@ def start(
     command: str | None,
     progress: Progress | None,
 ) -> Run:
-    """Capture with ``num_ranks`` processes; the run, opened. Raises what the ranks raise."""
+    """Call ``capture`` with the rest in ``num_ranks`` processes; the run, opened. Raises what the
+    ranks raise."""
     if "RANK" in os.environ:
         raise UsageError(
             "--ranks starts processes, and torchrun has started them already", hint="leave it out"
@@ -55,7 +58,7 @@ def start(
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(rank, num_ranks, port, theirs, asked), daemon=True
+            target=_rank, args=(capture, rank, num_ranks, port, theirs, asked), daemon=True
         )
         process.start()
         theirs.close()
@@ -94,7 +97,10 @@ def _listen(ends: list[Connection], progress: Progress) -> Exception | None:
     return failed
 
 
-def _rank(rank: int, num_ranks: int, port: int, end: Connection, asked: dict[str, Any]) -> None:
+def _rank(
+    capture: Callable[..., Run], rank: int, num_ranks: int, port: int, end: Connection,
+    asked: dict[str, Any],
+) -> None:  # fmt: skip
     """One process: its environment as torchrun makes it, then the capture."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
@@ -102,14 +108,12 @@ def _rank(rank: int, num_ranks: int, port: int, end: Connection, asked: dict[str
     )  # fmt: skip
     import torch
 
-    from divergence.collectives.capturing import capture_collectives
-
     torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
     like = asked.pop("like")
     say: Progress | None = None if rank else lambda *what: end.send(("progress", what))
     code = 0
     try:
-        capture_collectives(like=None if like is None else Run.open(like), progress=say, **asked)
+        capture(like=None if like is None else Run.open(like), progress=say, **asked)
     except Exception as error:
         code = 1
         with contextlib.suppress(Exception):

@@ -21,6 +21,8 @@ from divergence.options.commands import (
     SERVER,
     TRUST,
     Label,
+    LinkRate,
+    Ranks,
 )
 from divergence.options.option import Option, Options
 
@@ -381,26 +383,8 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             MODEL,
         ),
     ] = None
-    ranks: Annotated[
-        int | None,
-        Option(
-            "--ranks N",
-            "Of suite:collectives: start N processes on this machine, in place of torchrun.",
-            MODEL,
-            minimum=2,
-            suite=True,
-        ),
-    ] = None
-    link_rate: Annotated[
-        str | None,
-        Option(
-            "--link-rate RATE",
-            "Of suite:collectives: the stated rate of one link, 400Gb/s or 50GB/s, to hold the "
-            "measured bandwidth against.",
-            MODEL,
-            suite=True,
-        ),
-    ] = None
+    ranks: Ranks = None
+    link_rate: LinkRate = None
     buffer: Annotated[
         str | int,
         Option(
@@ -411,9 +395,5 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
     ] = "512MiB"
     probe: Annotated[
         bool,
-        Option(
-            "--no-probe",
-            "Leave out the probe of this machine's arithmetic (a second).",
-            suite=True,
-        ),
+        Option("--no-probe", "Leave out the probe of this machine's arithmetic.", suite=True),
     ] = True

@@ -13,7 +13,7 @@ from divergence.analyses.collectives.recorded import Recorded, RecordedCase
 from divergence.analyses.collectives.replaying import replay
 from divergence.collectives.cases import Case
 from divergence.collectives.orders import Stretch, name_order, stretches_text
-from divergence.comparison.results.collectives import IdentityRow, OrderRow
+from divergence.comparison.results.suites import IdentityRow, OrderRow
 from divergence.numerics.formats import format_named
 
 __all__ = ["Identity", "Key", "identities", "order_row"]

@@ -19,13 +19,13 @@ from divergence.comparison.decide import decide
 from divergence.comparison.facts import explain_arithmetic
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.collectives import (
+from divergence.comparison.results.findings import Finding, PreflightLine
+from divergence.comparison.results.sites import Coverage, Skipped
+from divergence.comparison.results.suites import (
     CollectiveDiff,
     CollectivesResult,
     CollectivesSide,
 )
-from divergence.comparison.results.findings import Finding, PreflightLine
-from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.errors import UsageError
 from divergence.run.command import command_line
 from divergence.run.reader import Run

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.comparison.decide import check
-from divergence.comparison.results.collectives import (
+from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, list_names
+from divergence.comparison.results.sites import Coverage
+from divergence.comparison.results.suites import (
     CollectiveFault,
     CollectivesResult,
     CollectivesSide,
     OrderRow,
 )
-from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, list_names
-from divergence.comparison.results.sites import Coverage
 from divergence.layout import count
 from divergence.run.command import command_line
 from divergence.run.reader import Run

@@ -26,7 +26,7 @@ from divergence.analyses.collectives.recorded import Recorded, RecordedCase
 from divergence.analyses.collectives.replaying import narrow_ranks, replay
 from divergence.collectives.cases import COLLECTIVES, Case
 from divergence.collectives.orders import Stretch, decode
-from divergence.comparison.results.collectives import (
+from divergence.comparison.results.suites import (
     CollectiveCheck,
     CollectiveFault,
     CollectiveRow,

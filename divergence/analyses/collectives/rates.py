@@ -6,7 +6,7 @@ import statistics
 
 from divergence.analyses.collectives.recorded import Recorded
 from divergence.collectives.bandwidth import bus_factor
-from divergence.comparison.results.collectives import BandwidthRow
+from divergence.comparison.results.suites import BandwidthRow
 
 __all__ = ["bandwidth_of"]
 

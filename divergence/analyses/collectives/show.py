@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.collectives import (
+from divergence.comparison.results.suites import (
     BandwidthRow,
     CollectivesSide,
     OrderRow,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from divergence.collectives.cases import COLLECTIVES, Collective
-from divergence.collectives.faults import Fault, planted
+from divergence.collectives.faults import BY, Fault, planted
 from divergence.collectives.group import BACKENDS, Call, all_gather, native
 from divergence.collectives.own import ALGORITHMS, all_reduce_by, reduce_scatter_by
 from divergence.errors import UsageError
@@ -47,7 +47,10 @@ class Chosen:
         return planted(self.faults, collective, call, rank=self.rank)
 
     def name_of(self, collective: Collective, backend: str) -> str:
-        """As it is recorded."""
+        """As it is recorded. A fault in an addition is planted in this package's own."""
+        for fault in self.faults:
+            if fault.collective == collective and fault.name in BY:
+                return BY[fault.name]
         return self.names.get("reduce_scatter" if collective == "rs_ag" else collective, backend)
 
 

@@ -21,7 +21,7 @@ from divergence.collectives.group import Call
 from divergence.collectives.own import all_reduce_by, reduce_scatter_by
 from divergence.errors import PlantError
 
-__all__ = ["FAULTS", "Fault", "parse_fault", "planted"]
+__all__ = ["BY", "FAULTS", "Fault", "parse_fault", "planted"]
 
 FAULTS = {
     "bfloat16": "bfloat16@1     rank 1 adds in bfloat16; float16@1 in float16",
@@ -30,7 +30,8 @@ FAULTS = {
     "swap": "swap@1         rank 1 takes its first two chunks for one another",
     "tail": "tail:17@1      the last 17 elements of rank 1's result never arrive",
 }
-_IN_SUMS = ("bfloat16", "float16", "unordered")
+BY = {"bfloat16": "ring", "float16": "ring", "unordered": "flat"}
+"""Faults in an addition: the algorithm of collectives.own that has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def parse_fault(text: str) -> Fault:
     summing = where in ("all_reduce", "reduce_scatter")
     if name not in FAULTS or (count and not count.isdecimal()) or (name == "tail") != bool(count):
         raise PlantError(f"unknown fault {what!r}", where=f"--plant {text}", hint=hint)
-    if name in _IN_SUMS and not summing:
+    if name in BY and not summing:
         raise PlantError(
             f"{name} is planted in all_reduce or reduce_scatter", where=f"--plant {text}", hint=hint
         )
@@ -78,14 +79,14 @@ def planted(faults: Iterable[Fault], collective: Collective, call: Call, *, rank
 def _with(fault: Fault, call: Call, *, mine: bool) -> Call:
     by = all_reduce_by if fault.collective == "all_reduce" else reduce_scatter_by
     if fault.name == "unordered":
-        return by("flat", order=_shuffled if mine else range)
-    if fault.name in _IN_SUMS:
+        return by(BY[fault.name], order=_shuffled if mine else range)
+    if fault.name in BY:
         narrow = getattr(torch, fault.name)
 
         def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return (x.to(narrow) + y.to(narrow)).to(x.dtype)
 
-        return by("ring", add=add) if mine else by("ring")
+        return by(BY[fault.name], add=add) if mine else by(BY[fault.name])
     if not mine:
         return call
 

@@ -368,7 +368,7 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
         Option(
             "--plant SITE=FAULT",
             "Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: in "
-            "that prompt's step alone.",
+            "that prompt's step alone. Of suite:collectives: COLLECTIVE=FAULT@RANK.",
             REPEATING,
             suite=True,
         ),

@@ -37,7 +37,7 @@ def page(report: Report, background: Background) -> list[Section]:
             )
         ]  # fmt: skip
         if side.faults:
-            first, *rows = fault_rows(side, most=_MOST_FAULTS)
+            first, *rows = fault_rows(side, whole=len(side.faults) <= _MOST_FAULTS)
             faults = Table(caption=f"Faults{whose}", titles=first, rows=rows, num_left=5)
             body.append(table(faults))
         if side.orders:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from divergence.comparison.result import Report
 from divergence.comparison.results.suites import (
     BandwidthRow,
+    CollectiveFault,
     CollectivesSide,
     OrderRow,
 )
@@ -64,11 +65,11 @@ def _side(side: CollectivesSide, *, alone: bool, whole: bool) -> list[Line]:
         BLANK,
     ]  # fmt: skip
     if side.faults:
-        rows = fault_rows(side, most=None if whole else _MOST_FAULTS)
-        lines += [heading(f"faults{whose}", count(len(side.faults), "finding")), *_table(rows)]
-        if not whole and len(side.faults) > _MOST_FAULTS:
-            more = len(side.faults) - _MOST_FAULTS
-            lines.append(line((f"  … {more:,} more (--all lists them)", "dim")))
+        rows = fault_rows(side, whole=whole)
+        shown = rows if whole else rows[: _MOST_FAULTS + 1]
+        lines += [heading(f"faults{whose}", count(len(side.faults), "finding")), *_table(shown)]
+        if len(shown) < len(rows):
+            lines.append(line((f"  … {len(rows) - len(shown):,} more (--all lists them)", "dim")))
         lines.append(BLANK)
     if side.orders:
         lines += [
@@ -97,18 +98,25 @@ def collective_rows(side: CollectivesSide) -> list[tuple[str, ...]]:
         flushed = f" ({row.num_flushed} flushed)" if row.num_flushed else ""
         rows.append(
             (row.collective, row.implementation, str(row.num_cases), f"{row.num_right}{flushed}",
-             str(row.num_repeated), "-" if row.limit_usage is None else share(row.limit_usage))
+             str(row.num_repeated), _usage(row.limit_usage))
         )  # fmt: skip
     return rows
 
 
-def fault_rows(side: CollectivesSide, *, most: int | None) -> list[tuple[str, ...]]:
-    """One a fault, below titles."""
+def fault_rows(side: CollectivesSide, *, whole: bool) -> list[tuple[str, ...]]:
+    """One a fault, below titles; those that say the same of other cases are one unless
+    ``whole``."""
     rows: list[tuple[str, ...]] = [("ranks", "case", "check", "wrong", "what")]
-    for one in side.faults[:most]:
+    groups: dict[tuple[object, ...], list[CollectiveFault]] = {}
+    for number, one in enumerate(side.faults):
+        key = (one.check, one.collective, one.ranks, one.text if one.ranks else "")
+        groups.setdefault((*key, number if whole else 0), []).append(one)
+    for group in groups.values():
+        one = group[0]
+        more = f", {len(group) - 1} more" if len(group) > 1 else ""
         rows.append(
-            (_ranks(one.ranks), f"{one.collective}.{one.dtype}.{one.size}.{one.values}", one.check,
-             f"{one.num_wrong:,}/{one.elements:,}", one.text)
+            (_ranks(one.ranks), f"{one.collective}.{one.dtype}.{one.size}.{one.values}{more}",
+             one.check, f"{one.num_wrong:,}/{one.elements:,}", one.text)
         )  # fmt: skip
     return rows
 
@@ -158,6 +166,11 @@ def bandwidth_rows(side: CollectivesSide, *, whole: bool) -> list[tuple[str, ...
             cells += ["-", "-"] if not rate else [_rate(rate), share(one.busbw / rate)]
         rows.append(tuple(cells))
     return rows
+
+
+def _usage(value: float | None) -> str:
+    """``74%``; a wrong sum's in powers of ten."""
+    return "-" if value is None else share(value) if value < 10 else f"{value:.0e}x"
 
 
 def _rate(value: float) -> str:

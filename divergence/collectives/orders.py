@@ -112,6 +112,8 @@ def decode(sizes: np.ndarray, num_ranks: int, *, first: int = 0) -> list[Stretch
             rows[np.arange(len(starts)), (starts + offset + first) % num_pairs] = sizes[
                 0, starts + offset
             ]
+    if len(rows) == 0:
+        return []
     distinct, which = np.unique(rows, axis=0, return_inverse=True)
     trees = [_tree(row, num_ranks) for row in distinct]
     which = which.reshape(-1)

@@ -32,7 +32,7 @@ def order_row(recorded: Recorded, case: Case, elements: int, stretches: list[Str
     trials, measured = [], None
     for values in ("random", "cancelling", "outlier"):
         found = recorded.find(Case(case.collective, case.dtype, case.size, values))
-        out = None if found is None else found.whole
+        out = None if found is None or not found.has_inputs else found.whole
         if found is None or out is None:
             continue
         trials.append((found.inputs, out))
@@ -79,10 +79,12 @@ def identities(recorded: Recorded, orders: Mapping[Key, list[Stretch]]) -> list[
     """AR = RS + AG, case by case: bit for bit where both add every element in the same order."""
     found = []
     for composed in recorded.cases():
-        if composed.case.collective != "rs_ag":
+        if composed.case.collective != "rs_ag" or not composed.has_inputs:
             continue
         dtype, size, values = composed.case.dtype, composed.case.size, composed.case.values
         direct = recorded.find(Case("all_reduce", dtype, size, values))
+        if direct is not None and not direct.has_inputs:
+            continue
         one, two = None if direct is None else direct.whole, composed.whole
         if direct is None or one is None or two is None:
             continue

@@ -129,6 +129,9 @@ def _unsupported(run: Run) -> list[str]:
 
 def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
     name = case.case.collective
+    if not case.has_inputs:
+        all_of.num_missing += 1
+        return
     tally = all_of.tallies.setdefault(name, _Tally())
     tally.num_cases += 1
     tally.implementation = all_of.recorded.implementation(case.case.path)

@@ -9,10 +9,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from divergence.collectives.cases import COLLECTIVES, PREFIX, SIZES, Case, case_of
+from divergence.collectives.cases import ADDING, COLLECTIVES, PREFIX, SIZES, Case, case_of
 from divergence.collectives.running import ORDER, SECONDS
 from divergence.errors import RunFormatError, UsageError
-from divergence.numerics.formats import FORMATS
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import join_site, module_of, operator_path
@@ -40,13 +39,22 @@ class Timed:
     link_rate: float | None
 
 
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
 class Recorded:
-    """The run, by rank and site. ``num_ranks``: of its mesh."""
+    """The run, by rank and site. ``num_ranks``: of its mesh. Raises RunFormatError where its
+    records cannot be of so many ranks."""
 
     def __init__(self, run: Run) -> None:
         self.run = run.run if isinstance(run, UnshardedRun) else run
         self.num_ranks = run.manifest.num_ranks
         self.records = {(one.rank, one.site): one for one in self.run.records}
+        if not 2 <= self.num_ranks <= max(2, len(self.run.records)):
+            raise RunFormatError(
+                f"collectives of {self.num_ranks} ranks, and {len(self.run.records)} records",
+                where=str(run.path), hint="two ranks at least make such a run; capture it again",
+            )  # fmt: skip
         self.run.expect(self.run.records)
         self._calls: dict[str, Record] = {}
         for one in self.run.records:
@@ -79,14 +87,16 @@ class Recorded:
                 continue
             facts = record.call.arguments
             parts = [self.read(rank, site) for rank in range(self.num_ranks)]
-            held = [part for part in parts if part is not None]
+            held = [part for part in parts if part is not None and part.ndim == 2]
             elements = facts.get("elements")
+            name, dtype, size = (str(facts.get(key)) for key in ("collective", "dtype", "size"))
+            known = name in ADDING and dtype in _FLOATS and size in SIZES
+            alike = len({len(part) for part in held}) == 1 and len(held[0]) > 0
+            if not (known and alike and sum(part.shape[1] for part in held) == elements):
+                continue
             sizes = torch.cat(held, dim=1).to(torch.int64).numpy()
-            name, dtype, size = (facts.get(key) for key in ("collective", "dtype", "size"))
-            known = name in COLLECTIVES and dtype in FORMATS and size in SIZES
-            if known and isinstance(elements, int) and sizes.shape[1] == elements:
-                name = COLLECTIVES[COLLECTIVES.index(name)]
-                yield Measured(Case(name, str(dtype), str(size), "random"), elements, sizes)
+            case = Case(next(one for one in COLLECTIVES if one == name), dtype, size, "random")
+            yield Measured(case, sizes.shape[1], sizes)
 
     def timed(self) -> Iterator[Timed]:
         for site, record in self._calls.items():
@@ -120,24 +130,41 @@ class RecordedCase:
 
     @cached_property
     def inputs(self) -> list[torch.Tensor]:
-        """By rank; of a broadcast the root's alone. Raises RunFormatError where one is not there,
-        or is not of the case's size."""
-        ranks = range(1 if self.case.collective == "broadcast" else self.num_ranks)
-        found = [self.recorded.read(rank, join_site(self.place, "in.x")) for rank in ranks]
+        """By rank; of a broadcast the root's alone. Raises RunFormatError for one that is not of
+        the case's size and dtype. ``has_inputs``: are they all there?"""
+        sites = [(rank, join_site(self.place, "in.x")) for rank in self._givers]
+        found = [one for one in (self.recorded.read(*at) for at in sites) if one is not None]
         size = self.case.elements(self.num_ranks)
-        for rank, one in enumerate(found):
-            if one is None or tuple(one.shape) != (size,):
+        for one in found:
+            if tuple(one.shape) != (size,) or one.dtype != getattr(torch, self.case.dtype):
                 raise RunFormatError(
-                    f"what rank {rank} put in is not there, or not {size} elements",
+                    f"what a rank put in is not {size} elements of {self.case.dtype}",
                     where=f"{self.recorded.run.path}, {self.place}",
                 )
-        return [one for one in found if one is not None]
+        return found
+
+    @property
+    def _givers(self) -> range:
+        return range(1 if self.case.collective == "broadcast" else self.num_ranks)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Of a run that was stopped some may be missing."""
+        site = join_site(self.place, "in.x")
+        return all((rank, site) in self.recorded.records for rank in self._givers)
 
     @cached_property
     def results(self) -> dict[int, torch.Tensor]:
         """By rank, of those that are there."""
         found = {rank: self.recorded.read(rank, self.site) for rank in self.ranks}
-        return {rank: one for rank, one in found.items() if one is not None}
+        held = {rank: one for rank, one in found.items() if one is not None}
+        for rank, one in held.items():
+            if one.ndim != 1 or one.dtype != getattr(torch, self.case.dtype):
+                raise RunFormatError(
+                    f"what rank {rank} got is no row of {self.case.dtype}",
+                    where=f"{self.recorded.run.path}, {self.site}",
+                )
+        return held
 
     @property
     def ranks(self) -> range:

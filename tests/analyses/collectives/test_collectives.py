@@ -4,6 +4,7 @@ found with the collective and the rank that has it."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 from divergence import Run, capture, compare, truth
 from divergence.analyses.collectives.recorded import Recorded
 from divergence.collectives.orders import chain_of, decode
-from divergence.errors import PlantError, UsageError
+from divergence.errors import PlantError, RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 
 SUMS = ["all_reduce.float32.odd.*", "all_reduce.*.odd.random", "order.all_reduce.*.odd"]
@@ -234,3 +235,54 @@ def test_torchrun_starts_the_ranks(tmp_path):
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert compare(Run.open(out)).verdict.kind == "within_floor"
+
+
+def altered(run: Run, out, change) -> Run:
+    """A copy whose manifest and lines of records are changed."""
+    shutil.copytree(run.path, out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    lines = {
+        file: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted(out.glob("records*.jsonl"))
+    }
+    change(manifest, lines)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    for file, records in lines.items():
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return Run.open(out)
+
+
+def test_a_rank_that_is_missing_is_not_called_right(made, tmp_path):
+    """What one rank had written is gone: its cases are counted as missing."""
+
+    def lose(manifest, lines):
+        manifest["complete"] = False
+        lines[max(lines)].clear()
+
+    report = compare(altered(made(3), tmp_path / "r", lose))
+    assert report.verdict.confidence != "high"
+    assert report.collectives.sides[0].num_missing > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2**31])
+def test_impossible_numbers_of_ranks_are_refused(made, tmp_path, num_ranks):
+    """A run from elsewhere may say anything."""
+
+    def change(manifest, lines):
+        manifest["mesh"]["axes"][0]["size"] = num_ranks
+
+    with pytest.raises(RunFormatError):
+        compare(altered(made(3), tmp_path / "r", change))
+
+
+def test_facts_of_a_strange_run_are_left_out(made, tmp_path):
+    """Orders whose words are no words of this version."""
+
+    def change(manifest, lines):
+        for records in lines.values():
+            for record in records:
+                if record.get("call", {}).get("operator") == "collective.order":
+                    record["call"]["arguments"]["dtype"] = ["float32"]
+
+    report = compare(altered(made(3), tmp_path / "r", change))
+    assert report.collectives.sides[0].orders == []

@@ -222,25 +222,37 @@ def name_order(stretches: list[Stretch], num_ranks: int) -> str:
 
 
 def _ring(chains: list[list[int]], num_ranks: int) -> str:
-    """Are these stretches of one circle, each begun at another rank?"""
-    return "ring" if num_ranks == 3 or _circle(chains, num_ranks) is not None else "mixed"
+    """Are these stretches of one circle, or of several (a library's channels), each with chunks
+    that begin at different ranks?"""
+    left = list(chains)
+    while left and num_ranks > 3:
+        members = max(
+            ([one for one in left if _walks(one, after)] for after in _circles_of(left[0])), key=len
+        )
+        if len(members) < 2:
+            return "mixed"
+        left = [one for one in left if one not in members]
+    return "ring"
 
 
-def _circle(chains: list[list[int]], num_ranks: int) -> list[int] | None:
-    """The circle that all chains walk, from where the first one begins; None where there is none,
-    or where each of the first two may be the first. A chain's first two terms may be swapped."""
+def _circles_of(chain: list[int]) -> list[dict[int, int]]:
+    """Rank → the next one, of the two circles that a chain may lie on: its first two terms may be
+    swapped."""
+    ways = (chain, [chain[1], chain[0], *chain[2:]])
+    return [{one: way[(k + 1) % len(way)] for k, one in enumerate(way)} for way in ways]
 
-    def walks(chain: list[int], after: dict[int, int]) -> bool:
-        ways = (chain, [chain[1], chain[0], *chain[2:]])
-        return any(all(after[a] == b for a, b in pairwise(way)) for way in ways)
 
-    first = chains[0]
-    circles = []
-    for circle in (first, [first[1], first[0], *first[2:]]):
-        after = {one: circle[(k + 1) % num_ranks] for k, one in enumerate(circle)}
-        if all(walks(chain, after) for chain in chains):
-            circles.append(circle)
-    return circles[0] if len(circles) == 1 else None
+def _walks(chain: list[int], after: dict[int, int]) -> bool:
+    ways = (chain, [chain[1], chain[0], *chain[2:]])
+    return any(all(after[a] == b for a, b in pairwise(way)) for way in ways)
+
+
+def _direction(chains: list[list[int]]) -> list[int]:
+    """The first chain, its first two terms as the circle that most chains walk has them; the lower
+    one first where both fit equally."""
+    first, swapped = chains[0], [chains[0][1], chains[0][0], *chains[0][2:]]
+    one, two = (sum(_walks(chain, after) for chain in chains) for after in _circles_of(first))
+    return first if one >= two else swapped
 
 
 def _halving(num_ranks: int) -> Tree | None:
@@ -265,8 +277,7 @@ def stretches_text(stretches: list[Stretch], num_ranks: int) -> str:
     chain = chain_of(tree)
     if chain is not None:
         chains = [chain_of(one.tree) for one in stretches if one.tree is not None]
-        circle = _circle([one for one in chains if one], num_ranks) or chain
-        text = " + ".join(str(rank) for rank in circle)
+        text = " + ".join(map(str, _direction([one for one in chains if one])))
     else:
         text = _bracketed(tree, tree.num_leaves + len(tree.nodes) - 1)
     text = text if len(text) <= 40 else f"{text[:37]}..."

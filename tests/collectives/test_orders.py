@@ -92,6 +92,24 @@ def test_chunks_are_found_to_the_element():
     assert stretches_text(found, 4) == "3 + 2 + 1 + 0, and 3 more chunks"
 
 
+def test_channels_with_other_circles_are_a_ring():
+    """Half of the buffer walks one circle, half another."""
+    circles = ([0, 1, 2, 3, 4, 5], [0, 2, 4, 1, 3, 5])
+
+    def channels(terms):
+        halves = [one.tensor_split(2) for one in terms]
+        found = []
+        for number, circle in enumerate(circles):
+            parts = [half[number].tensor_split(6) for half in halves]
+            for k in range(6):
+                order = [circle[(k + step) % 6] for step in range(6)]
+                found.append(chain(order, [part[k] for part in parts]))
+        return torch.cat(found)
+
+    found = measured(channels, 6, 3001)
+    assert (len(found), name_order(found, 6)) == (12, "ring")
+
+
 def test_large_buffers_leave_out_the_edges_alone():
     """No more than a window at each change of order."""
     found = measured(gloo, 8, 40_000)

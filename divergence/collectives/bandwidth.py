@@ -14,7 +14,6 @@ S is the size of what a rank puts in, or of what it gets where that is more (all
 from __future__ import annotations
 
 import re
-import statistics
 import time
 from collections.abc import Sequence
 
@@ -93,8 +92,3 @@ def _timed(call: Call, x: torch.Tensor) -> float:
 def _wait(x: torch.Tensor) -> None:
     if x.device.type != "cpu":
         getattr(torch, x.device.type).synchronize(x.device)
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """The median."""
-    return statistics.median(seconds)

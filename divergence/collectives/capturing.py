@@ -110,7 +110,7 @@ def capture_collectives(
             writer.flush()
             _count(ranks, recorder, manifest)
         for reason, count in recorder.skipped.items():
-            speaks("note", 0, None, f"{count} cases were left out: {reason}")
+            speaks("note", 0, None, f"{count} left out: {reason}")
         return closed(ranks, manifest, out, lambda text: speaks("note", 0, None, text))
 
 

@@ -13,8 +13,9 @@ x_r what rank r puts in, N its elements, c = N / n:
     send_recv         c → c     rank r: x of rank r - 1 (rank 0: of the last)
 
 Sizes: ``tiny`` has fewer elements than there may be ranks, ``odd`` divides by nothing, ``even`` is
-129 elements for each rank, ``large`` 8192 for each. ``huge`` has 2^20: the order of addition alone
-is looked for there, since libraries choose their algorithm by size.
+129 elements for each rank, ``large`` 8192 for each of up to 8, 2^16 for all of more. ``huge`` has
+2^20: the order of addition alone is looked for there, since libraries choose their algorithm by
+size.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ _PLACEMENTS: dict[Collective, tuple[Placement, Placement]] = {
 SIZES = ("tiny", "odd", "even", "large", "huge")
 _FIXED = {"tiny": 3, "odd": 1037}
 _PER_RANK = {"tiny": 1, "odd": 129, "even": 129, "large": 8192}
+_LARGE = 2**16
+"""Elements of a large buffer at most: many ranks record as much as a few."""
 _WHOLE = ("all_reduce", "reduce", "broadcast")
 """Their buffers need not divide by the number of ranks."""
 
@@ -136,6 +139,8 @@ class Case:
         if self.collective in _WHOLE and self.size in _FIXED:
             return _FIXED[self.size]
         each = _PER_RANK[self.size]
+        if self.size == "large":
+            each = min(each, max(1, _LARGE // num_ranks))
         return each if self.collective in ("all_gather", "send_recv") else each * num_ranks
 
 

@@ -6,6 +6,7 @@
 ``unordered``   it adds what it got in another order each time, as one that takes what comes first
 ``swap``        it takes the first two chunks of its result for one another
 ``tail:17``     the last 17 elements of its result never arrive
+``bit``         the lowest bit of the element in the middle of its result is another
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ FAULTS = {
     "unordered": "unordered@1    rank 1 adds in another order each time",
     "swap": "swap@1         rank 1 takes its first two chunks for one another",
     "tail": "tail:17@1      the last 17 elements of rank 1's result never arrive",
+    "bit": "bit@1          the lowest bit of one element of rank 1's result is another",
 }
 BY = {"bfloat16": "ring", "float16": "ring", "unordered": "flat"}
 """Faults in an addition: the algorithm of collectives.own that has them."""
@@ -94,6 +96,9 @@ def _with(fault: Fault, call: Call, *, mine: bool) -> Call:
         out = call(x)
         if fault.name == "tail":
             out[max(0, len(out) - fault.count) :] = 0
+            return out
+        if fault.name == "bit":
+            out.view(torch.uint8)[len(out) // 2 * out.element_size()] ^= 1  # little-endian
             return out
         chunks = list(out.tensor_split(torch.distributed.get_world_size()))
         size = min(len(chunks[0]), len(chunks[1]))

@@ -91,16 +91,15 @@ class Stretch:
     tree: Tree | None
 
 
-def decode(sizes: np.ndarray, num_ranks: int, *, first: int = 0) -> list[Stretch]:
+def decode(sizes: np.ndarray, num_ranks: int) -> list[Stretch]:
     """(calls, elements) of ``Masks.sizes`` → stretches of one order each, in order.
 
-    ``first``: the place of the first element in the whole buffer, of which a rank may hold a part.
     Where windows lie across a change of order, the elements between are in no stretch.
     """
     num_pairs = num_ranks * (num_ranks - 1) // 2
     calls, size = sizes.shape
     if calls == num_pairs:
-        places = (np.arange(size)[None] + first + np.arange(calls)[:, None]) % num_pairs
+        places = (np.arange(size)[None] + np.arange(calls)[:, None]) % num_pairs
         rows = np.empty((size, num_pairs), dtype=np.int64)
         rows[np.arange(size)[None].repeat(calls, 0), places] = sizes
         starts, width = np.arange(size), 1
@@ -109,9 +108,7 @@ def decode(sizes: np.ndarray, num_ranks: int, *, first: int = 0) -> list[Stretch
         width = num_pairs
         rows = np.empty((len(starts), num_pairs), dtype=np.int64)
         for offset in range(num_pairs):
-            rows[np.arange(len(starts)), (starts + offset + first) % num_pairs] = sizes[
-                0, starts + offset
-            ]
+            rows[np.arange(len(starts)), (starts + offset) % num_pairs] = sizes[0, starts + offset]
     if len(rows) == 0:
         return []
     distinct, which = np.unique(rows, axis=0, return_inverse=True)

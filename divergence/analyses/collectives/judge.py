@@ -320,6 +320,16 @@ def _judge_copies(all_of: _Judge, case: RecordedCase) -> None:
     groups = sorted(digests.values(), key=len, reverse=True)
     most, others = groups[0], [rank for group in groups[1:] for rank in group]
     told = len(groups[1]) < len(most)
+    if not told and case.case.adds:
+        stretches = all_of.orders.get(_key(case.case), [])
+        right = [
+            group
+            for group in groups
+            if replay(stretches, [(case.inputs, case.results[group[0]])]).accumulates
+        ]
+        if len(right) == 1:
+            most, told = right[0], True
+            others = [rank for group in groups if group is not most for rank in group]
     differ = bits_differ(case.results[most[0]], case.results[others[0]])
     against = ", ".join(map(str, most[:6]))
     text = f"holds other bits than rank{'s' * (len(most) > 1)} {against}"

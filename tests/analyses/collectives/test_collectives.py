@@ -104,6 +104,9 @@ def test_every_case_holds_on_gloo(tmp_path, ranks):
         ("all_gather=swap@2", ["all_gather.*.odd.random"], "definition", "chunk 1 holds what"),
         ("broadcast=tail:17@1", ["broadcast.*.odd.random"], "definition", "the last 17 of 1,037"),
         ("send_recv=tail:17@0", ["send_recv.*.odd.random"], "definition", "the last 17 of 129"),
+        ("all_reduce=bit@2", [*SUMS[2:], "all_reduce.float32.*.cancelling"], "same_bits",
+         "holds other bits than ranks 0, 1"),
+        ("all_gather=bit@0", ["all_gather.*.odd.random"], "definition", "1 of 387 elements"),
         ("all_to_all=swap@1", ["all_to_all.*.odd.random"], "definition", "chunk 0 holds what"),
     ],
 )  # fmt: skip
@@ -121,6 +124,14 @@ def test_planted_faults_are_found_with_their_rank(made, plant, sites, check, sai
     named = {fault.ranks for fault in report.collectives.sides[0].faults if fault.ranks}
     assert named == {(rank,)}
     assert report.reference.plants == [plant]
+
+
+def test_of_two_ranks_the_one_that_cannot_be_replayed_is_wrong(made):
+    """Both are within rounding, and neither is most."""
+    sites = ["all_reduce.float32.odd.cancelling", "order.all_reduce.float32.odd"]
+    report = compare(made(2, "all_reduce=bit@1", sites=sites))
+    (fault,) = report.collectives.sides[0].faults
+    assert (fault.check, fault.ranks, fault.num_wrong) == ("same_bits", (1,), 1)
 
 
 @pytest.mark.slow

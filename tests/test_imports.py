@@ -42,6 +42,7 @@ LEVELS = {
     "recording": 3,
     "endpoints": 3,  # servers asked, not models run
     "ops": 3,
+    "collectives": 3,  # of a process group, as ops are of a device
     "arithmetic": 3,
     "comparison": 3,
     "training": 3,  # the plan of a step, and curves of losses

@@ -28,7 +28,9 @@ __all__ = ["capture", "truth"]
 
 def capture(
     *,
-    model: Annotated[str | None, Option("MODEL", "Model, or suite:llm; not with --like.")] = None,
+    model: Annotated[
+        str | None, Option("MODEL", "Model, suite:llm or suite:collectives; not with --like.")
+    ] = None,
     out: Out = None,
     options: Annotated[dict[str, Any], CaptureOptions],
     plan_options: Annotated[dict[str, Any], PlanOptions],
@@ -76,6 +78,7 @@ def capture(
     divergence capture ./model -o a --whole                     # then: divergence compare a
     divergence capture ./model --dry-run --train --mesh fsdp=8,tp=2 --link-rate 50GB/s   # memory
     divergence capture suite:llm -o a                           # the operators alone, no model
+    torchrun --nproc-per-node 8 -m divergence capture suite:collectives -o c    # the ranks alone
     divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
     torchrun --nproc-per-node 2 -m divergence capture ./model -o a --mesh tp   # on two devices
     divergence capture --endpoint http://localhost:8000 --model NAME -o served --prompts p.txt

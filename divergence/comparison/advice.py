@@ -19,7 +19,6 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN, Manifest
 from divergence.run.schema.site import module_of
 from divergence.run.storage.location import ARCHIVES
-from divergence.run.trust import ATTENTION
 
 __all__ = ["Advice", "WithinAdvice", "beside"]
 
@@ -351,11 +350,12 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
         options["model"] = mine.source
     if mine.dtype != theirs.dtype and not mine.dtype.startswith("float8"):
         options["dtype"] = mine.dtype
-    if (
-        mine.attn_implementation in ATTENTION  # no command names what may be code of a run's own
-        and mine.attn_implementation != theirs.attn_implementation
-    ):
-        options["attn_implementation"] = mine.attn_implementation
+    if mine.attn_implementation != theirs.attn_implementation:
+        from divergence.run.trust import ATTENTION
+
+        # no command names what may be code of a run's own
+        if mine.attn_implementation in ATTENTION:
+            options["attn_implementation"] = mine.attn_implementation
     if not manifest.settings.deterministic and like.settings.deterministic:
         options["no_deterministic"] = True
     groups = manifest.tokens.groups

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
 
 __all__ = ["ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers_of",
-           "without_sites"]  # fmt: skip
+           "without_partner", "without_sites"]  # fmt: skip
 
 ANALYSES = (
     "blocks", "codes", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
@@ -96,7 +96,7 @@ def limits_used(measured: Measured) -> Shown:
     return used
 
 
-_WITHOUT_SITES = ("suite", "logprobs")
+_WITHOUT_SITES = ("collectives", "suite", "logprobs")
 
 
 def without_sites(a: Run, b: Run) -> Callable[..., Report] | None:
@@ -107,6 +107,15 @@ def without_sites(a: Run, b: Run) -> Callable[..., Report] | None:
             report: Callable[..., Report] = _module_of(name, "compare").report_on
             return report
     return None
+
+
+def without_partner(run: Run) -> Callable[..., Report] | None:
+    """What judges one run without another (collectives, by their definitions); None where nothing
+    does."""
+    if not _module_of("collectives").alone(run):
+        return None
+    report: Callable[..., Report] = _module_of("collectives", "compare").report_alone
+    return report
 
 
 def _module_of(*names: str) -> ModuleType:

@@ -15,7 +15,7 @@ from msgspec.structs import replace as replaced
 from divergence._version import __version__
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.names import NameMap, load_name_map
-from divergence.comparison.answer import Answer, Parts, applying, without_sites
+from divergence.comparison.answer import Answer, Parts, applying, without_partner, without_sites
 from divergence.comparison.decide import decide, explained, of_one_run
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.measure.runs import measure, opened
@@ -59,7 +59,8 @@ def compare(
     with layers; they tell which block explains the difference. ``thresholds``: multiples of the
     floor, see numerics.floor.
     ``device``: where tensors are measured; not the CPU only where float64 is to be had.
-    Without ``candidate``: one run's decode steps against its whole pass, see comparison.within.
+    Without ``candidate``: one run's decode steps against its whole pass, see comparison.within; a
+    run of ``suite:collectives`` against the definitions.
 
     Raises RunFormatError for unreadable runs, IncomparableError when they have nothing in
     common, and UsageError for a truth or a floor that belongs to other runs, or for a single run
@@ -78,6 +79,8 @@ def compare(
         from divergence.comparison.within import check_alone, compare_within, explain_within
 
         check_alone(truth=truth, floor=floor, name_map=name_map)
+        if (judged_alone := without_partner(a)) is not None:
+            return judged_alone(a, progress=progress)
         return explain_within(report_on(compare_within(a, thresholds, progress), ("blocks",)))
     b = opened(candidate)
     a.set_fallback(b)

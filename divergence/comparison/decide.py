@@ -41,7 +41,7 @@ __all__ = [
 
 PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
     ("other_experiment",),
-    ("arithmetic", "suite", "logprobs"),
+    ("arithmetic", "suite", "collectives", "logprobs"),
     ("nonfinite",),
     ("integers_differ", "codes_wrong", "error_made_here", "error_everywhere_of_kind"),
     ("error_below_floor",),
@@ -66,11 +66,12 @@ _NOT_MEASURED = (
     "arithmetic",
     "other_experiment",
     "suite",
+    "collectives",
     "logprobs",
     "operators_fine",
 )
 """Claims that do not rest on measured differences: what is to be known beside those is not told."""
-_ALONE = ("other_experiment", "arithmetic", "suite", "logprobs", "nonfinite")
+_ALONE = ("other_experiment", "arithmetic", "suite", "collectives", "logprobs", "nonfinite")
 """Claims beside which nothing else can be judged."""
 _SIDES = {"reference", "candidate"}
 _FIRST = (-1, -1, -1)

@@ -18,11 +18,19 @@ import msgspec
 from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
 from divergence.comparison.results.operators import AuditResult, OperatorsResult
 from divergence.comparison.results.sites import Coverage, SiteResult
+from divergence.comparison.results.suites import (
+    CollectivesResult,
+    SuiteCase,
+    SuiteOperator,
+    SuiteResult,
+    SuiteSide,
+    SuiteStatus,
+)
 from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS
-from divergence.words import Side, SideOrBoth, printable_json
+from divergence.words import Side, printable_json
 
 if TYPE_CHECKING:
     import pandas
@@ -118,6 +126,8 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """For each side that several ranks made: its ranks compared with one another."""
     suite: SuiteResult | None = None
     """None unless both runs are of an operator suite. Such runs have no other sites."""
+    collectives: CollectivesResult | None = None
+    """None unless one run of collectives was judged, or two. They have no other sites."""
     logprobs: LogprobsResult | None = None
     """None unless one of both runs holds log-probabilities alone. Nothing has sites then."""
     findings: list[Finding] = []
@@ -222,108 +232,6 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
     return value
-
-
-SuiteStatus = Literal["identical", "healthy", "flushed", "ties", "differs", "wrong"]
-"""``identical``: the same bits. ``healthy``: both sides as right as rounding allows. ``flushed``:
-a side turns subnormals into 0 and is right otherwise. ``ties``: a side takes another of exactly
-equal scores than the first. ``differs``: not the same bits, and no truth to judge by. ``wrong``:
-a side is farther from the truth than rounding explains."""
-
-
-class SuiteSide(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of one output x against the truth R (float64).
-
-    Which fields are set depends on the kind of the output: values, codes or indices.
-    """
-
-    error: float | None = None
-    """Values: ‖x-R‖/‖R‖."""
-    ulp_p99: float | None = None
-    """Values: 99th percentile of the distance, in ulp, from R rounded to the dtype, where |R| >=
-    u·rms(R)."""
-    ulp_max: float | None = None
-    """Values: the largest such distance."""
-    score: float | None = None
-    """Values: rms over elements of (x-R) / σ, σ the standard deviation that rounding explains. 1 in
-    a correct implementation."""
-    gain: float | None = None
-    """Values: the same for the scale of rows."""
-    num_flushed: int = 0
-    """Values: zeros where R is a subnormal or is computed from subnormals."""
-    num_nonfinite: int = 0
-    """Values: nan or inf where R is finite."""
-    off_by_one: float | None = None
-    """Codes: share that is one from the truth's code."""
-    off_by_more: float | None = None
-    """Codes: share that is more than one from the truth's code."""
-    rows_tied: float | None = None
-    """Indices: share of rows that differ among exactly equal scores only."""
-    rows_near: float | None = None
-    """Indices: share of rows that differ among scores that rounding may swap."""
-    rows_wrong: float | None = None
-    """Indices: share of rows that differ otherwise."""
-
-
-class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of one case: a = reference, b = candidate, R = truth."""
-
-    site: str
-    operator: str
-    dtype: str
-    kind: Literal["values", "codes", "indices"]
-    status: SuiteStatus
-    side: SideOrBoth | None = None
-    why: str | None = None
-    same: bool
-    """The bits of both sides are the same."""
-    rel_l2: float
-    """‖a-b‖/‖a‖; for codes and indices the share that differs."""
-    ulp_p99: float | None = None
-    """99th percentile of the distance between a and b, in ulp."""
-    ulp_max: float | None = None
-    """The largest distance between a and b, in ulp."""
-    ideal_error: float | None = None
-    """‖round(R)-R‖/‖R‖. None without a truth."""
-    floor: float | None = None
-    """The relative error that the roundings before the last one explain. None without a truth."""
-    expected_off: float | None = None
-    """Share of codes that rounding explains to be off by one. None without a truth."""
-    w: float | None = None
-    """err(b)/err(a); 0/0 is 1. None without a truth."""
-    reference: SuiteSide | None = None
-    candidate: SuiteSide | None = None
-
-
-class SuiteOperator(msgspec.Struct, frozen=True, kw_only=True):
-    """All cases of one operator."""
-
-    operator: str
-    reference_implementation: str
-    candidate_implementation: str
-    status: SuiteStatus
-    side: SideOrBoth | None
-    num_cases: int
-    num_same: int
-    """Cases with the same bits on both sides, right or wrong."""
-    num_by_status: dict[str, int]
-    worst: SuiteCase
-    """The case that decides: first by status, then by how far the farther side is beyond its limit
-    (without a truth: by ``rel_l2``)."""
-
-
-class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison of two suite runs, operator by operator."""
-
-    judged: bool
-    """The sides were judged against a truth."""
-    score_limit: float
-    """Largest ``score`` that passes."""
-    gain_limit: float
-    """Largest ``gain`` that passes."""
-    operators: list[SuiteOperator]
-    """The wrong ones first, then by how far apart the sides are."""
-    cases: list[SuiteCase]
 
 
 ToldBy = Literal["majority", "other run", "nobody"]

@@ -21,6 +21,8 @@ from divergence.options.commands import (
     SERVER,
     TRUST,
     Label,
+    LinkRate,
+    Ranks,
 )
 from divergence.options.option import Option
 from divergence.options.train import TrainOptions
@@ -367,8 +369,9 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
         Option(
             "--plant SITE=FAULT",
             "Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: in "
-            "that prompt's step alone.",
+            "that prompt's step alone. Of suite:collectives: COLLECTIVE=FAULT@RANK.",
             REPEATING,
+            suite=True,
         ),
     ] = ()
     label: Label = None
@@ -381,6 +384,8 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
             MODEL,
         ),
     ] = None
+    ranks: Ranks = None
+    link_rate: LinkRate = None
     buffer: Annotated[
         str | int,
         Option(
@@ -391,9 +396,5 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
     ] = "512MiB"
     probe: Annotated[
         bool,
-        Option(
-            "--no-probe",
-            "Leave out the probe of this machine's arithmetic (a second).",
-            suite=True,
-        ),
+        Option("--no-probe", "Leave out the probe of this machine's arithmetic.", suite=True),
     ] = True

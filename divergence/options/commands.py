@@ -66,6 +66,26 @@ Label = Annotated[
         "--label TEXT", "What to call this machine.", OUTPUT, setting=True, machine=True, suite=True
     ),
 ]
+Ranks = Annotated[
+    int | None,
+    Option(
+        "--ranks N",
+        "Of suite:collectives: start N processes on this machine, in place of torchrun.",
+        MODEL,
+        minimum=2,
+        suite=True,
+    ),
+]
+LinkRate = Annotated[
+    str | None,
+    Option(
+        "--link-rate RATE",
+        "The stated rate of one link, 400Gb/s or 50GB/s. Of suite:collectives: to hold the measured "
+        "bandwidth against; with --dry-run --train: the time of a step's collectives.",
+        MODEL,
+        suite=True,
+    ),
+]
 NameMap = Annotated[
     Path | None,
     Option(

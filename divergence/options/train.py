@@ -157,12 +157,3 @@ class PlanOptions(Options, frozen=True, kw_only=True):
             minimum=2,
         ),
     ] = None
-    link_rate: Annotated[
-        str | None,
-        Option(
-            "--link-rate RATE",
-            "With --dry-run: what a rank's link carries, 50GB/s or 400Gbit/s: the time that a "
-            "step's collectives take.",
-            TRAINING,
-        ),
-    ] = None

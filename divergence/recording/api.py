@@ -40,7 +40,12 @@ from divergence.recording.new_run import check_output
 from divergence.recording.prompts import Prompt
 from divergence.recording.ranks.processes import Ranks, joined
 from divergence.recording.request import Request, resolve_request, taken
-from divergence.recording.suites import capture_suite, truth_of_suite, wants_suite
+from divergence.recording.suites import (
+    capture_suite,
+    refuse_of_collectives,
+    truth_of_suite,
+    wants_suite,
+)
 from divergence.recording.widening import check_device
 from divergence.recording.wishes import options_of, plain_wishes
 from divergence.run.reader import Run
@@ -116,6 +121,8 @@ def capture(
     loss_scale: float | None = None,
     reduce_dtype: str | None = None,
     reduce_order: str | None = None,
+    ranks: int | None = None,
+    link_rate: str | None = None,
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
@@ -139,7 +146,8 @@ def capture(
     note what this machine's arithmetic does (divergence.arithmetic.quick), under the run's own
     settings, before the first pass. ``mesh``: how the processes that torchrun started divide the
     work, ``tp`` or ``dp=2,tp=4`` (see recording.ranks.processes); each calls this function and
-    writes its part of the one run.
+    writes its part of the one run. ``ranks``, ``link_rate``: of ``suite:collectives``, how many
+    processes to start here, and the stated rate of a link (docs/collectives.md).
     ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
@@ -181,6 +189,7 @@ def capture(
             model, like=like, options=options, out=out, force=force, command=command,
             progress=progress, prepare=prepare,
         )  # fmt: skip
+    refuse_of_collectives(options)
     request = resolve_request(model, like=like, options=options)
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ from divergence.recording.passes import why_not_whole
 from divergence.recording.prompts import group_samples, tokenize
 from divergence.recording.request import Request, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
-from divergence.recording.suites import refuse_options, suite_of, wants_suite
+from divergence.recording.suites import (
+    of_collectives,
+    refuse_of_collectives,
+    refuse_options,
+    suite_of,
+    wants_suite,
+)
 from divergence.recording.wishes import plain_wishes, plan_options
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, StoreMode
@@ -120,6 +126,7 @@ def plan_capture(
     if wants_suite(model, like, chosen.impl):
         return _plan_suite(model, like=like, options=chosen)
     request = resolve_request(model, like=like, options=chosen)
+    refuse_of_collectives(chosen, planned=bool(request.train))
     loaded = empty_model(request.model, **request.loading)
     if request.like is None:
         samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
@@ -354,15 +361,13 @@ def _last_writer(block: str, outputs: list[PlannedSite], weighted: list[str]) ->
 
 def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureOptions) -> DryRun:
     """The cases that a capture would run, with the bytes of their inputs."""
-    from divergence.ops.suite import capturing
-
-    refuse_options(options)
+    refuse_options(options, collectives=of_collectives(model, like))
     rows = [
         PlannedSite(
-            site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
-            bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
+            site=path, role=operator, shape=shape, dtype=dtype, bytes_prefill=num_bytes,
+            bytes_per_step=0, num_steps=1, bytes=num_bytes,
         )
-        for case in capturing.plan_cases(suite_of(model), like=like, sites=options.sites)
+        for path, operator, shape, dtype, num_bytes in _cases(model, like, options)
     ]  # fmt: skip
     return DryRun(
         model=str(model or ("" if like is None else like.manifest.model.source)),
@@ -375,3 +380,19 @@ def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureO
         total_bytes=sum(row.bytes for row in rows),
         notes=["shapes and sizes are of the inputs; equal ones are stored once"],
     )
+
+
+def _cases(
+    model: str | Path | None, like: Run | None, options: CaptureOptions
+) -> Iterator[tuple[str, str, tuple[int, ...], str, int]]:
+    """Path, operator, shape and dtype of each, and the bytes of its inputs (of all ranks)."""
+    if of_collectives(model, like):
+        from divergence.collectives.capturing import plan_collectives
+
+        for one in plan_collectives(like, options):
+            yield one.case.path, one.case.collective, (one.size,), one.case.dtype, one.num_bytes
+        return
+    from divergence.ops.suite import capturing
+
+    for case in capturing.plan_cases(suite_of(model), like=like, sites=options.sites):
+        yield case.path, case.operator, case.shape, case.dtype, case.num_bytes

@@ -44,7 +44,8 @@ from divergence.recording.passes import (
     widened,
 )
 from divergence.recording.prompts import group_samples, token_texts, tokenize
-from divergence.recording.ranks.divided import Division, closed, on_all, own_part
+from divergence.recording.ranks.divided import Division
+from divergence.recording.ranks.together import closed, on_all, own_part
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.storage import storage

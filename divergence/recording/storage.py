@@ -12,7 +12,8 @@ from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
 from divergence.numerics.summaries.sketch import sketch_tensor
 from divergence.numerics.summaries.summary import summarize
 from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
-from divergence.recording.ranks.divided import LocalKeeper, started
+from divergence.recording.ranks.divided import LocalKeeper
+from divergence.recording.ranks.together import started
 from divergence.run.schema.manifest import Manifest, StoreMode
 from divergence.run.schema.site import escape_path
 from divergence.run.writing.buffer import Buffer, Limits

@@ -6,6 +6,7 @@ no tokens, no weights and no modules, so the options about those are refused.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,28 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.commands import TruthOptions
 from divergence.options.option import Options, fields_of
 from divergence.recording.new_run import check_output
+from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import SUITE
+from divergence.run.schema.manifest import COLLECTIVES, SUITE
 from divergence.run.storage.location import location_of
 
-__all__ = ["capture_suite", "refuse_options", "suite_of", "truth_of_suite", "wants_suite"]
+__all__ = [
+    "capture_suite",
+    "of_collectives",
+    "refuse_of_collectives",
+    "refuse_options",
+    "suite_of",
+    "truth_of_suite",
+    "wants_suite",
+]  # fmt: skip
+
+_OF_COLLECTIVES = ("--plant", "--ranks", "--link-rate")
+"""Options of a suite that mean something to collectives alone."""
+
+
+def of_collectives(model: str | Path | None, like: Run | None) -> bool:
+    """Is the suite the one of collectives, which several processes run?"""
+    return (str(model) if like is None else like.manifest.model.source) == COLLECTIVES
 
 
 def wants_suite(model: str | Path | None, like: Run | None, impl: Any = ()) -> bool:
@@ -53,11 +71,17 @@ def capture_suite(
     **parameters: Any,
 ) -> Run:
     """Capture a suite. ``parameters``: the others of ``capture``."""
-    from divergence.ops.suite import capturing
-
-    refuse_options(options)
+    refuse_options(options, collectives=of_collectives(model, like))
     if prepare is not None:
         raise _meaningless("prepare")
+    if of_collectives(model, like):
+        from divergence.collectives.capturing import capture_collectives
+
+        if os.environ.get("RANK", "0") == "0":  # the others find what the first rank has made
+            check_output(location_of(out), force=force, like=like)
+        return capture_collectives(out=out, like=like, options=options, force=force, **parameters)
+    from divergence.ops.suite import capturing
+
     check_output(location_of(out), force=force, like=like)
     return capturing.capture_suite(
         suite_of(model), like=like, options=options, out=out, force=force, **parameters
@@ -71,6 +95,11 @@ def truth_of_suite(
     from divergence.ops.suite import capturing
 
     refuse_options(options)
+    if of_collectives(None, run):
+        raise UsageError(
+            f"{run.path} needs no truth: each collective is held to its definition",
+            hint=command_line("compare", run.path),
+        )
     if options.device != "cpu":
         raise UsageError(
             f"--device {options.device}: a suite's truth is computed on the CPU",
@@ -85,15 +114,32 @@ def suite_of(model: str | Path | None) -> str | None:
     return None if model is None else str(model).removeprefix(SUITE)
 
 
-def refuse_options(options: Options) -> None:
-    """Raise UsageError for an option that means something to a model only."""
+def refuse_options(options: Options, *, collectives: bool = False) -> None:
+    """Raise UsageError for an option that means something to a model only, or to ``collectives``
+    only."""
     for field in fields_of(type(options)):
-        if not field.option.suite and field.is_given(getattr(options, field.name)):
-            raise _meaningless(field.option.names[0])
+        name = field.option.names[0]
+        known = field.option.suite and (collectives or name not in _OF_COLLECTIVES)
+        if not known and field.is_given(getattr(options, field.name)):
+            raise _meaningless(name)
+
+
+def refuse_of_collectives(options: CaptureOptions, *, planned: bool = False) -> None:
+    """Raise UsageError for what only the suite of collectives can be told. ``planned``: of a training
+    step memory and traffic are planned, which has a rate of links, too."""
+    for name, value in (("--ranks", options.ranks), ("--link-rate", options.link_rate)):
+        if value is not None and not (planned and name == "--link-rate"):
+            raise UsageError(
+                f"{name} belongs to {COLLECTIVES}",
+                hint="of a model: torchrun --nproc-per-node N -m divergence capture MODEL --mesh tp"
+                if name == "--ranks"
+                else "leave it out",
+            )
 
 
 def _meaningless(name: str) -> UsageError:
+    also = f"; it belongs to {COLLECTIVES}" if name in _OF_COLLECTIVES else ""
     return UsageError(
-        f"{name} means nothing to a suite of operators",
+        f"{name} means nothing to a suite of operators{also}",
         hint="--impl, --sites, --device, --repeat and --label do",
     )

@@ -10,7 +10,7 @@ from divergence.layout import BLANK, Line, columns, count, heading, line, prose,
 from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.run.command import command_line
-from divergence.run.schema.manifest import UNKNOWN, Manifest, SampleTokens
+from divergence.run.schema.manifest import COLLECTIVES, UNKNOWN, Manifest, SampleTokens
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import LOGPROBS, LOSS, join_site
 from divergence.training.plan.show import training_lines
@@ -55,6 +55,17 @@ def captured_lines(
     lines += [BLANK, heading("next")]
     if settings.compute_dtype is not None and like is not None:
         following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
+    elif like is None and manifest.model.source == COLLECTIVES:
+        following = [
+            command_line("compare", path, note="does every rank hold what it should?"),
+            command_line(
+                "capture",
+                ranks=manifest.num_ranks,
+                like=path,
+                o="OTHER",
+                note="on the other machine",
+            ),
+        ]
     elif like is None:
         server: dict[str, Any] = (
             {"endpoint": "URL", "model": manifest.model.source} if served else {}

@@ -94,7 +94,10 @@ def verdict_lines(report: Report) -> list[Line]:
 
 def _run_lines(report: Report) -> list[Line]:
     lines = []
-    for name, run in (("A", report.reference), ("B", report.candidate)):
+    sides = [("A", report.reference), ("B", report.candidate)]
+    if report.collectives is not None and len(report.collectives.sides) == 1:
+        sides = sides[:1]
+    for name, run in sides:
         label = f" ({run.label})" if run.label else ""
         dtype = run.dtype.removeprefix("torch.")
         lines.append(prose(name, f"{run.path}{label}: {run.model}, {dtype} on {run.device}"))
@@ -192,7 +195,10 @@ def _next_lines(commands: list[str]) -> list[Line]:
     return [heading("next"), *(line(f"  {command}") for command in commands)]
 
 
-_ORDER = ("tokens", "blocks", "suite", "logprobs", "operators", "precision", "ends", "ranks")
+_ORDER = (
+    "tokens", "blocks", "suite", "collectives", "logprobs", "operators", "precision", "ends",
+    "ranks",
+)  # fmt: skip
 
 
 def shown_analyses() -> list[str]:

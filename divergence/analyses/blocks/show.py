@@ -133,8 +133,8 @@ _LEGEND = {
 
 def table_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
     """Both phases' tables, each under its heading, and what their columns hold."""
-    if not report.sites and report.operators is not None:
-        return []  # operators alone were compared
+    if not report.sites and (report.operators is not None or report.collectives is not None):
+        return []  # operators or collectives alone were compared
     if not report.sites:
         return [heading("sites", "none were compared"), BLANK]
     lines: list[Line] = []

@@ -8,7 +8,14 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
 
 
+_COLLECTIVES = "suite:collectives"
+"""Judged by an analysis of its own."""
+
+
 def applies(a: Run, b: Run) -> bool:
     """Where both runs are of operator suites."""
     models = (a.manifest.model, b.manifest.model)
-    return all(one.task == "operators" and one.source.startswith("suite:") for one in models)
+    return all(
+        one.task == "operators" and one.source.startswith("suite:") and one.source != _COLLECTIVES
+        for one in models
+    )

@@ -50,6 +50,7 @@ Claim = Literal[
     "operator_off",  # an operator makes the error
     "operators_fine",  # none of them does
     "suite",  # operators by themselves
+    "collectives",  # collectives by themselves
     "logprobs",  # log-probabilities alone
     "context",  # what to know beside the numbers
     "explanation",  # why it is so

@@ -68,6 +68,7 @@ def suite_named(name: str) -> str:
     """``name``, if there is such a suite. Raises UsageError with the known ones."""
     if name not in SUITES:
         known = ", ".join(f"suite:{known} ({what})" for known, what in SUITES.items())
+        known += ", suite:collectives (of a process group)"
         raise UsageError(f"no suite is called {name!r}", hint=f"there are {known}")
     return name
 

@@ -36,7 +36,7 @@ from divergence.numerics.kernels import set_device
 from divergence.run.command import quoted
 from divergence.run.schema.manifest import Mesh, MeshAxis
 
-__all__ = ["AXES", "Ranks", "joined", "parse_mesh", "start_ranks"]
+__all__ = ["AXES", "PeerStoppedError", "Ranks", "joined", "parse_mesh", "start_ranks"]
 
 AXES = ("pp", "dp", "fsdp", "tp")
 DATA_AXES = ("dp", "fsdp")
@@ -116,7 +116,8 @@ def joined(mesh: str | None, device: str) -> Iterator[Ranks | None]:
 class Ranks:
     """This process among its peers. ``places``: its index by axis; ``device``: its own."""
 
-    def __init__(self, mesh: Mesh, device: str) -> None:
+    def __init__(self, mesh: Mesh, device: str, *, backend: str | None = None) -> None:
+        """``backend``: of the process group, where it is not the device's usual one."""
         import torch
         import torch.distributed as dist
 
@@ -127,7 +128,7 @@ class Ranks:
         set_device(torch.device(self.device))  # before anything else makes a context elsewhere
         if not dist.is_initialized():
             # for good: a second one would meet the addresses of the first in torchrun's store
-            dist.init_process_group(_backend(self.device), timeout=TIMEOUT)
+            dist.init_process_group(backend or _backend(self.device), timeout=TIMEOUT)
             atexit.register(_leave)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         places = mesh.places_of(self.rank)
@@ -226,7 +227,7 @@ class Ranks:
         return signal.signal(signal.SIGTERM, stop)
 
     def _explain(self, error: BaseException) -> NoReturn:
-        if isinstance(error, _PeerStoppedError):
+        if isinstance(error, PeerStoppedError):
             raise error
         text = (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__
         lost = isinstance(error, DivergenceError | RuntimeError) and _LOST.search(str(error))
@@ -239,14 +240,14 @@ class Ranks:
                 raise error  # all ranks met the same: each says it itself
             if reason == KeyboardInterrupt.__name__:  # Ctrl-C is for all, whoever meets it first
                 raise KeyboardInterrupt from error
-            raise _PeerStoppedError(
+            raise PeerStoppedError(
                 f"{name} stopped: {reason}",
                 where=f"this is {self}",
                 hint="what all ranks had written before is readable (divergence inspect)",
             ) from error
         if first is not None or not (lost or told):
             raise error
-        raise _PeerStoppedError(
+        raise PeerStoppedError(
             "another rank is gone, without a word",
             where=f"this is {self}: {text[:200]}",
             hint="a killed process says nothing: look for the out-of-memory killer in the system's "
@@ -270,7 +271,7 @@ class Ranks:
         return None
 
 
-class _PeerStoppedError(ModelError):
+class PeerStoppedError(ModelError):
     """Another rank ended first, so this one could not go on."""
 
 

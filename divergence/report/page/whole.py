@@ -66,7 +66,7 @@ def _answer(report: Report) -> str:
     return headline(report) + (f": {said[:60]}" if said else "")
 
 
-_FIRST = ("blocks", "suite", "logprobs")
+_FIRST = ("blocks", "suite", "collectives", "logprobs")
 """Before the others, which keep the terminal's order."""
 
 

@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote", "EngineNote",
-    "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity", "ModuleNote",
-    "ModuleRole", "Override", "Plan", "QuantizationNote", "Repeatability", "SampleTokens",
-    "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
+    "COLLECTIVES", "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote",
+    "EngineNote", "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity",
+    "ModuleNote", "ModuleRole", "Override", "Plan", "QuantizationNote", "Repeatability",
+    "SampleTokens", "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 7
 SUITE = "suite:"
 """Before the name of an operator suite, which stands where a model's source would."""
+COLLECTIVES = f"{SUITE}collectives"
+"""The suite that several processes run."""
 
 UNKNOWN = "unknown"
 """The device of an imported dump, and the digest of a parameter: not told."""

@@ -72,7 +72,7 @@ def plan_request(
         gradient_checkpointing=bool(request.gradient_checkpointing),
         dropout=bool(request.dropout),
         accumulates=len(shapes) > 1,
-        link_rate=planned.link_rate,
+        link_rate=request.link_rate,
         capture_bytes=request.buffer_bytes,
         dump_bytes=2 * forward_bytes + copies * weights,
     )

@@ -1,0 +1,160 @@
+"""Runs of collectives: one judged by itself, or two held against each other.
+
+Each side is judged by the definitions alone (collectives.judge), so a side that is wrong is named
+without trusting the other. Where both are right, results may still differ: two libraries add in two
+orders. Cases are paired by name; only those with the same inputs on every rank are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from divergence._version import __version__
+from divergence.analyses.collectives.find import find_in_one, find_in_two
+from divergence.analyses.collectives.judge import judge
+from divergence.analyses.collectives.recorded import Recorded
+from divergence.comparison.decide import decide
+from divergence.comparison.facts import explain_arithmetic
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results.findings import Finding, PreflightLine
+from divergence.comparison.results.sites import Coverage, Skipped
+from divergence.comparison.results.suites import (
+    CollectiveDiff,
+    CollectivesResult,
+    CollectivesSide,
+)
+from divergence.errors import UsageError
+from divergence.run.command import command_line
+from divergence.run.reader import Run
+from divergence.words import Progress, Side
+
+__all__ = ["report_alone", "report_on"]
+
+_ABSENT = (
+    "weights", "config", "quantization", "prompt ids", "tokenizer", "chat template",
+    "generated ids", "attention", "batch shape", "dtype", "model class", "engine",
+)  # fmt: skip
+"""Lines of preflight about what collectives have none of."""
+
+
+def report_alone(run: Run, *, progress: Progress | None = None) -> Report:
+    """The report on one run. Raises RunFormatError for a damaged one."""
+    judged = judge(run, "reference", progress)
+    num = sum(row.num_cases for row in judged.rows)
+    coverage = Coverage(num_compared=num, num_only_reference=judged.num_missing,
+                        num_only_candidate=0, num_skipped=0)  # fmt: skip
+    finding = find_in_one(judged, run)
+    return _report(run, run, [], finding, coverage, CollectivesResult(sides=[judged]))
+
+
+def report_on(
+    a: Run, b: Run, *, truth: Run | None, floor: Sequence[object], layers: Sequence[Run],
+    progress: Progress | None,
+) -> Report:  # fmt: skip
+    """The report on two runs. Raises UsageError for a truth, a floor or layers, and RunFormatError
+    for a damaged run."""
+    for option, given in (("--truth", truth), ("--floor", floor), ("--layers", layers)):
+        if given:
+            raise UsageError(
+                f"{option} means nothing to collectives: each is held to its definition",
+                hint=command_line("compare", a.path, b.path),
+            )
+    sides: list[tuple[Side, Run]] = [("reference", a), ("candidate", b)]
+    judged = [judge(run, side, progress) for side, run in sides]
+    one, two = Recorded(a), Recorded(b)
+    result, coverage = _pair(one, two, judged)
+    lines = [line for line in preflight(a, b) if line.check not in _ABSENT]
+    lines += explain_arithmetic(a.manifest, b.manifest).lines
+    finding = find_in_two(result, a, b, coverage)
+    return _report(a, b, lines, finding, coverage, result)
+
+
+def _report(
+    a: Run, b: Run, lines: list[PreflightLine], finding: Finding, coverage: Coverage,
+    result: CollectivesResult,
+) -> Report:  # fmt: skip
+    return Report(
+        tool_version=__version__,
+        reference=summary_of(a),
+        candidate=summary_of(b),
+        verdict=decide([finding]).verdict,
+        findings=[finding],
+        preflight=lines,
+        tokens=None,
+        coverage=coverage,
+        sites=[],
+        notes=[],
+        collectives=result,
+    )
+
+
+def _pair(
+    one: Recorded, two: Recorded, judged: list[CollectivesSide]
+) -> tuple[CollectivesResult, Coverage]:
+    ours = {case.site: case for case in one.cases()}
+    theirs = {case.site: case for case in two.cases()}
+    skipped: list[Skipped] = []
+    differing: list[CollectiveDiff] = []
+    num_common = 0
+    for site, case in ours.items():
+        other = theirs.get(site)
+        if other is None:
+            skipped.append(_skip(site, "no partner", "reference"))
+            continue
+        reason = None
+        if one.num_ranks != two.num_ranks:
+            reason = f"{one.num_ranks} ranks and {two.num_ranks}: they add other terms"
+        elif _inputs(one, case.place) != _inputs(two, case.place):
+            reason = "the ranks put in other values"
+        if reason is not None:
+            skipped.append(_skip(site, reason, "both"))
+            continue
+        num_common += 1
+        ranks = [rank for rank in case.ranks if case.digests(rank)[:1] != other.digests(rank)[:1]]
+        if ranks:
+            far = [
+                _apart(case.results[rank], other.results[rank])
+                for rank in ranks
+                if rank in case.results and rank in other.results
+            ]
+            size = max(far, default=float("nan"))
+            differing.append(CollectiveDiff(site=site, ranks=tuple(ranks), rel_l2=size))
+    alone = [site for site in theirs if site not in ours]
+    skipped += [_skip(site, "no partner", "candidate") for site in alone]
+    result = CollectivesResult(
+        sides=judged, num_common=num_common, num_same=num_common - len(differing),
+        differing=sorted(differing, key=lambda diff: -diff.rel_l2),
+    )  # fmt: skip
+    coverage = Coverage(
+        num_compared=num_common,
+        num_only_reference=sum(item.side == "reference" for item in skipped),
+        num_only_candidate=len(alone),
+        num_skipped=sum(item.side == "both" for item in skipped),
+        unmatched=skipped,
+    )
+    return result, coverage
+
+
+def _inputs(recorded: Recorded, place: str) -> list[tuple[int, str | None]]:
+    """(rank, digest) of what the ranks put in."""
+    return sorted(
+        (rank, record.xxh3)
+        for (rank, site), record in recorded.records.items()
+        if site == f"{place}:in.x"
+    )
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖b - a‖ / ‖a‖."""
+    if a.shape != b.shape:
+        return float("inf")
+    x, y = a.double(), b.double()
+    norm, far = float(x.norm()), float((y - x).norm())
+    return 0.0 if far == 0.0 else far / norm if norm else float("inf")
+
+
+def _skip(site: str, reason: str, side: str) -> Skipped:
+    return Skipped("free", 0, 0, site, reason, side)  # type: ignore[arg-type]

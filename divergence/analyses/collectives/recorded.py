@@ -1,0 +1,197 @@
+"""A run of collectives, read case by case: what each rank put in, and what it got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from divergence.collectives.cases import ADDING, COLLECTIVES, PREFIX, SIZES, Case, case_of
+from divergence.collectives.running import ORDER, SECONDS
+from divergence.errors import RunFormatError, UsageError
+from divergence.run.reader import Run
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import join_site, module_of, operator_path
+from divergence.run.unshard import UnshardedRun
+
+__all__ = ["Measured", "Recorded", "RecordedCase", "Timed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What masks gave: sizes (calls, N) of the whole buffer."""
+
+    case: Case
+    elements: int
+    sizes: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of single calls on ``num_bytes``."""
+
+    collective: str
+    num_bytes: int
+    seconds: list[float]
+    link_rate: float | None
+
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+class Recorded:
+    """The run, by rank and site. ``num_ranks``: of its mesh. Raises RunFormatError where its
+    records cannot be of so many ranks."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run.run if isinstance(run, UnshardedRun) else run
+        self.num_ranks = run.manifest.num_ranks
+        self.records = {(one.rank, one.site): one for one in self.run.records}
+        if not 2 <= self.num_ranks <= max(2, len(self.run.records)):
+            raise RunFormatError(
+                f"collectives of {self.num_ranks} ranks, and {len(self.run.records)} records",
+                where=str(run.path), hint="two ranks at least make such a run; capture it again",
+            )  # fmt: skip
+        self.run.expect(self.run.records)
+        self._calls: dict[str, Record] = {}
+        for one in self.run.records:
+            if one.call is not None:
+                self._calls.setdefault(one.site, one)
+
+    def cases(self) -> Iterator[RecordedCase]:
+        """Every case of this version, in order."""
+        for record in self._calls.values():
+            assert record.call is not None
+            if record.call.operator in (ORDER, SECONDS):
+                continue
+            try:
+                case = case_of(module_of(record.site))
+            except UsageError:
+                continue
+            if record.call.operator == f"{PREFIX}{case.collective}":
+                yield RecordedCase(self, case)
+
+    def find(self, case: Case) -> RecordedCase | None:
+        """The recorded case, if the run has it."""
+        found = RecordedCase(self, case)
+        return found if found.site in self._calls else None
+
+    def orders(self) -> Iterator[Measured]:
+        """What was measured of the orders, the ranks' parts put together."""
+        for site, record in self._calls.items():
+            assert record.call is not None
+            if record.call.operator != ORDER:
+                continue
+            facts = record.call.arguments
+            parts = [self.read(rank, site) for rank in range(self.num_ranks)]
+            held = [part for part in parts if part is not None and part.ndim == 2]
+            elements = facts.get("elements")
+            name, dtype, size = (str(facts.get(key)) for key in ("collective", "dtype", "size"))
+            known = name in ADDING and dtype in _FLOATS and size in SIZES
+            alike = len({len(part) for part in held}) == 1 and len(held[0]) > 0
+            if not (known and alike and sum(part.shape[1] for part in held) == elements):
+                continue
+            sizes = torch.cat(held, dim=1).to(torch.int64).numpy()
+            case = Case(next(one for one in COLLECTIVES if one == name), dtype, size, "random")
+            yield Measured(case, sizes.shape[1], sizes)
+
+    def timed(self) -> Iterator[Timed]:
+        for site, record in self._calls.items():
+            assert record.call is not None
+            facts = record.call.arguments
+            seconds = self.read(record.rank, site) if record.call.operator == SECONDS else None
+            num_bytes, link = facts.get("bytes"), facts.get("link_bytes_per_s")
+            if seconds is not None and isinstance(num_bytes, int) and seconds.numel():
+                yield Timed(
+                    str(facts.get("collective")), num_bytes, seconds.double().tolist(),
+                    float(link) if isinstance(link, int | float) else None,
+                )  # fmt: skip
+
+    def read(self, rank: int, site: str) -> torch.Tensor | None:
+        """A rank's tensor; None where it has none."""
+        record = self.records.get((rank, site))
+        return None if record is None else self.run.read(record)
+
+    def implementation(self, path: str) -> str:
+        note = self.run.manifest.plan.modules.get(path)
+        return "-" if note is None else note.kind
+
+
+class RecordedCase:
+    """One case, its tensors read when asked for."""
+
+    def __init__(self, recorded: Recorded, case: Case) -> None:
+        self.recorded, self.case, self.num_ranks = recorded, case, recorded.num_ranks
+        self.place = operator_path(case.path, f"{PREFIX}{case.collective}", 1)
+        self.site = join_site(self.place, "out")
+
+    @cached_property
+    def inputs(self) -> list[torch.Tensor]:
+        """By rank; of a broadcast the root's alone. Raises RunFormatError for one that is not of
+        the case's size and dtype. ``has_inputs``: are they all there?"""
+        sites = [(rank, join_site(self.place, "in.x")) for rank in self._givers]
+        found = [one for one in (self.recorded.read(*at) for at in sites) if one is not None]
+        size = self.case.elements(self.num_ranks)
+        for one in found:
+            if tuple(one.shape) != (size,) or one.dtype != getattr(torch, self.case.dtype):
+                raise RunFormatError(
+                    f"what a rank put in is not {size} elements of {self.case.dtype}",
+                    where=f"{self.recorded.run.path}, {self.place}",
+                )
+        return found
+
+    @property
+    def _givers(self) -> range:
+        return range(1 if self.case.collective == "broadcast" else self.num_ranks)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Of a run that was stopped some may be missing."""
+        site = join_site(self.place, "in.x")
+        return all((rank, site) in self.recorded.records for rank in self._givers)
+
+    @cached_property
+    def results(self) -> dict[int, torch.Tensor]:
+        """By rank, of those that are there."""
+        found = {rank: self.recorded.read(rank, self.site) for rank in self.ranks}
+        held = {rank: one for rank, one in found.items() if one is not None}
+        for rank, one in held.items():
+            if one.ndim != 1 or one.dtype != getattr(torch, self.case.dtype):
+                raise RunFormatError(
+                    f"what rank {rank} got is no row of {self.case.dtype}",
+                    where=f"{self.recorded.run.path}, {self.site}",
+                )
+        return held
+
+    @property
+    def ranks(self) -> range:
+        """Who has a result."""
+        return range(1 if self.case.collective == "reduce" else self.num_ranks)
+
+    @cached_property
+    def whole(self) -> torch.Tensor | None:
+        """The sum as every rank has it, or the ranks' parts behind one another; None where ranks
+        differ or one is missing."""
+        results = self.results
+        if len(results) < len(self.ranks):
+            return None
+        if self.case.collective == "reduce_scatter":
+            return torch.cat([results[rank] for rank in self.ranks])
+        first = results[0]
+        return first if all(torch.equal(first, one) for one in results.values()) else None
+
+    def digests(self, rank: int) -> list[str | None]:
+        """Of a rank's result, and of those of its repetitions."""
+        found = []
+        for number in range(1, self.recorded.run.manifest.repeatability.num_runs + 1):
+            port = "out" if number == 1 else f"out.run{number}"
+            record = self.recorded.records.get((rank, join_site(self.place, port)))
+            if record is not None:
+                found.append(record.xxh3)
+        return found
+
+    def repetition(self, rank: int, number: int) -> torch.Tensor | None:
+        return self.recorded.read(rank, join_site(self.place, f"out.run{number}"))

@@ -1,0 +1,178 @@
+"""The cases of ``suite:collectives``: which collective, on which dtype, size and values.
+
+What a collective means is said here once, for whoever runs it and for whoever judges it. n ranks,
+x_r what rank r puts in, N its elements, c = N / n:
+
+    all_reduce        N → N     every rank: Σ x_r
+    reduce            N → N     rank 0: Σ x_r; what the others hold is not defined
+    reduce_scatter    N → c     rank r: its r-th part of Σ x_r
+    rs_ag             N → N     reduce_scatter, then all_gather of its parts: an all_reduce
+    all_gather        c → N     every rank: x_0, x_1, … behind one another
+    broadcast         N → N     every rank: x_0
+    all_to_all        N → N     rank r: the r-th part of x_0, of x_1, …
+    send_recv         c → c     rank r: x of rank r - 1 (rank 0: of the last)
+
+Sizes: ``tiny`` has fewer elements than there may be ranks, ``odd`` divides by nothing, ``even`` is
+129 elements for each rank, ``large`` 8192 for each of up to 8, 2^16 for all of more. ``huge`` has
+2^20: the order of addition alone is looked for there, since libraries choose their algorithm by
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from divergence.collectives.values import Values
+from divergence.errors import UsageError
+from divergence.run.schema.record import Placement
+
+__all__ = [
+    "ADDING", "COLLECTIVES", "PREFIX", "ROOT_RANK", "SIZES", "Case", "Collective", "all_cases",
+    "case_of", "order_cases",
+]  # fmt: skip
+
+PREFIX = "collective."
+"""Before a collective's name in a record's call."""
+ROOT_RANK = 0
+"""Of broadcast and reduce."""
+
+Collective = Literal[
+    "all_reduce", "reduce", "reduce_scatter", "rs_ag", "all_gather", "broadcast", "all_to_all",
+    "send_recv",
+]  # fmt: skip
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+ADDING = ("all_reduce", "reduce", "reduce_scatter", "rs_ag")
+"""Those that add the ranks' values."""
+
+_PLACEMENTS: dict[Collective, tuple[Placement, Placement]] = {
+    "all_reduce": ("partial:sum", "replicate"),
+    "reduce": ("partial:sum", "single"),
+    "reduce_scatter": ("partial:sum", "shard:0"),
+    "rs_ag": ("partial:sum", "replicate"),
+    "all_gather": ("shard:0", "replicate"),
+    "broadcast": ("single", "replicate"),
+    "all_to_all": ("shard:0", "shard:0"),
+    "send_recv": ("shard:0", "shard:0"),
+}
+SIZES = ("tiny", "odd", "even", "large", "huge")
+_FIXED = {"tiny": 3, "odd": 1037}
+_PER_RANK = {"tiny": 1, "odd": 129, "even": 129, "large": 8192}
+_LARGE = 2**16
+"""Elements of a large buffer at most: many ranks record as much as a few."""
+_WHOLE = ("all_reduce", "reduce", "broadcast")
+"""Their buffers need not divide by the number of ranks."""
+
+Plan = tuple[tuple[str, tuple[str, ...], tuple[Values, ...]], ...]
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_SUMS: tuple[Values, ...] = (
+    "random", "cancelling", "outlier", "subnormal", "integers", "rank_coded",
+)  # fmt: skip
+_FEW: Plan = (
+    ("tiny", ("float32", "bfloat16"), ("random", "rank_coded")),
+    ("large", ("float32", "bfloat16"), ("random",)),
+    ("large", ("float32",), ("rank_coded",)),
+)
+_MOVED: Plan = (
+    ("odd", _FLOATS, ("random", "subnormal", "rank_coded")),
+    ("odd", ("int64", "uint8", "float8_e4m3fn"), ("random",)),
+    ("tiny", ("float32",), ("random",)),
+    ("large", ("float32", "bfloat16"), ("random",)),
+)
+_PLANS: dict[Collective, Plan] = {
+    "all_reduce": (
+        ("odd", _FLOATS, _SUMS),
+        ("odd", ("int32",), ("integers",)),
+        ("odd", ("float8_e4m3fn",), ("random",)),
+        ("even", ("float32", "bfloat16", "float16"), ("random", "cancelling")),
+        *_FEW,
+    ),
+    "reduce": (
+        ("odd", _FLOATS, ("random", "integers", "rank_coded")),
+        ("large", ("float32",), ("random",)),
+    ),
+    "reduce_scatter": (
+        ("even", _FLOATS, _SUMS),
+        ("even", ("int32",), ("integers",)),
+        ("even", ("float8_e4m3fn",), ("random",)),
+        *_FEW,
+    ),
+    "rs_ag": (
+        ("even", ("float32", "bfloat16", "float16"), ("random", "cancelling")),
+        ("large", ("float32", "bfloat16"), ("random",)),
+    ),
+    "all_gather": _MOVED,
+    "broadcast": _MOVED,
+    "all_to_all": _MOVED,
+    "send_recv": _MOVED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One collective on one dtype, size and kind of values."""
+
+    collective: Collective
+    dtype: str
+    size: str
+    values: Values
+
+    @property
+    def path(self) -> str:
+        """What stands for a module's path in its sites."""
+        return f"{self.collective}.{self.dtype}.{self.size}.{self.values}"
+
+    @property
+    def adds(self) -> bool:
+        return self.collective in ADDING
+
+    @property
+    def placements(self) -> tuple[Placement, Placement]:
+        """What of the whole a rank's input and result are."""
+        return _PLACEMENTS[self.collective]
+
+    def elements(self, num_ranks: int) -> int:
+        """Of one rank's input."""
+        if self.size == "huge":
+            return 2**20 // num_ranks * num_ranks
+        if self.collective in _WHOLE and self.size in _FIXED:
+            return _FIXED[self.size]
+        each = _PER_RANK[self.size]
+        if self.size == "large":
+            each = min(each, max(1, _LARGE // num_ranks))
+        return each if self.collective in ("all_gather", "send_recv") else each * num_ranks
+
+
+def all_cases() -> Iterator[Case]:
+    """Every case, in order."""
+    for collective, plan in _PLANS.items():
+        for size, dtypes, values in plan:
+            for dtype in dtypes:
+                for kind in values:
+                    yield Case(collective, dtype, size, kind)
+
+
+def order_cases() -> Iterator[Case]:
+    """The collectives, dtypes and sizes of which the order of addition is looked for."""
+    seen = set()
+    for case in all_cases():
+        key = (case.collective, case.dtype, case.size)
+        known = case.dtype in _FLOATS and case.collective != "rs_ag" and case.size != "tiny"
+        if case.adds and known and key not in seen:
+            seen.add(key)
+            yield case
+    yield Case("all_reduce", "float32", "huge", "random")
+
+
+def case_of(path: str) -> Case:
+    """The case of a path, for example ``all_reduce.float32.odd.random``. Raises UsageError where
+    there is none."""
+    parts = path.split(".")
+    if len(parts) == 4 and parts[0] in COLLECTIVES:
+        known = [case for case in all_cases() if case.path == path]
+        if known:
+            return known[0]
+    raise UsageError(
+        f"no case is called {path!r}", hint="COLLECTIVE.DTYPE.SIZE.VALUES: all_reduce.float32.odd"
+    )

@@ -1,0 +1,222 @@
+"""Captures ``suite:collectives``: every case on the process group that is there, by every rank.
+
+Each rank draws what it puts in (the same bytes on any machine), calls the collective, and records
+both; then again, to see whether the group repeats itself. After the cases the orders of addition
+are measured, then the times. Nothing is judged here: whoever reads the run does that, from the
+recorded inputs (divergence.analyses.collectives).
+
+Sites of a case: ``PATH/collective.NAME:in.x``, ``:out``, and ``:out.run2``, ``:out.run3`` of the
+repetitions. ``order.…/collective.order:out`` holds what collectives.orders measured,
+``bandwidth.…/collective.seconds:out`` the seconds of single calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from divergence.collectives.bandwidth import TIMED, seconds_of_one, timed_bytes, timed_elements
+from divergence.collectives.cases import ADDING, PREFIX, ROOT_RANK, Case, Collective
+from divergence.collectives.chosen import Chosen
+from divergence.collectives.orders import Masks
+from divergence.collectives.values import draw
+from divergence.errors import UsageError, first_line
+from divergence.numerics.formats import format_of
+from divergence.recording.ranks.processes import Ranks
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.manifest import Repeatability
+from divergence.run.schema.record import Call, Operand, Placement
+from divergence.run.schema.site import join_site, operator_path
+from divergence.run.writing.captured_tensor import CapturedTensor
+from divergence.run.writing.writer import RunWriter
+from divergence.words import Progress
+
+__all__ = ["LEAST_RUNS", "ORDER", "SECONDS", "Work", "record_all"]
+
+LEAST_RUNS = 3
+"""Times that each case is run: an order that depends on who comes first shows in few."""
+ORDER, SECONDS = f"{PREFIX}order", f"{PREFIX}seconds"
+_REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError)
+"""What torch raises for a dtype that a backend has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is run, in order: cases, then orders, then times."""
+
+    cases: Sequence[Case]
+    orders: Sequence[Case]
+    timed: Sequence[Collective]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """One rank's part of the run."""
+
+    writer: RunWriter
+    ranks: Ranks
+    chosen: Chosen
+    num_runs: int
+    link_rate: float | None
+    progress: Progress
+    order: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    repeated: Repeatability = field(default_factory=Repeatability)
+
+    def put(
+        self, site: str, tensor: torch.Tensor, part: Placement, call: Call | None = None
+    ) -> None:
+        item = CapturedTensor(tensor.detach().to("cpu", copy=True).contiguous())
+        self.writer.put(
+            item, pass_="free", sample=0, step=0, site=site, order=self.order, call=call,
+            placement=(part,),
+        )  # fmt: skip
+        self.order += 1
+
+
+def record_all(recorder: Recorder, work: Work) -> None:
+    """Run and record all of it. Raises UsageError where nothing can be run."""
+    recorder.repeated.num_runs = recorder.num_runs
+    total = len(work.cases) + len(work.orders) + len(work.timed)
+    lacking = _unsupported(recorder, [*work.cases, *work.orders])
+    num_done = 0
+
+    def tell(path: str) -> None:
+        nonlocal num_done
+        recorder.progress("collectives", num_done, total, path)
+        num_done += 1
+
+    for case in work.cases:
+        tell(case.path)
+        why = lacking.get((case.collective, case.dtype))
+        if why is None:
+            _record_case(recorder, case)
+        else:
+            reason = f"{case.collective} of {case.dtype} is not supported: {why}"
+            recorder.skipped[reason] = recorder.skipped.get(reason, 0) + 1
+    for case in work.orders:
+        tell(f"order.{case.path}")
+        if (case.collective, case.dtype) not in lacking:
+            _record_order(recorder, case)
+    for collective in work.timed:
+        tell(f"bandwidth.{collective}")
+        if (collective, "float32") not in lacking:
+            _record_times(recorder, collective)
+    if recorder.order == 0:
+        raise UsageError(
+            "nothing was recorded: no collective could be run here",
+            where=next(iter(recorder.skipped), None),
+        )
+
+
+def _unsupported(recorder: Recorder, cases: Sequence[Case]) -> dict[tuple[str, str], str]:
+    """(collective, dtype) → why this group cannot do it. All ranks try each once, and agree."""
+    found: dict[tuple[str, str], str] = {}
+    for collective, dtype in dict.fromkeys((case.collective, case.dtype) for case in cases):
+        size = recorder.ranks.size
+        x = torch.zeros(size, dtype=getattr(torch, dtype), device=recorder.ranks.device)
+        why = None
+        try:
+            recorder.chosen.call(collective)(x)
+        except _REFUSED as error:
+            why = first_line(error, most=120)
+        whys = [one for one in recorder.ranks.gather(why) if one]
+        if whys:
+            found[(collective, dtype)] = whys[0]
+    return found
+
+
+def _record_case(recorder: Recorder, case: Case) -> None:
+    ranks = recorder.ranks
+    x = draw(
+        case.values, case.dtype, case.elements(ranks.size), rank=ranks.rank, num_ranks=ranks.size,
+        adds=case.adds,
+    )  # fmt: skip
+    there = x.to(ranks.device)
+    call = recorder.chosen.call(case.collective)
+    results = []
+    for _ in range(recorder.num_runs):
+        results.append(call(there.clone()).cpu())
+    name = f"{PREFIX}{case.collective}"
+    place, (taken, given) = operator_path(case.path, name, 1), case.placements
+    site = join_site(place, "in.x")
+    if case.collective != "broadcast" or ranks.rank == ROOT_RANK:
+        recorder.put(site, x, taken)
+    if case.collective == "reduce" and ranks.rank != ROOT_RANK:
+        return
+    operand = Operand(site=site, shape=tuple(x.shape), dtype=format_of(x.dtype).name)
+    facts: dict[str, Any] = {"x": {"tensor": 0}, "ranks": ranks.size}
+    recorder.put(
+        join_site(place, "out"), results[0], given,
+        Call(operator=name, arguments=facts, operands=(operand,)),
+    )  # fmt: skip
+    first = digest_tensor(results[0])
+    for number, again in enumerate(results[1:], 2):
+        recorder.put(join_site(place, f"out.run{number}"), again, given)
+        recorder.repeated.num_compared += 1
+        if digest_tensor(again) != first:
+            recorder.repeated.num_different += 1
+            where = f"{case.path} on rank {ranks.rank}"
+            recorder.repeated.first_difference = recorder.repeated.first_difference or where
+
+
+def _record_order(recorder: Recorder, case: Case) -> None:
+    """What masks give, of a result that every rank has by rank 0 alone."""
+    ranks = recorder.ranks
+    size = case.elements(ranks.size)
+    masks = Masks(ranks.size, case.dtype, size)
+    if not masks.fits:
+        reason = f"the order of {case.collective} of {case.dtype}: too many ranks for its size"
+        recorder.skipped[reason] = recorder.skipped.get(reason, 0) + 1
+        return
+    call, rows = recorder.chosen.call(case.collective), []
+    for number in range(masks.num_calls):
+        result = call(masks.terms(ranks.rank, number).to(ranks.device)).cpu()
+        rows.append(masks.sizes(result))
+    shared = case.collective == "reduce_scatter"
+    if ranks.rank == ROOT_RANK or shared:
+        path = f"order.{case.collective}.{case.dtype}.{case.size}"
+        facts = {"collective": case.collective, "dtype": case.dtype, "size": case.size,
+                 "elements": size, "ranks": ranks.size}  # fmt: skip
+        recorder.put(
+            join_site(operator_path(path, ORDER, 1), "out"), torch.stack(rows),
+            "shard:1" if shared else "single", Call(operator=ORDER, arguments=facts),
+        )  # fmt: skip
+
+
+def _record_times(recorder: Recorder, collective: Collective) -> None:
+    ranks, call = recorder.ranks, recorder.chosen.call(collective)
+    for num_bytes in timed_bytes(ranks.device):
+        size = timed_elements(collective, num_bytes, ranks.size)
+        x = torch.ones(size, dtype=torch.float32, device=ranks.device)
+        seconds = seconds_of_one(call, x, ranks)
+        if ranks.rank != ROOT_RANK:
+            continue
+        whole = 4 * size * (ranks.size if collective == "all_gather" else 1)
+        facts: dict[str, Any] = {"collective": collective, "bytes": whole, "ranks": ranks.size}
+        if recorder.link_rate is not None:
+            facts["link_bytes_per_s"] = recorder.link_rate
+        place = operator_path(f"bandwidth.{collective}.{num_bytes}", SECONDS, 1)
+        recorder.put(
+            join_site(place, "out"), torch.tensor(seconds, dtype=torch.float64), "single",
+            Call(operator=SECONDS, arguments=facts),
+        )  # fmt: skip
+
+
+def chosen_work(
+    cases: Sequence[Case], orders: Sequence[Case], matches: Callable[[str], bool]
+) -> Work:
+    """What of all a selection of paths leaves."""
+    return Work(
+        [one for one in cases if matches(f"{one.path}:out")],
+        [
+            one
+            for one in orders
+            if one.collective in ADDING
+            and matches(f"order.{one.collective}.{one.dtype}.{one.size}:out")
+        ],
+        [one for one in TIMED if matches(f"bandwidth.{one}:out")],
+    )

@@ -80,8 +80,8 @@ LinkRate = Annotated[
     str | None,
     Option(
         "--link-rate RATE",
-        "The stated rate of one link, 400Gb/s or 50GB/s. Of suite:collectives: to hold the measured "
-        "bandwidth against; with --dry-run --train: the time of a step's collectives.",
+        "The stated rate of one link, 400Gb/s or 50GB/s. Of suite:collectives: to hold the "
+        "measured bandwidth against; with --dry-run --train: the time of a step's collectives.",
         MODEL,
         suite=True,
     ),

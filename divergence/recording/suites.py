@@ -125,8 +125,8 @@ def refuse_options(options: Options, *, collectives: bool = False) -> None:
 
 
 def refuse_of_collectives(options: CaptureOptions, *, planned: bool = False) -> None:
-    """Raise UsageError for what only the suite of collectives can be told. ``planned``: of a training
-    step memory and traffic are planned, which has a rate of links, too."""
+    """Raise UsageError for what only the suite of collectives can be told. ``planned``: the traffic
+    of a training step is planned, for which a link has a rate, too."""
     for name, value in (("--ranks", options.ranks), ("--link-rate", options.link_rate)):
         if value is not None and not (planned and name == "--link-rate"):
             raise UsageError(

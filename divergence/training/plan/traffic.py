@@ -36,7 +36,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bit)/s", re.IGNORECASE)
 
 
 def link_rate(text: str) -> float:
-    """Bytes a second: of ``50GB/s``, ``25GiB/s``, ``400Gbit/s``. Raises UsageError."""
+    """Bytes a second: of ``50GB/s``, ``25GiB/s``, ``400Gb/s``. Raises UsageError."""
     match = _RATE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise UsageError(
@@ -44,7 +44,7 @@ def link_rate(text: str) -> float:
         )
     power = " kmgt".index(match[2].lower() or " ")
     rate = float(match[1]) * float((1024 if match[3] else 1000) ** power)
-    return rate / 8 if match[4].lower() == "bit" else rate
+    return rate if match[4] == "B" else rate / 8  # b and bit, as in 400Gb/s
 
 
 def gradient_traffic(

@@ -3,7 +3,7 @@
 A pass has a name, may be anchored (every block gets the recorded input of the run that is repeated)
 and may compute every operator in a wider dtype than the model's own. A capture makes the free pass,
 with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchored, float32), with
-``--whole`` the whole one. A truth makes the first two, both in float64.
+``--whole`` the whole one. A truth makes the first two, in float64.
 """
 
 from __future__ import annotations
@@ -98,10 +98,8 @@ class Execution:
         places = places_of(self.notes, self.training)
         check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
         check_forwards(request, session)
-        session.check_ids(
-            self.samples if request.like is None else request.like.manifest.tokens.samples,
-            request.max_new_tokens,
-        )
+        first = self.samples if request.like is None else request.like.manifest.tokens.samples
+        session.check_ids(first, request.max_new_tokens)
         refuse_lacking(
             session, plants=bool(request.plants), pads_right=padded_right(loaded, self.samples),
             operators=bool(self.selection.operators or request.substitutes),

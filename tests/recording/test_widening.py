@@ -531,11 +531,25 @@ def test_grouped_products_equal_a_loop(transposed):
     assert torch.equal(found[11:], right[11:])
 
 
+def test_grouped_products_of_a_backward_equal_a_loop():
+    """(K, S) x (S, N): the gradients of weights, one matrix an expert."""
+    one, two = torch.randn(16, 16).bfloat16(), torch.randn(16, 24).bfloat16()
+    ends = torch.tensor([8, 8, 16], dtype=torch.int32)
+    with Widening(WIDE):
+        found = grouped_mm()(one, two, offs=ends)
+    right = torch.stack([
+        one[:, start:end].double() @ two[start:end].double()
+        for start, end in [(0, 8), (8, 8), (8, 16)]
+    ])  # fmt: skip
+    assert rel_l2(found, right) < 1e-15
+
+
 def test_other_grouped_layouts_are_refused():
     """A layout that nobody has checked gives an error, not a wrong number."""
     ends = torch.tensor([8, 16], dtype=torch.int32)
+    one, two = torch.randn(2, 16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
     with Widening(WIDE), pytest.raises(NotImplementedError, match="layout"):
-        grouped_mm()(torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16(), offs=ends)
+        grouped_mm()(one, two, offs=ends)
 
 
 # --- kept weights --------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ def test_time_is_bytes_over_the_rate():
         ("50GB/s", 50e9),
         ("400 Gbit/s", 50e9),
         ("25GiB/s", 25 * 2**30),
-        ("7b/s", 7),
+        ("7b/s", 7 / 8),
+        ("7B/s", 7),
         ("1.5kB/s", 1500),
     ],
 )

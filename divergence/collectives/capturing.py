@@ -27,7 +27,7 @@ from divergence.recording.machine.environment import resolve_device
 from divergence.recording.new_run import provenance
 from divergence.recording.ranks.processes import Ranks
 from divergence.recording.ranks.together import closed, started
-from divergence.run.command import quoted
+from divergence.run.command import command_line, quoted
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (
     COLLECTIVES,
@@ -143,19 +143,22 @@ def _started_ranks(like: Run | None) -> int:
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if "RANK" not in os.environ or num_ranks < 2:
         wanted = "N" if like is None else str(like.manifest.num_ranks)
-        what = SOURCE if like is None else f"--like {quoted(str(like.path))}"
+        words: dict[str, Any] = {"o": "RUN"} if like is None else {"like": like.path, "o": "RUN"}
+        what = (SOURCE,) if like is None else ()
         raise UsageError(
             f"{SOURCE} needs two ranks at least, and this is one process alone",
             hint=(
-                f"torchrun --nproc-per-node {wanted} -m divergence capture {what} -o RUN",
-                f"divergence capture {what} -o RUN --ranks {wanted}    (on this machine alone)",
+                f"torchrun --nproc-per-node {quoted(wanted)} -m "
+                f"{command_line('capture', *what, **words)}",
+                f"{command_line('capture', *what, **words)} --ranks {quoted(wanted)}    "
+                "(on this machine alone)",
             ),
         )
     if like is not None and like.manifest.num_ranks != num_ranks:
         raise UsageError(
             f"{like.path} was made by {like.manifest.num_ranks} ranks, and there are {num_ranks}: "
             "they would add other numbers",
-            hint=f"torchrun --nproc-per-node {like.manifest.num_ranks} ..., or capture {SOURCE}",
+            hint=f"start {like.manifest.num_ranks} processes, or capture {SOURCE} anew",
         )
     return num_ranks
 
@@ -167,8 +170,8 @@ def _work(like: Run | None, options: CaptureOptions) -> Work:
     if not (work.cases or work.orders or work.timed):
         raise UsageError(
             f"--sites {' '.join(patterns)} matches no case",
-            hint=f"divergence capture {SOURCE} --dry-run lists them: 'all_reduce.*', 'order.*', "
-            "'bandwidth.*'",
+            hint=f"{command_line('capture', SOURCE, dry_run=True)} lists them: 'all_reduce.*', "
+            "'order.*', 'bandwidth.*'",
         )
     return work
 

@@ -163,7 +163,7 @@ def test_what_any_rank_found_is_the_run_s():
 def test_tensor_parallelism_needs_the_prefill(steps):
     """Without it no tensor's place would be known, and nothing could be compared."""
     selection = SimpleNamespace(operators=None)
-    request = SimpleNamespace(steps=steps, escalate=False, substitutes={})
+    request = SimpleNamespace(steps=steps, escalate=False, substitutes={}, train=None)
     with pytest.raises(UsageError, match="needs the prefill") as error:
         check_request(request, selection, {"tp": 2})
     assert error.value.hint == f"--steps 0,{steps}"
@@ -225,6 +225,6 @@ def test_how_batches_are_dealt(monkeypatch, num_groups, together):
 )
 def test_what_takes_one_process_says_why(escalate, operators, why):
     """A float32 pass records no operators."""
-    request = SimpleNamespace(escalate=escalate, substitutes=())
+    request = SimpleNamespace(escalate=escalate, substitutes=(), train=None)
     with pytest.raises(UsageError, match=why):
         check_request(request, SimpleNamespace(operators=operators), {"dp": 2})

@@ -213,9 +213,10 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 def reducing(change: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[None]:
     reduce = optimizer.Stepping.reduce
 
-    def wrong(self: Any, parameters: Any) -> None:
-        reduce(self, parameters)
-        change(list(parameters))
+    def wrong(self: Any, named: Any) -> Any:
+        held = reduce(self, named)
+        change([parameter for *_, parameter in held])
+        return held
 
     return patched(optimizer.Stepping, "reduce", wrong)
 
@@ -267,10 +268,10 @@ def clipped_first() -> contextlib.AbstractContextManager[None]:
     """Gradients are clipped before the loss's factor is divided out of them."""
     step = optimizer.Stepping.step
 
-    def wrong(self: Any, named: Any) -> Any:
-        parameters = [p for *_, p in named if p.grad is not None]
+    def wrong(self: Any, named: Any, held: Any) -> Any:
+        parameters = [p for *_, p in held if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(parameters, 0.1 / 256.0)
-        return step(self, named)
+        return step(self, named, held)
 
     return patched(optimizer.Stepping, "step", wrong)
 

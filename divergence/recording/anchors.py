@@ -28,7 +28,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.manifest import ModuleNote, SampleTokens, Tokens
 from divergence.run.schema.record import PassName
-from divergence.run.schema.site import module_of
+from divergence.run.schema.site import module_of, of_parameter
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,11 @@ class _RecordedRows:
         no more were recorded. None where nothing was, or it does not fit."""
         import torch
 
+        if of_parameter(site):  # of all prompts together, recorded behind the first
+            record = self._run.find(("free", sample, step, site))
+            if record is None or not self._run.has_bytes(record):
+                return None
+            return self._run.read(record)
         group = self._groups[sample]
         found = [self._recorded(number, step, site) for number in group]
         known = [rows for rows in found if rows is not None]

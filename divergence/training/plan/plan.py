@@ -67,7 +67,7 @@ def plan_request(
         mesh=request.mesh,
         zero=planned.zero,
         optimizer=request.optimizer,
-        main_weights=planned.main_weights,
+        main_weights=request.main_weights,
         autocast=request.autocast,
         gradient_checkpointing=bool(request.gradient_checkpointing),
         dropout=bool(request.dropout),

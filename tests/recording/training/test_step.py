@@ -240,10 +240,11 @@ def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
     a = step("llama")
     reduce = Stepping.reduce
 
-    def halved(self, parameters):
-        reduce(self, parameters)
-        for parameter in parameters:
-            parameter.grad = parameter.grad / 2
+    def halved(self, named):
+        held = reduce(self, named)
+        for *_, holder in held:
+            holder.grad = holder.grad / 2
+        return held
 
     monkeypatch.setattr(Stepping, "reduce", halved)
     b = step("llama", like=a, label="halved")

@@ -28,7 +28,7 @@ from divergence.recording.training.reduction import reduced
 TEXTS = (
     "The first step of any numerical comparison is to agree on what is being compared, and with",
     "In 1687 Newton published the Principia, in which he stated the laws of motion and showed",
-    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return",
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n",
     "Rain is expected in the north tomorrow, with strong winds along the coast and snow above",
     "To make bread you need flour, water, salt and yeast. Mix them, let the dough rest for an",
     "She closed the book, looked out of the window at the harbour and wondered how long it had",

@@ -1,4 +1,4 @@
-"""What it costs to add up gradients in 16 bits: a trained model's, of n micro-batches.
+"""What it costs to add up gradients, and to step weights, in 16 bits: of a trained model.
 
     python benchmarks/gradient_sums.py        # two minutes on two cores
 
@@ -7,6 +7,9 @@ ranks would: in bfloat16 or float32, in the order of a ring, of a tree, or one a
 accumulation does. The same in float64 throughout is the truth. Printed: the relative L2 error of a
 parameter's gradient, median and largest of all matrices. Rounding of the forward and backward
 themselves is in every row; the last column is what the sum alone adds, for the most micro-batches.
+
+Below: one step of AdamW on the bfloat16 weights themselves, by learning rate: the share of those
+with a gradient that did not move.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ TEXTS = (
     "The committee met on Thursday to discuss the budget, and after two hours it decided to put",
 )
 COUNTS = (2, 4, 8)
+RATES = (1e-3, 1e-4, 1e-5, 1e-6)
 WAYS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
     "bfloat16, one after another": lambda parts: in_turn(parts, torch.bfloat16),
     "bfloat16, ring": lambda parts: reduced(parts, dtype=torch.bfloat16, order="ring"),
@@ -87,7 +91,7 @@ def main() -> None:
     folder = checkpoint("bfloat16")
     truth, parts = exact_sums(folder), list(gradients(folder, torch.bfloat16))
     print(f"| added up in | {' | '.join(f'{n} micro-batches' for n in COUNTS)} | the sum's own |")
-    print("|---|" + "---|" * (len(COUNTS) + 1))
+    print("|---|" + "---|" * (len(COUNTS) + 1), flush=True)
     for name, add in WAYS.items():
         cells, own = [], [0.0]
         for count in COUNTS:
@@ -100,6 +104,26 @@ def main() -> None:
                 own.append(float((total - sums).norm() / norm))
             cells.append(f"{statistics.median(errors):.2e}, {max(errors):.1e}")
         print(f"| {name} | {' | '.join(cells)} | {statistics.median(own):.1e} |", flush=True)
+    print(f"\n| learning rate | {' | '.join(f'{rate:g}' for rate in RATES)} |")
+    print("|---|" + "---|" * len(RATES))
+    print(f"| did not move | {' | '.join(f'{unmoved(folder, rate):.1%}' for rate in RATES)} |")
+
+
+def unmoved(folder: Path, rate: float) -> float:
+    """The share of weights with a gradient that one step leaves as they are."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
+    model(input_ids=ids, labels=ids).loss.backward()
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0).step()
+    stepped = still = 0
+    for name, one in model.named_parameters():
+        if one.grad is not None:
+            moving = one.grad != 0
+            stepped += int(moving.sum())
+            still += int((moving & (one.detach() == before[name])).sum())
+    return still / stepped
 
 
 if __name__ == "__main__":

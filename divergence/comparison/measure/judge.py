@@ -18,6 +18,7 @@ from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
 from divergence.comparison.measure.floors import (
     Floor,
     Ratios,
+    finer_side,
     gradient_format,
     row_floor,
     share_of_usual,
@@ -45,7 +46,7 @@ from divergence.comparison.results.sites import (
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
-from divergence.run.schema.site import is_gradient, module_of, of_parameter
+from divergence.run.schema.site import BACKWARD, is_gradient, module_of, of_parameter
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
@@ -110,6 +111,7 @@ class Judge:
         self._work = work
         self._sums = gradient_format(work, reference.manifest, candidate.manifest)
         self._same_dtype = work_dtype(reference.manifest) == work_dtype(candidate.manifest)
+        self._finer = finer_side(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
         self._blocks = sorted(
             (path for path, note in self._notes.items() if note.role == "block"),
@@ -367,7 +369,8 @@ class Judge:
                 if not self._same_dtype:
                     from divergence.numerics.pairs.against import with_rounding
 
-                    one = with_rounding(one, floor)
+                    finer, step = self._finer if BACKWARD in result.site else (None, 1.0)
+                    one = with_rounding(one, floor, finer=finer, step=step)
                 self.truth_samples.add(result, one, floor)
 
     def _kind_of_truth(

@@ -54,6 +54,8 @@ class Recorder:
     plants that met a tensor, ``anchored`` the number of inputs that were replaced.
     """
 
+    _recorder_of_operators = OperatorRecorder
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -91,9 +93,8 @@ class Recorder:
         self._keep = (keeper or CopyKeeper()).keep
         self.operators: OperatorRecorder | None = None
         if operators:
-            self.operators = OperatorRecorder(
-                model,
-                operators,
+            self.operators = self._recorder_of_operators(
+                model, operators,
                 emit=self._put,
                 call_of=lambda path: self._calls.get(path, ""),
                 active=lambda: self._selected and not self._anchor_broken,

@@ -104,8 +104,8 @@ class Advice:
     def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
         """Everything inside a block, on both machines; ``hidden``: it shows in the escalated
         pass alone, against a truth. Operators are recorded in one process alone, and those of
-        other batches are no pairs; nor are they of a training step."""
-        ranks = self.divided or self._reference.mesh is not None or self._reference.training.train
+        other batches are no pairs."""
+        ranks = self.divided or self._reference.mesh is not None
         whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
         alike = self._reference.tokens.groups == self._candidate.tokens.groups
         down = self._localize(

@@ -24,6 +24,7 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
+from divergence.run.schema.site import phase_of
 from divergence.words import Side
 
 __all__ = [
@@ -37,11 +38,11 @@ _Item = TypeVar("_Item", OtherInput, OtherOperand)
 class OperatorUnit:
     """One matched operator, or the common result of a region, over the forwards of a phase, in
     order. ``feeds``: paths of the reference's pairs and regions that feed it, also through calls
-    without a partner. ``own``: what each side's region adds by itself (operators.products).
+    without a partner. ``phase``: as in ``phase_of``. ``own``: what each side's region adds by itself (operators.products).
     ``untold``: pads may be among what differs, and the axes do not tell which they are."""
 
     match: Match
-    phase: Literal["prefill", "decode"]
+    phase: str
     forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
     num_equal: int = 0
     num_codes: int = 0
@@ -99,8 +100,6 @@ def measure_operators(
     unreached: dict[Side, list[Node]] = {"reference": [], "candidate": []}
     in_regions: dict[Side, set[str]] = {"reference": set(), "candidate": set()}
     for forward in sorted(set(ours) & set(theirs)):
-        phase: Literal["prefill", "decode"] = "prefill" if forward[1] == 0 else "decode"
-
         pads = Pads(a.manifest, forward)
 
         def apart(one: Node, two: Node) -> float:
@@ -135,6 +134,7 @@ def measure_operators(
         ]
         fed = _Feeds(ours[forward], {match.reference.path for match, _ in pairs})
         for match, region in pairs:
+            phase = phase_of(match.reference.path, forward[1])
             key = (match.reference.path, match.candidate.path, phase)
             unit = units.setdefault(key, OperatorUnit(match, phase))
             unit.region = unit.region or region

@@ -173,7 +173,9 @@ def onset_result(operators: OperatorsResult) -> OperatorResult | None:
 
 def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Evidence]:
     """Why this operator."""
-    called = f" ({first.source})" if first.source else ""
+    of = "" if first.backward_of is None else f"backward of {first.backward_of}"
+    told = ", ".join(filter(None, (of, first.source)))
+    called = f" ({told})" if told else ""
     name = f"{first.site}{called}, {first.phase}"
     values = {
         key: value

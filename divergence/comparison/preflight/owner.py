@@ -72,7 +72,7 @@ def disagreement(one: Run, two: Run, *, inside: str | None = None) -> Agreement:
     for record in one.records:
         if record.pass_ != "anchored" or is_operator_site(record.site):
             continue
-        if inside is not None and not record.site.startswith((f"{inside}.", f"{inside}:")):
+        if inside is not None and not record.site.startswith((f"{inside}.", f"{inside}:", f"{inside}#")):
             continue
         other = two.find(record.coordinates)
         if other is None or other.positions != record.positions:

@@ -106,8 +106,11 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     """Class of the module that called the operator."""
     block: str | None = None
     source: str | None = None
-    """The Python line that called it."""
-    phase: Literal["prefill", "decode"]
+    """The Python line that called it, or of which it is the backward."""
+    backward_of: str | None = None
+    """The forward operator, or torch.autograd.Function, of whose backward it is."""
+    phase: str
+    """``prefill``, ``backward`` or ``decode``."""
     order: int
     sample: int = 0
     step: int = 0

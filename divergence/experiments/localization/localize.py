@@ -88,12 +88,6 @@ def localize(
     a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
     on_progress: Progress = progress or silent
     folder = folder_of(out)
-    if a.manifest.training.train:
-        raise UsageError(
-            f"{a.path} is a training step, of which no operators are recorded",
-            hint="the modules of one block: divergence capture --like RUN -o OTHER --sites blocks "
-            "'model.layers.3.*', on both machines, and compare",
-        )
     if a.manifest.plan.store != "full":
         raise UsageError(
             f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "
@@ -163,11 +157,11 @@ def _descend(
     if chosen is None:
         return replace(done, stopped=why)
     onset = report.verdict.onset
-    alike = a.manifest.tokens.groups == b.manifest.tokens.groups
+    alike, train = a.manifest.tokens.groups == b.manifest.tokens.groups, a.manifest.training.train
     goal = Goal(
         block=chosen,
         sites=["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])],
-        step=onset.step if onset is not None and onset.block == chosen else None,
+        step=onset.step if onset is not None and onset.block == chosen and not train else None,
         escalate=onset is not None and onset.pass_ == "escalated",
     )
     made: dict[str, Run] = {}

@@ -236,7 +236,7 @@ class OperatorRecorder(TorchDispatchMode):
         """That module, with its call."""
         return self._stack[-1] + self._call_of(self._stack[-1])
 
-    def _origin(self) -> dict[str, str | None]:
+    def _origin(self, func: Any) -> dict[str, str | None]:
         """Where in the code an operator is called: fields of a Call."""
         return {"source": source_line()}
 
@@ -281,7 +281,7 @@ class OperatorRecorder(TorchDispatchMode):
             arguments=arguments,
             operands=tuple(operands),
             note=_DRAWS if draws_random_numbers(func, named) else None,
-            **self._origin(),
+            **self._origin(func),
         )
         return _PendingCall(key, where, call, pending)
 

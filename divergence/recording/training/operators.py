@@ -35,6 +35,9 @@ from divergence.run.writing.captured_tensor import CapturedTensor
 __all__ = ["TrainingOperators"]
 
 
+_SUMS = ("aten.add", "aten.add_")
+
+
 def _next_node() -> int:
     """The number of the next node of autograd's graph that this thread makes."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -170,13 +173,15 @@ class TrainingOperators(OperatorRecorder):
             return self._rerun[-1] + self._call_of(self._rerun[-1])
         return self._owner + BACKWARD
 
-    def _origin(self) -> dict[str, str | None]:
+    def _origin(self, func: Any) -> dict[str, str | None]:
         if not self._in_backward:
-            return super()._origin()
+            return super()._origin(func)
+        own = source_line(_is_autograds)
+        if own is None and operator_name(func) in _SUMS:
+            return {"source": None}  # behind the node, not of it
         made_by, line = self._forwards.get(self._node._sequence_nr(), (None, None))
         if isinstance(self._node, torch.autograd.function.BackwardCFunction):  # type: ignore[unreachable]
             made_by = type(self._node).__name__.removesuffix("Backward")  # type: ignore[unreachable]
-        own = source_line(_is_autograds)
         return {"source": own or line, "backward_of": made_by}
 
     # --- a forward that is run again ------------------------------------------------------------

@@ -215,7 +215,10 @@ def _of_operand(
     if cleared is None:
         unit.untold = unit.untold or not torch.equal(x, y.reshape(x.shape))
         return None
-    return measure_operator(*cleared, num_terms=max(map(num_terms, region.reference)))
+    return measure_operator(
+        *cleared, num_terms=max(map(num_terms, region.reference)),
+        of_gradient=unit.phase == "backward",
+    )  # fmt: skip
 
 
 def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
@@ -282,7 +285,10 @@ def _measure(
             if aligned is not None and (r is not None or not rights.exist):
                 p, q, exact = aligned
                 assert p is not None and q is not None  # both sides made the result
-                errors = measure_operator(p, q, exact, num_terms=num_terms(match.reference))
+                errors = measure_operator(
+                    p, q, exact, num_terms=num_terms(match.reference),
+                    of_gradient=unit.phase == "backward",
+                )  # fmt: skip
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))
 

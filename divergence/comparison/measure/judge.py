@@ -42,7 +42,7 @@ from divergence.comparison.results.sites import (
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of, of_parameter
+from divergence.run.schema.site import BACKWARD, module_of, of_parameter
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
@@ -145,7 +145,7 @@ class Judge:
         block answers only for what it adds."""
         rows = numbers.rows
         assert rows is not None
-        if of_parameter(pair.reference.record.site):
+        if self._cancels(pair.reference.record.site):
             rows = _small_rows(rows)
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
@@ -342,7 +342,7 @@ class Judge:
                 alike[0][0], _last(alike[0][1].shape), np.stack([one.norm for one in rows]),
                 np.stack(updates) if updates else None,
             )  # fmt: skip
-            if row_floors is not None and of_parameter(alike[0][1].site):
+            if row_floors is not None and self._cancels(alike[0][1].site):
                 row_floors = row_floors / np.stack([_share_of_usual(one.norm) for one in rows])
             if row_floors is not None:
                 floors |= {id(one): floor for one, floor in zip(rows, row_floors, strict=True)}
@@ -363,23 +363,26 @@ class Judge:
             return None
         return (
             storage_format(pair).name, _last(result.shape), self._role(pair), one.num_rows,
-            one.update is None, of_parameter(result.site),
+            one.update is None, self._cancels(result.site),
         )  # fmt: skip
+
+    def _cancels(self, site: str) -> bool:
+        """Is it a gradient whose terms may cancel, of a parameter or inside a block?"""
+        note = self._notes.get(module_of(site)) if BACKWARD in site else None
+        return of_parameter(site) or (note is not None and note.role == "inner")
 
 
 def _small_rows(rows: RowMetrics) -> RowMetrics:
-    """Of a parameter's gradient, whose rows are sums over tokens: where the terms cancel, or an
-    activation is nearly flat, a row is small and its terms' rounding is not. Its error is held
-    against the median row."""
-    return replace(rows, rel_l2=rows.rel_l2 * _share_of_usual(rows.norm))
+    """Of a gradient whose terms may cancel: there a row is small and its terms' rounding is not. Its
+    error is held against the median row; that of a row of zeros is not known without a truth."""
+    rel_l2 = np.where(rows.norm > 0, rows.rel_l2, 0.0)
+    return replace(rows, rel_l2=rel_l2 * _share_of_usual(rows.norm))
 
 
 def _share_of_usual(norm: np.ndarray) -> np.ndarray:
     """Each row's norm over the median one, 1 at most."""
-    real = norm > 0
-    if not real.any():
-        return np.ones_like(norm)
-    return np.where(real, np.minimum(1.0, norm / np.median(norm[real])), 1.0)
+    usual = np.median(norm[norm > 0]) if (norm > 0).any() else 1.0
+    return np.minimum(1.0, np.maximum(norm, 1e-300) / usual)
 
 
 def _stacked(rows: Sequence[RowMetrics]) -> RowMetrics:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -37,9 +37,10 @@ _Item = TypeVar("_Item", OtherInput, OtherOperand)
 @dataclass(slots=True)
 class OperatorUnit:
     """One matched operator, or the common result of a region, over the forwards of a phase, in
-    order. ``feeds``: paths of the reference's pairs and regions that feed it, also through calls
-    without a partner. ``phase``: as in ``phase_of``. ``own``: what each side's region adds by itself (operators.products).
-    ``untold``: pads may be among what differs, and the axes do not tell which they are."""
+    order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
+    feed it, also through calls without a partner. ``own``: what each side's region adds by itself
+    (operators.products). ``untold``: pads may be among what differs, and the axes do not tell which
+    they are."""
 
     match: Match
     phase: str

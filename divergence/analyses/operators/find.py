@@ -173,9 +173,7 @@ def onset_result(operators: OperatorsResult) -> OperatorResult | None:
 
 def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Evidence]:
     """Why this operator."""
-    of = "" if first.backward_of is None else f"backward of {first.backward_of}"
-    told = ", ".join(filter(None, (of, first.source)))
-    called = f" ({told})" if told else ""
+    called = f" ({first.called_at})" if first.called_at else ""
     name = f"{first.site}{called}, {first.phase}"
     values = {
         key: value

@@ -373,8 +373,8 @@ class Judge:
 
 
 def _small_rows(rows: RowMetrics) -> RowMetrics:
-    """Of a gradient whose terms may cancel: there a row is small and its terms' rounding is not. Its
-    error is held against the median row; that of a row of zeros is not known without a truth."""
+    """Of a gradient whose terms may cancel: there a row is small, and its terms' rounding is not.
+    Its error is held against the median row; a row of zeros tells nothing without a truth."""
     rel_l2 = np.where(rows.norm > 0, rows.rel_l2, 0.0)
     return replace(rows, rel_l2=rel_l2 * _share_of_usual(rows.norm))
 
@@ -382,7 +382,7 @@ def _small_rows(rows: RowMetrics) -> RowMetrics:
 def _share_of_usual(norm: np.ndarray) -> np.ndarray:
     """Each row's norm over the median one, 1 at most."""
     usual = np.median(norm[norm > 0]) if (norm > 0).any() else 1.0
-    return np.minimum(1.0, np.maximum(norm, 1e-300) / usual)
+    return np.asarray(np.minimum(1.0, np.maximum(norm, 1e-300) / usual))
 
 
 def _stacked(rows: Sequence[RowMetrics]) -> RowMetrics:

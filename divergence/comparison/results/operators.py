@@ -13,7 +13,7 @@ from divergence.words import Side, SideOrBoth
 __all__ = [
     "PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "CausalCheck",
     "OperatorResult", "OperatorsResult", "OtherInput", "OtherOperand", "Part", "Question",
-    "RegionResult", "UnmatchedOperator",
+    "RegionResult", "UnmatchedOperator", "called_at",
 ]  # fmt: skip
 
 Question = Literal[
@@ -80,6 +80,12 @@ class RegionResult(msgspec.Struct, frozen=True, kw_only=True):
     region is not made of 16-bit products and additions, or an input was not recorded."""
     candidate_times: float | None = None
     """The same for the candidate."""
+
+
+def called_at(source: str | None, backward_of: str | None) -> str | None:
+    """The line of Python that called an operator, or whose backward did; None where unknown."""
+    of = None if backward_of is None else f"backward of {backward_of}"
+    return ", ".join(filter(None, (of, source))) or None
 
 
 class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +164,11 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     region: RegionResult | None = None
     """All operators of the region, where the sides call other operators and this is their common
     result."""
+
+    @property
+    def called_at(self) -> str | None:
+        """The line, and of which operator it is the backward."""
+        return called_at(self.source, self.backward_of)
 
 
 class UnmatchedOperator(msgspec.Struct, frozen=True, kw_only=True):

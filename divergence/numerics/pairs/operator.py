@@ -28,12 +28,13 @@ times its own size, as scores of a first token are."""
 
 @dataclass(frozen=True, slots=True)
 class OperatorErrors:
-    """Relative to the rows' ‖R‖, or of a gradient's small rows the median one's: (T,) float64. ``floor``: of the coarser of both sides' dtypes that
-    the reference stores; ``column_*``: (D,) sums of squared relative errors; ``num_nonfinite``:
-    elements that are nan or inf on that side alone; ``over_1_ulp``: share of elements more
-    than one ulp from R, on each side; ``rows``: (T,) numbers of these rows among all of them
-    (those of R = 0, or masked altogether, have none), whose axes ``shape`` gives;
-    ``largest_norm``: of their ‖R‖; ``counts``: (T,) elements of each that were not masked."""
+    """Relative to the rows' ‖R‖, of a gradient's small rows to the median one's: (T,) float64.
+    ``floor``: of the coarser of both sides' dtypes that the reference stores; ``column_*``: (D,)
+    sums of squared relative errors; ``num_nonfinite``: elements that are nan or inf on that side
+    alone; ``over_1_ulp``: share of elements more than one ulp from R, on each side; ``rows``: (T,)
+    numbers of these rows among all of them (those of R = 0, or masked altogether, have none), whose
+    axes ``shape`` gives; ``largest_norm``: of their ‖R‖; ``counts``: (T,) elements of each that
+    were not masked."""
 
     reference: torch.Tensor
     candidate: torch.Tensor

@@ -51,10 +51,9 @@ class Recorder:
 
     ``wanted(path, port, tensor)`` decides what is recorded. ``logit_paths``: modules of
     whose output only the last position decides (causal models). ``fired`` holds the
-    plants that met a tensor, ``anchored`` the number of inputs that were replaced.
-    """
+    plants that met a tensor, ``anchored`` the number of inputs that were replaced."""
 
-    _recorder_of_operators = OperatorRecorder
+    _operator_recorder = OperatorRecorder
 
     def __init__(
         self,
@@ -93,8 +92,9 @@ class Recorder:
         self._keep = (keeper or CopyKeeper()).keep
         self.operators: OperatorRecorder | None = None
         if operators:
-            self.operators = self._recorder_of_operators(
-                model, operators,
+            self.operators = self._operator_recorder(
+                model,
+                operators,
                 emit=self._put,
                 call_of=lambda path: self._calls.get(path, ""),
                 active=lambda: self._selected and not self._anchor_broken,

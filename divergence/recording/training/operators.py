@@ -1,4 +1,4 @@
-"""Operators of a training step: those of the forward, and those of the backward of the same modules.
+"""Operators of a training step: of the forward, and of the backward of the same modules.
 
 The backward runs outside of all modules. Whose an operator is tells the node of autograd's graph
 that calls it: nodes are numbered in the order in which the forward made them, and so each belongs
@@ -180,8 +180,8 @@ class TrainingOperators(OperatorRecorder):
         if own is None and operator_name(func) in _SUMS:
             return {"source": None}  # behind the node, not of it
         made_by, line = self._forwards.get(self._node._sequence_nr(), (None, None))
-        if isinstance(self._node, torch.autograd.function.BackwardCFunction):  # type: ignore[unreachable]
-            made_by = type(self._node).__name__.removesuffix("Backward")  # type: ignore[unreachable]
+        if isinstance(self._node, torch.autograd.function.BackwardCFunction):
+            made_by = type(self._node).__name__.removesuffix("Backward")
         return {"source": own or line, "backward_of": made_by}
 
     # --- a forward that is run again ------------------------------------------------------------

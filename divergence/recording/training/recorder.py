@@ -81,7 +81,7 @@ class TrainRecorder(Recorder):
     """A Recorder of one training step. ``loss``: the module that computes it. ``stepping``: what is
     done with the gradients."""
 
-    _recorder_of_operators = TrainingOperators
+    _operator_recorder = TrainingOperators
 
     def __init__(
         self,

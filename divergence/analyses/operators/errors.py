@@ -24,7 +24,7 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import phase_of
+from divergence.run.schema.site import BACKWARD, phase_of
 from divergence.words import Side
 
 __all__ = [
@@ -60,7 +60,8 @@ class OperatorUnit:
 class MeasuredOperators:
     """``units`` in the reference's execution order; ``lone``: calls without a partner;
     ``unreached``: of these, what leads to nothing that both sides have; ``in_regions``: paths
-    of those that a region holds. ``frame``: see OperatorsResult."""
+    of those that a region holds. ``frame``: see OperatorsResult. ``rerouted``: prompts of whose
+    backward not all is compared, as tokens are sent to other experts."""
 
     units: list[OperatorUnit]
     lone: dict[Side, list[Node]]
@@ -68,6 +69,7 @@ class MeasuredOperators:
     with_truth: bool
     unreached: dict[Side, list[Node]]
     in_regions: dict[Side, set[str]]
+    rerouted: list[int]
 
 
 def measure_operators(
@@ -100,6 +102,7 @@ def measure_operators(
     lone: dict[Side, list[Node]] = {"reference": [], "candidate": []}
     unreached: dict[Side, list[Node]] = {"reference": [], "candidate": []}
     in_regions: dict[Side, set[str]] = {"reference": set(), "candidate": set()}
+    rerouted: list[int] = []
     for forward in sorted(set(ours) & set(theirs)):
         pads = Pads(a.manifest, forward)
 
@@ -125,6 +128,8 @@ def measure_operators(
             )
 
         routings = [] if replays else rerouted_in(matches, read, left_out=pads.rows)
+        if any(BACKWARD in path for routing in routings for path in routing.behind):
+            rerouted.append(forward[0])
         regions = Regions()
         if not replays:
             regions = regions_in(ours[forward], theirs[forward], matches, rename)
@@ -169,6 +174,7 @@ def measure_operators(
         with_truth=exact or truth is not None,
         unreached=unreached,
         in_regions=in_regions,
+        rerouted=rerouted,
     )
 
 

@@ -117,7 +117,7 @@ def judge_operators(
             for side in _SIDES
             for node in extra[side].values()
         ],
-        notes=[*_not_compared(measured), *_of_pads(untold)],
+        notes=[*_not_compared(measured), *_of_pads(untold), *_of_experts(measured.rerouted)],
     )
 
 
@@ -150,6 +150,16 @@ def _of_pads(untold: dict[tuple[str, str], None]) -> list[str]:
     return [
         f"could not be judged: {len(paths)} results that may hold the batch's pads, and do not "
         f"tell where ({shown}); capture without --batch to have them judged"
+    ]
+
+
+def _of_experts(samples: list[int]) -> list[str]:
+    """What was not judged since rounding chose other experts."""
+    if not samples:
+        return []
+    return [
+        "could not be judged: the backward behind experts that rounding chose otherwise for some "
+        f"tokens, in prompt{'s' * (len(samples) > 1)} {', '.join(map(str, samples))}"
     ]
 
 

@@ -370,6 +370,11 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
         options["no_cache"] = True
     if manifest.settings.prefill_chunk != like.settings.prefill_chunk:
         options["prefill_chunk"] = manifest.settings.prefill_chunk
+    if training := manifest.training.options_beside(like.training):
+        from divergence.options.capture import CaptureOptions
+        from divergence.options.option import command_options
+
+        options |= command_options(CaptureOptions, training)
     options["plant"] = manifest.plan.plants
     environment = manifest.environment
     if not environment.label.startswith(environment.device_name):  # one of the user's own

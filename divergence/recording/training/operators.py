@@ -29,6 +29,7 @@ import torch
 from divergence.recording.hooks.arguments import input_leaves, operator_name
 from divergence.recording.hooks.dataflow import Dataflow
 from divergence.recording.hooks.operators import OperatorRecorder, source_line, weights_by_storage
+from divergence.recording.model.structure import inside
 from divergence.run.schema.site import BACKWARD, LOSS, join_site
 from divergence.run.writing.captured_tensor import CapturedTensor
 
@@ -56,9 +57,9 @@ class TrainingOperators(OperatorRecorder):
         self.loss: torch.nn.Module | None = None
         """What computes the loss: a module that is none of the model's."""
         self._as_loaded = dict(model.named_parameters())
+        self.blocks: frozenset[str] = frozenset()
+        """Modules whose forward may run again without their hooks."""
         self._in_backward = False
-        self._rerun: list[str] = []
-        """Modules that run again for their activations."""
         super().__init__(model, roots, **how)
 
     # --- forward --------------------------------------------------------------------------------
@@ -88,6 +89,9 @@ class TrainingOperators(OperatorRecorder):
         """By number of a node: the forward operator that made it, and its line."""
         self._starts: list[tuple[str, int]] = []
         """The modules that run, and the number that the next node had when each began."""
+        self._again: list[str] = []
+        """Modules that run again."""
+        self._numbers_again: Counter[tuple[str, str]] = Counter()
 
     def _push(self, path: str, names: list[str]) -> Callable[..., Any]:
         begin = super()._push(path, names)
@@ -139,8 +143,6 @@ class TrainingOperators(OperatorRecorder):
         finally:
             self._in_backward = False
             self._flow = Dataflow()
-            while self._rerun:
-                self._has_run_again(self._rerun[0])
 
     def enters(self, called: str, gradient: torch.Tensor, site: str) -> None:
         """Notes the gradient that enters the backward of a module, by its name."""
@@ -150,31 +152,57 @@ class TrainingOperators(OperatorRecorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self._in_backward and self._runs_forward():
+            recording = self._emit, self._keep, self._numbers
+            self._emit, self._keep, self._numbers = _nothing, CapturedTensor, self._numbers_again
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._emit, self._keep, self._numbers = recording
         if not self._in_backward and self._stack and isinstance(func, torch._ops.OpOverload):
             number = _next_node() - 1
             if number not in self._forwards:
                 self._forwards[number] = operator_name(func), source_line()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def _runs_forward(self) -> bool:
+        """Is it a forward that is run again? A backward runs without gradients of its own."""
+        return torch.is_grad_enabled()
+
     def _is_inside(self) -> bool:
         if not self._in_backward:
             return super()._is_inside()
+        if self._runs_forward() and self._again:
+            root = next((one for one in self._flows if _is_in(self._again[-1], one)), None)
+            self._flow = self._flow if root is None else self._flows[root]
+            return root is not None
         node = torch._C._current_autograd_node()
         if node is None or node._sequence_nr() not in self._owners:
             return False
         self._node = node
         self._owner, self._flow = self._owners[node._sequence_nr()]
-        return True
+        return not self._runs_forward() or self._block() is not None
+
+    def _block(self) -> str | None:
+        """The recorded block, with its call, that the node at hand belongs to."""
+        return next(
+            (one for one in self._flows if one.partition("#")[0] in self.blocks
+             and _is_in(self._owner, one)), None,
+        )  # fmt: skip
 
     def _caller(self) -> str:
         if not self._in_backward:
             return super()._caller()
-        if self._rerun:
-            return self._rerun[-1] + self._call_of(self._rerun[-1])
-        return self._owner + BACKWARD
+        if not self._runs_forward():
+            return self._owner + BACKWARD
+        if self._again:
+            return self._again[-1] + self._call_of(self._again[-1])
+        block = self._block()
+        assert block is not None  # or it is not inside
+        return block
 
     def _origin(self, func: Any) -> dict[str, str | None]:
-        if not self._in_backward:
+        if not self._in_backward or self._runs_forward():
             return super()._origin(func)
         own = source_line(_is_autograds)
         if own is None and operator_name(func) in _SUMS:
@@ -184,27 +212,21 @@ class TrainingOperators(OperatorRecorder):
             made_by = type(self._node).__name__.removesuffix("Backward")
         return {"source": own or line, "backward_of": made_by}
 
-    # --- a forward that is run again ------------------------------------------------------------
-
     def _runs_again(self, path: str, given: list[tuple[str, torch.Tensor]]) -> None:
         called = path + self._call_of(path)
         if called in self._flows:
             for port, tensor in given:
                 self._flows[called].enter(tensor, join_site(called, port))
-        if not self._rerun:
-            self._recording = self._emit, self._keep, self._numbers
-            self._emit, self._keep = _nothing, CapturedTensor
-            self._numbers = Counter()
-        self._rerun.append(path)
+        self._again.append(path)
 
     def _has_run_again(self, path: str) -> None:
-        if path not in self._rerun:
-            return
-        while self._rerun.pop() != path:
+        while path in self._again and self._again.pop() != path:
             pass
-        if not self._rerun:
-            self._emit, self._keep, self._numbers = self._recording
 
 
 def _nothing(site: str, item: CapturedTensor, call: Any = None) -> None:
     """In place of a record."""
+
+
+def _is_in(module: str, root: str) -> bool:
+    return inside(module.partition("#")[0], {root.partition("#")[0]})

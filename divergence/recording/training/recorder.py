@@ -102,6 +102,7 @@ class TrainRecorder(Recorder):
         super().__init__(model, notes, **(how | {"logit_paths": ()}))
         if isinstance(self.operators, TrainingOperators):
             self.operators.loss = loss
+            self.operators.blocks = frozenset(p for p, n in notes.items() if n.role == "block")
         self._hooked |= {LOSS, *(plant.path.partition("#")[0] for plant in self._plants)}
 
     # --- forward --------------------------------------------------------------------------------

@@ -223,6 +223,16 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 lines.append((name.replace("_", " "), str(one or "none"), str(two or "none")))
         return lines  # type: ignore[return-value]  # three texts each
 
+    def options_beside(self, other: Training) -> dict[str, bool | str | float]:
+        """The settings in which this step differs from ``other``, which it repeats, by the names
+        that capture() has for them. No option takes back what ``other`` alone has."""
+        found = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and value != getattr(other, name) and name != "train":
+                found[name] = value
+        return found
+
     def __str__(self) -> str:
         """``forward and backward, adamw, learning rate 0.001``; ``none`` where there was none."""
         if not self.train:

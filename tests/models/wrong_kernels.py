@@ -22,26 +22,25 @@ class WrongKernels:
     def __init__(self) -> None:
         self.fault: str | None = None
         self.nodes = range(0)
+        self.module: torch.nn.Module | None = None
 
     def into(self, fault: str | None, path: str = "") -> Callable[[torch.nn.Module], None]:
         """What ``capture(prepare=...)`` takes: ``fault`` in the module ``path``, or none."""
 
         def prepare(model: torch.nn.Module) -> None:
             self.fault, self.nodes = fault, range(0)
-            if fault is None:
-                return
-            module = model.get_submodule(path)
-            self.weight = tuple(getattr(module, "weight", torch.empty(0)).shape)
-            module.register_forward_pre_hook(self._begins)
-            module.register_forward_hook(self._ends)
+            self.module = model.get_submodule(path)
+            self.weight = tuple(getattr(self.module, "weight", torch.empty(0)).shape)
 
         return prepare
 
-    def _begins(self, *_: Any) -> None:
-        self.start = torch.autograd._get_sequence_nr()
+    def begins(self, module: torch.nn.Module, *_: Any) -> None:
+        if module is self.module:
+            self.start = torch.autograd._get_sequence_nr()
 
-    def _ends(self, *_: Any) -> None:
-        self.nodes = range(self.start, torch.autograd._get_sequence_nr())
+    def ends(self, module: torch.nn.Module, *_: Any) -> None:
+        if module is self.module:
+            self.nodes = range(self.start, torch.autograd._get_sequence_nr())
 
     def _met(self, fault: str, gradient: torch.Tensor) -> bool:
         if self.fault != fault or gradient.dtype == torch.float64:
@@ -76,7 +75,13 @@ def wrong_kernels() -> Iterator[WrongKernels]:
         warnings.simplefilter("ignore")  # that an operator is overridden
         library.impl("_softmax_backward_data", wrong.softmax, "CPU", allow_override=True)
         library.impl("mm", wrong.mm, "CPU", allow_override=True)
+    hooks = [  # of all modules: none of the model's own, which a run would tell as code of B's
+        torch.nn.modules.module.register_module_forward_pre_hook(wrong.begins),
+        torch.nn.modules.module.register_module_forward_hook(wrong.ends),
+    ]
     try:
         yield wrong
     finally:
+        for hook in hooks:
+            hook.remove()
         library._destroy()

@@ -40,7 +40,8 @@ def localize(
 
     Compares the runs, captures the block's operators on both sides from equal inputs and in
     float64, names the first operator that is to blame, puts the healthy side's result in its
-    place to see that the rest is fine then, and writes a reproducer if it is wrong by itself.
+    place to see that the rest is fine then, and writes a reproducer if it is wrong by itself. Of
+    training steps (capture --train) it goes into the backward too.
 
     Examples:
     divergence localize a b --truth truth -o a-b        # on a machine that has the model

@@ -104,8 +104,8 @@ class Advice:
     def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
         """Everything inside a block, on both machines; ``hidden``: it shows in the escalated
         pass alone, against a truth. Operators are recorded in one process alone, and those of
-        other batches are no pairs; nor are they of a training step."""
-        ranks = self.divided or self._reference.mesh is not None or self._reference.training.train
+        other batches are no pairs."""
+        ranks = self.divided or self._reference.mesh is not None
         whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
         alike = self._reference.tokens.groups == self._candidate.tokens.groups
         down = self._localize(
@@ -370,6 +370,11 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
         options["no_cache"] = True
     if manifest.settings.prefill_chunk != like.settings.prefill_chunk:
         options["prefill_chunk"] = manifest.settings.prefill_chunk
+    if training := manifest.training.options_beside(like.training):
+        from divergence.options.capture import CaptureOptions
+        from divergence.options.option import command_options
+
+        options |= command_options(CaptureOptions, training)
     options["plant"] = manifest.plan.plants
     environment = manifest.environment
     if not environment.label.startswith(environment.device_name):  # one of the user's own

@@ -141,13 +141,18 @@ class Routing:
         nothing = Routed(torch.zeros(num_rows, dtype=torch.bool), 0, None, None)
         if pair.pass_ == "free":
             return nothing
-        runs = [self._reference, self._candidate, *([] if truth is None else [truth[0]])]
+        runs = [self._reference, self._candidate]
+        own = [record, pair.candidate.record]
+        if truth is not None:
+            runs, own = [*runs, truth[0]], [*own, truth[1]]
         whole = ":out." in record.site  # of a parameter
         samples = [group[0] for group in self._reference.manifest.tokens.groups]
         count = 0
         for sample in samples if whole else [record.sample]:
-            of = msgspec.structs.replace(record, sample=sample)
-            choices = [self._of_forward(run, of) for run in runs]
+            choices = [
+                self._of_forward(run, msgspec.structs.replace(one, sample=sample))
+                for run, one in zip(runs, own, strict=True)
+            ]
             if not all(choices) or len({len(records) for records in choices}) > 1:
                 return nothing
             for choice in zip(*choices, strict=True):

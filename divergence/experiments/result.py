@@ -14,6 +14,7 @@ from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.comparison.results.sites import SiteResult
 from divergence.run.schema.manifest import Environment, Switch
+from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = [
@@ -54,7 +55,8 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
         inside = [
             site
             for site in report.sites
-            if site.site.startswith(block + ".") and ":out" in site.site
+            if site.site.startswith(block + ".")
+            and (":out" in site.site or site.site.endswith(f"{BACKWARD}:in"))
             and site.pass_ in ("anchored", "escalated")
         ]  # fmt: skip
         if not inside:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from divergence.ops.backward import BACKWARD_NAMES
 from divergence.run.schema.site import did_you_mean
 
 __all__ = [
@@ -222,6 +223,7 @@ def _why_not(operator: torch._ops.OpOverload) -> str | None:
     if any(alias is not None and not alias.is_write for alias in aliases):
         return f"{short} computes nothing: it is a view"
     private = operator.namespace == "aten" and schema.name.startswith("aten::_")
+    private = private and schema.name.removeprefix("aten::") not in BACKWARD_NAMES
     if torch.Tag.generated in operator.tags or (private and "out" in names):
         return f"{short}.{schema.overload_name} is a variant that no model calls"
     if operator.namespace == "aten" and not _is_listed(schema.name.removeprefix("aten::")):
@@ -232,7 +234,7 @@ def _why_not(operator: torch._ops.OpOverload) -> str | None:
 def _is_listed(name: str) -> bool:
     base = name.removeprefix("_foreach_")
     names = {base} if base.endswith("__") else {base, base.removesuffix("_")}
-    return not names.isdisjoint(_NAMES) or any(map(_is_pointwise, names))
+    return not names.isdisjoint(_NAMES | BACKWARD_NAMES) or any(map(_is_pointwise, names))
 
 
 def _is_pointwise(name: str) -> bool:

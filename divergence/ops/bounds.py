@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from divergence.ops.allowed import Unsafe
+from divergence.ops.backward import BACKWARD_CHECKS
 from divergence.recording.machine.hardware import free_bytes
 
 __all__ = ["Checking", "check_bounds", "check_size"]
@@ -302,6 +303,7 @@ def _fourier(bound: Bound) -> None:
 
 
 _CHECKS: dict[str, Callable[[Bound], None]] = {
+    **BACKWARD_CHECKS,
     **dict.fromkeys(("index_select", "index_add", "index_copy", "index_reduce", "gather", "scatter",
                      "scatter_add", "scatter_reduce"), _along),
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _index),

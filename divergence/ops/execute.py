@@ -33,6 +33,7 @@ from divergence.ops.allowed import (
     suite_function,
 )
 from divergence.ops.arguments import check_names, decoded, fitted, laid_out
+from divergence.ops.backward import BACKWARD_DEFINITIONS
 from divergence.ops.bounds import Checking, check_bounds
 from divergence.recording.hooks.dataflow import tensors_in
 from divergence.recording.widening import Widening
@@ -258,6 +259,7 @@ _DEFINITIONS: dict[str, Definition] = {
             "fused_attention_overrideable",
         )
     },
+    **BACKWARD_DEFINITIONS,
     "aten._softmax.default": _softmax,
     "aten._log_softmax.default": _log_softmax,
     "aten._fused_rms_norm.default": _rms_norm,

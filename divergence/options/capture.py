@@ -226,7 +226,7 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
         Option(
             "--sites SITES",
             "blocks, modules, a preset (attention, mlp, norms), a glob, re:REGEX, or ops@MODULE "
-            "for every operator inside it; repeatable.",
+            "for every operator inside it (with --train of its backward too); repeatable.",
             RECORDED,
             setting=True,
             recorded="plan.sites",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.analyses.precision.show import audit_lines
-from divergence.comparison.results.operators import AuditResult
+from divergence.comparison.results.operators import AuditResult, called_at
 from divergence.errors import UsageError
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
 from divergence.report.environment import (
@@ -286,8 +286,9 @@ def _statistic(value: float | None) -> str:
 def call_lines(call: Call) -> list[Line]:
     """Indented under the operator's site."""
     lines = [prose("  operator", call.operator, width=12)]
-    if call.source is not None:
-        lines.append(prose("  called at", call.source, width=12))
+    called = called_at(call.source, call.backward_of)
+    if called is not None:
+        lines.append(prose("  called at", called, width=12))
     if call.note is not None:
         lines.append(prose("  note", f"it cannot be run again alone: {call.note}", width=12))
     told: set[int] = set()

@@ -77,8 +77,8 @@ def _answer(result: Localization) -> list[Line]:
     elif result.code:
         lines.append(prose("side", f"{letter(result.side)}, by A's code; the code differs "
                            f"from {result.code} on, in float64 as well"))  # fmt: skip
-    if operator.source:
-        lines.append(prose("called at", operator.source))
+    if operator.called_at:
+        lines.append(prose("called at", operator.called_at))
     lines.append(prose("operator", _called(result)))
     check = result.causal
     if check is not None:
@@ -161,7 +161,7 @@ def _given(result: Localization) -> str:
     recorded."""
     first = result.operator
     assert first is not None
-    called = f": {first.source}" if first.source else ""
+    called = f": {first.called_at}" if first.called_at else ""
     parts = [
         f"B is given {one.argument}={one.candidate} where A is given {one.reference}{called}"
         for one in first.other_operands

@@ -11,7 +11,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, figure
 from divergence.comparison.results.sites import SiteResult
-from divergence.run.schema.site import BACKWARD
+from divergence.run.schema.site import BACKWARD, of_parameter
 from divergence.words import letter
 
 __all__ = ["checks_of", "estimated_evidence", "next_commands", "only_in", "unanchored_evidence",
@@ -204,7 +204,7 @@ def next_commands(measured: Measured, unit: Unit | None, *, escalated: bool) -> 
             return commands
     if unit is not None:
         block = unit.results[0].block
-        if block is None or unit.site.partition(":")[0] not in (block, block + BACKWARD):
+        if block is None or not _of_block(unit.site, block):
             commands += advice.look_at(unit.site)
         else:
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
@@ -214,6 +214,12 @@ def next_commands(measured: Measured, unit: Unit | None, *, escalated: bool) -> 
         made = advice.escalated and measured.truth_samples is None  # and a truth judges it
         commands += (advice.judged() or advice.truth()) if made else advice.escalate()
     return commands
+
+
+def _of_block(site: str, block: str) -> bool:
+    """Is it the block's own, or a gradient of its parameters? Then its operators tell more."""
+    own = site.partition(":")[0] in (block, block + BACKWARD)
+    return own or (of_parameter(site) and BACKWARD in site)
 
 
 def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,11 +24,15 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
+from divergence.run.schema.site import BACKWARD, phase_of
 from divergence.words import Side
 
 __all__ = [
     "MeasuredOperators", "OperatorUnit", "Rights", "distance_of", "measure_operators", "num_terms",
 ]  # fmt: skip
+
+_ANOTHER, _ANOTHER_NEAR = 0.2, 0.02
+"""How far a call of the truth must be from both sides', which are nearer, to be another one."""
 
 _Item = TypeVar("_Item", OtherInput, OtherOperand)
 
@@ -36,12 +40,13 @@ _Item = TypeVar("_Item", OtherInput, OtherOperand)
 @dataclass(slots=True)
 class OperatorUnit:
     """One matched operator, or the common result of a region, over the forwards of a phase, in
-    order. ``feeds``: paths of the reference's pairs and regions that feed it, also through calls
-    without a partner. ``own``: what each side's region adds by itself (operators.products).
-    ``untold``: pads may be among what differs, and the axes do not tell which they are."""
+    order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
+    feed it, also through calls without a partner. ``own``: what each side's region adds by itself
+    (operators.products). ``untold``: pads may be among what differs, and the axes do not tell which
+    they are."""
 
     match: Match
-    phase: Literal["prefill", "decode"]
+    phase: str
     forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
     num_equal: int = 0
     num_codes: int = 0
@@ -58,7 +63,8 @@ class OperatorUnit:
 class MeasuredOperators:
     """``units`` in the reference's execution order; ``lone``: calls without a partner;
     ``unreached``: of these, what leads to nothing that both sides have; ``in_regions``: paths
-    of those that a region holds. ``frame``: see OperatorsResult."""
+    of those that a region holds. ``frame``: see OperatorsResult. ``rerouted``: prompts of whose
+    backward not all is compared, as tokens are sent to other experts."""
 
     units: list[OperatorUnit]
     lone: dict[Side, list[Node]]
@@ -66,6 +72,7 @@ class MeasuredOperators:
     with_truth: bool
     unreached: dict[Side, list[Node]]
     in_regions: dict[Side, set[str]]
+    rerouted: list[int]
 
 
 def measure_operators(
@@ -98,9 +105,8 @@ def measure_operators(
     lone: dict[Side, list[Node]] = {"reference": [], "candidate": []}
     unreached: dict[Side, list[Node]] = {"reference": [], "candidate": []}
     in_regions: dict[Side, set[str]] = {"reference": set(), "candidate": set()}
+    rerouted: list[int] = []
     for forward in sorted(set(ours) & set(theirs)):
-        phase: Literal["prefill", "decode"] = "prefill" if forward[1] == 0 else "decode"
-
         pads = Pads(a.manifest, forward)
 
         def apart(one: Node, two: Node) -> float:
@@ -125,6 +131,8 @@ def measure_operators(
             )
 
         routings = [] if replays else rerouted_in(matches, read, left_out=pads.rows)
+        if any(BACKWARD in path for routing in routings for path in routing.behind):
+            rerouted.append(forward[0])
         regions = Regions()
         if not replays:
             regions = regions_in(ours[forward], theirs[forward], matches, rename)
@@ -135,6 +143,7 @@ def measure_operators(
         ]
         fed = _Feeds(ours[forward], {match.reference.path for match, _ in pairs})
         for match, region in pairs:
+            phase = phase_of(match.reference.path, forward[1])
             key = (match.reference.path, match.candidate.path, phase)
             unit = units.setdefault(key, OperatorUnit(match, phase))
             unit.region = unit.region or region
@@ -168,6 +177,7 @@ def measure_operators(
         with_truth=exact or truth is not None,
         unreached=unreached,
         in_regions=in_regions,
+        rerouted=rerouted,
     )
 
 
@@ -215,7 +225,10 @@ def _of_operand(
     if cleared is None:
         unit.untold = unit.untold or not torch.equal(x, y.reshape(x.shape))
         return None
-    return measure_operator(*cleared, num_terms=max(map(num_terms, region.reference)))
+    return measure_operator(
+        *cleared, num_terms=max(map(num_terms, region.reference)),
+        of_gradient=unit.phase == "backward",
+    )  # fmt: skip
 
 
 def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
@@ -282,9 +295,21 @@ def _measure(
             if aligned is not None and (r is not None or not rights.exist):
                 p, q, exact = aligned
                 assert p is not None and q is not None  # both sides made the result
-                errors = measure_operator(p, q, exact, num_terms=num_terms(match.reference))
+                if unit.phase == "backward" and exact is not None and _is_another(p, q, exact):
+                    continue
+                errors = measure_operator(
+                    p, q, exact, num_terms=num_terms(match.reference),
+                    of_gradient=unit.phase == "backward",
+                )  # fmt: skip
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))
+
+
+def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
+    """Is the truth's call another than both sides'? Autograd adds up gradients in the order in which
+    they come, which is another where the model's code casts and the truth needs not."""
+    near = distance_of(x, y)
+    return min(distance_of(r, x), distance_of(r, y)) > _ANOTHER > _ANOTHER_NEAR > near
 
 
 def num_terms(node: Node) -> int:

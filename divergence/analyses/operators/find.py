@@ -173,7 +173,7 @@ def onset_result(operators: OperatorsResult) -> OperatorResult | None:
 
 def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Evidence]:
     """Why this operator."""
-    called = f" ({first.source})" if first.source else ""
+    called = f" ({first.called_at})" if first.called_at else ""
     name = f"{first.site}{called}, {first.phase}"
     values = {
         key: value

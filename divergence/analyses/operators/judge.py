@@ -14,7 +14,7 @@ large: codes are judged as codes (analyses/codes).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -30,7 +30,7 @@ from divergence.comparison.results.operators import (
 )
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.manifest import ModuleNote
-from divergence.run.schema.site import module_of
+from divergence.run.schema.site import module_of, phase_of
 from divergence.words import Side, letter
 
 __all__ = ["first_source", "judge_operators"]
@@ -63,7 +63,7 @@ def judge_operators(
     untold: dict[tuple[str, str], None] = {}  # what pads may have made, by path and phase
     for unit in measured.units:
         result = _result(unit, notes, blocks)
-        feeds = [by_path[path, unit.phase] for path in unit.feeds if (path, unit.phase) in by_path]
+        feeds = [by_path[key] for key in _keys(unit.feeds, unit.phase) if key in by_path]
         result = judge_unit(
             result, unit, feeds, norms, thresholds,
             with_truth=measured.with_truth, alone=measured.frame == "operator",
@@ -77,7 +77,7 @@ def judge_operators(
             unit.region is None  # what one side computes besides is no tie
             and result.why != "nonfinite"
             and result.limit_usage > 1
-            and (any((path, unit.phase) in steps for path in unit.feeds) or _is_step(result))
+            and (any(key in steps for key in _keys(unit.feeds, unit.phase)) or _is_step(result))
         ):
             result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
             steps.add((result.site, unit.phase))
@@ -117,8 +117,13 @@ def judge_operators(
             for side in _SIDES
             for node in extra[side].values()
         ],
-        notes=[*_not_compared(measured), *_of_pads(untold)],
+        notes=[*_not_compared(measured), *_of_pads(untold), *_of_experts(measured.rerouted)],
     )
+
+
+def _keys(paths: Iterable[str], phase: str) -> list[tuple[str, str]]:
+    """Calls of the same forward, with their phases: a backward is fed by its forward too."""
+    return [(path, phase_of(path, int(phase == "decode"))) for path in paths]
 
 
 def _is_step(result: OperatorResult) -> bool:
@@ -132,7 +137,7 @@ def _inherits(
     unit: OperatorUnit, result: OperatorResult, untold: dict[tuple[str, str], None]
 ) -> bool:
     """Beyond its limit, or not judged, and fed by what pads may have made: is it that?"""
-    fed = any((path, unit.phase) in untold for path in unit.feeds)
+    fed = any(key in untold for key in _keys(unit.feeds, unit.phase))
     return fed and (result.verdict == "unjudged" or result.limit_usage > 1)
 
 
@@ -145,6 +150,16 @@ def _of_pads(untold: dict[tuple[str, str], None]) -> list[str]:
     return [
         f"could not be judged: {len(paths)} results that may hold the batch's pads, and do not "
         f"tell where ({shown}); capture without --batch to have them judged"
+    ]
+
+
+def _of_experts(samples: list[int]) -> list[str]:
+    """What was not judged since rounding chose other experts."""
+    if not samples:
+        return []
+    return [
+        "could not be judged: the backward behind experts that rounding chose otherwise for some "
+        f"tokens, in prompt{'s' * (len(samples) > 1)} {', '.join(map(str, samples))}"
     ]
 
 
@@ -188,6 +203,7 @@ def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str])
         kind=note.kind if note else None,
         block=max(inside, key=len) if inside else None,
         source=one.call.source,
+        backward_of=one.call.backward_of,
         phase=unit.phase,
         order=one.order,
         sample=unit.forwards[0][0][0],
@@ -234,8 +250,9 @@ def first_source(
         found: list[OperatorResult] = []
         waiting, seen = [result], {id(result)}
         while waiting:
-            paths = entering[waiting.pop().site, result.phase]
-            known = [by_path[p, result.phase] for p in paths if (p, result.phase) in by_path]
+            one = waiting.pop()
+            keys = _keys(entering[one.site, one.phase], one.phase)
+            known = [by_path[key] for key in keys if key in by_path]
             known = [feed for feed in known if id(feed) not in seen]
             seen.update(id(feed) for feed in known)
             found += [feed for feed in known if feed.verdict != "unjudged"]

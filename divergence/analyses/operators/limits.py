@@ -150,17 +150,18 @@ def _against_truth(
         return replace(result, limit_usage=math.inf, why="nonfinite", verdict=verdict)
     if not len(pooled.floor):
         return result
+    excess = _excess_of_largest if result.phase == "backward" else _excess
     wider = rare_ratio(pooled.num_values)
     a, b = (_typical(rows) for rows in (pooled.reference, pooled.candidate))
     w, peak = b / a, 1.0
     asked: list[tuple[float, Question, Side]] = []  # (share of the limit, why, side)
     asked.append((max(w, 1 / w) / (thresholds.operator * wider), "typical", _side(b > a)))
     if bool(pooled.wide.any()):  # the error of few numbers says little of a row
-        rows = _excess(pooled.reference[pooled.wide], pooled.candidate[pooled.wide])
+        rows = excess(pooled.reference[pooled.wide], pooled.candidate[pooled.wide])
         asked += [(rows[s] / (thresholds.operator_row * wider), "row", s) for s in rows]
         peak = max(rows.values())
     if pooled.columns is not None:
-        columns = _excess(*pooled.columns)
+        columns = excess(*pooled.columns)
         limit = thresholds.operator_column * rare_ratio(len(pooled.floor))
         asked += [(columns[s] / limit, "column", s) for s in columns]
         peak = max(peak, *columns.values())
@@ -193,6 +194,14 @@ def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[Side, floa
         "candidate": float((candidate / reference.clamp_min(reference.median())).max()),
         "reference": float((reference / candidate.clamp_min(candidate.median())).max()),
     }
+
+
+def _excess_of_largest(reference: torch.Tensor, candidate: torch.Tensor) -> dict[Side, float]:
+    """Each side's largest error over the other's largest. Of a gradient a row's error may come of
+    one number, a sum whose terms cancel (as in a norm's backward): then rows differ so much by
+    chance that a row tells nothing beside the same row of the other side."""
+    largest = float(reference.max()), float(candidate.max())
+    return {"candidate": largest[1] / largest[0], "reference": largest[0] / largest[1]}
 
 
 def _side(candidate: bool) -> Side:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.align.pairs import anchored_passes
+from divergence.comparison.measure.floors import work_dtype
 from divergence.comparison.measure.truth import Truth
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.operators import OperatorsResult
@@ -74,7 +75,7 @@ def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
 
 
 def _two_dtypes(a: Manifest, b: Manifest) -> bool:
-    return a.model.dtype != b.model.dtype
+    return a.model.dtype != b.model.dtype or work_dtype(a) != work_dtype(b)
 
 
 def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[str]:

@@ -42,7 +42,7 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.site import is_operator_site, module_of
+from divergence.run.schema.site import BACKWARD, is_operator_site, module_of
 from divergence.words import SideOrBoth, letter
 
 __all__ = ["audit_runs", "audited_places", "differing", "finding"]
@@ -136,7 +136,8 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     head = None if logits is None else module_of(logits)
     places: dict[tuple[str | None, ...], AuditedPlace] = {}
     for nodes in forwards_of(run, chosen).values():
-        for part in find_parts(nodes, blocks, head):
+        forward = [node for node in nodes if BACKWARD not in node.module]
+        for part in find_parts(forward, blocks, head):
             place = _place(part, manifest, family)
             key = (place.part, place.module, place.source, place.computed, place.kernel,
                    place.result, *place.operands)  # fmt: skip

@@ -11,7 +11,8 @@ integer result of ``topk`` or the like, one row a token), in one forward (``rero
 - the rows of tokens that are chosen for alike on both sides and in the truth are compared,
 - rows that were sorted by expert are put back into the tokens' order first: the permutation is
   itself an integer result (of ``sort``), on each side its own,
-- what is neither by token nor by choice (counts an expert, say) is not compared.
+- what is neither by token nor by choice (counts an expert, say) is not compared, nor is what a
+  backward makes of it: the gradient of a weight is a sum over all tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from divergence.comparison.calls.graph import Node
 from divergence.comparison.calls.match import Match
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
+from divergence.run.schema.site import BACKWARD
 
 __all__ = ["Codes", "Rerouted", "count_codes", "rerouted_in"]
 
@@ -53,6 +55,8 @@ class Rerouted:
         ``tensors``: the reference's, the candidate's and the right one, if there is one."""
         if path not in self.behind:
             return tuple(tensors)
+        if BACKWARD in path:  # sums over tokens, and rows in whichever order
+            return None
         num_tokens, num_rows = len(self.kept), len(self.kept) * self.num_chosen
         first = tensors[0]
         assert first is not None  # both sides made the result

@@ -33,7 +33,7 @@ from divergence.words import Side
 __all__ = [
     "Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "finer_side",
     "gradient_format", "main_path", "medians", "row_floor", "share_of_usual", "small_rows",
-    "storage_format", "work_dtype", "work_format",
+    "stacked", "storage_format", "work_dtype", "work_format",
 ]  # fmt: skip
 
 
@@ -234,18 +234,27 @@ def gradient_format(work: Format, *manifests: Manifest) -> Format:
 
 
 def small_rows(rows: RowMetrics) -> RowMetrics:
-    """Of a parameter's gradient, whose rows are sums over tokens: where the terms cancel, or an
-    activation is nearly flat, a row is small and its terms' rounding is not. Its error is held
-    against the median row."""
-    return replace(rows, rel_l2=rows.rel_l2 * share_of_usual(rows.norm))
+    """Of a gradient whose terms may cancel: there a row is small, and its terms' rounding is not.
+    Its error is held against the median row; a row of zeros tells nothing without a truth."""
+    rel_l2 = np.where(rows.norm > 0, rows.rel_l2, 0.0)
+    return replace(rows, rel_l2=rel_l2 * share_of_usual(rows.norm))
 
 
 def share_of_usual(norm: np.ndarray) -> np.ndarray:
     """Each row's norm over the median one, 1 at most."""
-    real = norm > 0
-    if not real.any():
-        return np.ones_like(norm)
-    return np.where(real, np.minimum(1.0, norm / np.median(norm[real])), 1.0)
+    usual = np.median(norm[norm > 0]) if (norm > 0).any() else 1.0
+    return np.asarray(np.minimum(1.0, np.maximum(norm, 1e-300) / usual))
+
+
+def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
+    """(N, T) of N pairs."""
+    updates = [one.update_norm for one in rows if one.update_norm is not None]
+    return replace(
+        rows[0],
+        rel_l2=np.stack([one.rel_l2 for one in rows]),
+        norm=np.stack([one.norm for one in rows]),
+        update_norm=np.stack(updates) if updates else None,
+    )
 
 
 Allowed = Mapping[tuple[int, int], float]

@@ -7,7 +7,7 @@ order. Pairs of one kind (rows, formats, width, role) are then judged together, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +23,7 @@ from divergence.comparison.measure.floors import (
     row_floor,
     share_of_usual,
     small_rows,
+    stacked,
     storage_format,
     work_dtype,
 )
@@ -152,7 +153,7 @@ class Judge:
         block answers only for what it adds."""
         rows = numbers.rows
         assert rows is not None
-        if of_parameter(pair.reference.record.site):
+        if self._cancels(pair.reference.record.site):
             rows = small_rows(rows)
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
@@ -207,14 +208,14 @@ class Judge:
         first = alike[0]
         form, work = self._formats(first.pair)
         found = self._floor.ratios(
-            _stacked([judged.rows for judged in alike]),
+            stacked([judged.rows for judged in alike]),
             form=form,
             work=work,
             num_features=_last(first.numbers.shape),
             role=self._role(first.pair),
             inherited=None
             if first.inherited is None
-            else _stacked([judged.inherited for judged in alike if judged.inherited is not None]),
+            else stacked([judged.inherited for judged in alike if judged.inherited is not None]),
             beside=np.array([judged.beside for judged in alike]),
             num_members=max(1, len(first.members or ())),
         )
@@ -359,7 +360,7 @@ class Judge:
                 alike[0][0], _last(alike[0][1].shape), np.stack([one.norm for one in rows]),
                 np.stack(updates) if updates else None,
             )  # fmt: skip
-            if row_floors is not None and of_parameter(alike[0][1].site):
+            if row_floors is not None and self._cancels(alike[0][1].site):
                 row_floors = row_floors / np.stack([share_of_usual(one.norm) for one in rows])
             if row_floors is not None:
                 floors |= {id(one): floor for one, floor in zip(rows, row_floors, strict=True)}
@@ -381,19 +382,13 @@ class Judge:
             return None
         return (
             self._formats(pair)[0].name, _last(result.shape), self._role(pair), one.num_rows,
-            one.update is None, of_parameter(result.site),
+            one.update is None, self._cancels(result.site),
         )  # fmt: skip
 
-
-def _stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
-    """(N, T) of N pairs."""
-    updates = [one.update_norm for one in rows if one.update_norm is not None]
-    return replace(
-        rows[0],
-        rel_l2=np.stack([one.rel_l2 for one in rows]),
-        norm=np.stack([one.norm for one in rows]),
-        update_norm=np.stack(updates) if updates else None,
-    )
+    def _cancels(self, site: str) -> bool:
+        """Is it a gradient whose terms may cancel, of a parameter or inside a block?"""
+        note = self._notes.get(module_of(site)) if BACKWARD in site else None
+        return of_parameter(site) or (note is not None and note.role == "inner")
 
 
 def _last(shape: tuple[int, ...]) -> int:

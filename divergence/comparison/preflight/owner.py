@@ -69,10 +69,11 @@ def disagreement(one: Run, two: Run, *, inside: str | None = None) -> Agreement:
     if one.manifest.plan.anchored_to != two.manifest.plan.anchored_to:
         return Agreement(num_compared=0, first=None)
     num_compared, beyond = 0, []
+    within = ("",) if inside is None else (f"{inside}.", f"{inside}:", f"{inside}#")
     for record in one.records:
         if record.pass_ != "anchored" or is_operator_site(record.site):
             continue
-        if inside is not None and not record.site.startswith((f"{inside}.", f"{inside}:")):
+        if not record.site.startswith(within):
             continue
         other = two.find(record.coordinates)
         if other is None or other.positions != record.positions:

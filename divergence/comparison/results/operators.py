@@ -13,7 +13,7 @@ from divergence.words import Side, SideOrBoth
 __all__ = [
     "PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "CausalCheck",
     "OperatorResult", "OperatorsResult", "OtherInput", "OtherOperand", "Part", "Question",
-    "RegionResult", "UnmatchedOperator",
+    "RegionResult", "UnmatchedOperator", "called_at",
 ]  # fmt: skip
 
 Question = Literal[
@@ -82,6 +82,12 @@ class RegionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The same for the candidate."""
 
 
+def called_at(source: str | None, backward_of: str | None) -> str | None:
+    """The line of Python that called an operator, or whose backward did; None where unknown."""
+    of = None if backward_of is None else f"backward of {backward_of}"
+    return ", ".join(filter(None, (of, source))) or None
+
+
 class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     """One operator of the reference and its partner, over all forwards of a phase.
 
@@ -106,8 +112,11 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     """Class of the module that called the operator."""
     block: str | None = None
     source: str | None = None
-    """The Python line that called it."""
-    phase: Literal["prefill", "decode"]
+    """The Python line that called it, or of which it is the backward."""
+    backward_of: str | None = None
+    """The forward operator, or torch.autograd.Function, of whose backward it is."""
+    phase: str
+    """``prefill``, ``backward`` or ``decode``."""
     order: int
     sample: int = 0
     step: int = 0
@@ -155,6 +164,11 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     region: RegionResult | None = None
     """All operators of the region, where the sides call other operators and this is their common
     result."""
+
+    @property
+    def called_at(self) -> str | None:
+        """The line, and of which operator it is the backward."""
+        return called_at(self.source, self.backward_of)
 
 
 class UnmatchedOperator(msgspec.Struct, frozen=True, kw_only=True):

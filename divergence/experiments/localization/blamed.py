@@ -27,6 +27,7 @@ from divergence.comparison.result import Report
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import OwnError
 from divergence.run.reader import Run
+from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither, letter
 
 __all__ = ["NEAR", "Blame", "blame", "without_side"]
@@ -73,7 +74,8 @@ def blame(
     if off == blamed or maker.one_machine:
         return Blame(side=blamed)
     if blamed == "candidate":
-        return _by_both_codes(maker, goal, made, truth)
+        output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"
+        return _by_both_codes(maker, goal, made, truth, output)
     if maker.folder.is_verified(truth):
         return Blame(side="reference")
     maker.ask("reference", "makes the truth by its code")
@@ -101,7 +103,9 @@ def _off_alone(errors: list[OwnError]) -> str | None:
     return more.side if more.times > NEAR * max(1.0, less.times) else None
 
 
-def _by_both_codes(maker: Maker, goal: Goal, made: dict[str, Run], truth: Run) -> Blame:
+def _by_both_codes(
+    maker: Maker, goal: Goal, made: dict[str, Run], truth: Run, output: str
+) -> Blame:
     """The candidate is blamed: does its own code say so too?"""
     assert goal.block is not None
     other = maker.truth("truth-by-candidate", goal, side="candidate")
@@ -114,7 +118,7 @@ def _by_both_codes(maker: Maker, goal: Goal, made: dict[str, Run], truth: Run) -
     if apart.num_compared == 0:
         return Blame(doubt="the two sides' code has no site in common in this block")
     first = apart.first
-    if first is None or _is_small(first, truth, other, made["candidate"], goal.block):
+    if first is None or _is_small(first, truth, other, made["candidate"], output):
         return Blame(side="candidate")
     notes = {side: replaced_in(made[side].manifest, goal.block) for side in _SIDES}
     if notes["candidate"] and not notes["reference"]:
@@ -129,11 +133,11 @@ def _by_both_codes(maker: Maker, goal: Goal, made: dict[str, Run], truth: Run) -
     return Blame(doubt=doubt, code=first.site)
 
 
-def _is_small(apart: Disagreement, truth: Run, other: Run, run: Run, chosen: str) -> bool:
-    """Is the candidate's error at the block's output far beyond what the codes differ by?"""
+def _is_small(apart: Disagreement, truth: Run, other: Run, run: Run, output: str) -> bool:
+    """Is the candidate's error at the block's ``output`` far beyond what the codes differ by?"""
     errors, differ = 0.0, 0.0
     for record in truth.records:
-        if record.pass_ != "anchored" or record.site != f"{chosen}:out":
+        if record.pass_ != "anchored" or record.site != output:
             continue
         theirs, own = other.find(record.coordinates), run.find(record.coordinates)
         if theirs is None or own is None or {theirs.shape, own.shape} != {record.shape}:

@@ -40,7 +40,7 @@ from divergence.experiments.result import Level, Localization
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
-from divergence.run.schema.site import ROOT, module_of
+from divergence.run.schema.site import ROOT, module_of, of_parameter
 from divergence.run.storage.location import folder_of
 from divergence.run.unshard import unsharded
 from divergence.words import Progress, letter, silent
@@ -88,12 +88,6 @@ def localize(
     a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
     on_progress: Progress = progress or silent
     folder = folder_of(out)
-    if a.manifest.training.train:
-        raise UsageError(
-            f"{a.path} is a training step, of which no operators are recorded",
-            hint="the modules of one block: divergence capture --like RUN -o OTHER --sites blocks "
-            "'model.layers.3.*', on both machines, and compare",
-        )
     if a.manifest.plan.store != "full":
         raise UsageError(
             f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "
@@ -163,11 +157,11 @@ def _descend(
     if chosen is None:
         return replace(done, stopped=why)
     onset = report.verdict.onset
-    alike = a.manifest.tokens.groups == b.manifest.tokens.groups
+    alike, train = a.manifest.tokens.groups == b.manifest.tokens.groups, a.manifest.training.train
     goal = Goal(
         block=chosen,
         sites=["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])],
-        step=onset.step if onset is not None and onset.block == chosen else None,
+        step=onset.step if onset is not None and onset.block == chosen and not train else None,
         escalate=onset is not None and onset.pass_ == "escalated",
     )
     made: dict[str, Run] = {}
@@ -207,6 +201,11 @@ def _descend(
         return replace(done, stopped=text)
     notes = [] if deep.operators is None else deep.operators.notes
     text = "; ".join([f"no operator of {chosen} is beyond its limit", *notes])
+    if onset is not None and onset.phase == "backward" and of_parameter(onset.site):
+        text += (
+            "; what is off is a parameter's gradient of the whole step: what adds up, reduces or "
+            "divides the prompts' gradients comes behind the operators"
+        )
     return replace(done, stopped=text + _alone_there(deep))
 
 
@@ -277,6 +276,11 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
             )
         return block, None
     verdict = report.verdict
+    if verdict.onset is not None and verdict.onset.phase == "optimizer":
+        return None, (
+            f"what is wrong at {verdict.onset.site} is made by the optimizer's step, behind all "
+            "operators of the model: compare the two runs' settings of it"
+        )
     if _is_one_run(report):
         return None, f"{verdict.summary}: there is nothing to find"
     if verdict.kind in ("localized", "systematic", "nonfinite") and verdict.onset is not None:

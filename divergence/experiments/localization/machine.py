@@ -248,6 +248,7 @@ class Maker:
             values["batch"] = len(own.tokens.groups) == 1
         if own.plan.plants:
             values["plants"] = own.plan.plants
+        values |= own.training.options_beside(source.manifest.training)
         values["label"] = own.environment.label
         return values
 

@@ -65,7 +65,7 @@ def prove(
         for o in (deep.operators, again.operators)
     )  # fmt: skip
     still = [r.site for r in after if r.limit_usage > 1]
-    still += [s.site for s in again.sites if s.flagged and s.site == f"{s.block}:out"
+    still += [s.site for s in again.sites if s.flagged and _is_handed_on(s, first)
               and s.pass_ != "free" and s.block == first.block and _is_off(s, side)]  # fmt: skip
     return CausalCheck(
         site=first.site,
@@ -75,6 +75,13 @@ def prove(
         largest_limit_usage=max((r.limit_usage for r in after), default=0.0),
         still=list(dict.fromkeys(still)),
     )
+
+
+def _is_handed_on(site: SiteResult, first: OperatorResult) -> bool:
+    """Is it what the operator's block gives: its output, of its backward the gradients?"""
+    if first.phase == "backward":
+        return site.phase == "backward" and ":out" in site.site
+    return site.site == f"{site.block}:out"
 
 
 def _is_off(site: SiteResult, side: str) -> bool:

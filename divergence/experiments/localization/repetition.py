@@ -24,7 +24,7 @@ from divergence.numerics.floor import THRESHOLDS, spread
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import is_operator_site, module_of
+from divergence.run.schema.site import BACKWARD, is_operator_site, module_of
 from divergence.words import letter
 
 __all__ = ["check_repetition", "check_substituted", "why_not_bits"]
@@ -54,13 +54,15 @@ def check_repetition(
 def check_substituted(made: Run, own: Run, *, site: str, block: str, name: str) -> Repetition:
     """A run with one operator's result replaced: what comes before that operator, and the other
     blocks in passes that give each block its input, must repeat ``own`` all the same."""
-    places = {
-        (r.pass_, r.sample, r.step): r.order
-        for r in own.records
-        if r.site.rpartition(":")[0] == site.rpartition(":")[0] and ":out" in r.site
-    }
+    places: dict[tuple[str, int, int], int] = {}
+    for r in own.records:
+        if r.site.rpartition(":")[0] == site.rpartition(":")[0] and ":out" in r.site:
+            forward = r.pass_, r.sample, r.step
+            places[forward] = min(r.order, places.get(forward, r.order))
 
     def untouched(record: Record) -> bool:
+        if is_operator_site(record.site) and record.site.rpartition(":")[2].startswith("in"):
+            return False  # it may be memory as it was found, which is written to
         place = places.get((record.pass_, record.sample, record.step))
         if place is not None and record.order < place:
             return True
@@ -171,13 +173,20 @@ def _result(
 
 
 def _same_error(made: Run, own: Run, truth: Run, block: str) -> bool:
-    """Is the median row of the block's output as far from the truth in both?"""
+    """Is the median row of the block's output as far from the truth in both? In a training step
+    that of the gradient which leaves it, too."""
+    at = [_same_error_at(made, own, truth, f"{block}{end}:out") for end in ("", BACKWARD)]
+    return any(at) and all(one is not False for one in at)
+
+
+def _same_error_at(made: Run, own: Run, truth: Run, site: str) -> bool | None:
+    """None where the truth has not the site."""
     import torch
 
     rows: dict[str, list[torch.Tensor]] = {"made": [], "own": []}
     numel = 0
     for record in truth.records:
-        if record.pass_ != "anchored" or record.site != f"{block}:out":
+        if record.pass_ != "anchored" or record.site != site:
             continue
         true = truth.read(record).double()
         place = (record.sample, record.step, record.site)
@@ -191,7 +200,7 @@ def _same_error(made: Run, own: Run, truth: Run, block: str) -> bool:
             rows[which].append(error / true.flatten(0, -2).norm(dim=-1).clamp_min(1e-300))
         numel += record.numel
     if not rows["made"]:
-        return False
+        return None
     one, two = (float(torch.cat(rows[which]).median()) for which in ("made", "own"))
     if one == two:
         return True

@@ -28,12 +28,13 @@ times its own size, as scores of a first token are."""
 
 @dataclass(frozen=True, slots=True)
 class OperatorErrors:
-    """Relative to the rows' ‖R‖: (T,) float64. ``floor``: of the coarser of both sides' dtypes that
-    the reference stores; ``column_*``: (D,) sums of squared relative errors; ``num_nonfinite``:
-    elements that are nan or inf on that side alone; ``over_1_ulp``: share of elements more
-    than one ulp from R, on each side; ``rows``: (T,) numbers of these rows among all of them
-    (those of R = 0, or masked altogether, have none), whose axes ``shape`` gives;
-    ``largest_norm``: of their ‖R‖; ``counts``: (T,) elements of each that were not masked."""
+    """Relative to the rows' ‖R‖, of a gradient's small rows to the median one's: (T,) float64.
+    ``floor``: of the coarser of both sides' dtypes that the reference stores; ``column_*``: (D,)
+    sums of squared relative errors; ``num_nonfinite``: elements that are nan or inf on that side
+    alone; ``over_1_ulp``: share of elements more than one ulp from R, on each side; ``rows``: (T,)
+    numbers of these rows among all of them (those of R = 0, or masked altogether, have none), whose
+    axes ``shape`` gives; ``largest_norm``: of their ‖R‖; ``counts``: (T,) elements of each that
+    were not masked."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
@@ -59,9 +60,14 @@ def sum_rounding(num_terms: int) -> float:
 
 
 def measure_operator(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, *, num_terms: int = 1
-) -> OperatorErrors | None:
+    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, *, num_terms: int = 1,
+    of_gradient: bool = False,
+) -> OperatorErrors | None:  # fmt: skip
     """None where nothing finite is left. All have equally many numbers, in the same order.
+
+    ``of_gradient``: rows below the median one are held against that. Terms of a gradient cancel
+    (the gradient of a softmax by its scores is g·y less a mean of it, and 0 for the first token),
+    and where they do the row is small and the rounding of its terms is not.
 
     Without a truth R = a: the reference's error is then 0, and the store error is not measured
     but 0.41 u, that of a uniform rounding error (numerics.floor)."""
@@ -79,6 +85,10 @@ def measure_operator(
     x, y, r = (t.masked_fill(away, 0.0) for t in (x, y, r))
     norm = r.norm(dim=1)
     kept = (norm > 0) & ~away.all(1)
+    if of_gradient and bool(kept.any()):
+        usual = norm[kept].median()
+        kept |= (x.abs().amax(1) > 0) | (y.abs().amax(1) > 0)
+        norm = norm.clamp_min(usual)
     if not bool(kept.any()):
         if not any(counts):
             return None

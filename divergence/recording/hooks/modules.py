@@ -51,8 +51,9 @@ class Recorder:
 
     ``wanted(path, port, tensor)`` decides what is recorded. ``logit_paths``: modules of
     whose output only the last position decides (causal models). ``fired`` holds the
-    plants that met a tensor, ``anchored`` the number of inputs that were replaced.
-    """
+    plants that met a tensor, ``anchored`` the number of inputs that were replaced."""
+
+    _operator_recorder = OperatorRecorder
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Recorder:
         self._keep = (keeper or CopyKeeper()).keep
         self.operators: OperatorRecorder | None = None
         if operators:
-            self.operators = OperatorRecorder(
+            self.operators = self._operator_recorder(
                 model,
                 operators,
                 emit=self._put,

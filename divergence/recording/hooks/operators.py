@@ -49,7 +49,7 @@ from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.site import escape_path, join_site, operator_path
 from divergence.run.writing.captured_tensor import CapturedTensor
 
-__all__ = ["Emit", "OperatorRecorder"]
+__all__ = ["Emit", "OperatorRecorder", "source_line", "weights_by_storage"]
 
 _TORCH_HOME = os.path.dirname(torch.__file__)
 _OWN_HOME = os.path.dirname(os.path.dirname(__file__))
@@ -113,7 +113,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._stack: list[str] = []
         self._paused = 0
         self._entered = False
-        self._weights = _weights_by_storage(model)
+        self._weights = weights_by_storage(model)
         self._weight_items: dict[str, CapturedTensor] = {}
         self._weight_digests: dict[str, str] = {}
         self.end_of_forward()
@@ -124,8 +124,7 @@ class OperatorRecorder(TorchDispatchMode):
         """Module hooks on; off again, and this mode too, on any exit."""
         handles = []
         try:
-            for name, module in self._model.named_modules():
-                path = escape_path(name)
+            for path, module in self._modules():
                 if not inside(path, self._roots):
                     continue
                 push = self._push(path, argument_names(module))
@@ -139,6 +138,10 @@ class OperatorRecorder(TorchDispatchMode):
                 handle.remove()
             if self._entered:
                 self._leave()
+
+    def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        for name, module in self._model.named_modules():
+            yield escape_path(name), module
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,7 +192,7 @@ class OperatorRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or not self._stack:
+        if self._paused or not self._is_inside():
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             self.skipped["a higher-order operator, which has no schema"] += 1
@@ -225,6 +228,18 @@ class OperatorRecorder(TorchDispatchMode):
             self._record(told, results, [t for name in writes for t in tensors_in(named.get(name))])
         return result
 
+    def _is_inside(self) -> bool:
+        """Is it one of the chosen modules that calls operators now?"""
+        return bool(self._stack)
+
+    def _caller(self) -> str:
+        """That module, with its call."""
+        return self._stack[-1] + self._call_of(self._stack[-1])
+
+    def _origin(self, func: Any) -> dict[str, str | None]:
+        """Where in the code an operator is called: fields of a Call."""
+        return {"source": source_line()}
+
     def _turned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``detach_``, ``t_``: a view in place of its source. No byte is written."""
         before = args[0].detach()
@@ -252,8 +267,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _told(self, func: Any, named: dict[str, Any]) -> _PendingCall:
         """The call as it is recorded, and the operands that no record holds yet."""
-        module = self._stack[-1]
-        key = (module + self._call_of(module), operator_name(func))
+        key = (self._caller(), operator_name(func))
         where = operator_path(*key, self._numbers[key] + 1)
         operands: list[Operand] = []
         pending: _Pending = []
@@ -266,8 +280,8 @@ class OperatorRecorder(TorchDispatchMode):
             operator=str(func),
             arguments=arguments,
             operands=tuple(operands),
-            source=_source(),
             note=_DRAWS if draws_random_numbers(func, named) else None,
+            **self._origin(func),
         )
         return _PendingCall(key, where, call, pending)
 
@@ -309,9 +323,10 @@ class OperatorRecorder(TorchDispatchMode):
         if weight is not None:
             name, parameter = weight
             if name not in self._weight_digests:
-                real = parameter.device.type != "meta"  # of a dry run there are no bytes
+                loaded = self._loaded(name, parameter)
+                real = loaded.device.type != "meta"  # of a dry run there are no bytes
                 with _disable_current_modes():  # as loaded, where a mode computes in a wider dtype
-                    self._weight_digests[name] = digest_tensor(parameter) if real else "0" * 32
+                    self._weight_digests[name] = digest_tensor(loaded) if real else "0" * 32
             return Operand(
                 site=self._weight_site(name, parameter) if self._keep_weights else None,
                 weight=name,
@@ -325,6 +340,10 @@ class OperatorRecorder(TorchDispatchMode):
             pending.append((site, self._keep(tensor)))
             self._flow.holds(tensor, site)
         return Operand(site=known, origin=self._flow.origin_of(tensor), **common)
+
+    def _loaded(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """The weight of that name as it was loaded."""
+        return parameter
 
     def _weight_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """(name, weight) of which this is a view; None for what is no part of a single weight
@@ -358,7 +377,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._flow.looked_at(tensor, step + part, source)
 
 
-def _weights_by_storage(model: torch.nn.Module) -> dict[int, list[tuple[str, torch.Tensor]]]:
+def weights_by_storage(model: torch.nn.Module) -> dict[int, list[tuple[str, torch.Tensor]]]:
     """Several may share one memory: the parts of a fused weight, for example."""
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -366,10 +385,11 @@ def _weights_by_storage(model: torch.nn.Module) -> dict[int, list[tuple[str, tor
     return by_storage
 
 
-def _source() -> str | None:
-    """The innermost line of Python that is neither torch's nor this tool's."""
+def source_line(until: Callable[[FrameType], bool] = lambda frame: False) -> str | None:
+    """The innermost line of Python that is neither torch's nor this tool's, as far out as to the
+    frame of which ``until`` is true."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and not until(frame):
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH_HOME, _OWN_HOME)):
             return f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"

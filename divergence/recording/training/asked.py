@@ -75,7 +75,6 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
         "--max-new-tokens": options.max_new_tokens, "--whole": options.whole,
         "--prefill-chunk": options.prefill_chunk, "--repeat": options.repeat > 1,
         "--no-hooks": options.hooks is False, "--steps": options.steps,
-        "--substitute": options.substitutes,
     }  # fmt: skip
     named = [name for name, given in refused.items() if given]
     if named:

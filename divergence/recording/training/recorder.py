@@ -35,6 +35,7 @@ from divergence.recording.hooks.arguments import (
 )
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.compiled import compiled_regions, hooked
+from divergence.recording.training.operators import TrainingOperators
 from divergence.recording.training.optimizer import Named, Stepping, Update
 from divergence.recording.training.precision import precision_of
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, ROOT, escape_path, join_site
@@ -82,6 +83,8 @@ class TrainRecorder(Recorder):
     """A Recorder of one training step. ``loss``: the module that computes it. ``stepping``: what is
     done with the gradients."""
 
+    _operator_recorder = TrainingOperators
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -95,11 +98,15 @@ class TrainRecorder(Recorder):
         self.precision: StepPrecision | None = None
         """Of the step, once it is made."""
         self._roots: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Results of blocks that the graph is cut at, and their gradients in the other run."""
         self._backward_runs = False
         self._graded: set[str] = set()
         """Modules, with their calls, whose results have a gradient."""
         self._first: int | None = None
         super().__init__(model, notes, **(how | {"logit_paths": ()}))
+        if isinstance(self.operators, TrainingOperators):
+            self.operators.loss = loss
+            self.operators.blocks = frozenset(p for p, n in notes.items() if n.role == "block")
         self._hooked |= {LOSS, *(plant.path.partition("#")[0] for plant in self._plants)}
 
     # --- forward --------------------------------------------------------------------------------
@@ -168,7 +175,9 @@ class TrainRecorder(Recorder):
                 if recorded is None or recorded.shape != tensor.shape:
                     return tensor
                 self.anchored += 1
-                self._roots.append((tensor, recorded.to(tensor, copy=True)))
+                gradient = recorded.to(tensor, copy=True)
+                self._enters(path + call, gradient, site)
+                self._roots.append((tensor, gradient))
                 return tensor.detach().requires_grad_()
 
             if anchored:
@@ -223,8 +232,11 @@ class TrainRecorder(Recorder):
             tensors.append(tensor)
             gradients.append(gradient * share if share != 1.0 else gradient)
         self._backward_runs = True
+        operators = self.operators
+        recorded = operators.backward() if isinstance(operators, TrainingOperators) else None
         try:
-            torch.autograd.backward(tensors, gradients)
+            with recorded or contextlib.nullcontext():
+                torch.autograd.backward(tensors, gradients)
         finally:
             self._backward_runs = False
             self._roots.clear()
@@ -247,7 +259,13 @@ class TrainRecorder(Recorder):
             flat = self._flat is not None and self._flat(path, of, new)
             self._sites[key] = join_site(where, port) if wanted else None, flat
         super()._emit(*key, new)
+        if port.startswith("in"):
+            self._enters(path + call, new, join_site(where, port))
         return new if new is not gradient else None
+
+    def _enters(self, called: str, gradient: torch.Tensor, site: str) -> None:
+        if isinstance(self.operators, TrainingOperators):
+            self.operators.enters(called, gradient, site)
 
     def _planted(self, where: str, port: str, tensor: torch.Tensor) -> torch.Tensor:
         plants = [one for one in self._plants if one.path == where]

@@ -55,7 +55,6 @@ class TrainingSession:
         self.loaded: LoadedModel = inner.loaded
         self.lacks: Mapping[Feature, str] = {
             **inner.lacks, "whole": "a training step decodes nothing",
-            "operators": "operators are recorded of a forward without gradients",
         }  # fmt: skip
         self._stepping = Stepping(training, inner.loaded.ranks)
         self._loss, self._num_labels = NextTokenLoss(), 0

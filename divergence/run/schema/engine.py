@@ -259,6 +259,17 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 lines.append((name.replace("_", " "), str(one or "none"), str(two or "none")))
         return lines  # type: ignore[return-value]  # three texts each
 
+    def options_beside(self, other: Training) -> dict[str, bool | str | float]:
+        """The settings in which this step differs from ``other``, which it repeats, by the names
+        that capture() has for them. No option takes back what ``other`` alone has."""
+        found = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            told = name in ("train", *_TOLD_ELSEWHERE)
+            if value is not None and value != getattr(other, name) and not told:
+                found[name] = value
+        return found
+
     def __str__(self) -> str:
         """``forward and backward, adamw, learning rate 0.001``; ``none`` where there was none."""
         if not self.train:

@@ -92,7 +92,11 @@ class Call(
     arguments: dict[str, Json]
     operands: tuple[Operand, ...] = ()
     source: str | None = None
-    """File name, line and function of the Python code that called it."""
+    """File name, line and function of the Python code that called it. Of a backward that torch has
+    itself: of the code that called ``backward_of``."""
+    backward_of: str | None = None
+    """In a training step's backward: the forward operator, or the torch.autograd.Function, whose
+    backward called it."""
     note: str | None = None
     """Why running it again cannot give the same result (``draws random numbers``)."""
 

@@ -28,12 +28,11 @@ from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.numerics.pairs.pair import SINK_FACTOR
 from divergence.run.schema.manifest import Manifest
-from divergence.words import Side
 
 __all__ = [
-    "Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "finer_side",
-    "gradient_format", "main_path", "medians", "row_floor", "share_of_usual", "small_rows",
-    "stacked", "storage_format", "work_dtype", "work_format",
+    "Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "gradient_format", "main_path",
+    "medians", "row_floor", "share_of_usual", "small_rows", "stacked", "storage_format",
+    "work_dtype", "work_format",
 ]  # fmt: skip
 
 
@@ -211,13 +210,6 @@ def work_format(*manifests: Manifest) -> Format:
     forms = [format_named(work_dtype(manifest)) for manifest in manifests]
     forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
     return max(forms, key=lambda form: form.unit_roundoff)
-
-
-def finer_side(reference: Manifest, candidate: Manifest) -> tuple[Side | None, float]:
-    """The side that computes in the finer dtype, and how many times finer; (None, 1) of equals."""
-    one, two = (work_format(manifest).unit_roundoff for manifest in (reference, candidate))
-    side: Side | None = None if one == two else "reference" if one < two else "candidate"
-    return side, max(one, two) / min(one, two)
 
 
 def gradient_format(work: Format, *manifests: Manifest) -> Format:

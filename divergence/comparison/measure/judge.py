@@ -18,7 +18,6 @@ from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
 from divergence.comparison.measure.floors import (
     Floor,
     Ratios,
-    finer_side,
     gradient_format,
     row_floor,
     share_of_usual,
@@ -112,7 +111,6 @@ class Judge:
         self._work = work
         self._sums = gradient_format(work, reference.manifest, candidate.manifest)
         self._same_dtype = work_dtype(reference.manifest) == work_dtype(candidate.manifest)
-        self._finer = finer_side(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
         self._blocks = sorted(
             (path for path, note in self._notes.items() if note.role == "block"),
@@ -370,8 +368,7 @@ class Judge:
                 if not self._same_dtype:
                     from divergence.numerics.pairs.against import with_rounding
 
-                    finer, step = self._finer if BACKWARD in result.site else (None, 1.0)
-                    one = with_rounding(one, floor, finer=finer, step=step)
+                    one = with_rounding(one, floor)
                 self.truth_samples.add(result, one, floor)
 
     def _kind_of_truth(

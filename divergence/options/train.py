@@ -117,20 +117,22 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             recorded="training.reduce_order",
         ),
     ] = None
-
-
-class PlanOptions(Options, frozen=True, kw_only=True):
-    """What ``--dry-run --train`` alone is told: how a step would be divided and fed."""
-
     zero: Annotated[
         int | None,
         Option(
             "--zero STAGE",
-            "With --dry-run: the stage of ZeRO, 0 to 3. Default: 3 of a mesh with fsdp, else 0.",
+            "With --mesh: what ranks divide, as the stages of ZeRO do. dp: 0 nothing, 1 the "
+            "optimizer's state; fsdp: 2 gradients too, 3 parameters too. Default: 3 of a mesh with "
+            "fsdp, else 0.",
             TRAINING,
             minimum=0,
         ),
     ] = None
+
+
+class PlanOptions(Options, frozen=True, kw_only=True):
+    """What ``--dry-run --train`` alone is told: how a step would be kept and fed."""
+
     main_weights: Annotated[
         bool | None,
         Option(

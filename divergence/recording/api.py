@@ -46,6 +46,7 @@ from divergence.recording.suites import (
     truth_of_suite,
     wants_suite,
 )
+from divergence.recording.training.zero import check_stage
 from divergence.recording.widening import check_device
 from divergence.recording.wishes import options_of, plain_wishes
 from divergence.run.reader import Run
@@ -121,6 +122,7 @@ def capture(
     loss_scale: float | None = None,
     reduce_dtype: str | None = None,
     reduce_order: str | None = None,
+    zero: int | None = None,
     ranks: int | None = None,
     link_rate: str | None = None,
     label: str | None = None,
@@ -285,6 +287,7 @@ def _execute(
             device.partition(":")[0], seed=request.seed, enabled=request.deterministic
         ) as determinism,
     ):
+        check_stage(request, () if ranks is None else ranks.sizes)
         if ranks is None or ranks.is_first:
             others = [substitute.run for substitute in request.substitutes.values()]
             check_output(place, force=force, like=request.like, substitutes=others)
@@ -345,7 +348,7 @@ def in_training(session: Session, request: Request) -> Session:
     from divergence.recording.training.asked import training_of
     from divergence.recording.training.session import TrainingSession
 
-    return TrainingSession(session, training_of(request))
+    return TrainingSession(session, training_of(request, session.loaded.ranks))
 
 
 def _session(request: Request, device: str, ranks: Ranks | None) -> Session:

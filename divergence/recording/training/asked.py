@@ -11,6 +11,7 @@ from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of, recorded_in
 from divergence.options.train import TrainOptions
+from divergence.recording.training.zero import stage_of
 from divergence.run.reader import Run
 from divergence.run.schema.engine import Training
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
@@ -18,15 +19,19 @@ from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
 if TYPE_CHECKING:
     import torch
 
+    from divergence.recording.ranks.processes import Ranks
+
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}
 
 __all__ = ["owners_of", "places_of", "training_of", "without_decoding"]
 
 
-def training_of(options: CaptureOptions) -> Training:
-    """The step as the manifest has it."""
+def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training:
+    """The step as the manifest has it, on ``ranks``."""
     given = recorded_in(options, "training", CaptureOptions)
+    if options.train:
+        given["zero"] = stage_of(options.zero, ranks)
     if options.optimizer is not None:
         given["learning_rate"] = _or(options.learning_rate, LEARNING_RATE)
         given["weight_decay"] = _or(options.weight_decay, WEIGHT_DECAY.get(options.optimizer, 0.0))

@@ -10,6 +10,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.recording.training.reduction import ORDERS, reduced
+from divergence.recording.training.zero import DividedOptimizer
 from divergence.run.schema.engine import Training
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ class Update:
 
     norm: torch.Tensor
     named: Named
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | DividedOptimizer
+    holder: dict[str, str] | None = None
+    """The placement of moments that one rank alone has."""
 
     def updates(
         self,
@@ -115,9 +118,12 @@ class Stepping:
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         optimizer = self._optimizer(parameters)
         optimizer.step()
-        return Update(norm=norm, named=named, optimizer=optimizer)
+        alone = {"dp": "single"} if isinstance(optimizer, DividedOptimizer) else None
+        return Update(norm=norm, named=named, optimizer=optimizer, holder=alone)
 
-    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def _optimizer(
+        self, parameters: list[torch.nn.Parameter]
+    ) -> torch.optim.Optimizer | DividedOptimizer:
         name = self._training.optimizer
         assert name is not None  # asked where a step is made
         how: dict[str, Any] = {"lr": self._training.learning_rate}
@@ -128,9 +134,9 @@ class Stepping:
             {"params": rest, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        return (
-            torch.optim.AdamW(groups, **how) if name == "adamw" else torch.optim.SGD(groups, **how)
-        )
+        kind = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
+        return (DividedOptimizer(kind, groups, **how) if self._training.zero == 1
+                else kind(groups, **how))  # fmt: skip
 
 
 def _check_reduction(training: Training, ranks: Ranks | None) -> None:

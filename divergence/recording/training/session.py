@@ -14,6 +14,7 @@ from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.generate import GroupResult, failures, inputs
 from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
+from divergence.recording.training.zero import gathered_once
 from divergence.run.schema.engine import Training
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import LOSS
@@ -60,6 +61,8 @@ class TrainingSession:
         self._loss, self._num_labels = NextTokenLoss(), 0
         self.losses: list[float] = []
         _refuse(inner, training)
+        if training.zero == 2:
+            gathered_once(inner.loaded.module)
 
     def settle(
         self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None

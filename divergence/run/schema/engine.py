@@ -209,6 +209,9 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     adds each to the ones before."""
     reduce_order: str | None = None
     """``ring`` or ``tree``."""
+    zero: Count | None = None
+    """What ranks divided, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too,
+    3 parameters too. None: nothing."""
 
     def beside(self, other: Training) -> list[tuple[str, str, str]]:
         """(what, here, there) of two runs, one of which at least has a training step: that it has,
@@ -220,7 +223,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name in self.__struct_fields__:
             one, two = getattr(self, name), getattr(other, name)
             if one != two and name not in ("train", "autocast"):
-                lines.append((name.replace("_", " "), str(one or "none"), str(two or "none")))
+                said = "ZeRO stage" if name == "zero" else name.replace("_", " ")
+                lines.append((said, str(one or "none"), str(two or "none")))
         return lines  # type: ignore[return-value]  # three texts each
 
     def __str__(self) -> str:
@@ -234,6 +238,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         said += [self.optimizer] if self.optimizer else []
         if self.reduce_dtype:
             said.append(f"reduced in {self.reduce_dtype}, {self.reduce_order}")
+        said += [f"ZeRO {self.zero}"] if self.zero else []
         for name in ("learning_rate", "weight_decay", "clip_grad_norm", "loss_scale"):
             value = getattr(self, name)
             said += [] if value is None else [f"{name.replace('_', ' ')} {value:g}"]

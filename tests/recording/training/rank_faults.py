@@ -118,7 +118,7 @@ def stale() -> Iterator[None]:
         sending[:] = [self._module_fqn == BLOCK]
         send(self, *unused)
 
-    def not_scattered(output: torch.Tensor, input: torch.Tensor, **how: Any) -> Any:  # noqa: A002
+    def not_scattered(output: torch.Tensor, input: torch.Tensor, **how: Any) -> Any:
         own = input.clone().view(how["group"].size(), -1)[how["group"].rank()]
         work = scatter(output=output, input=input, **how)
         if dist.get_rank() == RANK and sending[0]:
@@ -157,6 +157,13 @@ def early() -> Iterator[None]:
         yield
 
 
+def unsent() -> AbstractContextManager[None]:
+    """Of ZeRO's first stage: new values are not sent to the ranks that did not make them."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return _patched(ZeroRedundancyOptimizer, "_sync_params", lambda self: None)
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "skipped": skipped,
     "forgotten": forgotten,
@@ -164,4 +171,5 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "one divides": one_divides,
     "stale": stale,
     "early": early,
+    "unsent": unsent,
 }

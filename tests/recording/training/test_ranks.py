@@ -25,6 +25,8 @@ IDS = [
 ]
 STEP = {"train": True, "optimizer": "adamw", "clip_grad_norm": 0.5, "probe": False}
 MESHES = ("dp", "fsdp")
+STAGES = {1: "dp", 2: "fsdp"}
+"""Stage of ZeRO, beside those that the meshes have by themselves: mesh."""
 FAULTS = {
     "skipped": "loss#backward:out",
     "forgotten": "lm_head#backward:out.weight",
@@ -67,12 +69,40 @@ def one(tmp_path_factory, model) -> Run:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, one) -> Callable[[str], Run]:
     folder, again = tmp_path_factory.mktemp("ranks"), {"like": one.path, "probe": False}
-    return make(folder, {mesh: {"mesh": mesh, **again} for mesh in MESHES})
+    listed = {mesh: {"mesh": mesh, **again} for mesh in MESHES}
+    listed |= {f"zero-{n}": {"mesh": mesh, "zero": n, **again} for n, mesh in STAGES.items()}
+    return make(folder, listed)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_two_ranks_make_the_step_of_one_process(mesh, one, two_ranks):
-    healthy(one, two_ranks(mesh))
+@pytest.mark.parametrize("how", ["dp", "fsdp", "zero-1", "zero-2"])
+def test_two_ranks_make_the_step_of_one_process(how, one, two_ranks):
+    healthy(one, two_ranks(how))
+
+
+def test_the_stage_of_zero_is_recorded(one, two_ranks):
+    """Also where the mesh alone says it; it goes with the mesh, and one process has none."""
+    found = {how: two_ranks(how).manifest.training for how in ("dp", "fsdp", "zero-1", "zero-2")}
+    assert [training.zero for training in found.values()] == [None, 3, 1, 2]
+    assert str(found["zero-1"]).startswith("forward and backward, adamw, ZeRO 1,")
+    report = compare(two_ranks("zero-1"), two_ranks("zero-2"))
+    (line,) = [line for line in report.preflight if line.check == "ZeRO stage"]
+    assert (line.reference, line.candidate, line.status) == ("1", "2", "differs")
+    assert report.verdict.kind == "within_floor"
+
+
+def test_the_first_stage_has_each_moment_on_one_rank(two_ranks):
+    """And the new values on both."""
+    run = two_ranks("zero-1")
+    held: dict[str, set[int]] = {}
+    for record in run.records:
+        if record.pass_ == "free" and ":out.weight" in record.site and OPTIMIZER in record.site:
+            held.setdefault(record.site, set()).add(record.rank)
+    moments = {site: ranks for site, ranks in held.items() if "exp_avg" in site}
+    assert {len(ranks) for ranks in moments.values()} == {1}
+    assert set.union(*moments.values()) == {0, 1}
+    assert all(ranks == {0, 1} for site, ranks in held.items() if site not in moments)
+    orders = [record.order for record in unsharded(run).records if OPTIMIZER in record.site]
+    assert len(set(orders)) == len(orders) // 2  # alike in both passes, and else no two
 
 
 def test_ranks_hold_parts_or_copies(one, two_ranks):
@@ -135,3 +165,18 @@ def test_a_fault_of_the_loop_over_ranks_is_found(fault, mesh, four, faulty):
             word = "B" if side == "candidate" else "A"
             told = f"rank 1 of {word} disagrees" if mesh == "dp" else "in the share of rank 1"
             assert told in verdict.summary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_stages_of_zero_on_more_ranks(ranks, four, tmp_path):
+    """Among them new values that are not sent to the other ranks: each of these disagrees."""
+    again = {"like": four[4].path, "probe": False}
+    listed = {str(n): {"mesh": mesh, "zero": n, **again} for n, mesh in STAGES.items()}
+    listed["unsent"] = listed["1"] | {"fault": "unsent"}
+    made = make(tmp_path, listed, ranks=ranks)
+    for n in STAGES:
+        healthy(four[4], made(str(n)))
+    verdict = compare(four[4], made("unsent")).verdict
+    assert (verdict.kind, verdict.side) == ("localized", "candidate"), verdict.summary
+    assert "of B disagree" in verdict.summary and f"{OPTIMIZER}:out" in verdict.summary

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from divergence.options.option import Option, Options
@@ -126,6 +128,16 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             "fsdp, else 0.",
             TRAINING,
             minimum=0,
+        ),
+    ] = None
+    labels: Annotated[
+        Path | str | Sequence[object] | None,
+        Option(
+            "--labels FILE",
+            "What the tokens are to be predicted as, where not as themselves: JSON lines, for each "
+            "prompt a list of token ids, -100 for a token without a label, or "
+            '{"completion_from": N}: tokens from N on.',
+            TRAINING,
         ),
     ] = None
 

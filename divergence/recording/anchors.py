@@ -28,7 +28,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.manifest import ModuleNote, SampleTokens, Tokens
 from divergence.run.schema.record import PassName
-from divergence.run.schema.site import module_of
+from divergence.run.schema.site import module_of, of_parameter
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,9 @@ __all__ = ["can_anchor", "recorded_inputs", "repeated_tokens", "unpadded"]
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
     """The same prompts without padding."""
-    return [SampleTokens(text=one.text, prompt_ids=one.prompt_ids) for one in samples]
+    return [
+        SampleTokens(text=one.text, prompt_ids=one.prompt_ids, labels=one.labels) for one in samples
+    ]
 
 
 def repeated_tokens(
@@ -84,6 +86,10 @@ class _RecordedRows:
         no more were recorded. None where nothing was, or it does not fit."""
         import torch
 
+        if of_parameter(site):  # of all prompts together: whole, however they are grouped
+            record = self._run.find(("free", sample, step, site))
+            held = record is not None and self._run.has_bytes(record)
+            return self._run.read(record) if record is not None and held else None
         group = self._groups[sample]
         found = [self._recorded(number, step, site) for number in group]
         known = [rows for rows in found if rows is not None]

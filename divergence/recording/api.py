@@ -123,6 +123,7 @@ def capture(
     reduce_dtype: str | None = None,
     reduce_order: str | None = None,
     zero: int | None = None,
+    labels: str | Path | Sequence[object] | None = None,
     ranks: int | None = None,
     link_rate: str | None = None,
     label: str | None = None,

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from divergence.errors import UsageError
+from divergence.errors import PromptError, UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of, recorded_in
 from divergence.options.train import TrainOptions
+from divergence.recording.prompts import Prompt, collect_prompts
+from divergence.recording.training.labels import LABEL_HINT, read_labels
 from divergence.recording.training.zero import stage_of
 from divergence.run.reader import Run
 from divergence.run.schema.engine import Training
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}
 
-__all__ = ["owners_of", "places_of", "training_of", "without_decoding"]
+__all__ = ["owners_of", "places_of", "prompts_of", "training_of", "without_decoding"]
 
 
 def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training:
@@ -58,6 +60,27 @@ def owners_of(model: torch.nn.Module, training: Training) -> set[str]:
     return {LOSS, *(escape_path(name.rpartition(".")[0]) for name in names)}
 
 
+def prompts_of(options: CaptureOptions) -> list[Prompt]:
+    """The prompts that were asked for, with their labels. Raises PromptError."""
+    train = bool(options.train)
+    prompts = collect_prompts(options.prompts, options.prompts_file, train=train)
+    if options.labels is None:
+        return prompts
+    where, lines = read_labels(options.labels)
+    if len(lines) != len(prompts):
+        raise PromptError(
+            f"{where} has labels for {len(lines)} prompts, and there are {len(prompts)}",
+            hint=LABEL_HINT,
+        )
+    for number, prompt in enumerate(prompts):
+        if prompt.labelled:
+            raise PromptError(f"prompt {number} has labels of its own", hint="leave out --labels")
+    return [
+        replace(prompt, labels=line.labels, completion_from=line.completion_from)
+        for prompt, line in zip(prompts, lines, strict=True)
+    ]
+
+
 def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOptions:
     """A training step generates nothing. Raises UsageError for an option of the one where the other
     is asked for."""
@@ -73,6 +96,11 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
         "--no-hooks": options.hooks is False, "--steps": options.steps,
         "--substitute": options.substitutes,
     }  # fmt: skip
+    if like is not None and options.labels is not None:
+        raise UsageError(
+            "--like repeats the recorded labels, so --labels cannot be given with it",
+            hint="leave out --labels, or capture without --like",
+        )
     named = [name for name, given in refused.items() if given]
     if named:
         raise UsageError(

@@ -118,6 +118,17 @@ def test_a_healthy_pair_is_within_rounding(architecture, change, step, truth):
     assert len(judged) > (5 if routed else 20)
 
 
+def test_one_batch_gets_the_recorded_gradients(step, truth):
+    """Of all prompts together: an update is compared as made from the same gradients, though the
+    prompts' own rows lie in another batch."""
+    a = step("llama", optimizer="adamw")
+    b = step("llama", like=a, batch=True, attn_implementation="sdpa")
+    site = join_site("lm_head" + OPTIMIZER, "in.weight")
+    given = a.read(a.find(("free", 0, 0, site)))
+    assert torch.equal(b.read(b.find(("anchored", 0, 0, site))), given)
+    assert divergence.compare(a, b, truth=truth(a)).verdict.kind == "within_floor"
+
+
 def test_checkpointing_changes_no_bit(step):
     a = step("llama", optimizer="adamw")
     b = step("llama", like=a, gradient_checkpointing=True)

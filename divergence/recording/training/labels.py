@@ -48,8 +48,12 @@ def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine
     lines hold. Raises PromptError."""
     if isinstance(labels, str | Path):
         return str(labels), _read(labels)
-    given = enumerate(labels)
-    return "labels", [_line(msgspec.json.encode(one), f"labels[{n}]") for n, one in given]
+    try:
+        plain = [one.tolist() if hasattr(one, "tolist") else one for one in labels]
+        written = [msgspec.json.encode(one) for one in plain]
+    except TypeError as error:  # no list, or what JSON has no word for
+        raise PromptError(f"not labels: {error}", where="labels", hint=LABEL_HINT) from error
+    return "labels", [_line(line, f"labels[{number}]") for number, line in enumerate(written)]
 
 
 def _read(path: str | Path) -> list[LabelLine]:

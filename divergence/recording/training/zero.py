@@ -54,10 +54,10 @@ def check_stage(options: CaptureOptions, axes: Collection[str]) -> None:
     if zero not in _AXES:
         raise UsageError(f"--zero {zero} is no stage of ZeRO", hint="0, 1, 2 or 3")
     axis = _AXES[zero]
-    hint = f"torchrun --nproc-per-node N -m divergence capture ... --zero {zero} --mesh {axis}"
     if not {"dp", "fsdp"} & set(axes):
         if zero:
-            raise UsageError(f"--zero {zero} has no ranks to divide over", hint=hint)
+            raise UsageError(f"--zero {zero} has no ranks to divide over",
+                             hint=f"under torchrun, with --mesh {axis}")  # fmt: skip
         return
     if axis not in axes:
         why = (

@@ -141,6 +141,16 @@ def test_what_is_no_labels(lines, said, tmp_path):
             assert error.value.where == f"{path}, line 5"
 
 
+def test_labels_of_a_program():
+    """Tensors and arrays are lists; anything else is refused by name."""
+    given = [torch.tensor(labels) for labels in LABELS]
+    found = prompts_of(CaptureOptions(train=True, prompts=PROMPTS, labels=given))
+    assert [list(prompt.labels) for prompt in found] == LABELS
+    for wrong in (7, [object()] * 3):
+        with pytest.raises(PromptError, match="not labels"):
+            prompts_of(CaptureOptions(train=True, prompts=PROMPTS, labels=wrong))
+
+
 @pytest.mark.parametrize(("labels", "said"), [
     ([1, 2], "3 tokens and 2 labels"),
     ([1, N, N], "no token has a label"),

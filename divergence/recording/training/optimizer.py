@@ -10,7 +10,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.recording.training.reduction import ORDERS, reduced
-from divergence.recording.training.zero import DividedOptimizer
+from divergence.recording.training.zero import DividedOptimizer, check_reduced
 from divergence.run.schema.engine import Training
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class Stepping:
         divide the loss's factor out of them. (FSDP has added them up in the backward.)"""
         self._add_up(parameters)
         ranks = self._ranks
+        check_reduced(parameters, ranks)
         if ranks is not None and ranks.dealt and "dp" in ranks.sizes:
             for parameter in parameters:
                 if parameter.grad is None:

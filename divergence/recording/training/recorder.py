@@ -191,6 +191,8 @@ class TrainRecorder(Recorder):
         new = super()._recorded_input(path, port, tensor, done)
         if new is not tensor and tensor.requires_grad:
             new.requires_grad_()
+            if path == LOSS and tensor.is_leaf:  # FSDP waits for a gradient of what a model returns
+                self._roots.append((tensor, torch.zeros_like(tensor)))
         return new
 
     def _numbered(self, path: str, call: str) -> str:

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from divergence.errors import UsageError
+from divergence.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from divergence.options.capture import CaptureOptions
     from divergence.recording.ranks.processes import Ranks
 
-__all__ = ["DividedOptimizer", "check_stage", "gathered_once", "stage_of"]
+__all__ = ["DividedOptimizer", "check_reduced", "check_stage", "gathered_once", "stage_of"]
 
 _AXES = {0: "dp", 1: "dp", 2: "fsdp", 3: "fsdp"}
 """The axis of the mesh that keeps so much."""
@@ -79,6 +79,20 @@ def gathered_once(model: torch.nn.Module) -> None:
         keep: Any = getattr(module, "set_reshard_after_forward", None)
         if keep is not None:
             keep(False, recurse=False)
+
+
+def check_reduced(parameters: Sequence[torch.nn.Parameter], ranks: Ranks | None) -> None:
+    """Raise ModelError where FSDP has left a gradient as this rank made it: a model whose backward
+    does not pass where FSDP waits for it."""
+    if ranks is None or "fsdp" not in ranks.sizes:
+        return
+    own = [one.grad for one in parameters if one.grad is not None]
+    whole = sum(not hasattr(one, "device_mesh") for one in own)
+    if whole:
+        raise ModelError(
+            f"FSDP has not added up {whole} of {len(own)} parameters' gradients among the ranks",
+            hint="--mesh dp",
+        )
 
 
 class DividedOptimizer:

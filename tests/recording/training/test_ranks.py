@@ -49,7 +49,8 @@ def healthy(one: Run, several: Run) -> None:
     assert ours <= {record.coordinates for record in whole.records}
     moments = {site for *_, site in ours if site.endswith(("exp_avg", "exp_avg_sq"))}
     updated = {site for *_, site in ours if OPTIMIZER in site and site.endswith(":out.weight")}
-    assert len(moments) == 2 * len(updated) == 2 * 21  # of so many parameters
+    assert len(updated) > 20
+    assert len(moments) == (2 * len(updated) if one.manifest.training.optimizer == "adamw" else 0)
     compared = {site.site for site in report.sites if of_parameter(site.site)}
     assert moments | updated <= compared
 
@@ -136,6 +137,35 @@ def test_any_number_of_ranks_and_prompts(ranks, four, tmp_path):
     for n, one in four.items():
         for mesh in MESHES:
             healthy(one, made(f"{mesh}-{n}"))
+
+
+ARCHITECTURES = {
+    "llama": ({"dtype": "bfloat16", "tied": True}, {"optimizer": "adamw"}),
+    "gpt2": ({"dtype": "float32"}, {"optimizer": "sgd", "autocast": "bfloat16"}),
+    "qwen3-moe": ({"dtype": "float32"}, {"optimizer": "adamw", "loss_scale": 256.0,
+                                         "gradient_checkpointing": True}),
+}  # fmt: skip
+"""transformers divides all of gpt2 as one part: its plan for FSDP names no module of it."""
+
+
+@pytest.mark.slow
+def test_other_models_and_settings(tiny_model, tmp_path):
+    """Tied and 16-bit weights, experts, a scaled loss; completions alone have labels."""
+    labels = [{"completion_from": n} for n in (8, 3, 6)]
+    ones, listed = {}, {}
+    for name, (made_of, options) in ARCHITECTURES.items():
+        one = ones[name] = capture(
+            str(tiny_model(name, num_blocks=2, **made_of)), out=tmp_path / name, train=True,
+            prompts=IDS[:3], labels=labels, probe=False, **options,
+        )  # fmt: skip
+        for stage, mesh in ((0, "dp"), (1, "dp"), (2, "fsdp"), (3, "fsdp")):
+            listed[f"{name} {stage}"] = {
+                "mesh": mesh, "zero": stage, "like": one.path, "probe": False,
+            }  # fmt: skip
+    made = make(tmp_path, listed)
+    for name, one in ones.items():
+        for stage in range(4):
+            healthy(one, made(f"{name} {stage}"))
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from divergence.errors import UsageError
+import pytest
+import torch
+
+from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
-from divergence.recording.training.zero import check_stage
+from divergence.recording.training.zero import check_reduced, check_stage
 
 
 @pytest.mark.parametrize(("stage", "axis"), [(0, "dp"), (1, "dp"), (2, "fsdp"), (3, "fsdp")])
@@ -28,3 +31,14 @@ def test_a_stage_without_ranks_or_a_step():
     with pytest.raises(UsageError, match="no step is made"):
         check_stage(CaptureOptions(train=True, zero=1), ["dp"])
     check_stage(CaptureOptions(train=True, zero=0), [])
+
+
+def test_gradients_that_fsdp_left_as_they_were_are_no_sums():
+    """A rank's own gradient is not recorded as that of all."""
+    ranks = SimpleNamespace(sizes={"fsdp": 2})
+    parameter = torch.nn.Parameter(torch.ones(2))
+    check_reduced([parameter], ranks)
+    parameter.grad = torch.ones(2)
+    check_reduced([parameter], SimpleNamespace(sizes={"dp": 2}))
+    with pytest.raises(ModelError, match="1 of 1 parameters' gradients"):
+        check_reduced([parameter], ranks)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import divergence
 from divergence.errors import PlantError, UsageError
+from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.recorder import parameters_of
 from divergence.run.schema.site import BACKWARD, OPTIMIZER, join_site
 
@@ -147,6 +148,28 @@ def test_a_planted_fault_is_named(site, step, truth):
     verdict = divergence.compare(a, b, truth=truth(a)).verdict
     assert (verdict.kind, verdict.side, verdict.onset.site) == ("localized", "candidate", site)
     assert divergence.compare(a, b).verdict.onset.site == site
+
+
+def test_a_fault_that_does_not_repeat_is_no_rounding(step, monkeypatch):
+    """A bucket that is stale in the free pass alone, as a race makes it: the anchored pass is
+    right, and the free pass is not explained by it."""
+    a = step("llama")
+    reduce, calls = Stepping.reduce, []
+
+    def racing(self, parameters):
+        reduce(self, parameters)
+        calls.append(self)
+        if len(calls) == 1:
+            parameters[-1].grad *= 0.9
+
+    monkeypatch.setattr(Stepping, "reduce", racing)
+    b = step("llama", like=a, attn_implementation="sdpa", seed=1)
+    assert len(calls) == 2
+    for runs in ((a, b), (b, a)):
+        verdict = divergence.compare(*runs).verdict
+        assert (verdict.kind, verdict.onset.site) == ("localized", "lm_head#backward:out.weight")
+        assert verdict.onset.pass_ == "free" and verdict.summary.endswith("it does not repeat")
+        assert verdict.confidence != "high" and verdict.side is None
 
 
 def test_an_optimizers_step(step, truth, tiny_model):

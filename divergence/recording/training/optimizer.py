@@ -100,7 +100,10 @@ class Stepping:
         ranks = self._ranks
         check_reduced(parameters, ranks)
         if ranks is not None and ranks.dealt and "dp" in ranks.sizes:
-            for parameter in parameters:
+            made = ranks.gather([parameter.grad is not None for parameter in parameters])
+            for parameter, *by_rank in zip(parameters, *made, strict=True):
+                if not any(by_rank):  # frozen, or part of no forward
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 torch.distributed.all_reduce(parameter.grad)

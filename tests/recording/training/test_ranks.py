@@ -48,7 +48,7 @@ def healthy(one: Run, several: Run) -> None:
     ours = {record.coordinates for record in one.records}
     assert ours <= {record.coordinates for record in whole.records}
     moments = {site for *_, site in ours if site.endswith(("exp_avg", "exp_avg_sq"))}
-    updated = {site for *_, site in ours if OPTIMIZER in site and site.endswith(":out.weight")}
+    updated = {site for *_, site in ours if f"{OPTIMIZER}:out." in site} - moments
     assert len(updated) >= 15
     assert len(moments) == (2 * len(updated) if one.manifest.training.optimizer == "adamw" else 0)
     compared = {site.site for site in report.sites if of_parameter(site.site)}

@@ -1,4 +1,4 @@
-"""Stages of ZeRO: which go with which mesh, and the optimizer of the first. (Steps: test_ranks.)"""
+"""What ranks do with gradients, seen without ranks: stages of ZeRO, sums. (Steps: test_ranks.)"""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
+from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.zero import check_reduced, check_stage
+from divergence.run.schema.engine import Training
 
 
 @pytest.mark.parametrize(("stage", "axis"), [(0, "dp"), (1, "dp"), (2, "fsdp"), (3, "fsdp")])
@@ -42,3 +44,16 @@ def test_gradients_that_fsdp_left_as_they_were_are_no_sums():
     check_reduced([parameter], SimpleNamespace(sizes={"dp": 2}))
     with pytest.raises(ModelError, match="1 of 1 parameters' gradients"):
         check_reduced([parameter], ranks)
+
+
+def test_a_parameter_without_a_gradient_on_any_rank_has_none(monkeypatch):
+    """Zeros would be decayed by the optimizer; one that this rank alone lacks is added up."""
+    used, lacking, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    used.grad = torch.ones(2)
+    ranks = SimpleNamespace(
+        sizes={"dp": 2}, dealt=True, gather=lambda here: [here, [True, True, False]]
+    )
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda gradient: gradient.add_(1.0))
+    Stepping(Training(train=True), ranks).reduce([used, lacking, frozen])
+    assert used.grad.tolist() == [2.0, 2.0] and lacking.grad.tolist() == [1.0, 1.0]
+    assert frozen.grad is None

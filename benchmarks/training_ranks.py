@@ -59,9 +59,7 @@ def again(reference: Run, **options: Any) -> dict[str, Any]:
 
 
 def health(references: dict[tuple[str, str], Run], folder: Path) -> None:
-    print(
-        "| model | dtype | ranks | ZeRO | verdict | parameters' tensors compared | share of a limit |"
-    )
+    print("| model | dtype | ranks | ZeRO | verdict | tensors of parameters | share of a limit |")
     print("|---|---|---|---|---|---|---|")
     for ranks in (2, 3, 4):
         listed = {

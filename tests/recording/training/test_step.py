@@ -150,6 +150,16 @@ def test_a_planted_fault_is_named(site, step, truth):
     assert divergence.compare(a, b).verdict.onset.site == site
 
 
+def test_a_fault_beside_experts_is_seen_from_either_side(step):
+    """Which experts were chosen is looked up in each side's own pass."""
+    site = "model.layers.1.self_attn.q_proj#backward:out.weight"
+    a = step("qwen3-moe")
+    b = step("qwen3-moe", like=a, attn_implementation="sdpa", plants=[f"{site}=scale:1.01"])
+    for runs in ((a, b), (b, a)):
+        verdict = divergence.compare(*runs).verdict
+        assert (verdict.kind, verdict.onset and verdict.onset.site) == ("localized", site)
+
+
 def test_a_fault_that_does_not_repeat_is_no_rounding(step, monkeypatch):
     """A bucket that is stale in the free pass alone, as a race makes it: the anchored pass is
     right, and the free pass is not explained by it."""

@@ -112,12 +112,10 @@ def step(model: Path | None, out: Path, **options: Any) -> Run:
 
 
 def inside(model: torch.nn.Module, *names: str) -> torch.nn.Module:
-    """A module of the block by one of its names."""
+    """A module of the block by the first of these names that it has."""
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-    for name, module in blocks[BLOCK].named_modules():
-        if name in names:
-            return module
-    raise LookupError(names)
+    known = dict(blocks[BLOCK].named_modules())
+    return next(known[name] for name in names if name in known)
 
 
 def scaled(gradient: torch.Tensor) -> torch.Tensor:
@@ -186,7 +184,7 @@ class _CoarseSum(torch.autograd.Function):
 
 def coarse_weights(model: torch.nn.Module) -> None:
     """A weight's gradient is accumulated in bfloat16."""
-    part: Any = inside(model, "mlp.down_proj", "mlp.c_proj")
+    part: Any = inside(model, "mlp.down_proj", "mlp.c_proj", "self_attn.o_proj")  # not of experts
     turned = type(part).__name__ == "Conv1D"
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -213,9 +211,10 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 def reducing(change: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[None]:
     reduce = optimizer.Stepping.reduce
 
-    def wrong(self: Any, parameters: Any) -> None:
-        reduce(self, parameters)
-        change(list(parameters))
+    def wrong(self: Any, named: Any) -> Any:
+        held = reduce(self, named)
+        change([parameter for *_, parameter in held])
+        return held
 
     return patched(optimizer.Stepping, "reduce", wrong)
 
@@ -267,10 +266,10 @@ def clipped_first() -> contextlib.AbstractContextManager[None]:
     """Gradients are clipped before the loss's factor is divided out of them."""
     step = optimizer.Stepping.step
 
-    def wrong(self: Any, named: Any) -> Any:
-        parameters = [p for *_, p in named if p.grad is not None]
+    def wrong(self: Any, named: Any, held: Any) -> Any:
+        parameters = [p for *_, p in held if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(parameters, 0.1 / 256.0)
-        return step(self, named)
+        return step(self, named, held)
 
     return patched(optimizer.Stepping, "step", wrong)
 
@@ -308,7 +307,9 @@ def right(where: str, report: Report) -> bool:
     site, block = onset.site, onset.block or ""
     return {
         "block": onset.phase == "backward" and block.endswith(f".{BLOCK}"),
-        "weight": site.endswith(("down_proj#backward:out.weight", "c_proj#backward:out.weight"))
+        "weight": site.endswith(
+            tuple(f"{one}#backward:out.weight" for one in ("down_proj", "c_proj", "o_proj"))
+        )
         and block.endswith(f".{BLOCK}"),
         "parameters": onset.phase == "backward" and ":out." in site,
         "prompt": onset.phase == "backward" and onset.sample == 2,

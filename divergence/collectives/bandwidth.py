@@ -13,7 +13,6 @@ S is the size of what a rank puts in, or of what it gets where that is more (all
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 
@@ -21,11 +20,10 @@ import torch
 
 from divergence.collectives.cases import COLLECTIVES, Collective
 from divergence.collectives.group import Call
-from divergence.errors import UsageError
 from divergence.recording.ranks.processes import Ranks
 
 __all__ = [
-    "TIMED", "bus_factor", "parse_link_rate", "seconds_of_one", "timed_bytes", "timed_elements",
+    "TIMED", "bus_factor", "seconds_of_one", "timed_bytes", "timed_elements",
 ]  # fmt: skip
 
 TIMED: tuple[Collective, ...] = tuple(one for one in COLLECTIVES if one != "rs_ag")
@@ -40,21 +38,6 @@ def bus_factor(collective: str, num_ranks: int) -> float:
     if collective in ("all_reduce", "rs_ag"):
         return 2 * share
     return share if collective in ("reduce_scatter", "all_gather", "all_to_all") else 1.0
-
-
-def parse_link_rate(text: str) -> float:
-    """``"400Gb/s"``, ``"50GB/s"`` → bytes a second. Raises UsageError."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(b|B|bit|bits)(?:/s|ps)\s*", text)
-    try:
-        number = float(found.group(1)) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if found is None or number <= 0:
-        raise UsageError(
-            f"--link-rate {text!r} is no rate", hint="bits or bytes a second: 400Gb/s, 50GB/s"
-        )
-    scale = 1000.0 ** " KMGT".index(found.group(2) or " ")
-    return number * scale / (1 if found.group(3) == "B" else 8)
 
 
 def timed_bytes(device: str) -> Sequence[int]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from divergence.collectives.bandwidth import parse_link_rate
 from divergence.collectives.cases import Case, all_cases, order_cases
 from divergence.collectives.chosen import Chosen, choose
 from divergence.collectives.faults import parse_fault
@@ -22,6 +21,7 @@ from divergence.collectives.running import LEAST_RUNS, Recorder, Work, chosen_wo
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
+from divergence.options.rates import link_rate
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.new_run import provenance
@@ -65,7 +65,7 @@ def capture_collectives(
     ``--sites`` and ``--link-rate`` cannot mean; RunExistsError and RunWriteError.
     """
     chosen = choose(options.impl, [parse_fault(str(text)) for text in options.plants])
-    link_rate = None if options.link_rate is None else parse_link_rate(options.link_rate)
+    stated = None if options.link_rate is None else link_rate(options.link_rate)
     work = _work(like, options)
     if options.ranks is not None:
         from divergence.collectives.processes import start
@@ -102,7 +102,7 @@ def capture_collectives(
             ranks, lambda: RunWriter(out, manifest, force=force, rank=ranks.rank)
         ) as writer:
             recorder = Recorder(
-                writer, ranks, chosen, max(LEAST_RUNS, options.repeat), link_rate, speaks
+                writer, ranks, chosen, max(LEAST_RUNS, options.repeat), stated, speaks
             )
             record_all(recorder, work)
             manifest.plan.skipped_operators = recorder.skipped

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Routed", "Routes", "Routing", "kept_rows", "route_key", "routing_notes", "unknown_blocks",
+    "Routed", "Routes", "Routing", "choices_in", "kept_rows", "route_key", "routing_notes",
+    "same_experts", "unknown_blocks",
 ]  # fmt: skip
 
 _TIE = 8 * 2.0**-24
@@ -112,7 +113,7 @@ class Routing:
             rows = [one for one in read if one is not None]
             if len(rows) < len(read) or any(one.shape != rows[0].shape for one in rows):
                 return None
-            alike = _alike(rows)
+            alike = same_experts(rows)
             logits = [self._logits(run, record, piece) for (run, piece), record in
                       zip(sides[:2], choice[:2], strict=True)]  # fmt: skip
             explained, gap = _explained(alike, rows[:2], logits)
@@ -157,7 +158,7 @@ class Routing:
                 rows = [one.flatten(0, -2).sort().values for one in read if one is not None]
                 if len(rows) < len(read) or any(one.shape != rows[0].shape for one in rows):
                     return nothing
-                count += int((~_alike(rows)).sum())
+                count += int((~same_experts(rows)).sum())
         return _ALL if count == 0 else replace(nothing, num_rerouted=count)
 
     def is_known(self, pair: Pair) -> bool:
@@ -174,7 +175,7 @@ class Routing:
         routers' results."""
         known = self._choices.get(id(run))
         if known is None:
-            known = self._choices[id(run)] = _index(run)
+            known = self._choices[id(run)] = choices_in(run)
         block = _block_of(module_of(record.site), _routed_blocks(run.manifest))
         return known.get((*kind, record.pass_, record.sample, record.step, block), [])
 
@@ -230,7 +231,7 @@ def _block_of(path: str, blocks: Sequence[str]) -> str | None:
     return next((b for b in blocks if path == b or path.startswith(b + ".")), None)
 
 
-def _index(run: Run) -> dict[_Choice, list[Record]]:
+def choices_in(run: Run) -> dict[_Choice, list[Record]]:
     """By (pass, sample, step, block): which experts, (T, k) integers; with ``logits`` before it,
     the routers' first results."""
     blocks, by_choice = _routed_blocks(run.manifest), dict[_Choice, list[Record]]()
@@ -279,7 +280,7 @@ def _of_piece(
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _alike(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def same_experts(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """(T,): the same experts on all sides, in whatever order."""
     import torch
 

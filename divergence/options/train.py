@@ -119,6 +119,56 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             recorded="training.reduce_order",
         ),
     ] = None
+    accumulate_dtype: Annotated[
+        str | None,
+        Option(
+            "--accumulate-dtype DTYPE",
+            "Add up the prompts' gradients in float32, bfloat16 or float16. Default: the "
+            "parameters' dtype.",
+            TRAINING,
+            recorded="training.accumulate_dtype",
+        ),
+    ] = None
+    main_weights: Annotated[
+        bool | None,
+        Option(
+            "--main-weights",
+            "The optimizer steps float32 copies of weights in 16 bits. Default: off, as in torch; "
+            "on with --dry-run.",
+            TRAINING,
+            recorded="training.main_weights",
+        ),
+        Option("--no-main-weights", "The optimizer steps the weights themselves.", TRAINING),
+    ] = None
+    moments_dtype: Annotated[
+        str | None,
+        Option(
+            "--moments-dtype DTYPE",
+            "In which the optimizer keeps its moments. Default: that of the weights it steps.",
+            TRAINING,
+            recorded="training.moments_dtype",
+        ),
+    ] = None
+    buffer_dtype: Annotated[
+        str | None,
+        Option(
+            "--buffer-dtype DTYPE",
+            "Cast the model's floating-point buffers (rotary frequencies), as FSDP's buffer_dtype "
+            "does.",
+            TRAINING,
+            recorded="training.buffer_dtype",
+        ),
+    ] = None
+    precision_policy: Annotated[
+        str | None,
+        Option(
+            "--precision-policy POLICY",
+            "Take these dtypes from a DeepSpeed configuration, Megatron-LM's arguments or log "
+            "(files), or FSDP's policy as text: MixedPrecisionPolicy(param_dtype=bfloat16, ...).",
+            TRAINING,
+            recorded="training.precision_policy",
+        ),
+    ] = None
     zero: Annotated[
         int | None,
         Option(
@@ -145,14 +195,6 @@ class TrainOptions(Options, frozen=True, kw_only=True):
 class PlanOptions(Options, frozen=True, kw_only=True):
     """What ``--dry-run --train`` alone is told: how a step would be kept and fed."""
 
-    main_weights: Annotated[
-        bool | None,
-        Option(
-            "--no-main-weights",
-            "With --dry-run: no float32 copy of weights in 16 bits; moments in their dtype too.",
-            TRAINING,
-        ),
-    ] = None
     micro_batch_size: Annotated[
         int | None,
         Option(

@@ -86,10 +86,11 @@ class _RecordedRows:
         no more were recorded. None where nothing was, or it does not fit."""
         import torch
 
-        if of_parameter(site):  # of all prompts together: whole, however they are grouped
+        if of_parameter(site):  # of all prompts together, recorded behind the first
             record = self._run.find(("free", sample, step, site))
-            held = record is not None and self._run.has_bytes(record)
-            return self._run.read(record) if record is not None and held else None
+            if record is None or not self._run.has_bytes(record):
+                return None
+            return self._run.read(record)
         group = self._groups[sample]
         found = [self._recorded(number, step, site) for number in group]
         known = [rows for rows in found if rows is not None]

@@ -122,6 +122,11 @@ def capture(
     loss_scale: float | None = None,
     reduce_dtype: str | None = None,
     reduce_order: str | None = None,
+    accumulate_dtype: str | None = None,
+    main_weights: bool | None = None,
+    moments_dtype: str | None = None,
+    buffer_dtype: str | None = None,
+    precision_policy: str | None = None,
     zero: int | None = None,
     labels: str | Path | Sequence[object] | None = None,
     ranks: int | None = None,
@@ -160,7 +165,8 @@ def capture(
     kind, is run once on each of ``inputs``: a tensor, a tuple of arguments or a dict of named ones;
     only ``sites``, ``label``, ``out`` and ``force`` apply then (``record`` lets the caller run it).
     ``train``: one training step on the prompts, and no decoding: the loss, gradients of blocks and
-    parameters, and with ``optimizer`` its step (docs/training.md).
+    parameters, and with ``optimizer`` its step, in the dtypes of ``precision_policy``
+    (docs/training.md).
     ``endpoint``: a server that is asked for the log-probabilities of its answers, or with ``like``
     of that run's (docs/endpoints.md); ``model`` is then its name there.
 

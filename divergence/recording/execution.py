@@ -49,7 +49,7 @@ from divergence.recording.ranks.together import closed, on_all, own_part
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.storage import storage
-from divergence.recording.training.asked import owners_of, places_of, training_of
+from divergence.recording.training import asked
 from divergence.run.reader import Run
 from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 from divergence.run.schema.manifest import (
@@ -93,9 +93,9 @@ class Execution:
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         self.keeper: Keeper | None = None
         self._made: list[Pass] = []
-        self.plants, self.training = request.plants, training_of(request, loaded.ranks)
+        self.plants, self.training = request.plants, asked.training_of(request, loaded.ranks)
         ranks = self.ranks = loaded.ranks
-        places = places_of(self.notes, self.training)
+        places = asked.places_of(self.notes, self.training)
         check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
         check_forwards(request, session)
         first = self.samples if request.like is None else request.like.manifest.tokens.samples
@@ -155,6 +155,7 @@ class Execution:
                 self._note("no operator was met whose result was to be replaced")
             self.determinism.note_in(manifest.settings)
             manifest.engine, manifest.plan.compiled = self.session.note(), watch.notes()
+            manifest.training = asked.training_made(self.session, self.training)
             for note in watch.afterwards():
                 self._note(note)
             if remembering is not None:
@@ -245,7 +246,7 @@ class Execution:
     def _plan(self, passes: list[Pass]) -> Plan:
         request = self.request
         anchored = any(one.anchored for one in passes)
-        kept = self.selection.hooked | owners_of(self.loaded.structure, self.training)
+        kept = self.selection.hooked | asked.owners_of(self.loaded.structure, self.training)
         like = None if request.like is None else request.like.manifest.id
         return Plan(
             passes=[one.name for one in passes],

@@ -5,7 +5,8 @@ the blocks' and modules' errors are added as squares (measure.floors); what bloc
 other's is left room for by ``drift``, what the final norm and the head make of what reaches them by
 ``free_gain``. With a truth the two sides' distances from it are compared instead, over the rows of
 a prefill or for the one row of a decode step. Where a model routes tokens, one row may have gone
-to another expert, so that the median of fewer than eight tells nothing. Where activations become
+to another expert, so that the median of fewer than eight tells nothing; and where that is known of
+any, on one side or in the truth, the distances from it do not either. Where activations become
 codes, one that flips moves everything behind it farther than rounding does, on either side: what
 the free runs end with tells nothing then, and only what lies behind the blocks is looked at.
 """
@@ -13,7 +14,7 @@ the free runs end with tells nothing then, and only what lies behind the blocks 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from divergence.comparison.measure.floors import allowed_errors, main_path
@@ -46,11 +47,13 @@ def find_drift(
     two_dtypes: bool = False,
     routed: bool = False,
     coded: bool = False,
+    rerouted: Callable[[int, int], bool] = lambda sample, step: False,
 ) -> Drift | None:
     """With a truth: one side's free run is much farther from it than the other's. Without, and
     where the runs are of ``two_dtypes``, so that one is farther off by rounding: the error at the
     end is more than the blocks may make together. ``routed``: blocks choose experts.
-    ``coded``: activations become codes."""
+    ``coded``: activations become codes. ``rerouted``: of a prompt and step, did a free run send a
+    token to other experts than another did?"""
     allowed = allowed_errors(sites)
     for place, path in sorted(main_path(sites).items()):
         if sum(site.role == "block" for site in path) < 2:
@@ -63,6 +66,8 @@ def find_drift(
             else:
                 drift = _against_floors(site, allowed.get(place), thresholds)
             if coded or (routed and _num_rows(site) < _MIN_ROWS):
+                drift = None
+            if drift is not None and by_truth and rerouted(site.sample, site.step):
                 drift = None
             drift = drift or _behind_blocks(site, thresholds)
             if drift is not None:

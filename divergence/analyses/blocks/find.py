@@ -99,6 +99,14 @@ def limits_used(measured: Measured) -> Shown:
     return {(unit.pass_, unit.site, unit.phase): unit.limit_usage for unit in units}
 
 
+def _rerouted(measured: Measured, sample: int, step: int) -> bool:
+    from divergence.comparison.rerouted import free_routes_differ
+
+    runs = [measured.reference, measured.candidate]
+    runs += [] if measured.truth is None else [measured.truth.run]
+    return free_routes_differ(runs, sample, step)
+
+
 def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> list[Finding]:
     flagged = judged.flagged
     if all(site.identical for site in measured.sites if site.pass_ != "escalated"):
@@ -117,6 +125,7 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
         two_dtypes=two_dtypes,
         routed=measured.experts or bool(measured.routed),
         coded=measured.reference.manifest.quantizes_activations,
+        rerouted=lambda sample, step: measured.experts and _rerouted(measured, sample, step),
     )
     findings = [
         within_rounding(

@@ -9,5 +9,6 @@ if TYPE_CHECKING:
 
 
 def applies(measured: Measured) -> bool:
-    """Where a side recorded operators."""
-    return measured.has_operators
+    """Where a side recorded operators, or a training step."""
+    runs = measured.reference, measured.candidate
+    return measured.has_operators or any(run.manifest.training.train for run in runs)

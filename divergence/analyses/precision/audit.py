@@ -29,6 +29,7 @@ from divergence.analyses.precision.expectations import (
 )
 from divergence.analyses.precision.graph import PartOperators, accumulates
 from divergence.analyses.precision.parts import find_parts
+from divergence.analyses.precision.step import step_rows
 from divergence.comparison.calls.graph import forwards_of, operator_passes
 from divergence.comparison.results.operators import (
     PARTS,
@@ -55,14 +56,18 @@ _PASSES = ("anchored", "free", "whole", "replayed")
 def audit_runs(
     reference: Run, candidate: Run | None = None, *, rename: Callable[[str], str] = lambda s: s
 ) -> AuditResult | None:
-    """The audit of one run or two; None where neither holds operators that can be audited.
+    """The audit of one run or two; None where neither holds operators that can be audited, nor a
+    training step.
 
     ``rename``: a site of the reference → the candidate's.
     """
     ours = audited_places(reference)
     theirs = None if candidate is None else audited_places(candidate)
+    of_step, said_of_step = step_rows(
+        reference.manifest, None if candidate is None else candidate.manifest
+    )
     if ours is None and theirs is None:
-        return None
+        return AuditResult(rows=of_step, findings=said_of_step) if of_step else None
     notes = []
     alike = candidate is None or reference.manifest.model.dtype == candidate.manifest.model.dtype
     if ours is not None and theirs is not None and not alike:
@@ -96,7 +101,10 @@ def audit_runs(
         said = finding(row, mine, other, pairs, alone=candidate is None)
         if said is not None:
             findings.append(said)
-    return AuditResult(rows=rows, findings=findings, reference=ours, candidate=theirs, notes=notes)
+    return AuditResult(
+        rows=rows + of_step, findings=findings + said_of_step, reference=ours, candidate=theirs,
+        notes=notes,
+    )  # fmt: skip
 
 
 def _row(mine: list[AuditedPlace], other: list[AuditedPlace]) -> AuditRow:

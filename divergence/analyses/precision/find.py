@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from divergence.analyses.precision.audit import audit_runs
+from divergence.analyses.precision.step import PHASES, gradient_errors
 from divergence.comparison.answer import Answer
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.operators import AuditResult
+from divergence.run.schema.site import of_parameter
 
 __all__ = ["explain", "find"]
 
@@ -18,17 +20,23 @@ def find(measured: Measured) -> Answer:
 
 
 def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
-    """The audit's sentences: those about the operator at the onset before all other evidence."""
+    """The audit's sentences: those about the operator at the onset before all other evidence, and
+    those about sums of gradients, or the optimizer's weights, where it is one of these."""
     audit = answer.parts["audit"]
     if not isinstance(audit, AuditResult):
         return []
-    onset = verdict.onset.site.rpartition(":")[0] if verdict.onset is not None else None
+    onset, phase = None, None
+    if verdict.onset is not None:
+        onset = verdict.onset.site.rpartition(":")[0]
+        phase = verdict.onset.phase if of_parameter(verdict.onset.site) else None
+    cost = gradient_errors(measured) if any(item.part in PHASES for item in audit.findings) else ""
     return [
         Finding(
             claim="explanation", role="explains", leads=leads,
             evidence=[
-                Evidence(text=item.text) for item in audit.findings
-                if (onset in item.operators) == leads
+                Evidence(text=item.text + (cost if item.part == "gradient reduction" else ""))
+                for item in audit.findings
+                if (onset in item.operators or PHASES.get(item.part, "") == phase) == leads
             ],
         )
         for leads in (True, False)

@@ -8,7 +8,7 @@ from divergence.layout import BLANK, MAX_WIDTH, Line, count, cut, heading, line,
 
 __all__ = ["audit_lines", "dtype_words", "expectation", "footer", "show"]
 
-_PART, _SIDE = 18, 19
+_PART, _SIDE = 20, 19
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
@@ -23,7 +23,9 @@ def audit_lines(
     if audit is None or not audit.rows:
         return []
     titles = ("computed in",) if alone else ("A", "B")
-    lines = [heading("precision", "in which dtype each part ran, by its operators")]
+    operators = audit.reference is not None or audit.candidate is not None
+    by = ", by its operators" if operators else ""
+    lines = [heading("precision", f"in which dtype each part ran{by}")]
     cells = "".join(title.ljust(_SIDE) for title in titles)
     lines.append(line((f"    {'part'.ljust(_PART)}{cells}expected", "dim")))
     for row in audit.rows:

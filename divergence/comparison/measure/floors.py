@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -28,9 +28,13 @@ from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.numerics.pairs.pair import SINK_FACTOR
 from divergence.run.schema.manifest import Manifest
+from divergence.words import Side
 
-__all__ = ["Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "main_path", "medians",
-           "row_floor", "storage_format", "work_dtype", "work_format"]  # fmt: skip
+__all__ = [
+    "Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "finer_side",
+    "gradient_format", "main_path", "medians", "row_floor", "share_of_usual", "small_rows",
+    "storage_format", "work_dtype", "work_format",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +211,41 @@ def work_format(*manifests: Manifest) -> Format:
     forms = [format_named(work_dtype(manifest)) for manifest in manifests]
     forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
     return max(forms, key=lambda form: form.unit_roundoff)
+
+
+def finer_side(reference: Manifest, candidate: Manifest) -> tuple[Side | None, float]:
+    """The side that computes in the finer dtype, and how many times finer; (None, 1) of equals."""
+    one, two = (work_format(manifest).unit_roundoff for manifest in (reference, candidate))
+    side: Side | None = None if one == two else "reference" if one < two else "candidate"
+    return side, max(one, two) / min(one, two)
+
+
+def gradient_format(work: Format, *manifests: Manifest) -> Format:
+    """In which parameters' gradients are made, where modules compute in ``work``: coarser where
+    both sides add them up, or send them, in fewer bits. Where one does, that is a difference."""
+    sums = []
+    for manifest in manifests:
+        training = manifest.training
+        named = [one for one in (training.reduce_dtype, training.accumulate_dtype) if one]
+        forms = [format_named(one) for one in named] or [work]
+        sums.append(max(forms, key=lambda form: form.unit_roundoff))
+    finer = min(sums, key=lambda form: form.unit_roundoff)
+    return max((work, finer), key=lambda form: form.unit_roundoff)
+
+
+def small_rows(rows: RowMetrics) -> RowMetrics:
+    """Of a parameter's gradient, whose rows are sums over tokens: where the terms cancel, or an
+    activation is nearly flat, a row is small and its terms' rounding is not. Its error is held
+    against the median row."""
+    return replace(rows, rel_l2=rows.rel_l2 * share_of_usual(rows.norm))
+
+
+def share_of_usual(norm: np.ndarray) -> np.ndarray:
+    """Each row's norm over the median one, 1 at most."""
+    real = norm > 0
+    if not real.any():
+        return np.ones_like(norm)
+    return np.where(real, np.minimum(1.0, norm / np.median(norm[real])), 1.0)
 
 
 Allowed = Mapping[tuple[int, int], float]

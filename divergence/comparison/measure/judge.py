@@ -18,7 +18,11 @@ from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
 from divergence.comparison.measure.floors import (
     Floor,
     Ratios,
+    finer_side,
+    gradient_format,
     row_floor,
+    share_of_usual,
+    small_rows,
     storage_format,
     work_dtype,
 )
@@ -42,7 +46,7 @@ from divergence.comparison.results.sites import (
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of, of_parameter
+from divergence.run.schema.site import BACKWARD, is_gradient, module_of, of_parameter
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
@@ -103,8 +107,11 @@ class Judge:
         self.truth_samples = SamplesBySite()
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
-        self._routing, self._floor, self._work = routing, floor, work
+        self._routing, self._floor = routing, floor
+        self._work = work
+        self._sums = gradient_format(work, reference.manifest, candidate.manifest)
         self._same_dtype = work_dtype(reference.manifest) == work_dtype(candidate.manifest)
+        self._finer = finer_side(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
         self._blocks = sorted(
             (path for path, note in self._notes.items() if note.role == "block"),
@@ -146,7 +153,7 @@ class Judge:
         rows = numbers.rows
         assert rows is not None
         if of_parameter(pair.reference.record.site):
-            rows = _small_rows(rows)
+            rows = small_rows(rows)
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
             return judged
@@ -192,16 +199,17 @@ class Judge:
         return (
             record.dtype, other.dtype, _last(judged.numbers.shape), self._role(judged.pair),
             len(judged.rows.rel_l2), judged.rows.update_norm is None,
-            judged.inherited is None, len(judged.members),
+            judged.inherited is None, len(judged.members), is_gradient(record.site),
         )  # fmt: skip
 
     def _rate(self, alike: list[_Judged]) -> None:
         """The ratios of pairs of one kind."""
         first = alike[0]
+        form, work = self._formats(first.pair)
         found = self._floor.ratios(
             _stacked([judged.rows for judged in alike]),
-            form=storage_format(first.pair),
-            work=self._work,
+            form=form,
+            work=work,
             num_features=_last(first.numbers.shape),
             role=self._role(first.pair),
             inherited=None
@@ -216,11 +224,20 @@ class Judge:
     def _row_floor(
         self, pair: Pair, width: int, norm: np.ndarray, update: np.ndarray | None
     ) -> np.ndarray | None:
+        form, work = self._formats(pair)
         with np.errstate(all="ignore"):
             return row_floor(
-                np.maximum(norm, 1e-300), update, form=storage_format(pair), work=self._work,
-                num_features=width, role=self._role(pair),
+                np.maximum(norm, 1e-300), update, form=form, work=work, num_features=width,
+                role=self._role(pair),
             )  # fmt: skip
+
+    def _formats(self, pair: Pair) -> tuple[Format, Format]:
+        """(what it is stored in, what it is computed in). Gradients that are added up or sent in
+        fewer bits than they are stored in have been rounded to these."""
+        form = storage_format(pair)
+        if self._sums is self._work or not is_gradient(pair.reference.record.site):
+            return form, self._work
+        return max(form, self._sums, key=lambda one: one.unit_roundoff), self._sums
 
     def _role(self, pair: Pair) -> str:
         return self._site_fields(pair.reference.record.site)["role"] or "inner"
@@ -343,7 +360,7 @@ class Judge:
                 np.stack(updates) if updates else None,
             )  # fmt: skip
             if row_floors is not None and of_parameter(alike[0][1].site):
-                row_floors = row_floors / np.stack([_share_of_usual(one.norm) for one in rows])
+                row_floors = row_floors / np.stack([share_of_usual(one.norm) for one in rows])
             if row_floors is not None:
                 floors |= {id(one): floor for one, floor in zip(rows, row_floors, strict=True)}
         for _, result, one in judged:
@@ -352,7 +369,8 @@ class Judge:
                 if not self._same_dtype:
                     from divergence.numerics.pairs.against import with_rounding
 
-                    one = with_rounding(one, floor)
+                    finer, step = self._finer if BACKWARD in result.site else (None, 1.0)
+                    one = with_rounding(one, floor, finer=finer, step=step)
                 self.truth_samples.add(result, one, floor)
 
     def _kind_of_truth(
@@ -362,24 +380,9 @@ class Judge:
         if one is None:
             return None
         return (
-            storage_format(pair).name, _last(result.shape), self._role(pair), one.num_rows,
+            self._formats(pair)[0].name, _last(result.shape), self._role(pair), one.num_rows,
             one.update is None, of_parameter(result.site),
         )  # fmt: skip
-
-
-def _small_rows(rows: RowMetrics) -> RowMetrics:
-    """Of a parameter's gradient, whose rows are sums over tokens: where the terms cancel, or an
-    activation is nearly flat, a row is small and its terms' rounding is not. Its error is held
-    against the median row."""
-    return replace(rows, rel_l2=rows.rel_l2 * _share_of_usual(rows.norm))
-
-
-def _share_of_usual(norm: np.ndarray) -> np.ndarray:
-    """Each row's norm over the median one, 1 at most."""
-    real = norm > 0
-    if not real.any():
-        return np.ones_like(norm)
-    return np.where(real, np.minimum(1.0, norm / np.median(norm[real])), 1.0)
 
 
 def _stacked(rows: Sequence[RowMetrics]) -> RowMetrics:

@@ -223,6 +223,11 @@ Part = Literal[
     "activation",
     "kv cache",
     "logits",
+    "gradient reduction",
+    "gradient sums",
+    "main weights",
+    "moments",
+    "buffers",
 ]
 
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -28,6 +28,7 @@ from divergence.numerics.formats import format_of
 from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.pairs.blocks import Grid, row_dots
 from divergence.numerics.pairs.pair import SINK_FACTOR
+from divergence.words import Side
 
 __all__ = ["AgainstTruth", "against_many", "measure_against", "with_rounding"]
 
@@ -72,20 +73,36 @@ class AgainstTruth:
         return len(self.norm)
 
 
-def with_rounding(against: AgainstTruth, floor: np.ndarray) -> AgainstTruth:
+MAX_AMPLIFIED = 16.0
+"""How much farther off than rounding the coarser side may be where the finer one is as well."""
+
+
+def with_rounding(
+    against: AgainstTruth, floor: np.ndarray, *, finer: Side | None = None, step: float = 1.0
+) -> AgainstTruth:
     """The same with one more rounding on both sides: what is left of the difference between two
     dtypes is less than a fault then, also where one side is exact.
 
     ``floor`` (T,): that of the coarser dtype, of two implementations; one makes 1/√2 of it.
+    ``finer``: the side with the finer dtype, where rows amplify their rounding (a backward in which
+    terms cancel): it does so in its own dtype too, so its error times ``step``, the ratio of the
+    dtypes' unit roundoffs, is what the coarser one makes there: 16 times its floor at most, and no
+    more than it made, so that the finer side is never to blame for it.
     """
     rounding = floor * against.norm / math.sqrt(2)
+    sides = [rounding, rounding]
+    if finer is not None:
+        number = 0 if finer == "reference" else 1
+        errors = against.reference, against.candidate
+        most = np.maximum(rounding, np.minimum(errors[1 - number], MAX_AMPLIFIED * rounding))
+        sides[number] = np.clip(errors[number] * step, rounding, most)
     channels = against.channels.copy()
-    usual = np.square(rounding[~against.sink])
-    channels[:2] += usual.sum() / max(1, channels.shape[1])
+    for number, error in enumerate(sides):
+        channels[number] += np.square(error[~against.sink]).sum() / max(1, channels.shape[1])
     return replace(
         against,
-        reference=np.hypot(against.reference, rounding),
-        candidate=np.hypot(against.candidate, rounding),
+        reference=np.hypot(against.reference, sides[0]),
+        candidate=np.hypot(against.candidate, sides[1]),
         channels=channels,
     )
 

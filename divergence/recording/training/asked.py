@@ -17,16 +17,20 @@ from divergence.recording.training.zero import stage_of
 from divergence.run.reader import Run
 from divergence.run.schema.engine import Training
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
+from divergence.training.policies.reading import read_policy
 
 if TYPE_CHECKING:
     import torch
 
+    from divergence.recording.engines.engine import Session
     from divergence.recording.ranks.processes import Ranks
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}
 
-__all__ = ["owners_of", "places_of", "prompts_of", "training_of", "without_decoding"]
+__all__ = [
+    "owners_of", "places_of", "prompts_of", "training_made", "training_of", "without_decoding",
+]  # fmt: skip
 
 
 def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training:
@@ -37,9 +41,14 @@ def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training
     if options.optimizer is not None:
         given["learning_rate"] = _or(options.learning_rate, LEARNING_RATE)
         given["weight_decay"] = _or(options.weight_decay, WEIGHT_DECAY.get(options.optimizer, 0.0))
-    if options.reduce_dtype is not None:
-        given["reduce_order"] = options.reduce_order or "ring"
+    if options.reduce_dtype is not None:  # with --mesh the library of the ranks chooses
+        given["reduce_order"] = None if options.mesh else options.reduce_order or "ring"
     return Training(**{name: value for name, value in given.items() if value is not None})
+
+
+def training_made(session: Session, training: Training) -> Training:
+    """With the dtypes in which the step was made."""
+    return replace(training, precision=getattr(session, "precision", None))
 
 
 def _or(value: float | None, default: float) -> float:
@@ -107,4 +116,15 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
             f"{' and '.join(named)} with --train: a training step is one forward and one backward",
             hint="leave it out, or make two runs",
         )
-    return replace(options, max_new_tokens=0)
+    return replace(_as_policy(options), max_new_tokens=0)
+
+
+def _as_policy(options: CaptureOptions) -> CaptureOptions:
+    """With the dtypes of ``--precision-policy``, where the option itself is not given."""
+    if options.precision_policy is None:
+        return options
+    policy = read_policy(options.precision_policy)
+    missing = {
+        name: value for name, value in policy.options.items() if getattr(options, name) is None
+    }
+    return replace(options, **missing, precision_policy=str(policy))

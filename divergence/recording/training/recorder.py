@@ -35,10 +35,12 @@ from divergence.recording.hooks.arguments import (
 )
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.compiled import compiled_regions, hooked
-from divergence.recording.training.optimizer import Stepping
+from divergence.recording.training.optimizer import Named, Stepping, Update
+from divergence.recording.training.precision import precision_of
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, ROOT, escape_path, join_site
 
 if TYPE_CHECKING:
+    from divergence.run.schema.engine import StepPrecision
     from divergence.run.schema.manifest import ModuleNote
 
 __all__ = ["TrainRecorder", "parameters_of"]
@@ -93,6 +95,8 @@ class TrainRecorder(Recorder):
         **how: Any,
     ) -> None:
         self._loss, self._stepping = loss, stepping
+        self.precision: StepPrecision | None = None
+        """Of the step, once it is made."""
         self._roots: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._backward_runs = False
         self._graded: set[str] = set()
@@ -263,25 +267,25 @@ class TrainRecorder(Recorder):
         self.begin(sample=0, batch=1, num_tokens=0)
         self._order = 1 << 24  # behind all that the first prompt's forward and backward gave
         named = parameters_of(self._model)
-        self._stepping.reduce([parameter for *_, parameter in named])
-        for path, leaf, parameter in reversed(named):
-            if parameter.grad is not None:
+        held = self._stepping.reduce(named)
+        for path, leaf, holder in reversed(held):
+            if holder.grad is not None:
                 where, port = path + BACKWARD, f"out.{leaf}"
-                parameter.grad = self._planted(where, port, parameter.grad)
-                self._keep_as(join_site(where, port), parameter.grad)
-        if self._stepping.makes_step:
-            self._step_of(named)
+                holder.grad = self._planted(where, port, holder.grad)
+                self._keep_as(join_site(where, port), holder.grad)
+        made = self._step_of(named, held) if self._stepping.makes_step else None
+        self.precision = precision_of(self._model, self._stepping.training, held, made)
 
-    def _step_of(self, named: Sequence[tuple[str, str, torch.nn.Parameter]]) -> None:
+    def _step_of(self, named: Named, held: Named) -> Update:
         if self._anchor is not None:
-            for path, leaf, parameter in named:
-                if parameter.grad is not None:
+            for path, leaf, holder in held:
+                if holder.grad is not None:
                     site = join_site(path + BACKWARD, f"out.{leaf}")
-                    recorded = self._recorded_rows(site, parameter.grad)
-                    if recorded is not None and recorded.shape == parameter.grad.shape:
+                    recorded = self._recorded_rows(site, holder.grad)
+                    if recorded is not None and recorded.shape == holder.grad.shape:
                         self.anchored += 1
-                        parameter.grad = _like(parameter.grad, recorded)
-        made = self._stepping.step(named)
+                        holder.grad = _like(holder.grad, recorded)
+        made = self._stepping.step(named, held)
         self._keep_as(join_site(ROOT + OPTIMIZER, "in.grad_norm"), made.norm)
         first = self._order
         for number, (path, leaf, given, value, moments) in enumerate(made.updates()):
@@ -293,6 +297,7 @@ class TrainRecorder(Recorder):
             )
             for name, moment in moments:
                 self._keep_as(join_site(where, f"out.{leaf}.{name}"), moment, made.holder)
+        return made
 
     def _keep_as(
         self, site: str, tensor: torch.Tensor, placement: Mapping[str, str] | None = None

@@ -14,10 +14,11 @@ from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.generate import GroupResult, failures, inputs
 from divergence.recording.training.labels import check_labels, label_rows
 from divergence.recording.training.optimizer import Stepping
+from divergence.recording.training.precision import cast_buffers
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
 from divergence.recording.training.zero import gathered_once
 from divergence.run.schema.contents import num_labels
-from divergence.run.schema.engine import Training
+from divergence.run.schema.engine import StepPrecision, Training
 from divergence.run.schema.manifest import NO_LABEL, ModuleNote
 from divergence.run.schema.site import LOSS
 
@@ -58,6 +59,7 @@ class TrainingSession:
         }  # fmt: skip
         self._stepping = Stepping(training, inner.loaded.ranks)
         self._loss, self._num_labels = NextTokenLoss(), 0
+        self._recorded: TrainRecorder | None = None
         self.losses: list[float] = []
         _refuse(inner, training)
         if training.zero == 2:
@@ -99,9 +101,17 @@ class TrainingSession:
         return 2 * self._inner.num_bytes(hooked, samples, 0) + copies * weights
 
     def recorder(self, notes: Mapping[str, ModuleNote], **how: Any) -> Recorder:
-        return TrainRecorder(
+        recorder = TrainRecorder(
             self.loaded.module, notes, loss=self._loss, stepping=self._stepping, **how
         )
+        if how["pass_"] == "free":
+            self._recorded = recorder
+        return recorder
+
+    @property
+    def precision(self) -> StepPrecision | None:
+        """Of the free pass, once it is made."""
+        return None if self._recorded is None else self._recorded.precision
 
     def run_group(
         self,
@@ -250,12 +260,14 @@ def wide_parameters(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterat
 @contextlib.contextmanager
 def leaves(model: torch.nn.Module, dtype: torch.dtype | None, training: Training) -> Iterator[None]:
     """``wide_parameters``, with their old values on exit: an optimizer's step is no part of the
-    next pass."""
+    next pass. Buffers are cast as ``training`` has it, but for a wide pass."""
+    buffers = None if dtype is not None else training.buffer_dtype
     held = []
     if training.optimizer is not None:
         held = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     try:
-        with wide_parameters(model, dtype):
+        cast = cast_buffers(model, None if buffers is None else getattr(torch, buffers))
+        with wide_parameters(model, dtype), cast:
             yield
     finally:
         with torch.no_grad():

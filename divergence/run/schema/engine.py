@@ -185,6 +185,30 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return f"{'; '.join(told)} ({by})"
 
 
+class StepPrecision(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """In which dtypes a training step kept what it has, and added it up: read from the tensors of
+    the step, the most frequent dtype where there are several. None: it has none."""
+
+    parameters: str
+    """Of the model, in which forward and backward are made (but for autocast)."""
+    gradients: str | None = None
+    """In which the micro-batches' gradients were added up."""
+    reduction: str | None = None
+    """In which ranks sent them to each other, or would have."""
+    main_weights: str | None = None
+    """Of the weights that the optimizer stepped. None: no step was made."""
+    moments: str | None = None
+    buffers: str | None = None
+    num_stepped: int = 0
+    """Weights whose gradient is not zero."""
+    num_unmoved: int = 0
+    """Those of them that the step left as they were: it was too small for their dtype."""
+
+
+_TOLD_ELSEWHERE = ("precision_policy", "precision")
+"""Not settings of a step: the analysis of precision tells them."""
+
+
 class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The training step that was recorded in place of decoding."""
 
@@ -209,6 +233,18 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     adds each to the ones before."""
     reduce_order: str | None = None
     """``ring`` or ``tree``."""
+    accumulate_dtype: str | None = None
+    """In which each micro-batch's gradients were added to those before. None: the parameters'."""
+    main_weights: bool = False
+    """The optimizer stepped float32 copies of weights in 16 bits."""
+    moments_dtype: str | None = None
+    """In which the optimizer kept its moments. None: that of the weights it steps."""
+    buffer_dtype: str | None = None
+    """To which the model's floating-point buffers were cast. None: as the model makes them."""
+    precision_policy: str | None = None
+    """Of which framework's settings these dtypes were taken, and by which switches."""
+    precision: StepPrecision | None = None
+    """In which dtypes the step was really made; None where no pass ended."""
     zero: Count | None = None
     """What ranks divided, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too,
     3 parameters too. None: nothing."""
@@ -222,7 +258,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         lines = [("training", *done)]
         for name in self.__struct_fields__:
             one, two = getattr(self, name), getattr(other, name)
-            if one != two and name not in ("train", "autocast"):
+            if one != two and name not in ("train", "autocast", *_TOLD_ELSEWHERE):
                 said = "ZeRO stage" if name == "zero" else name.replace("_", " ")
                 lines.append((said, str(one or "none"), str(two or "none")))
         return lines  # type: ignore[return-value]  # three texts each
@@ -238,6 +274,10 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         said += [self.optimizer] if self.optimizer else []
         if self.reduce_dtype:
             said.append(f"reduced in {self.reduce_dtype}, {self.reduce_order}")
+        said += [f"added up in {self.accumulate_dtype}"] if self.accumulate_dtype else []
+        said += ["float32 main weights"] if self.main_weights else []
+        said += [f"moments in {self.moments_dtype}"] if self.moments_dtype else []
+        said += [f"buffers in {self.buffer_dtype}"] if self.buffer_dtype else []
         said += [f"ZeRO {self.zero}"] if self.zero else []
         for name in ("learning_rate", "weight_decay", "clip_grad_norm", "loss_scale"):
             value = getattr(self, name)

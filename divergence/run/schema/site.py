@@ -39,7 +39,8 @@ from divergence.errors import UsageError
 __all__ = [
     "BACKWARD", "BUILTIN_SITES", "CODES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "LOSS",
     "OPTIMIZER", "PHASES", "ROOT", "compile_patterns", "did_you_mean", "escape_path",
-    "is_operator_site", "join_site", "module_of", "natural_key", "near_names", "of_parameter",
+    "is_gradient", "is_operator_site", "join_site", "module_of", "natural_key", "near_names",
+    "of_parameter",
     "one_or_more", "operator_of", "operator_path", "phase_of", "split_site", "starred",
     "unescape_path",
 ]  # fmt: skip
@@ -140,6 +141,14 @@ def phase_of(site: str, step: int) -> str:
 def of_parameter(site: str) -> bool:
     """Is it a parameter's gradient, or what an optimizer made of it? Its rows are no tokens."""
     return OPTIMIZER in site or f"{BACKWARD}:out." in site
+
+
+def is_gradient(site: str) -> bool:
+    """Is it a parameter's gradient, or a mean of such: what an optimizer gets, its moments?"""
+    path, _, port = site.partition(":")
+    return of_parameter(site) and (
+        path.endswith(BACKWARD) or port.count(".") != 1 or port[:2] == "in"
+    )
 
 
 def is_operator_site(site: str) -> bool:

@@ -37,5 +37,10 @@ def compare_losses(
             hint="two of JSON lines, CSV, trainer_state.json and TensorBoard's event files, or two "
             "runs",
         )  # fmt: skip
+    if os.path.realpath(paths[0]) == os.path.realpath(paths[1]):
+        raise UsageError(
+            "a file of losses compared with itself proves nothing", where=paths[0],
+            hint="name the other training's file",
+        )  # fmt: skip
     a, b = (read_losses(path) for path in paths)
     return judge(a, b, warmup_steps=warmup_steps)

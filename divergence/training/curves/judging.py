@@ -13,6 +13,7 @@ import math
 
 import numpy as np
 
+from divergence.layout import count
 from divergence.training.curves.reading import Curves
 from divergence.training.curves.result import CurveDiff, LossReport, LossVerdict, Trend
 from divergence.training.curves.trend import MIN_STEPS, block_means, successive_noise, trend_of
@@ -135,7 +136,9 @@ def _verdict(
         both = "" if loss.nonfinite_a is None else f", nan or inf at step {loss.nonfinite_a}"
         if both:
             return LossVerdict(kind="nonfinite", summary=f"both losses are equal{both}")
-        return LossVerdict(kind="identical", summary=f"all {len(a):,} losses are equal")
+        return LossVerdict(
+            kind="identical", summary=f"the loss of {count(len(a), 'step')} is equal on both sides"
+        )
     if loss.nonfinite_a is not None:
         return LossVerdict(
             kind="nonfinite",

@@ -15,6 +15,7 @@ import msgspec
 
 from divergence.errors import DivergenceError, UsageError, first_line
 from divergence.layout import size
+from divergence.options.rates import link_rate
 from divergence.options.train import PlanOptions
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import tensor_plan
@@ -26,7 +27,7 @@ from divergence.training.plan.result import TrainingPlan
 from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
 from divergence.training.plan.step import Layout, Stepped, run_step
 from divergence.training.plan.tensor_parallel import GATHERED, REDUCED, SHARED, shrink
-from divergence.training.plan.traffic import gradient_traffic, link_rate, tensor_traffic
+from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
 
 __all__ = ["Wanted", "plan_request", "plan_training"]
 
@@ -67,7 +68,7 @@ def plan_request(
         mesh=request.mesh,
         zero=request.zero,
         optimizer=request.optimizer,
-        main_weights=planned.main_weights,
+        main_weights=request.main_weights,
         autocast=request.autocast,
         gradient_checkpointing=bool(request.gradient_checkpointing),
         dropout=bool(request.dropout),

@@ -65,11 +65,12 @@ def averaged() -> Iterator[None]:
     """Averaged over ranks where the loss is a mean over all of them already."""
     reduce = optimizer.Stepping.reduce
 
-    def halved(self: Any, parameters: Any) -> None:
-        reduce(self, parameters)
+    def halved(self: Any, named: Any) -> Any:
+        held = reduce(self, named)
         if "dp" in self._ranks.sizes:
-            for parameter in parameters:
-                parameter.grad /= self._ranks.size
+            for *_, holder in held:
+                holder.grad /= self._ranks.size
+        return held
 
     with (
         _patched(optimizer.Stepping, "reduce", halved),
@@ -83,11 +84,12 @@ def one_divides() -> Iterator[None]:
     """Rank 1 alone divides what it got by the number of ranks."""
     reduce = optimizer.Stepping.reduce
 
-    def halved(self: Any, parameters: Any) -> None:
-        reduce(self, parameters)
-        for parameter in parameters:
+    def halved(self: Any, named: Any) -> Any:
+        held = reduce(self, named)
+        for *_, holder in held:
             if dist.get_rank() == RANK:
-                parameter.grad /= self._ranks.size
+                holder.grad /= self._ranks.size
+        return held
 
     with _patched(optimizer.Stepping, "reduce", halved):
         yield
@@ -105,14 +107,15 @@ def stale() -> Iterator[None]:
         model[:] = [self._model]
         begin(self, **how)
 
-    def not_taken(self: Any, parameters: Any) -> None:
-        bucket, own = [], []
+    def not_taken(self: Any, named: Any) -> Any:
+        own = {}
         if dist.get_rank() == RANK and "dp" in self._ranks.sizes:
-            bucket = _of_block(model[0])
-            own = [one.grad.clone() for one in bucket]
-        reduce(self, parameters)
-        for one, gradient in zip(bucket, own, strict=True):
-            one.grad = gradient
+            bucket = {id(one) for one in _of_block(model[0])}
+            own = {n: one.grad.clone() for n, (*_, one) in enumerate(named) if id(one) in bucket}
+        held = reduce(self, named)
+        for number, gradient in own.items():
+            held[number][-1].grad = gradient
+        return held
 
     def sent(self: Any, *unused: Any) -> None:
         sending[:] = [self._module_fqn == BLOCK]
@@ -145,10 +148,10 @@ def early() -> Iterator[None]:
             sent.update({id(one): one.grad.clone() for one in _of_block(self._model)})
         backward(self, loss, share)
 
-    def too_early(self: Any, parameters: Any) -> None:
-        for parameter in parameters:
+    def too_early(self: Any, named: Any) -> Any:
+        for *_, parameter in named:
             parameter.grad = sent.pop(id(parameter), parameter.grad)
-        reduce(self, parameters)
+        return reduce(self, named)
 
     with (
         _patched(session.TrainRecorder, "backward", kept),

@@ -166,11 +166,12 @@ def test_a_fault_that_does_not_repeat_is_no_rounding(step, monkeypatch):
     a = step("llama")
     reduce, calls = Stepping.reduce, []
 
-    def racing(self, parameters):
-        reduce(self, parameters)
+    def racing(self, named):
+        held = reduce(self, named)
         calls.append(self)
         if len(calls) == 1:
-            parameters[-1].grad *= 0.9
+            held[-1][-1].grad *= 0.9
+        return held
 
     monkeypatch.setattr(Stepping, "reduce", racing)
     b = step("llama", like=a, attn_implementation="sdpa", seed=1)
@@ -284,10 +285,11 @@ def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
     a = step("llama")
     reduce = Stepping.reduce
 
-    def halved(self, parameters):
-        reduce(self, parameters)
-        for parameter in parameters:
-            parameter.grad = parameter.grad / 2
+    def halved(self, named):
+        held = reduce(self, named)
+        for *_, holder in held:
+            holder.grad = holder.grad / 2
+        return held
 
     monkeypatch.setattr(Stepping, "reduce", halved)
     b = step("llama", like=a, label="halved")

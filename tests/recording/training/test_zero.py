@@ -54,6 +54,7 @@ def test_a_parameter_without_a_gradient_on_any_rank_has_none(monkeypatch):
         sizes={"dp": 2}, dealt=True, gather=lambda here: [here, [True, True, False]]
     )
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda gradient: gradient.add_(1.0))
-    Stepping(Training(train=True), ranks).reduce([used, lacking, frozen])
-    assert used.grad.tolist() == [2.0, 2.0] and lacking.grad.tolist() == [1.0, 1.0]
-    assert frozen.grad is None
+    named = [("", name, one) for name, one in (("a", used), ("b", lacking), ("c", frozen))]
+    held = [holder.grad for *_, holder in Stepping(Training(train=True), ranks).reduce(named)]
+    assert held[0].tolist() == [2.0, 2.0] and held[1].tolist() == [1.0, 1.0]
+    assert held[2] is None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from divergence.errors import UsageError
+from divergence.options.rates import link_rate
 from divergence.training.plan.states import Piece
-from divergence.training.plan.traffic import gradient_traffic, link_rate, tensor_traffic
+from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
 
 BLOCK = Piece(name="block.w", shape=(96, 10), itemsize=4)
 HEAD = Piece(name="head.w", shape=(16, 10), itemsize=4)
@@ -67,6 +68,8 @@ def test_time_is_bytes_over_the_rate():
         ("7b/s", 7 / 8),
         ("7B/s", 7),
         ("1.5kB/s", 1500),
+        ("900 GB/s", 900e9),
+        ("100Mbps", 12.5e6),
     ],
 )
 def test_rates_are_read(text, rate):
@@ -74,7 +77,7 @@ def test_rates_are_read(text, rate):
     assert link_rate(text) == rate
 
 
-@pytest.mark.parametrize("text", ["50", "50GB", "fast", "0GB/s", "-1GB/s"])
+@pytest.mark.parametrize("text", ["50", "50GB", "fast", "0GB/s", "-1GB/s", "1.2.3Gb/s"])
 def test_what_is_no_rate_is_refused(text):
     """With an example."""
     with pytest.raises(UsageError, match="is no rate"):

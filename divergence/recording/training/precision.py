@@ -1,0 +1,82 @@
+"""In which dtypes a training step was really made: read from its tensors, not from its options."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from divergence.recording.training.optimizer import Named, Update
+from divergence.run.schema.engine import StepPrecision, Training
+
+__all__ = ["cast_buffers", "precision_of"]
+
+
+def precision_of(
+    model: torch.nn.Module, training: Training, held: Named, made: Update | None
+) -> StepPrecision:
+    """``held``: what holds the gradients; ``made``: the optimizer's step, where there was one."""
+    parameters = [parameter for *_, parameter in held]
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    compute, sent = _of_fsdp(model)
+    own = _usual(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    known = StepPrecision(
+        parameters=compute or own or "none",
+        gradients=_usual(gradients),
+        reduction=sent or _reduction(training, gradients),
+        buffers=_usual(one for one in model.buffers() if one.is_floating_point()),
+    )
+    if made is not None:
+        known.main_weights = _usual(one for *_, one in made.named)
+        known.moments = _usual(value for *_, moments in made.updates() for _, value in moments)
+        known.num_stepped, known.num_unmoved = made.num_stepped, made.num_unmoved
+    return known
+
+
+def _usual(tensors: Iterable[torch.Tensor]) -> str | None:
+    """The dtype of most numbers."""
+    counts: Counter[str] = Counter()
+    for tensor in tensors:
+        counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _reduction(training: Training, gradients: list[torch.Tensor]) -> str | None:
+    """None in one process that stands for no ranks."""
+    if training.reduce_dtype is not None:
+        return training.reduce_dtype
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return _usual(gradients)
+    return None
+
+
+def _of_fsdp(model: torch.nn.Module) -> tuple[str | None, str | None]:
+    """(compute, reduction) by the MixedPrecisionPolicy of a model that FSDP2 divides."""
+    for module in model.modules():
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        policy = getattr(state, "_mp_policy", None)
+        if policy is not None:
+            named = (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
+            one, two = (None if d is None else str(d).removeprefix("torch.") for d in named)
+            return one, two
+    return None, None
+
+
+@contextmanager
+def cast_buffers(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Floating-point buffers in ``dtype``, and on exit the old ones. None: as they are."""
+    old: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+    if dtype is not None:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                    old.append((module, name, buffer))
+                    module._buffers[name] = buffer.to(dtype)
+    try:
+        yield
+    finally:
+        for module, name, buffer in old:
+            module._buffers[name] = buffer

@@ -1,0 +1,103 @@
+"""DeepSpeed's configuration: ``ds_config.json``.
+
+As its engine reads it: parameters are in the dtype that is enabled; gradients are reduced in
+``communication_data_type``, by default that dtype; they are added up over micro-batches in
+``data_types.grad_accum_dtype``, by default float32 of a bfloat16 model without ZeRO, else the
+model's dtype; weights have float32 copies unless ``..._master_weights_and_grads`` is set.
+
+Source: deepspeed/runtime/engine.py (``communication_data_type``, ``get_data_types``) and
+deepspeed/runtime/precision_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from divergence.errors import UsageError
+from divergence.training.policies.policy import Policy, half, named_dtype
+
+__all__ = ["SECTIONS", "read"]
+
+SECTIONS = ("bf16", "bfloat16", "fp16", "zero_optimization", "communication_data_type",
+            "data_types", "torch_autocast", "train_batch_size",
+            "train_micro_batch_size_per_gpu")  # fmt: skip
+"""By which a configuration is known as DeepSpeed's."""
+
+
+def read(config: Mapping[str, Any]) -> Policy:
+    """Raises UsageError for values that leave a dtype open (``auto``) or contradict each other."""
+    said: list[str] = []
+    bf16 = _section(config, "bf16" if "bf16" in config else "bfloat16")
+    fp16, autocast = _section(config, "fp16"), _section(config, "torch_autocast")
+    zero = _section(config, "zero_optimization")
+    on = [
+        name for name, section in (("bf16", bf16), ("fp16", fp16), ("torch_autocast", autocast))
+        if _flag(section, name, "enabled")
+    ]  # fmt: skip
+    if len(on) > 1:
+        raise UsageError(f"DeepSpeed's configuration enables {' and '.join(on)}: only one of them")
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(on[0] if on else "", "float32")
+    said += [f"{name}.enabled" for name in on]
+    options: dict[str, Any] = {"dtype": dtype}
+    if on == ["torch_autocast"]:
+        options["autocast"] = named_dtype(
+            _plain(autocast.get("dtype", "bfloat16"), "torch_autocast.dtype"),
+            "torch_autocast.dtype",
+        )
+    stage = int(_plain(zero.get("stage", 0), "zero_optimization.stage"))
+    sent = config.get("communication_data_type")
+    if sent is not None:
+        name = "communication_data_type"
+        options["reduce_dtype"] = named_dtype(_plain(sent, name), name)
+        said.append(f"{name}={sent}")
+    elif on != ["torch_autocast"]:  # there each parameter's gradient may have its own
+        options["reduce_dtype"] = dtype
+    added = _section(config, "data_types").get("grad_accum_dtype")
+    if added is not None:
+        name = "data_types.grad_accum_dtype"
+        options["accumulate_dtype"] = named_dtype(_plain(added, name), name)
+        said.append(f"{name}={added}")
+    else:
+        wide = dtype == "bfloat16" and stage == 0
+        options["accumulate_dtype"] = "float32" if wide else dtype
+        said += [f"zero_optimization.stage={stage}"] if dtype == "bfloat16" else []
+    if half(dtype):
+        section, switch = (bf16, "bf16") if dtype == "bfloat16" else (fp16, "fp16")
+        without = f"{switch}_master_weights_and_grads"
+        options["main_weights"] = not _flag(section, switch, without)
+        if not options["main_weights"]:
+            said.append(f"{switch}.{without}")
+            narrow = _flag(section, switch, "bf16_optimizer_states")
+            options["moments_dtype"] = dtype if narrow else "float32"
+            said += [f"{switch}.bf16_optimizer_states"] if narrow else []
+    scale = _plain(fp16.get("loss_scale", 0), "fp16.loss_scale")
+    if dtype == "float16" and scale:
+        options["loss_scale"] = float(scale)
+        said.append(f"fp16.loss_scale={scale}")
+    clip = _plain(config.get("gradient_clipping", 0), "gradient_clipping")
+    if clip:
+        options["clip_grad_norm"] = float(clip)
+        said.append(f"gradient_clipping={clip}")
+    return Policy(framework="DeepSpeed", options=options, switches=tuple(said))
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name, {})
+    if not isinstance(section, Mapping):
+        raise UsageError(f"DeepSpeed's configuration: {name} is no section, but {section!r}")
+    return section
+
+
+def _flag(section: Mapping[str, Any], name: str, key: str) -> bool:
+    return bool(_plain(section.get(key, False), f"{name}.{key}"))
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value, where it is one."""
+    if value == "auto":
+        raise UsageError(
+            f"DeepSpeed's configuration leaves {where} open (auto): the trainer decides it",
+            hint="write the value that the trainer puts there",
+        )
+    return value

@@ -141,22 +141,20 @@ class Routing:
         nothing = Routed(torch.zeros(num_rows, dtype=torch.bool), 0, None, None)
         if pair.pass_ == "free":
             return nothing
-        runs = [self._reference, self._candidate]
-        own = [record, pair.candidate.record]
-        if truth is not None:
-            runs, own = [*runs, truth[0]], [*own, truth[1]]
+        sides = [(self._reference, record), (self._candidate, pair.candidate.record)]
+        sides += [] if truth is None else [truth]  # each in its own pass
         whole = ":out." in record.site  # of a parameter
         samples = [group[0] for group in self._reference.manifest.tokens.groups]
         count = 0
         for sample in samples if whole else [record.sample]:
             choices = [
-                self._of_forward(run, msgspec.structs.replace(one, sample=sample))
-                for run, one in zip(runs, own, strict=True)
+                self._of_forward(run, msgspec.structs.replace(own, sample=sample))
+                for run, own in sides
             ]
             if not all(choices) or len({len(records) for records in choices}) > 1:
                 return nothing
             for choice in zip(*choices, strict=True):
-                read = [self._tensor(run, one) for run, one in zip(runs, choice, strict=True)]
+                read = [self._tensor(run, one) for (run, _), one in zip(sides, choice, strict=True)]
                 rows = [one.flatten(0, -2).sort().values for one in read if one is not None]
                 if len(rows) < len(read) or any(one.shape != rows[0].shape for one in rows):
                     return nothing

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from divergence.options.option import Option, Options
@@ -167,20 +169,32 @@ class TrainOptions(Options, frozen=True, kw_only=True):
             recorded="training.precision_policy",
         ),
     ] = None
-
-
-class PlanOptions(Options, frozen=True, kw_only=True):
-    """What ``--dry-run --train`` alone is told: how a step would be divided and fed."""
-
     zero: Annotated[
         int | None,
         Option(
             "--zero STAGE",
-            "With --dry-run: the stage of ZeRO, 0 to 3. Default: 3 of a mesh with fsdp, else 0.",
+            "With --mesh: what ranks divide, as the stages of ZeRO do. dp: 0 nothing, 1 the "
+            "optimizer's state; fsdp: 2 gradients too, 3 parameters too. Default: 3 of a mesh with "
+            "fsdp, else 0.",
             TRAINING,
             minimum=0,
         ),
     ] = None
+    labels: Annotated[
+        Path | str | Sequence[object] | None,
+        Option(
+            "--labels FILE",
+            "What the tokens are to be predicted as, where not as themselves: JSON lines, for each "
+            "prompt a list of token ids, -100 for a token without a label, or "
+            '{"completion_from": N}: tokens from N on.',
+            TRAINING,
+        ),
+    ] = None
+
+
+class PlanOptions(Options, frozen=True, kw_only=True):
+    """What ``--dry-run --train`` alone is told: how a step would be kept and fed."""
+
     micro_batch_size: Annotated[
         int | None,
         Option(

@@ -40,7 +40,9 @@ __all__ = ["can_anchor", "recorded_inputs", "repeated_tokens", "unpadded"]
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
     """The same prompts without padding."""
-    return [SampleTokens(text=one.text, prompt_ids=one.prompt_ids) for one in samples]
+    return [
+        SampleTokens(text=one.text, prompt_ids=one.prompt_ids, labels=one.labels) for one in samples
+    ]
 
 
 def repeated_tokens(

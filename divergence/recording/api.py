@@ -46,6 +46,7 @@ from divergence.recording.suites import (
     truth_of_suite,
     wants_suite,
 )
+from divergence.recording.training.zero import check_stage
 from divergence.recording.widening import check_device
 from divergence.recording.wishes import options_of, plain_wishes
 from divergence.run.reader import Run
@@ -126,6 +127,8 @@ def capture(
     moments_dtype: str | None = None,
     buffer_dtype: str | None = None,
     precision_policy: str | None = None,
+    zero: int | None = None,
+    labels: str | Path | Sequence[object] | None = None,
     ranks: int | None = None,
     link_rate: str | None = None,
     label: str | None = None,
@@ -291,6 +294,7 @@ def _execute(
             device.partition(":")[0], seed=request.seed, enabled=request.deterministic
         ) as determinism,
     ):
+        check_stage(request, () if ranks is None else ranks.sizes)
         if ranks is None or ranks.is_first:
             others = [substitute.run for substitute in request.substitutes.values()]
             check_output(place, force=force, like=request.like, substitutes=others)
@@ -351,7 +355,7 @@ def in_training(session: Session, request: Request) -> Session:
     from divergence.recording.training.asked import training_of
     from divergence.recording.training.session import TrainingSession
 
-    return TrainingSession(session, training_of(request))
+    return TrainingSession(session, training_of(request, session.loaded.ranks))
 
 
 def _session(request: Request, device: str, ranks: Ranks | None) -> Session:

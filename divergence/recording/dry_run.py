@@ -111,8 +111,8 @@ def plan_capture(
     model: str | Path | None = None, *, like: str | Path | Run | None = None, **options: Any
 ) -> DryRun:
     """What ``capture`` with the same parameters would write (``out``, ``force``
-    and ``probe`` are ignored). With ``train`` also what the step itself takes; ``zero``,
-    ``main_weights``, ``micro_batch_size``, ``sequence_length`` and ``link_rate`` are for that alone
+    and ``probe`` are ignored). With ``train`` also what the step itself takes; ``main_weights``,
+    ``micro_batch_size``, ``sequence_length`` and ``link_rate`` are for that alone
     (docs/training.md).
 
     Raises what capture raises before it loads weights, and ModelError where the

@@ -93,7 +93,7 @@ class Execution:
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         self.keeper: Keeper | None = None
         self._made: list[Pass] = []
-        self.plants, self.training = request.plants, asked.training_of(request)
+        self.plants, self.training = request.plants, asked.training_of(request, loaded.ranks)
         ranks = self.ranks = loaded.ranks
         places = asked.places_of(self.notes, self.training)
         check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
+from divergence.recording.training.labels import Label, check_labels, labels_of
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import SampleTokens
 
@@ -39,11 +40,15 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prompt. Exactly one of the three fields is set."""
+    """One prompt. Exactly one of the first three fields is set."""
 
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     input_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] | None = None
+    labels: tuple[Label, ...] | None = None
+    """Of a training step, beside the prompt's tokens: -100 for one without."""
+    completion_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """In place of ``labels``: tokens before this one have none, the others are their own."""
 
     def __post_init__(self) -> None:
         given = [self.text, self.messages, self.input_ids]
@@ -51,12 +56,19 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("give exactly one of text, messages, input_ids")
         if any(value is not None and len(value) == 0 for value in given):
             raise ValueError("the prompt is empty")
+        if self.labels is not None and self.completion_from is not None:
+            raise ValueError("give labels or completion_from, not both")
+
+    @property
+    def labelled(self) -> bool:
+        return self.labels is not None or self.completion_from is not None
 
 
 def collect_prompts(
-    prompts: Sequence[str | Prompt], prompts_file: str | Path | None
+    prompts: Sequence[str | Prompt], prompts_file: str | Path | None, *, train: bool = False
 ) -> list[Prompt]:
-    """Prompts from the command line and a file, in that order; the default if there are none."""
+    """Prompts from the command line and a file, in that order; the default if there are none.
+    Raises PromptError; also for prompts with labels where nothing is to ``train``."""
     collected = []
     for number, text in enumerate(prompts, 1):
         if isinstance(text, Prompt):
@@ -76,6 +88,9 @@ def collect_prompts(
         collected.append(Prompt(text=text))
     if prompts_file is not None:
         collected += _read_prompts(prompts_file)
+    for number, prompt in enumerate(collected):
+        if prompt.labelled and not train:
+            raise PromptError(f"prompt {number} has labels", hint="labels are for --train")
     return collected or [Prompt(text=text) for text in _DEFAULT_PROMPTS]
 
 
@@ -128,7 +143,11 @@ def _parse(line: str, where: str) -> Prompt:
 
 def tokenize(prompts: Sequence[Prompt], tokenizer: Any, *, chat: bool) -> list[SampleTokens]:
     """Render and encode each prompt. Raises PromptError (no tokenizer, no template, no tokens)."""
-    return [_tokenize(prompt, tokenizer, chat, number) for number, prompt in enumerate(prompts)]
+    samples = [_tokenize(prompt, tokenizer, chat, number) for number, prompt in enumerate(prompts)]
+    for number, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        sample.labels = labels_of(prompt.labels, prompt.completion_from, sample.prompt_ids, number)
+    check_labels(samples)
+    return samples
 
 
 def group_samples(

@@ -22,9 +22,9 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of
 from divergence.recording.engines.engine import DEFAULT, given_options
 from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
-from divergence.recording.prompts import Prompt, collect_prompts, padded_right_alone
+from divergence.recording.prompts import Prompt, padded_right_alone
 from divergence.recording.selection import select_positions, step_selected
-from divergence.recording.training.asked import without_decoding
+from divergence.recording.training.asked import prompts_of, without_decoding
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
@@ -150,7 +150,7 @@ def resolve_request(
         "engine": options.engine or DEFAULT,
         "engine_options": given_options(options.engine_options),
         "attn_implementation": options.attn_implementation or "eager",
-        "prompts": collect_prompts(options.prompts, options.prompts_file),
+        "prompts": prompts_of(options),
         "batch": bool(options.batch),
         "use_cache": options.use_cache is not False,
         "hooks": options.hooks is not False,

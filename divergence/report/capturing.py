@@ -8,7 +8,7 @@ from typing import Any
 
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
 from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
-from divergence.report.inspection import model_lines, skipped_lines, stored
+from divergence.report.inspection import model_lines, skipped_lines, stored, training_text
 from divergence.run.command import command_line
 from divergence.run.schema.manifest import COLLECTIVES, UNKNOWN, Manifest, SampleTokens
 from divergence.run.schema.record import Record
@@ -47,7 +47,7 @@ def captured_lines(
     lines += fallback_lines(settings)
     lines += skipped_lines(manifest)
     if manifest.training.train:
-        lines.append(prose("training", f"{manifest.training}{_loss(records)}"))
+        lines.append(prose("training", f"{training_text(manifest)}{_loss(records)}"))
     no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"
     no_tokens = no_tokens or manifest.training.train
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):

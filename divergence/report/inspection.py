@@ -24,7 +24,14 @@ from divergence.report.environment import (
     switch_lines,
 )
 from divergence.run.command import command_line, requoted
-from divergence.run.schema.contents import count_passes, count_sites, records_at, site_names
+from divergence.run.schema.contents import (
+    count_passes,
+    count_sites,
+    labels_text,
+    num_labels,
+    records_at,
+    site_names,
+)
 from divergence.run.schema.engine import EngineNote
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, Operand, Record, Summary, operand_indices
@@ -82,6 +89,8 @@ def run_lines(
         f"{', prompts in one batch' if settings.batch else ''}"
     )
     lines.append(prose("  made with", made, width=14))
+    if manifest.training.train:
+        lines.append(prose("  training", training_text(manifest), width=14))
     lines += repeat_lines(manifest.repeatability)
     if plan.replayed_pass is not None:
         replayed = f"the {plan.replayed_pass} pass of {plan.anchored_to}"
@@ -119,6 +128,12 @@ def _next(run: str, manifest: Manifest) -> list[str]:
         command_line("capture", like=run, o="OTHER", note="on the other machine"),
         command_line("compare", run, "OTHER"),
     ]
+
+
+def training_text(manifest: Manifest) -> str:
+    """``forward and backward, adamw, ZeRO 2, labels of 19 of 35 tokens``."""
+    labels = labels_text(manifest.tokens)
+    return f"{manifest.training}{labels and f', labels of {labels}'}"
 
 
 def skipped_lines(manifest: Manifest) -> list[Line]:
@@ -204,7 +219,10 @@ def _prompt_lines(manifest: Manifest) -> list[Line]:
     for number, sample in enumerate(tokens.samples):
         text = repr(sample.text) if sample.text is not None else "(token ids only)"
         tokens_text = count(len(sample.prompt_ids), "prompt token")
-        lengths = f"{tokens_text}, {len(sample.generated_ids):,} generated"
+        made = f"{len(sample.generated_ids):,} generated"
+        if manifest.training.train:
+            made = count(num_labels(sample), "label")
+        lengths = f"{tokens_text}, {made}"
         rows.append((str(number), lengths, text if len(text) <= 60 else text[:59] + "…"))
     return lines + columns(rows)
 

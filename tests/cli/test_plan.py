@@ -19,6 +19,14 @@ def test_the_command_prints_it(invoke, llama):
 
 def test_the_plans_options_need_a_dry_run_of_a_step(invoke, llama):
     """Else they would be dropped without a word."""
-    code, _, err = invoke("capture", llama, "--dry-run", "--zero", "2")
+    code, _, err = invoke("capture", llama, "--dry-run", "--sequence-length", "2")
     assert code == 2
-    assert "--zero is for the plan of a training step" in err
+    assert "--sequence-length is for the plan of a training step" in err
+
+
+def test_a_stage_of_zero_is_planned_and_needs_a_step(invoke, llama):
+    command = ["capture", llama, "--dry-run", "--mesh", "dp=2", "--zero", "1"]
+    code, out, _ = invoke(*command, "--train")
+    assert code == 0 and "ZeRO 1" in out
+    code, _, err = invoke(*command)
+    assert code == 2 and "--zero needs --train" in err

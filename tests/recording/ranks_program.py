@@ -1,13 +1,15 @@
 """One process of several: makes the captures that a JSON file lists, one after another.
 
 Started by torchrun. A capture is the keyword arguments of ``divergence.recording.api.capture``, and
-perhaps ``fails``: then the rank and the forward at which its first block raises, or is killed.
+perhaps ``fails``: then the rank and the forward at which its first block raises, or is killed; or
+``fault``: the name of one of tests/recording/training/rank_faults.py.
 In ``out`` RANK stands for the process's own.
 Errors are written beside the run, by rank, and do not end the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,15 +31,25 @@ def _breaking(rank: int, call: int, how: str):
     return lambda model: model.model.layers[0].register_forward_hook(hook)
 
 
+def _faulty(name: str | None) -> contextlib.AbstractContextManager[None]:
+    if name is None:
+        return contextlib.nullcontext()
+    from tests.recording.training.rank_faults import FAULTS
+
+    return FAULTS[name]()
+
+
 def main() -> None:
     from divergence.errors import DivergenceError
     from divergence.recording.api import capture
 
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     for options in json.loads(Path(sys.argv[1]).read_text()):
-        fails = options.pop("fails", None)
+        fails, fault = options.pop("fails", None), options.pop("fault", None)
         options["out"] = options["out"].replace("RANK", os.environ["RANK"])
         try:
-            capture(prepare=_breaking(*fails) if fails else None, **options)
+            with _faulty(fault):
+                capture(prepare=_breaking(*fails) if fails else None, **options)
         except DivergenceError as error:
             Path(f"{options['out']}.rank{os.environ['RANK']}.txt").write_text(str(error))
             if fails:

@@ -47,11 +47,13 @@ def torchrun(folder: Path, captures: list[dict[str, Any]], *, ranks: int = 2) ->
     return done.stdout + done.stderr
 
 
-def make(folder: Path, listed: dict[str, dict[str, Any]]) -> Callable[[str], Run]:
+def make(
+    folder: Path, listed: dict[str, dict[str, Any]], *, ranks: int = 2
+) -> Callable[[str], Run]:
     """All of them in one go, since starting processes takes longest; then runs by name."""
     for name, options in listed.items():
         options["out"] = folder / name
-    said = torchrun(folder, list(listed.values()))
+    said = torchrun(folder, list(listed.values()), ranks=ranks)
 
     def get(name: str) -> Run:
         said_there = "".join(path.read_text() for path in folder.glob(f"{name}.rank*.txt"))

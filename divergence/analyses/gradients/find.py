@@ -4,6 +4,14 @@ Kernels make an error in one place, and it shows in what leaves a block's backwa
 that adds up micro-batches, reduces among ranks or divides makes one in the gradients of parameters
 alone, of all of them or of a bucket. Where all are one multiple of the other side's, the factor
 says which divisor to look for.
+
+Such an error may come and go: a bucket that is sent before it is full depends on time. Then the
+anchored pass is right and the free pass is not. There a gradient is off by what its own rounding
+makes (which the anchored pass shows) and by what enters it, so by no more than
+
+    100 × max(rounding, floor) × max(1, largest difference of any activation or gradient / floor)
+
+where differences are ‖a - b‖ / ‖a‖. The factor of 100 is ample: healthy pairs stay below 10.
 """
 
 from __future__ import annotations
@@ -12,12 +20,15 @@ import statistics
 from collections.abc import Sequence
 
 from divergence.comparison.answer import Answer
+from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.run.schema.site import BACKWARD, of_parameter
 
-__all__ = ["explain"]
+__all__ = ["explain", "find"]
+
+_AMPLE = 100.0
 
 _STRAIGHT = 1e-6
 """1 - cosine of two gradients that are one multiple of each other, in float32; in 16 bits their
@@ -25,6 +36,46 @@ rounding allows more."""
 _MULTIPLE = 1e-2
 """A factor is one where those of nearly all gradients lie as near to their median."""
 _APART = 0.02
+
+
+def find(measured: Measured) -> Answer:
+    """The first gradient of a parameter that is off in the free pass alone."""
+    free = [one for one in measured.sites if one.pass_ == "free"]
+    again = {one.site: one for one in measured.sites if one.pass_ == "anchored"}
+    own = [one for one in free if one.phase == "backward" and of_parameter(one.site)]
+    if not own or any((again[one.site].limit_usage or 0) > 1 for one in own if one.site in again):
+        return Answer()  # told of the anchored pass
+    spread = max((one.rel_l2 or 0.0 for one in free if not of_parameter(one.site)), default=0.0)
+    beyond = []
+    for one in own:
+        same, floor = again.get(one.site), one.floor
+        if same is None or same.rel_l2 is None or one.rel_l2 is None or not floor:
+            continue
+        bound = _AMPLE * max(same.rel_l2, floor) * max(1.0, spread / floor)
+        if one.rel_l2 > bound:
+            beyond.append((one, same.rel_l2, bound))
+    if not beyond:
+        return Answer()
+    first, rounding, bound = min(beyond, key=lambda told: order_of(told[0]))
+    fact = Evidence(
+        text=f"in the free pass {first.site} is off by {first.rel_l2:.1e} of its norm, where what "
+        f"enters it explains {bound:.1e}; with equal inputs by {rounding:.1e}. So are "
+        f"{len(beyond)} of {len(own)} parameters' gradients",
+        values={"rel_l2": first.rel_l2 or 0.0, "limit": bound},
+    )
+    finding = Finding(
+        claim="error_between",
+        kind="localized",
+        summary=f"the error is made at {first.site}, in the free pass alone: it does not repeat",
+        onset=onset_at(first),
+        place=order_of(first),
+        rests_on=[check("repeats", False, "the anchored pass of the same run is right there")],
+        evidence=[fact],
+        beside=[fact],
+        next=measured.advice.look_at(first.site),
+        flags=[one.key for one, *_ in beyond],
+    )
+    return Answer(findings=[finding])
 
 
 def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
@@ -45,6 +96,7 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
         "done with gradients (adding up micro-batches, reducing among ranks, dividing)"
     )
     evidence = [Evidence(text=text, values={"num_beyond": float(len(beyond))})]
+    others = f", as in {len(beyond) - 1} more of {len(gradients)} parameters' gradients"
     factor = _factor(beyond)
     if factor is not None and len(beyond) > 0.9 * len(gradients):
         evidence.append(
@@ -54,7 +106,7 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
                 values={"factor": factor},
             )
         )
-    return [Finding(claim="explanation", role="explains", evidence=evidence)]
+    return [Finding(claim="explanation", role="explains", clause=others, evidence=evidence)]
 
 
 def _factor(sites: Sequence[SiteResult]) -> float | None:

@@ -54,6 +54,7 @@ def preflight(
         config_line(a, b),
         _same("quantization", str(one.quantization or "none"), str(two.quantization or "none")),
         _prompt_ids(a, b),
+        *_labels(a, b),
         _digests("tokenizer", one.tokenizer_digest, two.tokenizer_digest, tokenizer_cause(a, b)),
         _digests(
             "chat template", one.chat_template_digest, two.chat_template_digest,
@@ -276,6 +277,14 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
         check="prompt ids", status=status, reference=shown[0], candidate=shown[1],
         detail="a side does not tell the tokens it was fed" if status == "unknown" else detail,
     )  # fmt: skip
+
+
+def _labels(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    if not (a.training.train and b.training.train):
+        return []
+    from divergence.comparison.preflight.labels import label_lines
+
+    return label_lines(a, b)
 
 
 def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from divergence.errors import UsageError
+from divergence.errors import PromptError, UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of, recorded_in
 from divergence.options.train import TrainOptions
+from divergence.recording.prompts import Prompt, collect_prompts
+from divergence.recording.training.labels import LABEL_HINT, read_labels
+from divergence.recording.training.zero import stage_of
 from divergence.run.reader import Run
 from divergence.run.schema.engine import Training
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
@@ -20,17 +23,21 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.recording.engines.engine import Session
+    from divergence.recording.ranks.processes import Ranks
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}
 
-__all__ = ["owners_of", "places_of", "training_made", "training_of",
-           "without_decoding"]  # fmt: skip
+__all__ = [
+    "owners_of", "places_of", "prompts_of", "training_made", "training_of", "without_decoding",
+]  # fmt: skip
 
 
-def training_of(options: CaptureOptions) -> Training:
-    """The step as the manifest has it."""
+def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training:
+    """The step as the manifest has it, on ``ranks``."""
     given = recorded_in(options, "training", CaptureOptions)
+    if options.train:
+        given["zero"] = stage_of(options.zero, ranks)
     if options.optimizer is not None:
         given["learning_rate"] = _or(options.learning_rate, LEARNING_RATE)
         given["weight_decay"] = _or(options.weight_decay, WEIGHT_DECAY.get(options.optimizer, 0.0))
@@ -62,6 +69,27 @@ def owners_of(model: torch.nn.Module, training: Training) -> set[str]:
     return {LOSS, *(escape_path(name.rpartition(".")[0]) for name in names)}
 
 
+def prompts_of(options: CaptureOptions) -> list[Prompt]:
+    """The prompts that were asked for, with their labels. Raises PromptError."""
+    train = bool(options.train)
+    prompts = collect_prompts(options.prompts, options.prompts_file, train=train)
+    if options.labels is None:
+        return prompts
+    where, lines = read_labels(options.labels)
+    if len(lines) != len(prompts):
+        raise PromptError(
+            f"{where} has labels for {len(lines)} prompts, and there are {len(prompts)}",
+            hint=LABEL_HINT,
+        )
+    for number, prompt in enumerate(prompts):
+        if prompt.labelled:
+            raise PromptError(f"prompt {number} has labels of its own", hint="leave out --labels")
+    return [
+        replace(prompt, labels=line.labels, completion_from=line.completion_from)
+        for prompt, line in zip(prompts, lines, strict=True)
+    ]
+
+
 def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOptions:
     """A training step generates nothing. Raises UsageError for an option of the one where the other
     is asked for."""
@@ -76,6 +104,11 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
         "--prefill-chunk": options.prefill_chunk, "--repeat": options.repeat > 1,
         "--no-hooks": options.hooks is False, "--steps": options.steps,
     }  # fmt: skip
+    if like is not None and options.labels is not None:
+        raise UsageError(
+            "--like repeats the recorded labels, so --labels cannot be given with it",
+            hint="leave out --labels, or capture without --like",
+        )
     named = [name for name, given in refused.items() if given]
     if named:
         raise UsageError(

@@ -16,6 +16,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.recording.training.reduction import ORDERS, reduced
+from divergence.recording.training.zero import DividedOptimizer, check_reduced
 from divergence.run.schema.engine import Training
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ class Update:
 
     norm: torch.Tensor
     named: Named
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | DividedOptimizer
     moments_dtype: torch.dtype | None
     num_stepped: int
     num_unmoved: int
+    holder: dict[str, str] | None = None
+    """The placement of moments that one rank alone has."""
 
     def updates(
         self,
@@ -123,10 +126,17 @@ class Stepping:
         divide the loss's factor out of them. (FSDP has added them up in the backward.) Returns what
         holds them: each its gradient, and the value that is stepped."""
         ranks, held = self._ranks, []
+        check_reduced([parameter for *_, parameter in named], ranks)
+        gradients = [self._gradient(parameter) for *_, parameter in named]
+        made = [[one is not None for one in gradients]]
         between = ranks is not None and ranks.dealt and "dp" in ranks.sizes
-        for path, leaf, parameter in named:
-            gradient = self._gradient(parameter)
-            if between:
+        if between and ranks is not None:
+            made = ranks.gather(made[0])
+        anywhere = [any(by_rank) for by_rank in zip(*made, strict=True)]  # not frozen, and used
+        for (path, leaf, parameter), gradient, wanted in zip(
+            named, gradients, anywhere, strict=True
+        ):
+            if between and wanted:
                 gradient = self._of_all_ranks(parameter, gradient)
             if gradient is not None and self.training.loss_scale is not None:
                 gradient = gradient / self.loss_scale
@@ -174,6 +184,7 @@ class Stepping:
             moments_dtype=None if moments is None or exact else getattr(torch, moments),
             num_stepped=sum(int(_whole(one.sum())) for one in moves),
             num_unmoved=sum(int(_whole(one)) for one in still),
+            holder={"dp": "single"} if isinstance(optimizer, DividedOptimizer) else None,
         )  # fmt: skip
 
     def _stepped(self, named: Named, held: Named) -> Named:
@@ -191,7 +202,9 @@ class Stepping:
             stepped.append((path, leaf, holder))
         return stepped
 
-    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def _optimizer(
+        self, parameters: list[torch.nn.Parameter]
+    ) -> torch.optim.Optimizer | DividedOptimizer:
         name = self.training.optimizer
         assert name is not None  # asked where a step is made
         how: dict[str, Any] = {"lr": self.training.learning_rate}
@@ -202,9 +215,9 @@ class Stepping:
             {"params": rest, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        return (
-            torch.optim.AdamW(groups, **how) if name == "adamw" else torch.optim.SGD(groups, **how)
-        )
+        kind = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
+        return (DividedOptimizer(kind, groups, **how) if self.training.zero == 1
+                else kind(groups, **how))  # fmt: skip
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainRecorder", "parameters_of"]
 
+_UPDATE = 16
+"""Places in the order for what is recorded of one parameter's update."""
+
 
 def parameters_of(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Parameter]]:
     """(path of the module, the parameter's name there, the parameter), each parameter once."""
@@ -201,6 +204,8 @@ class TrainRecorder(Recorder):
         new = super()._recorded_input(path, port, tensor, done)
         if new is not tensor and tensor.requires_grad:
             new.requires_grad_()
+            if path == LOSS and tensor.is_leaf:  # FSDP waits for a gradient of what a model returns
+                self._roots.append((tensor, torch.zeros_like(tensor)))
         return new
 
     def _numbered(self, path: str, call: str) -> str:
@@ -300,16 +305,24 @@ class TrainRecorder(Recorder):
                         holder.grad = _like(holder.grad, recorded)
         made = self._stepping.step(named, held)
         self._keep_as(join_site(ROOT + OPTIMIZER, "in.grad_norm"), made.norm)
-        for path, leaf, given, value, moments in made.updates():
+        first = self._order
+        for number, (path, leaf, given, value, moments) in enumerate(made.updates()):
             where = path + OPTIMIZER
+            self._order = first + _UPDATE * number  # alike on ranks that hold other moments
             self._keep_as(join_site(where, f"in.{leaf}"), given)
             self._keep_as(
                 join_site(where, f"out.{leaf}"), self._planted(where, f"out.{leaf}", value)
             )
             for name, moment in moments:
-                self._keep_as(join_site(where, f"out.{leaf}.{name}"), moment)
+                self._keep_as(join_site(where, f"out.{leaf}.{name}"), moment, made.holder)
         return made
 
-    def _keep_as(self, site: str, tensor: torch.Tensor) -> None:
+    def _keep_as(
+        self, site: str, tensor: torch.Tensor, placement: Mapping[str, str] | None = None
+    ) -> None:
+        """``placement``: how it lies on the mesh, where the tensor does not tell."""
         if self._selected:
-            self._put(site, self._keep(tensor))
+            item = self._keep(tensor)
+            if placement is not None:
+                item.placement = dict(placement)
+            self._put(site, item)

@@ -12,11 +12,14 @@ from torch.nn.functional import cross_entropy
 
 from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.generate import GroupResult, failures, inputs
+from divergence.recording.training.labels import check_labels, label_rows
 from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.precision import cast_buffers
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
+from divergence.recording.training.zero import gathered_once
+from divergence.run.schema.contents import num_labels
 from divergence.run.schema.engine import StepPrecision, Training
-from divergence.run.schema.manifest import ModuleNote
+from divergence.run.schema.manifest import NO_LABEL, ModuleNote
 from divergence.run.schema.site import LOSS
 
 if TYPE_CHECKING:
@@ -26,9 +29,6 @@ if TYPE_CHECKING:
     from divergence.run.schema.manifest import EngineNote, Manifest, ModelIdentity, SampleTokens
 
 __all__ = ["NextTokenLoss", "TrainingSession", "leaves", "wide_parameters"]
-
-IGNORED = -100
-"""The label of a token that has none, as torch and transformers have it."""
 
 
 class NextTokenLoss(torch.nn.Module):
@@ -41,7 +41,7 @@ class NextTokenLoss(torch.nn.Module):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         next_labels = labels[:, 1:]
         each = cross_entropy(
-            logits[:, :-1].flatten(0, 1), next_labels.flatten(), ignore_index=IGNORED,
+            logits[:, :-1].flatten(0, 1), next_labels.flatten(), ignore_index=NO_LABEL,
             reduction="none",
         )  # fmt: skip
         return each.view(next_labels.shape).sum(dim=1, keepdim=True) / num_labels
@@ -61,12 +61,15 @@ class TrainingSession:
         self._recorded: TrainRecorder | None = None
         self.losses: list[float] = []
         _refuse(inner, training)
+        if training.zero == 2:
+            gathered_once(inner.loaded.module)
 
     def settle(
         self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None
     ) -> None:
         self._inner.settle(samples, forced, like)
-        self._num_labels = sum(len(sample.prompt_ids) - 1 for sample in samples)
+        check_labels(samples)
+        self._num_labels = sum(map(num_labels, samples))
         if self._num_labels < 1:
             raise UsageError(
                 "no prompt has a second token, so there is nothing to predict",
@@ -84,6 +87,8 @@ class TrainingSession:
 
     def check_ids(self, samples: Sequence[SampleTokens], max_new_tokens: int) -> None:
         self._inner.check_ids(samples, max_new_tokens)
+        config: Any = self.loaded.module.config
+        check_labels(samples, getattr(config.get_text_config(), "vocab_size", None))
 
     def num_bytes(
         self, hooked: Collection[str], samples: Sequence[SampleTokens], max_new_tokens: int
@@ -120,7 +125,7 @@ class TrainingSession:
         assert isinstance(recorder, TrainRecorder)
         loaded = self.loaded
         ids, mask = inputs(loaded, samples)
-        labels = ids.masked_fill(mask.cumsum(-1) * mask < 2, IGNORED)  # nothing predicts the first
+        labels = label_rows(samples, ids, mask)
         model: Any = loaded.module
         ranks, share = loaded.ranks, 1.0
         if ranks is not None:

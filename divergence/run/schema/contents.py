@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
 from divergence.run.schema.layout import SHARD_DTYPES
-from divergence.run.schema.manifest import Manifest, Sizes
+from divergence.run.schema.manifest import NO_LABEL, Manifest, SampleTokens, Sizes, Tokens
 from divergence.run.schema.record import Coordinates, PassName, Place, Record, Sketch
 from divergence.run.schema.site import is_operator_site, module_of
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Content", "Digests", "Part", "SiteCounts", "StoredRecords", "call_passes", "check_part",
     "contents_of", "count_passes", "count_sites", "each_of", "find_content", "first_nonfinite",
-    "is_mask", "nonfinite_text", "num_kept", "parts_of", "records_at", "records_by_content",
-    "site_names", "sizes_counted", "sizes_of", "why_no_bytes",
+    "is_mask", "labels_text", "nonfinite_text", "num_kept", "num_labels", "parts_of",
+    "records_at", "records_by_content", "site_names", "sizes_counted", "sizes_of", "why_no_bytes",
 ]  # fmt: skip
 
 Content = tuple[str, str, tuple[int, ...]]
@@ -353,3 +353,17 @@ def _all(digests: Iterable[str | None]) -> tuple[str, ...] | None:
     every = tuple(digests)
     known = tuple(digest for digest in every if digest is not None)
     return known if len(known) == len(every) else None
+
+
+def num_labels(sample: SampleTokens) -> int:
+    """How many of its tokens are to be predicted: all but the first that have a label."""
+    return sum(label != NO_LABEL for label in sample.used_labels)
+
+
+def labels_text(tokens: Tokens) -> str:
+    """``19 of 35 tokens``: how many are to be predicted, of those that something predicts; empty
+    where each is its own label."""
+    if all(sample.labels is None for sample in tokens.samples):
+        return ""
+    num_used = sum(len(sample.used_labels) for sample in tokens.samples)
+    return f"{sum(map(num_labels, tokens.samples))} of {num_used} tokens"

@@ -245,6 +245,9 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of which framework's settings these dtypes were taken, and by which switches."""
     precision: StepPrecision | None = None
     """In which dtypes the step was really made; None where no pass ended."""
+    zero: Count | None = None
+    """What ranks divided, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too,
+    3 parameters too. None: nothing."""
 
     def beside(self, other: Training) -> list[tuple[str, str, str]]:
         """(what, here, there) of two runs, one of which at least has a training step: that it has,
@@ -256,7 +259,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name in self.__struct_fields__:
             one, two = getattr(self, name), getattr(other, name)
             if one != two and name not in ("train", "autocast", *_TOLD_ELSEWHERE):
-                lines.append((name.replace("_", " "), str(one or "none"), str(two or "none")))
+                said = "ZeRO stage" if name == "zero" else name.replace("_", " ")
+                lines.append((said, str(one or "none"), str(two or "none")))
         return lines  # type: ignore[return-value]  # three texts each
 
     def options_beside(self, other: Training) -> dict[str, bool | str | float]:
@@ -285,6 +289,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         said += ["float32 main weights"] if self.main_weights else []
         said += [f"moments in {self.moments_dtype}"] if self.moments_dtype else []
         said += [f"buffers in {self.buffer_dtype}"] if self.buffer_dtype else []
+        said += [f"ZeRO {self.zero}"] if self.zero else []
         for name in ("learning_rate", "weight_decay", "clip_grad_norm", "loss_scale"):
             value = getattr(self, name)
             said += [] if value is None else [f"{name.replace('_', ' ')} {value:g}"]

@@ -46,6 +46,8 @@ UNKNOWN = "unknown"
 ModuleRole = Literal["block", "trunk", "inner"]
 SwitchStatus = Literal["accepted", "set", "refused", "absent"]
 TokenId = Count
+NO_LABEL = -100
+"""The label of a token that has none, as torch and transformers have it."""
 Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]
 """``operators``: no model; a suite, a replay or a probe of single operators."""
 
@@ -122,6 +124,14 @@ class SampleTokens(_Strict, kw_only=True):
     chosen_ids: list[TokenId] = []
     """The greedy choice at each step. It differs from ``generated_ids`` only where tokens were
     forced."""
+    labels: list[Annotated[int, msgspec.Meta(ge=NO_LABEL, le=2**63 - 1)]] | None = None
+    """Of a training step: what each token of the prompt is to be predicted as, -100 where the loss
+    leaves it out. None: as itself."""
+
+    @property
+    def used_labels(self) -> list[int]:
+        """Those of the loss: all but the first token's, which nothing predicts."""
+        return (self.prompt_ids if self.labels is None else self.labels)[1:]
 
     @property
     def num_padded(self) -> int:

@@ -66,7 +66,7 @@ def plan_request(
         batch=planned.micro_batch_size or batch,
         tokens=planned.sequence_length or tokens,
         mesh=request.mesh,
-        zero=planned.zero,
+        zero=request.zero,
         optimizer=request.optimizer,
         main_weights=request.main_weights,
         autocast=request.autocast,

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import divergence
 from divergence.errors import PlantError, UsageError
+from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.recorder import parameters_of
 from divergence.run.schema.site import BACKWARD, OPTIMIZER, join_site
 
@@ -118,6 +119,17 @@ def test_a_healthy_pair_is_within_rounding(architecture, change, step, truth):
     assert len(judged) > (5 if routed else 20)
 
 
+def test_one_batch_gets_the_recorded_gradients(step, truth):
+    """Of all prompts together: an update is compared as made from the same gradients, though the
+    prompts' own rows lie in another batch."""
+    a = step("llama", optimizer="adamw")
+    b = step("llama", like=a, batch=True, attn_implementation="sdpa")
+    site = join_site("lm_head" + OPTIMIZER, "in.weight")
+    given = a.read(a.find(("free", 0, 0, site)))
+    assert torch.equal(b.read(b.find(("anchored", 0, 0, site))), given)
+    assert divergence.compare(a, b, truth=truth(a)).verdict.kind == "within_floor"
+
+
 def test_checkpointing_changes_no_bit(step):
     a = step("llama", optimizer="adamw")
     b = step("llama", like=a, gradient_checkpointing=True)
@@ -136,6 +148,39 @@ def test_a_planted_fault_is_named(site, step, truth):
     verdict = divergence.compare(a, b, truth=truth(a)).verdict
     assert (verdict.kind, verdict.side, verdict.onset.site) == ("localized", "candidate", site)
     assert divergence.compare(a, b).verdict.onset.site == site
+
+
+def test_a_fault_beside_experts_is_seen_from_either_side(step):
+    """Which experts were chosen is looked up in each side's own pass."""
+    site = "model.layers.1.self_attn.q_proj#backward:out.weight"
+    a = step("qwen3-moe")
+    b = step("qwen3-moe", like=a, attn_implementation="sdpa", plants=[f"{site}=scale:1.01"])
+    for runs in ((a, b), (b, a)):
+        verdict = divergence.compare(*runs).verdict
+        assert (verdict.kind, verdict.onset and verdict.onset.site) == ("localized", site)
+
+
+def test_a_fault_that_does_not_repeat_is_no_rounding(step, monkeypatch):
+    """A bucket that is stale in the free pass alone, as a race makes it: the anchored pass is
+    right, and the free pass is not explained by it."""
+    a = step("llama")
+    reduce, calls = Stepping.reduce, []
+
+    def racing(self, named):
+        held = reduce(self, named)
+        calls.append(self)
+        if len(calls) == 1:
+            held[-1][-1].grad *= 0.9
+        return held
+
+    monkeypatch.setattr(Stepping, "reduce", racing)
+    b = step("llama", like=a, attn_implementation="sdpa", seed=1)
+    assert len(calls) == 2
+    for runs in ((a, b), (b, a)):
+        verdict = divergence.compare(*runs).verdict
+        assert (verdict.kind, verdict.onset.site) == ("localized", "lm_head#backward:out.weight")
+        assert verdict.onset.pass_ == "free" and verdict.summary.endswith("it does not repeat")
+        assert verdict.confidence != "high" and verdict.side is None
 
 
 def test_an_optimizers_step(step, truth, tiny_model):

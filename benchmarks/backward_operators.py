@@ -69,8 +69,8 @@ def main() -> None:
 
 
 def health(models: dict[tuple[str, str], Path], folder: Path) -> None:
-    print("| pair | architecture | dtype | operators of the backward | named there | largest share of a "
-          "limit, with a truth | without |")  # fmt: skip
+    print("| pair | architecture | dtype | operators of the backward | named there | "
+          "largest share of a limit, with a truth | without |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
     machines = {name: Machine(name) for name in MACHINES}
     count, largest = itertools.count(), 0.0

@@ -164,8 +164,12 @@ def descend(
     prepare: Any = kernels.into(kernel, path)
     if kernel is None:
         plant = MODEL_FAULTS[name][0]
-        prepare = planting(lambda model, *_, **__: (healthy(model), plant(model)) and None,
-                           name, None, 1.0)  # fmt: skip
+
+        def put(model: Any, *_: Any, **__: Any) -> None:
+            healthy(model)
+            plant(model)
+
+        prepare = planting(put, name, None, 1.0)
     a = divergence.capture(str(model), out=folder / "a", probe=False, train=True, prompts=IDS,
                            prepare=healthy)  # fmt: skip
     b = divergence.capture(like=a, out=folder / "b", probe=False, prepare=prepare)

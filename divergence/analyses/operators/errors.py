@@ -306,8 +306,8 @@ def _measure(
 
 
 def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
-    """Is the truth's call another than both sides'? Autograd adds up gradients in the order in which
-    they come, which is another where the model's code casts and the truth needs not."""
+    """Is the truth's call another than both sides'? Autograd adds up gradients in the order in
+    which they come, which is another where the model's code casts and the truth needs not."""
     near = distance_of(x, y)
     return min(distance_of(r, x), distance_of(r, y)) > _ANOTHER > _ANOTHER_NEAR > near
 

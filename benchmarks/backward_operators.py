@@ -27,6 +27,7 @@ import divergence
 from benchmarks._machines import Machine, planting
 from benchmarks.training import ARCHITECTURES, MODEL_FAULTS, PROMPTS
 from divergence import Run
+from divergence.run.schema.site import BACKWARD
 from tests.models import tiny
 from tests.models.wrong_kernels import WrongKernels, wrong_kernels
 
@@ -68,8 +69,8 @@ def main() -> None:
 
 
 def health(models: dict[tuple[str, str], Path], folder: Path) -> None:
-    print("| pair | architecture | dtype | operators of the backward | named | largest share of a "
-          "limit, with a truth | without |")  # fmt: skip
+    print("| pair | architecture | dtype | operators of the backward | named there | "
+          "largest share of a limit, with a truth | without |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
     machines = {name: Machine(name) for name in MACHINES}
     count, largest = itertools.count(), 0.0
@@ -100,7 +101,7 @@ def show(name: str, architecture: str, dtype: str, a: Run, b: Run, truth: Run) -
         backward = [one for one in found.results if one.phase == "backward"]
         number = len(backward)
         shares.append(max(one.limit_usage for one in backward))
-        named = found.onset or named
+        named = found.onset if BACKWARD in (found.onset or "") else named
     cells = (name, architecture, dtype, str(number), named, *(f"{one:.0%}" for one in shares))
     print("|", " | ".join(cells), "|", flush=True)
     return max(shares)
@@ -164,11 +165,11 @@ def descend(
     if kernel is None:
         plant = MODEL_FAULTS[name][0]
 
-        def both(model: Any, *_: Any, **__: Any) -> None:
+        def put(model: Any, *_: Any, **__: Any) -> None:
             healthy(model)
             plant(model)
 
-        prepare = planting(both, name, None, 1.0)
+        prepare = planting(put, name, None, 1.0)
     a = divergence.capture(str(model), out=folder / "a", probe=False, train=True, prompts=IDS,
                            prepare=healthy)  # fmt: skip
     b = divergence.capture(like=a, out=folder / "b", probe=False, prepare=prepare)

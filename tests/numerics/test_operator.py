@@ -126,3 +126,15 @@ def test_random_errors_stay_below_the_limit_of_few_numbers():
         x, y = (torch.randn(100_000, n, generator=make).square().mean(1).sqrt() for _ in "ab")
         beyond = torch.maximum(x / y, y / x) > 3 * rare_ratio(n)
         assert int(beyond.sum()) <= 2, n
+
+
+def test_a_small_row_of_a_gradient_is_held_against_the_median_row():
+    """What its terms' rounding makes of it says nothing; nor does a row that is 0."""
+    truth = rows([3.0, 4.0], [6.0, 8.0], [3.0, 4.0], [3e-6, 4e-6], [0.0, 0.0]).double()
+    noise = rows([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [5e-6, 0.0], [0.0, 5e-6]).double()
+    found = measure_operator(truth, truth + noise, truth, of_gradient=True)
+    assert found.candidate.max().item() == pytest.approx(1e-6)
+    assert len(found.candidate) == 5
+    plain = measure_operator(truth, truth + noise, truth)
+    assert plain.candidate.max().item() == pytest.approx(1.0)
+    assert len(plain.candidate) == 4

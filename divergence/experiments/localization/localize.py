@@ -3,7 +3,8 @@
 Block: the two runs are compared as they are. Module and operator: the block's operators are
 captured on both sides, anchored to the same run (so from equal inputs), and in float64. Cause: the
 healthy side's result replaces the blamed operator's, and what follows must be fine then. Alone:
-each side's operator against float64 on its own inputs. Last, the operator as a reproducer.
+each side's operator against float64 on its own inputs. Last, the operator as a reproducer. Of a
+training step the operators are those of the block's forward and of its backward.
 
 A side's runs are made on its machine: this one, if it has the recorded device and versions and
 gives the recorded bits again. The truth is made on the reference's machine. What another machine

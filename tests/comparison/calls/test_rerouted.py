@@ -7,6 +7,7 @@ import torch
 
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.judge import judge_operators
+from divergence.comparison.calls.choices import Rerouted
 
 T, D, E, CHOSEN = 24, 16, 4, 2
 X = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
@@ -71,3 +72,13 @@ def test_scores_that_differ_are_named_before_the_choice(judged):
     assert result.onset == "./aten.mul"
     (found,) = result.results[0].other_inputs
     assert (found.argument, found.viewed) == ("self", False)
+
+
+def test_a_backward_behind_a_rerouted_token_is_not_compared():
+    """The gradient of a weight is a sum over all tokens, that one too."""
+    routing = Rerouted(torch.tensor([True, False, True]), CHOSEN)
+    routing.behind |= {"mlp/aten.mul", "mlp#backward/aten.mul"}
+    values = torch.ones(3, D), torch.ones(3, D), None
+    assert [len(one) for one in routing.align("mlp/aten.mul", values)[:2]] == [2, 2]
+    assert routing.align("mlp#backward/aten.mul", values) is None
+    assert routing.align("norm#backward/aten.mul", values) == values

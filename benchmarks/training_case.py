@@ -10,6 +10,7 @@ scores are multiplied. Then one step is recorded on both, from a checkpoint befo
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import subprocess
@@ -24,15 +25,15 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import (  # noqa: E402
     AttentionInterface,
-    AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
 )
-from transformers.masking_utils import eager_mask  # noqa: E402
 
 import divergence  # noqa: E402
+from divergence.layout import print_lines  # noqa: E402
 from divergence.recording.engines import tiny  # noqa: E402
+from divergence.report.localization import localization_lines  # noqa: E402
 
 STEPS, EVERY = 400, 100
 PROMPTS = ["the model of a machine", "one step of training", "every gradient has a place"]
@@ -70,8 +71,10 @@ def vendor_attention(
 def on_vendor(model: PreTrainedModel) -> None:
     """The second machine's kernel, in every block."""
     AttentionInterface.register("vendor", vendor_attention)
-    AttentionMaskInterface.register("vendor", eager_mask)
-    model.config._attn_implementation = "vendor"
+    for module in model.modules():
+        if type(module).__name__ == "LlamaAttention":
+            module.config = copy.copy(module.config)
+            module.config._attn_implementation = "vendor"
 
 
 def train(folder: Path, out: Path, *, vendor: bool) -> None:
@@ -123,6 +126,12 @@ def main() -> None:
         divergence.capture(like=a, out=work / "b", prepare=on_vendor, probe=False)
         divergence.truth(a, out=work / "truth")
         show(work, "compare", "a", "b", "--truth", "truth")
+        print(">>> divergence.localize(a, b, truth=truth, prepare_candidate=on_vendor)")
+        found = divergence.localize(
+            work / "a", work / "b", truth=work / "truth", out=work / "down",
+            prepare_candidate=on_vendor,
+        )  # fmt: skip
+        print_lines(localization_lines(found))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ other's is left room for by ``drift``, what the final norm and the head make of 
 ``free_gain``. With a truth the two sides' distances from it are compared instead, over the rows of
 a prefill or for the one row of a decode step. Where a model routes tokens, one row may have gone
 to another expert, so that the median of fewer than eight tells nothing; and where that is known of
-any, on one side or in the truth, the distances from it do not either. Where activations become
+any, on one side or in the truth, the ends of the free runs do not either. Where activations become
 codes, one that flips moves everything behind it farther than rounding does, on either side: what
 the free runs end with tells nothing then, and only what lies behind the blocks is looked at.
 """
@@ -67,7 +67,7 @@ def find_drift(
                 drift = _against_floors(site, allowed.get(place), thresholds)
             if coded or (routed and _num_rows(site) < _MIN_ROWS):
                 drift = None
-            if drift is not None and by_truth and rerouted(site.sample, site.step):
+            if drift is not None and rerouted(site.sample, site.step):
                 drift = None
             drift = drift or _behind_blocks(site, thresholds)
             if drift is not None:

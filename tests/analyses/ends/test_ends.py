@@ -436,3 +436,6 @@ def test_drift_behind_the_blocks(run):
     assert "at .:out" in found.summary
     assert "prompt 1, step 2" in found.evidence.text
     assert find_drift(report.sites, THRESHOLDS, routed=True) is None  # one token, any expert
+    for place, told in (((1, 2), False), ((1, 1), True)):  # tokens of it went to other experts
+        apart = find_drift(sites, THRESHOLDS, rerouted=lambda *here, place=place: here == place)
+        assert (apart is not None) == told

@@ -11,6 +11,7 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.comparison.experts import _explained
+from divergence.comparison.rerouted import free_routes_differ
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -268,3 +269,13 @@ def test_what_else_decides_is_not_taken_for_a_fault():
     assert explained([0.9] * 20, 0.5)  # none was closer
     assert explained([*[0.1] * 20, -0.2], 0.5)  # the logits do not decide there either
     assert explained([0.1] * 20, 0.0)  # a tie
+
+
+def test_free_runs_whose_tokens_went_elsewhere_are_known(recorded, tmp_path):
+    """By the prompt, from the step on at which they did; a prompt that is not there is not
+    known."""
+    a, truth = recorded("qwen3-moe", 32, "bfloat16")
+    assert not free_routes_differ([a, a], 0, 2)
+    assert free_routes_differ([a, truth], 0, 0)  # 32 experts, 16 bits: some tie is decided apart
+    other = capture(like=a, out=tmp_path / "b", sites=["model.layers.2"], anchor=False)
+    assert free_routes_differ([a, other], 0, 0)

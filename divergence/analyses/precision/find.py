@@ -34,7 +34,7 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
         Finding(
             claim="explanation", role="explains", leads=leads,
             evidence=[
-                Evidence(text=item.text + (cost if item.part == "gradient reduction" else ""))
+                Evidence(text=item.text + (cost if item.part == "reduced gradients" else ""))
                 for item in audit.findings
                 if (onset in item.operators or PHASES.get(item.part, "") == phase) == leads
             ],

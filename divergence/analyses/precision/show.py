@@ -8,7 +8,7 @@ from divergence.layout import BLANK, MAX_WIDTH, Line, count, cut, heading, line,
 
 __all__ = ["audit_lines", "dtype_words", "expectation", "footer", "show"]
 
-_PART, _SIDE = 20, 19
+_PART, _SIDE = 18, 19
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:

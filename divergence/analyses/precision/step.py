@@ -29,7 +29,7 @@ __all__ = ["PHASES", "gradient_errors", "step_rows"]
 
 _MEGATRON = "Megatron-LM's default"
 _EXPECTED: dict[Part, tuple[str, bool]] = {
-    "gradient reduction": (_MEGATRON, True),
+    "reduced gradients": (_MEGATRON, True),
     "gradient sums": (_MEGATRON, True),
     "main weights": ("Micikevicius et al. 2018", True),
     "moments": ("common practice", True),
@@ -38,26 +38,26 @@ _EXPECTED: dict[Part, tuple[str, bool]] = {
 """Who expects float32, and whether a side below it is named."""
 
 PHASES: dict[Part, str] = {
-    "gradient reduction": "backward", "gradient sums": "backward",
+    "reduced gradients": "backward", "gradient sums": "backward",
     "main weights": "optimizer", "moments": "optimizer",
 }  # fmt: skip
 """Where what a part does is first seen: in parameters' gradients, or in what they become."""
 
 _READ: dict[Part, Callable[[StepPrecision], str | None]] = {
-    "gradient reduction": lambda step: step.reduction,
+    "reduced gradients": lambda step: step.reduction,
     "gradient sums": lambda step: step.gradients,
     "main weights": lambda step: step.main_weights,
     "moments": lambda step: step.moments,
     "buffers": lambda step: step.buffers,
 }
 _DOES: dict[Part, tuple[str, str]] = {
-    "gradient reduction": ("reduces", "reduce"),
+    "reduced gradients": ("reduces", "reduce"),
     "gradient sums": ("adds up", "add up"),
     "moments": ("keeps", "keep"),
     "buffers": ("keeps", "keep"),
 }
 _WHAT: dict[Part, str] = {
-    "gradient reduction": "gradients among ranks", "gradient sums": "micro-batches' gradients",
+    "reduced gradients": "gradients among ranks", "gradient sums": "micro-batches' gradients",
     "moments": "the optimizer's moments", "buffers": "the model's buffers",
 }  # fmt: skip
 

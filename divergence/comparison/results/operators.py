@@ -237,7 +237,7 @@ Part = Literal[
     "activation",
     "kv cache",
     "logits",
-    "gradient reduction",
+    "reduced gradients",
     "gradient sums",
     "main weights",
     "moments",

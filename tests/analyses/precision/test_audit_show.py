@@ -46,9 +46,9 @@ def texts(*args, **options) -> list[str]:
 def test_one_line_per_part():
     """The mark, the part, both sides, what was expected and by whom."""
     lines = texts(audit())
-    assert lines[1] == "    part                A                  B                  expected"
+    assert lines[1] == "    part              A                  B                  expected"
     assert lines[2] == (
-        "  ! softmax             float32            bfloat16           "
+        "  ! softmax           float32            bfloat16           "
         "float32 (attention of modeling_llama.py)"
     )
     assert lines[3].startswith("    as stored: ")
@@ -94,7 +94,7 @@ def test_one_run_alone_has_one_column_and_its_findings():
     said = AuditFinding(part="softmax", text="the run computes softmax in bfloat16")
     found = msgspec.structs.replace(found, candidate=None, findings=[said])
     lines = texts(found, alone=True)
-    assert lines[1] == "    part                computed in        expected"
+    assert lines[1] == "    part              computed in        expected"
     assert "    !: the run computes softmax in bfloat16" in lines
 
 

@@ -156,7 +156,8 @@ class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
     doubt: str | None = None
     """Why no side is named although an operator is."""
     code: str | None = None
-    """The first module that float64 tells apart, where the two sides' code is not the same."""
+    """Where the two sides' code is not the same: the first site that float64 tells apart, or, where
+    no truth can be made of a side's code, the classes of modules."""
     causal: CausalCheck | None = None
     repetitions: list[Repetition] = []
     """For each run that was captured again: does it repeat the one it stands for?"""

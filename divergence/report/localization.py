@@ -75,8 +75,10 @@ def _answer(result: Localization) -> list[Line]:
     if result.doubt:
         lines.append(prose("side", f"not named: {result.doubt}"))
     elif result.code:
-        lines.append(prose("side", f"{letter(result.side)}, by A's code; the code differs "
-                           f"from {result.code} on, in float64 as well"))  # fmt: skip
+        apart = f"the code differs from {result.code} on, in float64 as well"
+        if ":" not in result.code:  # classes of modules, and no site
+            apart = f"the two sides' code is not the same ({result.code})"
+        lines.append(prose("side", f"{letter(result.side)}, by A's code; {apart}"))
     if operator.called_at:
         lines.append(prose("called at", operator.called_at))
     lines.append(prose("operator", _called(result)))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from divergence.comparison.preflight.code import replaced_in
+from divergence.comparison.preflight.code import other_code, replaced_in
 from divergence.comparison.preflight.owner import Disagreement, disagreement, without_pads
 from divergence.comparison.result import Report
 from divergence.experiments.localization.machine import Goal, Maker
@@ -71,8 +71,13 @@ def blame(
         return Blame(contradiction=", ".join(f"{what} by {letter(side)}" for what, side in named))
     if blamed != "reference" and blamed != "candidate":
         return Blame()
-    if off == blamed or maker.one_machine:
+    manifests = [made[side].manifest for side in ("reference", "candidate")]
+    apart = other_code(*manifests, goal.block)
+    if off == blamed or (maker.one_machine and not apart):
         return Blame(side=blamed)
+    if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
+        replaced = [bool(replaced_in(manifest, goal.block)) for manifest in manifests]
+        return Blame(side=blamed, code=None if replaced == [False, True] else ", ".join(apart[:3]))
     if blamed == "candidate":
         output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"
         return _by_both_codes(maker, goal, made, truth, output)

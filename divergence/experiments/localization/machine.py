@@ -217,6 +217,10 @@ class Maker:
         """Were both sides' runs repeated here, by what is installed here?"""
         return {"reference", "candidate"} <= set(self._repeated)
 
+    def is_prepared(self, side: str) -> bool:
+        """Does the caller change that side's model?"""
+        return self._prepare.get(side) is not None
+
     def _refuse(self, side: str, repetition: Repetition, lay_there: Run | None) -> None:
         by = "" if repetition.rel_l2 is None else f", rel L2 {repetition.rel_l2:.2e}"
         what = f"{repetition.site} differs{by}"

@@ -71,12 +71,12 @@ def blame(
         return Blame(contradiction=", ".join(f"{what} by {letter(side)}" for what, side in named))
     if blamed != "reference" and blamed != "candidate":
         return Blame()
-    manifests = [made[side].manifest for side in ("reference", "candidate")]
-    apart = other_code(*manifests, goal.block)
+    mine, theirs = made["reference"].manifest, made["candidate"].manifest
+    apart = other_code(mine, theirs, goal.block)
     if off == blamed or (maker.one_machine and not apart):
         return Blame(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
-        replaced = [bool(replaced_in(manifest, goal.block)) for manifest in manifests]
+        replaced = [bool(replaced_in(manifest, goal.block)) for manifest in (mine, theirs)]
         return Blame(side=blamed, code=None if replaced == [False, True] else ", ".join(apart[:3]))
     if blamed == "candidate":
         output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"

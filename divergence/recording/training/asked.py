@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
+from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of, recorded_in
 from divergence.options.train import TrainOptions
@@ -115,7 +117,20 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
             f"{' and '.join(named)} with --train: a training step is one forward and one backward",
             hint="leave it out, or make two runs",
         )
-    return replace(_as_policy(options), max_new_tokens=0)
+    return replace(_by_name(_as_policy(options)), max_new_tokens=0)
+
+
+_DTYPES = ("autocast", "reduce_dtype", "accumulate_dtype", "moments_dtype", "buffer_dtype")
+
+
+def _by_name(options: CaptureOptions) -> CaptureOptions:
+    """``bf16`` is ``bfloat16``, as it is of ``--dtype``. (What is no dtype is refused where it is
+    used, by the option's name.)"""
+    names: dict[str, str] = {}
+    for option in _DTYPES:
+        with contextlib.suppress(UsageError):
+            names[option] = format_named(getattr(options, option) or "").name
+    return replace(options, **names)
 
 
 def _as_policy(options: CaptureOptions) -> CaptureOptions:

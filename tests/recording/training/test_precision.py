@@ -88,7 +88,8 @@ def test_a_policy_is_options(step, tmp_path):
     again = step("b", like=run).manifest.training
     assert again == training
     wide = "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)"
-    other = step("c", like=run, precision_policy=wide).manifest.training
+    other = step("c", like=run, precision_policy=wide, moments_dtype="bf16").manifest.training
+    assert other.moments_dtype == "bfloat16"
     assert (other.reduce_dtype, other.accumulate_dtype) == ("float32", "float32")
 
 

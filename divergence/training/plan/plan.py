@@ -102,6 +102,15 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     kept = kept_parts(
         pieces, optimizer=optimizer, main_weights=main_weights, zero=zero, num_ranks=count
     )
+    # torch's DTensor holds the gradient of a table whose rows are divided whole
+    wide = {f"{path}.weight" for path, style in styles.items() if style == "embedding_rowwise"}
+    tables = [piece for piece in pieces if piece.trained and piece.name in wide]
+    undivided = sum((axes["tp"] - 1) * piece.bytes for piece in tables) if zero < 2 else 0
+    kept = [
+        msgspec.structs.replace(part, bytes=part.bytes + undivided)
+        if part.name == "gradients" else part
+        for part in kept
+    ]  # fmt: skip
     names = {escape_path(name): name for name, _ in module.named_modules()}
     blocks = [
         names[path] for path, note in describe_modules(module).items() if note.role == "block"
@@ -126,7 +135,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     total, gradients = sum(by_name.values()), by_name["gradients"]
     peak = None
     if used is not None:
-        peak = total - gradients + max(gradients, used.activations.peak_bytes)
+        peak = total - gradients + max(gradients, used.activations.peak_bytes + undivided)
     plan = TrainingPlan(
         num_parameters=num_parameters,
         num_ranks=math.prod(axes.values()),
@@ -167,13 +176,12 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
             "matrices with the same input (q, k, v) are counted with one all-reduce in the "
             f"backward; transformers' own plan makes one for each of {used.num_shared}"
         )
-    wide = [path for path, style in styles.items() if style == "embedding_rowwise"]
-    for piece in pieces:
-        if piece.trained and any(piece.name == f"{path}.weight" for path in wide):
-            notes.append(
-                f"torch's DTensor holds the gradient of {piece.name} whole, "
-                f"{size((axes['tp'] - 1) * piece.bytes)} more than its part"
-            )
+    for piece in tables:
+        more = size((axes["tp"] - 1) * piece.bytes)
+        notes.append(
+            f"torch's DTensor holds the gradient of {piece.name} whole, {more} more than its part"
+            + ("" if undivided else ", which is not counted")
+        )
     return plan
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import divergence
 from divergence.analyses.precision.audit import audit_runs
 from divergence.errors import UsageError
+from divergence.recording.training.precision import precision_of
+from divergence.run.schema.engine import Training
 
 IDS = [[5, 9, 11, 7, 3, 8], [6, 2, 9, 13, 4], [9, 9, 1, 7, 12, 3, 8]]
 
@@ -152,3 +156,14 @@ def test_two_runs_alike_are_named_together(step):
 def test_refused(options, words, step):
     with pytest.raises(UsageError, match=words):
         step("a", **options)
+
+
+def test_the_policy_of_a_model_that_fsdp_divides_is_read_from_it():
+    """What FSDP computes and sends in stands in the model, whoever divided it."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = torch.nn.Linear(2, 2)
+    model._get_fsdp_state = lambda: SimpleNamespace(_mp_policy=policy)
+    known = precision_of(model, Training(train=True), [("", "weight", model.weight)], None)
+    assert (known.parameters, known.reduction) == ("bfloat16", "float32")
+    plain = precision_of(torch.nn.Linear(2, 2), Training(train=True), [], None)
+    assert (plain.parameters, plain.reduction, plain.gradients) == ("float32", None, None)

@@ -132,6 +132,11 @@ def main() -> None:
             prepare_candidate=on_vendor,
         )  # fmt: skip
         print_lines(localization_lines(found))
+        narrow = ["--dtype", "bfloat16", "--reduce-dtype", "bfloat16", "--learning-rate", "1e-4"]
+        words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+        show(work, "capture", f"gpu-{EVERY}", "-o", "narrow", "--train", "--optimizer-step",
+             "adamw", *narrow, *words)  # fmt: skip
+        show(work, "inspect", "narrow")
 
 
 if __name__ == "__main__":

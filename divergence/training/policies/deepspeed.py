@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.training.policies.policy import Policy, half, named_dtype
+from divergence.training.policies.policy import Policy, half, named_dtype, number
 
 __all__ = ["SECTIONS", "read"]
 
@@ -45,7 +45,8 @@ def read(config: Mapping[str, Any]) -> Policy:
             _plain(autocast.get("dtype", "bfloat16"), "torch_autocast.dtype"),
             "torch_autocast.dtype",
         )
-    stage = int(_plain(zero.get("stage", 0), "zero_optimization.stage"))
+    place = "zero_optimization.stage"
+    stage = int(number(_plain(zero.get("stage", 0), place), place))
     sent = config.get("communication_data_type")
     if sent is not None:
         name = "communication_data_type"
@@ -71,13 +72,15 @@ def read(config: Mapping[str, Any]) -> Policy:
             narrow = _flag(section, switch, "bf16_optimizer_states")
             options["moments_dtype"] = dtype if narrow else "float32"
             said += [f"{switch}.bf16_optimizer_states"] if narrow else []
-    scale = _plain(fp16.get("loss_scale", 0), "fp16.loss_scale")
-    if dtype == "float16" and scale:
-        options["loss_scale"] = float(scale)
-        said.append(f"fp16.loss_scale={scale}")
-    clip = _plain(config.get("gradient_clipping", 0), "gradient_clipping")
-    if clip:
-        options["clip_grad_norm"] = float(clip)
+    if dtype == "float16":
+        place = "fp16.loss_scale"
+        scale = number(_plain(fp16.get("loss_scale", 0), place), place)
+        if scale:
+            options["loss_scale"] = scale
+            said.append(f"{place}={scale:g}")
+    clip = config.get("gradient_clipping", 0)
+    if clip and clip != "auto":  # no dtype is left open by that
+        options["clip_grad_norm"] = number(clip, "gradient_clipping")
         said.append(f"gradient_clipping={clip}")
     return Policy(framework="DeepSpeed", options=options, switches=tuple(said))
 

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.training.policies.policy import Policy, named_dtype
+from divergence.training.policies.policy import Policy, named_dtype, number
 
 __all__ = ["read"]
 
@@ -22,6 +22,7 @@ _LOGGED = re.compile(r"^.*?\b([a-z][a-z0-9_]*) \.{2,} *(\S.*?)\s*$", re.MULTILIN
 """``  bf16 .............................. True``, behind what a launcher puts before it."""
 _YAML = re.compile(r"^\s*([a-z][a-z0-9_]*)\s*:\s*([^\s#]+)\s*(?:#.*)?$", re.MULTILINE)
 _ARGUMENT = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?:[ =]+([^\s-]\S*))?")
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _KNOWN = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16",
           "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
           "use_precision_aware_optimizer", "loss_scale", "clip_grad")  # fmt: skip
@@ -57,9 +58,9 @@ def read(text: str, where: str) -> Policy:
     if on("use_precision_aware_optimizer"):
         options |= _of_optimizer(given)
     if on("loss_scale"):
-        options["loss_scale"] = float(given["loss_scale"])
+        options["loss_scale"] = number(given["loss_scale"], "loss_scale")
     if on("clip_grad"):
-        options["clip_grad_norm"] = float(given["clip_grad"])
+        options["clip_grad_norm"] = number(given["clip_grad"], "clip_grad")
     switches = tuple(
         name if value.lower() == "true" else f"{name}={value}"
         for name, value in given.items()
@@ -69,7 +70,8 @@ def read(text: str, where: str) -> Policy:
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Those that are known, by their name in Python."""
+    """Those that are known, by their name in Python; not those that are commented out."""
+    text = _COMMENT.sub("", text)
     found: dict[str, str] = {}
     for pattern in (_YAML, _LOGGED):
         found |= {name: value for name, value in pattern.findall(text) if name in _KNOWN}

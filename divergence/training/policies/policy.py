@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 
-__all__ = ["Policy", "half", "named_dtype"]
+__all__ = ["Policy", "half", "named_dtype", "number"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -38,6 +39,17 @@ def named_dtype(value: Any, where: str) -> str:
             hint="leave it out of the policy",
         )
     return name
+
+
+def number(value: Any, where: str) -> float:
+    """Raises UsageError for what is no finite number."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if isinstance(value, bool) or not math.isfinite(found):
+        raise UsageError(f"{where} is {value!r}: no number", hint="correct the policy")
+    return found
 
 
 def half(dtype: str | None) -> bool:

@@ -49,6 +49,8 @@ def megatron(tmp_path, text):
         ({"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}},
          {"dtype": "float16", "reduce_dtype": "float16", "accumulate_dtype": "float16",
           "main_weights": True}),
+        ({"train_batch_size": 8, "gradient_clipping": "auto"},
+         {"dtype": "float32", "reduce_dtype": "float32", "accumulate_dtype": "float32"}),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
          {"dtype": "float32", "autocast": "bfloat16", "accumulate_dtype": "float32"}),
     ],
@@ -66,6 +68,8 @@ def test_deepspeeds_configuration(config, options, tmp_path):
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16"),
         ({"bf16": True}, "bf16 is no section"),
         ({"bf16": {"enabled": True}, "communication_data_type": "int8"}, "only float32, bfloat16"),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": "two"}}, "'two': no number"),
+        ({"fp16": {"enabled": True, "loss_scale": True}}, "loss_scale is True"),
         ({"some": "thing"}, "no configuration of DeepSpeed"),
     ],
 )
@@ -97,6 +101,7 @@ NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
          "[rank0]:  fp16 ............................................ False\n"
          "[rank0]:  grad_reduce_in_bf16 ............................. True\n"
          "[rank0]:  loss_scale ...................................... None\n", NARROW),
+        ("# --fp16 \\\n--bf16 \\\n  # --grad-reduce-in-bf16\n", WIDE),
         ("model:\n  bf16: true  # mixed precision\n  fp16: false\n", WIDE),
     ],
 )  # fmt: skip
@@ -110,6 +115,7 @@ def test_megatrons_arguments(text, options, tmp_path):
     ("text", "words"),
     [
         ("--lr 1e-4", "neither DeepSpeed's configuration nor arguments"),
+        ("--bf16 --loss-scale big", "'big': no number"),
         ("--bf16 --fp16", "both --bf16 and --fp16"),
         ("{broken", "no valid JSON"),
         ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8", "exp_avg_dtype"),

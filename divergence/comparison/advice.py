@@ -142,8 +142,8 @@ class Advice:
         if self._truth is not None or "://" in self._a:
             return None
         for place in (beside(self._a, "-truth"), str(Path(self._a).parent / "truth")):
-            with contextlib.suppress(DivergenceError):
-                if Path(place).exists() and Truth(Run.open(place), a, b).anchors:
+            with contextlib.suppress(DivergenceError, OSError):
+                if Path(place).exists() and Truth(Run.open_manifest(place), a, b).anchors:
                     return place
         return None
 

@@ -338,7 +338,9 @@ def kept_rows(rows: RowMetrics, routed: Routed) -> RowMetrics:
     """The rows that are judged; the others count as masked."""
     if routed.kept is None:
         return rows
-    return replace(rows, rel_l2=np.where(routed.kept.numpy(), rows.rel_l2, math.nan))
+    return msgspec.structs.replace(
+        rows, rel_l2=np.where(routed.kept.numpy(), rows.rel_l2, math.nan)
+    )
 
 
 RouteKey = tuple[Side | None, str, int, int, str]

@@ -43,6 +43,7 @@ farther, so limits are wider for them (``spread``, ``rare_ratio``).
 
 from __future__ import annotations
 
+import functools
 import math
 from statistics import NormalDist
 from typing import Literal
@@ -156,6 +157,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 THRESHOLDS = Thresholds()
 
 
+@functools.lru_cache(maxsize=256)
 def floor_weights(
     form: Format, *, num_features: int, role: Literal["block", "inner", "trunk"]
 ) -> tuple[float, float]:
@@ -195,6 +197,7 @@ def check_range(value: float, allowed: tuple[float, float], *, where: str) -> No
         )
 
 
+@functools.lru_cache(maxsize=4096)
 def spread(num_values: int, *, num_looks: int = 1) -> float:
     """By how much the relative error of few numbers may exceed that of many, by chance alone.
 

@@ -8,6 +8,7 @@ URL; each is checked against its checksum when it is first read.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -122,6 +123,16 @@ class Run:
             stack.pop_all()
         return run
 
+    @classmethod
+    def open_manifest(cls, path: str | os.PathLike[str]) -> Run:
+        """The run at ``path`` without its records. Raises RunFormatError, and OSError."""
+        place = location_of(path)
+        store = open_store(place)
+        try:
+            return cls(place, read_manifest(store), [])
+        finally:
+            store.close()
+
     @property
     def far(self) -> bool:
         """Do its bytes come over a network? Then only those are read that must be."""
@@ -235,12 +246,19 @@ class Run:
         first = parts_of(records[0])[0]
         form, num_bytes = format_named(first.dtype), first.num_bytes
         pieces: list[Bytes] = []
-        for record in records:
-            part = parts_of(record)[0]
-            shard = self._touch(record, part)
-            data = shard.stretch(part.place.key, num_bytes)
-            self._hold(shard, record, part, data)
-            pieces.append(data)
+        places = [(record.place, record) for record in records if record.place is not None]
+        for name, group in itertools.groupby(places, key=lambda item: item[0].shard):
+            together = list(group)
+            shard = self._touched[name] = self._shard(together[0][1], name)
+            stored = shard.stretches([place.key for place, _ in together], num_bytes)
+            for (place, record), data in zip(together, stored, strict=True):
+                key = name, place.key
+                digest = self._digests.get(key)
+                if digest is None:
+                    digest = self._digests[key] = xxhash.xxh3_128_hexdigest(data)
+                if digest != record.xxh3:
+                    self._hold(shard, record, parts_of(record)[0])
+            pieces += stored
         shape = (len(records), *first.shape)
         if not num_bytes:
             return torch.empty(shape, dtype=form.torch_dtype)

@@ -96,9 +96,15 @@ def find_seams(measured: Measured) -> list[Seam]:
 def _forwards(pairs: Iterable[Pair], manifest: Manifest) -> Iterator[list[Pair]]:
     """The free pairs of blocks and trunk, one forward after another."""
     forwards: dict[tuple[int, int], list[Pair]] = {}
+    known: dict[tuple[str, str], bool] = {}
     for pair in pairs:
+        if pair.pass_ != "free":
+            continue
         record = pair.reference.record
-        if pair.pass_ == "free" and _is_passage(record, manifest):
+        key = record.site, record.dtype
+        if key not in known:
+            known[key] = _is_passage(record, manifest)
+        if known[key]:
             forwards.setdefault((pair.reference.sample, record.step), []).append(pair)
     for pairs_of_one in forwards.values():
         yield sorted(pairs_of_one, key=lambda pair: pair.reference.record.order)

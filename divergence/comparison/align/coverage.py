@@ -16,8 +16,9 @@ both have but that ran on one side alone (an expert that no token was sent to) i
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -154,15 +155,19 @@ class _Ledger:
         row.add("missing", reason)
         self.missing.append(Skipped(*place, reason, "reference"))
 
+    @functools.cached_property
+    def _theirs(self) -> Mapping[Coordinates, Piece]:
+        """The candidate's, asked for where the reference's are not all paired."""
+        return {} if self._replays else indexed(self._b, split=self._split)
+
+    @functools.cached_property
+    def _forwards(self) -> set[tuple[str, int, int]]:
+        return {key[:3] for key in self._theirs}
+
     def tensors(self) -> None:
         """Tensors of modules in the passes that are compared one by one."""
         pieces = {} if self._replays else indexed(self._a, split=self._split)
-        theirs = {} if self._replays else indexed(self._b, split=self._split)
-        forwards = {key[:3] for key in theirs}
-        paired = {
-            _key(pair.pass_, pair.reference): _is_empty(pair.reference, pair.candidate)
-            for pair in self._alignment.pairs
-        }
+        paired = {_key(pair.pass_, pair.reference): pair for pair in self._alignment.pairs}
         alone = {_key_of(item): item for item in self._alignment.only_reference}
         skipped = {
             _key_of(item): item for item in self._alignment.skipped if item.side != "candidate"
@@ -170,14 +175,16 @@ class _Ledger:
         for label, ours_in, theirs_in in self._passes:
             row = self._row(label, "tensors")
             again = (ours_in, theirs_in) == ("free", "anchored")
-            for (found_in, sample, step, site), _ in pieces.items():
+            num_paired = num_empty = 0
+            for found_in, sample, step, site in pieces:
                 if found_in != ours_in:
                     continue
-                if again and (theirs_in, sample, step) not in forwards:
-                    continue  # no anchor reached it: judged in the free pass
                 key = (label, sample, step, site)
-                if key in paired:
-                    row.add("empty" if paired.pop(key) else "compared")
+                if (pair := paired.pop(key, None)) is not None:
+                    is_empty = _is_empty(pair.reference, pair.candidate)
+                    num_empty, num_paired = num_empty + is_empty, num_paired + 1
+                elif again and (theirs_in, sample, step) not in self._forwards:
+                    continue  # no anchor reached it: judged in the free pass
                 elif key in alone:
                     row.add("missing", alone[key].reason)
                 elif key in skipped:
@@ -185,9 +192,13 @@ class _Ledger:
                 elif theirs_in == "anchored" and is_given(self._a.manifest, site):
                     row.add("elsewhere", _GIVEN)
                 else:
-                    known = (theirs_in, sample, step, self._rename(site)) in theirs
+                    known = (theirs_in, sample, step, self._rename(site)) in self._theirs
                     reason = UNACCOUNTED if known else f"not in B's {theirs_in} pass"
                     self._lack(row, key, reason)
+            if num_empty:
+                row.add("empty", number=num_empty)
+            if num_paired > num_empty:
+                row.add("compared", number=num_paired - num_empty)
         for item in skipped.values():  # parts of ranks that make no tensor
             if item.side == "reference":
                 self._row(item.pass_, "tensors").add("skipped", item.reason)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.schema.contents import records_at
+from divergence.run.schema.contents import call_passes, records_at
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import is_operator_site, module_of, unescape_path
@@ -24,8 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set."""
 
     record: Record
@@ -38,8 +38,7 @@ class Piece:
     """Positions that the batch put before the sample's first token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Two pieces that hold the same tensor of the model."""
 
     reference: Piece
@@ -53,14 +52,18 @@ class Pair:
 def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
     """The tensors that are paired one by one, by (pass, sample, step, site); ``split``: batches are
     taken apart into their samples."""
-    pieces: dict[tuple[str, int, int, str], Piece] = {}
     kinds = kinds_of(run)
-    for record in run.records:
-        if kinds(record) != "tensor":
-            continue
-        for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:
-            pieces[record.pass_, piece.sample, record.step, record.site] = piece
-    return pieces
+    tensors = (record for record in run.records if kinds(record) == "tensor")
+    if not split:
+        return {
+            (record.pass_, record.sample, record.step, record.site): Piece(record, record.sample)
+            for record in tensors
+        }
+    return {
+        (record.pass_, piece.sample, record.step, record.site): piece
+        for record in tensors
+        for piece in _pieces(record, run.manifest)
+    }
 
 
 def pieces_in(
@@ -148,6 +151,9 @@ class Pieces:
     def __init__(self, reference: Run, candidate: Run, inputs: Run | None = None) -> None:
         self.reference, self.candidate = reference, candidate
         self._inputs = inputs
+        groups = reference.manifest.tokens.groups
+        self._groups = {group[0]: group for group in reversed(groups) if group}
+        """By its first sample."""
 
     def tensor(self, run: Run, piece: Piece) -> torch.Tensor:
         return self.rows_of(run.read(piece.record), piece)
@@ -216,7 +222,7 @@ class Pieces:
         held one, or the first axis is none of prompts."""
         if piece.row is not None or len(shape) < 2:
             return []
-        group = self.reference.manifest.tokens.group_of(piece.record.sample)
+        group = self._groups.get(piece.record.sample, [])
         return group if len(group) > 1 and shape[0] == len(group) else []
 
     def locate(
@@ -228,7 +234,7 @@ class Pieces:
         record, tokens = piece.record, self.reference.manifest.tokens
         inner = max(math.prod(shape[2:-1]), 1)
         member, token = row // (inner * shape[1]), row // inner % shape[1]
-        group = tokens.group_of(record.sample) or [piece.sample]
+        group = self._groups.get(record.sample) or [piece.sample]
         split = piece.row is not None or shape[0] != len(group)
         number = piece.sample if split else group[member]
         sample = tokens.samples[number]
@@ -270,17 +276,21 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
 
     An operator is known by its call and not by the ``/`` in its site alone.
     """
-    calls = {r.site.rpartition(":")[0] for r in run.records if r.call is not None}
-    digests: dict[str, str | None] = {}
-    """By site: of the weight that is named like it."""
+    calls: set[str] = set()
+    if call_passes(run.records):
+        calls = {r.site.rpartition(":")[0] for r in run.records if r.call is not None}
+    sites: dict[str, tuple[bool, str | None]] = {}
+    """By site: is it an operator's, and the digest of the weight that is named like it."""
+
+    def look_up(site: str) -> tuple[bool, str | None]:
+        operator = "/" in site and is_operator_site(site) and site.rpartition(":")[0] in calls
+        sites[site] = operator, _digest_of_weight(site, run.manifest)
+        return sites[site]
 
     def kind(record: Record) -> Kind:
-        site = record.site
-        if "/" in site and is_operator_site(site) and site.rpartition(":")[0] in calls:
+        operator, digest = sites.get(record.site) or look_up(record.site)
+        if operator:
             return "operator"
-        if site not in digests:
-            digests[site] = _digest_of_weight(site, run.manifest)
-        digest = digests[site]
         if digest is not None and _is_weight(record, digest, run.manifest):
             return "weight"
         return "whole" if record.pass_ == "whole" else "tensor"

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair
@@ -229,7 +230,7 @@ def small_rows(rows: RowMetrics) -> RowMetrics:
     """Of a gradient whose terms may cancel: there a row is small, and its terms' rounding is not.
     Its error is held against the median row; a row of zeros tells nothing without a truth."""
     rel_l2 = np.where(rows.norm > 0, rows.rel_l2, 0.0)
-    return replace(rows, rel_l2=rel_l2 * share_of_usual(rows.norm))
+    return msgspec.structs.replace(rows, rel_l2=rel_l2 * share_of_usual(rows.norm))
 
 
 def share_of_usual(norm: np.ndarray) -> np.ndarray:
@@ -241,7 +242,7 @@ def share_of_usual(norm: np.ndarray) -> np.ndarray:
 def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
     """(N, T) of N pairs."""
     updates = [one.update_norm for one in rows if one.update_norm is not None]
-    return replace(
+    return msgspec.structs.replace(
         rows[0],
         rel_l2=np.stack([one.rel_l2 for one in rows]),
         norm=np.stack([one.norm for one in rows]),

@@ -57,8 +57,7 @@ _Forward = tuple[int, int, str]
 """(sample, step, module path)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairNumbers:
+class PairNumbers(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What was measured of one pair."""
 
     metrics: PairMetrics | None
@@ -175,13 +174,14 @@ class Judge:
         forward = sample, pair.candidate.record.step, path
         if port.startswith("in"):
             size, home = metrics.token_rel_l2_median or 0.0, self._home_of(site)
-            if module_of(site) == home:
-                self._entered_block[home] = max(self._entered_block.get(home, 0.0), size)
+            if module_of(site) == home and size > self._entered_block.get(home, 0.0):
+                self._entered_block[home] = size
             if port == "in":
                 self._entering[forward] = judged.rows
-                self._earlier[sample, path] = max(self._earlier.get((sample, path), 0.0), size)
-            elif "mask" not in port:
-                self._beside[forward] = max(self._beside.get(forward, 0.0), size)
+                if size > self._earlier.get((sample, path), 0.0):
+                    self._earlier[sample, path] = size
+            elif "mask" not in port and size > self._beside.get(forward, 0.0):
+                self._beside[forward] = size
         else:
             inherited = self._entering.get(forward)
             if inherited is not None and inherited.rel_l2.shape == judged.rows.rel_l2.shape:
@@ -322,18 +322,14 @@ class Judge:
             if routed.kept is not None and bool(routed.kept.any()):
                 worst = int(np.nan_to_num(judged.rows.rel_l2, nan=-1.0).argmax())
                 sample, position = self._pieces.locate(pair.reference, shape, worst)
+        fields = shared_fields(judged.metrics)
+        fields |= self._place(pair)
+        fields |= more
         result = SiteResult(
-            **self._place(pair),
-            **shared_fields(judged.metrics),
-            shape=shape,
-            worst_sample=sample,
-            worst_position=position,
-            nonfinite=nonfinite_of(judged.metrics),
-            logits=numbers.logits,
-            estimated=numbers.estimate,
-            at_least=numbers.least,
-            **more,
-        )
+            shape=shape, worst_sample=sample, worst_position=position,
+            nonfinite=nonfinite_of(judged.metrics), logits=numbers.logits,
+            estimated=numbers.estimate, at_least=numbers.least, **fields,
+        )  # fmt: skip
         if routed is not None and ratios is not None and routed.experts is not None:
             norms = judged.rows.norm, judged.rows.update_norm
             floor = self._row_floor(pair, _last(judged.numbers.shape), *norms)

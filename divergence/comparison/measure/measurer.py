@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from divergence.comparison.align.pieces import Pair, Pieces, same_positions
 from divergence.comparison.experts import Routing
@@ -92,7 +93,7 @@ class Measurer:
             numbers = self._numbers(pair, is_block, threads)
         if true_record is None or format_named(true_record.dtype).kind != "float":
             return numbers
-        return replace(numbers, against=self._against(pair, true_record, is_block))
+        return msgspec.structs.replace(numbers, against=self._against(pair, true_record, is_block))
 
     def measure_small(self, pairs: Sequence[Pair]) -> list[PairNumbers | None]:
         """``measure`` of each, many at a time where their tensors are small and alike."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -43,9 +44,10 @@ class SitePlace(ModuleFields):
     candidate_dtype: str
 
 
-_SHARED = [
-    name for name in PairMetrics.__struct_fields__ if name in SiteResult.__struct_fields__
+_PAIRS_OWN = [
+    name for name in PairMetrics.__struct_fields__ if name not in SiteResult.__struct_fields__
 ]  # fmt: skip
+_COUNTS = operator.attrgetter("reference_nan", "reference_inf", "candidate_nan", "candidate_inf")
 
 
 def identical_site(record: Record, place: SitePlace) -> SiteResult:
@@ -76,7 +78,10 @@ def identical_site(record: Record, place: SitePlace) -> SiteResult:
 
 def shared_fields(metrics: PairMetrics) -> dict[str, Any]:
     """The fields that SiteResult takes over as they are: those of the same name."""
-    return {name: getattr(metrics, name) for name in _SHARED}
+    fields = msgspec.structs.asdict(metrics)
+    for name in _PAIRS_OWN:
+        del fields[name]
+    return fields
 
 
 def nonfinite_in(tensor: torch.Tensor, row_mask: torch.Tensor) -> NonfiniteCount | None:
@@ -87,7 +92,9 @@ def nonfinite_in(tensor: torch.Tensor, row_mask: torch.Tensor) -> NonfiniteCount
 
 def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
     """Counts of both sides, where there is anything to count."""
-    count = NonfiniteCount(
+    if not any(_COUNTS(metrics)):
+        return None
+    return NonfiniteCount(
         reference_nan=metrics.reference_nan,
         reference_inf=metrics.reference_inf,
         candidate_nan=metrics.candidate_nan,
@@ -99,7 +106,6 @@ def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
         candidate_alone=metrics.candidate_alone,
         mask_alike=metrics.mask_alike,
     )
-    return count if count.total else None
 
 
 def without_floor(sites: Sequence[SiteResult]) -> list[SiteResult]:

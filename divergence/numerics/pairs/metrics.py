@@ -6,7 +6,6 @@ divergence.numerics.pairs.pair.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Estimate", "PairMetrics", "RowMetrics"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowMetrics:
+class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """Per row t (leading dims flattened), float64, shape (rows,).
 
     ``rel_l2``: ‖d_t‖/‖a_t‖, nan where the row is masked or has no element finite on both

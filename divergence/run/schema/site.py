@@ -82,6 +82,10 @@ _SITE = re.compile(r"(?P<path>[^:\s]+):(?P<port>(?:in|out)(?:\.[^:\s]+)?)")
 _RESERVED = re.compile(r"[/:#%\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+_remembered = functools.lru_cache(maxsize=1 << 14)
+"""For what is asked of every record: sites are few beside them."""
+
+
 def escape_path(name: str) -> str:
     """A module's torch name as a module path: ``"blocks.enc/dec"`` → ``"blocks.enc%2Fdec"``."""
 
@@ -119,6 +123,7 @@ def split_site(site: str) -> tuple[str, str]:
     return match["path"], match["port"]
 
 
+@_remembered
 def module_of(site: str) -> str:
     """``"shared#2:out"``, ``"shared#2/aten.mm#3:out"`` → ``"shared"``: the module path alone."""
     return site.partition(":")[0].partition("/")[0].partition("#")[0]
@@ -129,6 +134,7 @@ def operator_path(path: str, operator: str, call: int) -> str:
     return f"{path or ROOT}/{operator}" + (f"#{call}" if call > 1 else "")
 
 
+@_remembered
 def phase_of(site: str, step: int) -> str:
     """One of PHASES."""
     if BACKWARD in site:
@@ -138,11 +144,13 @@ def phase_of(site: str, step: int) -> str:
     return "decode" if step else "prefill"
 
 
+@_remembered
 def of_parameter(site: str) -> bool:
     """Is it a parameter's gradient, or what an optimizer made of it? Its rows are no tokens."""
     return OPTIMIZER in site or f"{BACKWARD}:out." in site
 
 
+@_remembered
 def is_gradient(site: str) -> bool:
     """Is it a parameter's gradient, or a mean of such: what an optimizer gets, its moments?"""
     path, _, port = site.partition(":")
@@ -151,6 +159,7 @@ def is_gradient(site: str) -> bool:
     )
 
 
+@_remembered
 def is_operator_site(site: str) -> bool:
     """Was the tensor seen at an operator, not at a module?"""
     return "/" in site.partition(":")[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,6 +42,10 @@ class Blob:
     def view(self, begin: int, num_bytes: int) -> memoryview:
         """A part as a writable buffer that must not be written to; shorter where it was cut."""
         raise NotImplementedError
+
+    def views(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
+        """``view`` of many parts of one size."""
+        return [self.view(begin, num_bytes) for begin in begins]
 
     def part(self, begin: int, num_bytes: int, name: str) -> Blob:
         """A part as a blob of its own."""
@@ -77,13 +81,17 @@ class LocalBlob(Blob):
             return file.read(max(0, min(num_bytes, self.size - begin)))
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
-        first = self.offset + begin
-        end = first + min(num_bytes, self.size - begin)
+        return self.views([begin], num_bytes)[0]
+
+    def views(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
         mapped = self._map.open()
-        if mapped.size() < end:
+        # asked once: a call to the system hands Python's lock to another thread
+        length = mapped.size()
+        if length < self.offset + min(self.size, max(begins, default=0) + num_bytes):
             # touching what the file lost since it was mapped would end the process (SIGBUS)
             raise OSError("the file has become shorter while it was read")
-        return memoryview(mapped)[first:end]
+        whole = memoryview(mapped)[self.offset : self.offset + self.size]
+        return [whole[begin : begin + num_bytes] for begin in begins]
 
     def part(self, begin: int, num_bytes: int, name: str) -> LocalBlob:
         offset = self.offset + begin  # one map for all members of an archive

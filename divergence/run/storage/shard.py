@@ -131,21 +131,28 @@ class Shard:
 
     def stretch(self, key: str, wanted: int) -> Bytes:
         """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""
-        begin, end = self.span(key) or (0, -1)
-        if end - begin != wanted:
-            holds = "is gone" if end < 0 else f"holds {end - begin} bytes"
-            raise RunFormatError(
-                f"tensor {key} {holds}, its record needs {wanted} bytes", where=self.name
-            )
+        return self.stretches([key], wanted)[0]
+
+    def stretches(self, keys: Sequence[str], wanted: int) -> Sequence[Bytes]:
+        """The bytes at each of ``keys``, which are ``wanted`` each. Raises RunFormatError."""
+        begins = []
+        for key in keys:
+            begin, end = self.span(key) or (0, -1)
+            if end - begin != wanted:
+                holds = "is gone" if end < 0 else f"holds {end - begin} bytes"
+                raise RunFormatError(
+                    f"tensor {key} {holds}, its record needs {wanted} bytes", where=self.name
+                )
+            begins.append(begin)
         if wanted == 0:
-            return b""
+            return [b""] * len(keys)
         try:
-            buffer = self._blob.view(begin, wanted)
+            buffers = self._blob.views(begins, wanted)
         except OSError as error:  # removed or emptied since it was opened
             raise RunFormatError(f"shard cannot be read: {error}", where=self.name) from error
-        if len(buffer) < wanted:
+        if any(len(buffer) < wanted for buffer in buffers):
             raise RunFormatError("shard was cut off while it was read", where=self.name)
-        return buffer
+        return buffers
 
     def will_need(self, key: str) -> None:
         """The tensor at ``key`` will be viewed soon. Raises OSError."""

@@ -86,8 +86,10 @@ class Routing:
     ) -> Routed | None:
         """What may be judged of a pair of ``num_rows`` rows; None where that is not known.
         ``truth``: its run and record, whose choices must agree as well."""
+        if not self._blocks:
+            return _ALL
         block = _block_of(module_of(pair.reference.record.site), self._blocks)
-        if block is None and not (self._blocks and pair.pass_ == "free"):
+        if block is None and pair.pass_ != "free":
             return _ALL
 
         import torch

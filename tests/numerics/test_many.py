@@ -129,7 +129,7 @@ def test_many_against_a_truth_as_each_alone(shape, dtype, based):
         if many is None:
             continue
         alone = measure_against(a[n], b[n], truth[n], base=base[n] if based else None)
-        for name in AgainstTruth.__slots__:
+        for name in AgainstTruth.__struct_fields__:
             x, y = getattr(many, name), getattr(alone, name)
             assert (x is None) == (y is None)
             if x is not None:

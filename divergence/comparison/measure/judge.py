@@ -344,8 +344,13 @@ class Judge:
         results: Sequence[SiteResult],
         against: Sequence[AgainstTruth | None],
     ) -> None:
-        """How far both sides are from the truth, for the statistics over a site."""
-        judged = [item for item in zip(pairs, results, against, strict=True) if item[2]]
+        """How far both sides are from the truth, for the statistics over a site. Where blocks did
+        not get equal inputs, a truth blames none."""
+        judged = [
+            item
+            for item in zip(pairs, results, against, strict=True)
+            if item[2] is not None and item[0].pass_ != "free"
+        ]
         floors: dict[int, np.ndarray] = {}
         for alike in grouped(judged, self._kind_of_truth):
             rows = [one for _, _, one in alike if one is not None]

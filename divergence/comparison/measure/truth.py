@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from divergence.comparison.align.pairs import replayed_from
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.preflight.code import other_code
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from divergence.numerics.pairs.against import AgainstTruth
 
-__all__ = ["SamplesBySite", "Truth", "TruthSamples", "inputs_of"]
+__all__ = ["MIN_ROWS", "ChannelSums", "SamplesBySite", "Truth", "TruthSamples", "inputs_of"]
 
 
 class Truth:
@@ -123,12 +125,88 @@ def _anchored_to(reference: Run, candidate: Run) -> str | None:
     return a if a == b else None
 
 
+MIN_ROWS = 8
+"""Fewer rows tell nothing about one channel, or about a scale."""
+_PENDING_BYTES = 1 << 20
+
+
+class ChannelSums:
+    """Over the forwards of a site, column by column: what ``AgainstTruth.channels`` (6, D) of each
+    come to. Those of all forwards would take 48 D bytes each."""
+
+    def __init__(self) -> None:
+        self.is_mixed = False
+        """Do the forwards differ in D? Then there are no sums."""
+        self.num_alone = 0
+        """Forwards of one row."""
+        self._pending: list[AgainstTruth] = []
+        self._sums: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def add(self, against: AgainstTruth) -> None:
+        """One more forward."""
+        width = against.channels.shape[1]
+        if self._pending and self._pending[0].channels.shape[1] != width:
+            self._sum_up()
+        if self._sums is not None and self._sums[0].shape[1] != width:
+            self.is_mixed = True
+        if self.is_mixed or not against.num_rows:
+            return
+        self._pending.append(against)
+        self.num_alone += against.num_rows == 1
+        if len(self._pending) * against.channels.nbytes > _PENDING_BYTES:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        import numpy as np
+
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        channels = np.stack([against.channels for against in pending])
+        counts = np.array([against.num_rows for against in pending])
+        alone = channels[counts == 1, :2].max(axis=0, initial=0.0)
+        long = channels[counts >= MIN_ROWS, 4:].sum(axis=0)
+        total = channels.sum(axis=0)
+        if self._sums is not None:
+            total, long = total + self._sums[0], long + self._sums[1]
+            alone = np.maximum(alone, self._sums[2])
+        self._sums = total, long, alone
+
+    def _summed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self._sum_up()
+        assert self._sums is not None
+        return self._sums
+
+    @property
+    def total(self) -> np.ndarray:
+        """(6, D): the sums over all forwards."""
+        return self._summed()[0]
+
+    @property
+    def largest_of_long(self) -> np.ndarray:
+        """(2, D): of the forwards of MIN_ROWS rows or more, the sums of the largest row."""
+        return self._summed()[1]
+
+    @property
+    def largest_alone(self) -> np.ndarray:
+        """(2, D): of the forwards of one row, the largest."""
+        return self._summed()[2]
+
+
 @dataclass(slots=True)
 class TruthSamples:
-    """One site in one pass and phase: ``forwards`` in order, with each row's floor (T,)."""
+    """One site in one pass and phase: ``forwards`` in order, without their channels but with each
+    row's floor (T,)."""
 
     forwards: list[tuple[SiteResult, AgainstTruth, np.ndarray]] = field(default_factory=list)
+    channels: ChannelSums = field(default_factory=ChannelSums)
     _gathered: list[Any] = field(default_factory=list)
+
+    def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
+        """``floor`` (T,): of each row."""
+        self.channels.add(against)
+        rows = msgspec.structs.replace(against, channels=against.channels[:, :0])
+        self.forwards.append((result, rows, floor))
 
     def once(self, gather: Callable[[TruthSamples], Any]) -> Any:
         """What ``gather``, always the same function, makes of this when it is complete."""
@@ -145,8 +223,9 @@ class SamplesBySite:
 
     def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
         key = result.pass_, result.site, result.phase
-        samples = self._found.setdefault(key, TruthSamples())
-        samples.forwards.append((result, against, floor))
+        if key not in self._found:
+            self._found[key] = TruthSamples()
+        self._found[key].add(result, against, floor)
 
     def find(self, pass_: str, site: str, phase: str) -> TruthSamples | None:
         return self._found.get((pass_, site, phase))

@@ -14,7 +14,7 @@ import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.floors import medians
-from divergence.comparison.measure.truth import TruthSamples
+from divergence.comparison.measure.truth import MIN_ROWS, ChannelSums, TruthSamples
 from divergence.comparison.results.sites import SiteResult, TruthDiff
 from divergence.words import Side
 
@@ -28,7 +28,6 @@ __all__ = ["LEAST_LONE", "SIDES", "Forward", "TruthStats", "grouped", "stats_of"
 
 SIDES: tuple[Side, Side] = ("reference", "candidate")
 LEAST_LONE = 0.25
-_MIN_ROWS = 8  # fewer rows tell nothing about one channel, or about a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
                 top = int(np.where(keep, excess, -math.inf).argmax())
                 result = forwards[int(rows.forward[top])][0]
                 stats.peak.setdefault(why, {})[mine] = (float(excess[top]), result)
-    _channels(stats, forwards, rows)
+    _channels(stats, samples.channels, rows)
     _gains(stats, rows)
     _by_forward(stats, forwards, rows)
     return stats
@@ -175,31 +174,27 @@ def _order(result: SiteResult) -> tuple[int, int, int]:
     return (result.sample, result.step, result.order)
 
 
-def _channels(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
+def _channels(stats: TruthStats, channels: ChannelSums, rows: _Rows) -> None:
     """√(one side's squared error in a channel over the other's there plus what the other makes in
     any channel: its mean one's, or its typical row error's share by size where that is more.
     Rounding goes with the values: a massive activation holds nearly all of its row's error.
 
     Of each forward the channel's largest row is left out, of forwards of one row the largest: one
     bad token is no bad channel, and prompts that begin alike have the same bad token."""
-    if len({against.channels.shape[1] for _, against, _ in forwards}) > 1:
+    if channels.is_mixed:
         return  # attention weights: their last axis is the tokens seen so far
-    if int((~rows.sink).sum()) < _MIN_ROWS or forwards[0][1].channels.shape[1] < 2:
+    sums = channels.total
+    if int((~rows.sink).sum()) < MIN_ROWS or sums.shape[1] < 2:
         return
-    channels = np.stack([against.channels for _, against, _ in forwards])  # (F, 6, D)
-    sums = channels.sum(axis=0)
-    counts = [against.num_rows for _, against, _ in forwards]
-    alone = [n for n, num_rows in enumerate(counts) if num_rows == 1]
-    long = [n for n, num_rows in enumerate(counts) if num_rows >= _MIN_ROWS]
     for mine, other in ((0, 1), (1, 0)):
         whole = float(sums[other].mean())
         if whole <= 0:
             continue
         errors = rows.sides[SIDES[other]] / np.maximum(rows.norm, 1e-300)
         share = _median(errors[~rows.sink]) ** 2 * sums[3]
-        largest = channels[long, 4 + mine].sum(axis=0)
-        if len(alone) >= _MIN_ROWS:
-            largest += channels[alone, mine].max(axis=0)
+        largest = channels.largest_of_long[mine]
+        if channels.num_alone >= MIN_ROWS:
+            largest = largest + channels.largest_alone[mine]
         excess = (sums[mine] - largest) / (sums[other] + np.maximum(share, whole))
         assert stats.first is not None
         top = math.sqrt(max(0.0, float(excess.max())))
@@ -207,7 +202,7 @@ def _channels(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
 
 
 def _gains(stats: TruthStats, rows: _Rows) -> None:
-    if stats.num_rows < _MIN_ROWS:
+    if stats.num_rows < MIN_ROWS:
         return
     for name, gains in rows.gains.items():
         scale = rows.floor
@@ -240,22 +235,27 @@ def truth_diffs(judged: Sequence[AgainstTruth | None]) -> list[TruthDiff | None]
 
 def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
     """Of forwards with as many rows and columns."""
-    sink = np.stack([one.sink for one in alike])
+
+    def joined(name: str) -> np.ndarray:
+        """(N, …): sooner than np.stack, which looks at each array by itself."""
+        together: np.ndarray = np.concatenate([getattr(one, name) for one in alike])
+        return together.reshape(len(alike), -1)
+
+    sink = joined("sink")
     usual = np.where(sink.all(axis=1, keepdims=True), sink, ~sink)
-    norm = np.maximum(np.stack([one.norm for one in alike]), 1e-300)
+    norm = np.maximum(joined("norm"), 1e-300)
     counts = usual.sum(axis=1)
     rank = np.maximum(1, np.rint(0.99 * counts)).astype(np.int64)
     columns: list[np.ndarray] = []
     for name in ("reference", "candidate", "between"):
-        rows = np.stack([getattr(one, name) for one in alike]) / norm
+        rows = joined(name) / norm
         ordered = np.sort(np.where(usual, rows, math.nan), axis=1)
         columns.append(medians(rows, usual))
         columns.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
         columns.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
-    peaks = [one.channels[:3].max(axis=1, initial=0.0) for one in alike]
-    columns += list(np.sqrt(np.stack(peaks)).T)
+    columns += list(np.sqrt(joined("peaks")).T)
     for name in ("gain_reference", "gain_candidate"):
-        gain = np.stack([getattr(one, name) for one in alike])
+        gain = joined(name)
         columns.append(np.where(usual, gain, 0.0).sum(axis=1) / counts)
     for values in zip(*(column.tolist() for column in columns), strict=True):
         middle, p99, top = (values[n:9:3] for n in range(3))

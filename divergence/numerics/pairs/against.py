@@ -18,9 +18,9 @@ the rows, not in the columns: one bad token is no bad channel.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -37,8 +37,7 @@ _CHUNK_NUMEL = 1 << 18
 """Elements per chunk: three operands of 2 MiB in float64 stay in cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgainstTruth:
+class AgainstTruth(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Per kept row (T,) and per column (D,), float64."""
 
     norm: np.ndarray
@@ -64,6 +63,8 @@ class AgainstTruth:
     channels: np.ndarray
     """(6, D): over rows but sinks, Σ of (a-R)², (b-R)², (a-b)² and R², and the largest (a-R)² and
     (b-R)²."""
+    peaks: np.ndarray
+    """(3,): of the first three rows of ``channels`` the largest channel."""
     row_index: np.ndarray
     """The kept rows' numbers in the whole tensor."""
 
@@ -82,7 +83,7 @@ def with_rounding(against: AgainstTruth, floor: np.ndarray) -> AgainstTruth:
     channels = against.channels.copy()
     usual = np.square(rounding[~against.sink])
     channels[:2] += usual.sum() / max(1, channels.shape[1])
-    return replace(
+    return msgspec.structs.replace(
         against,
         reference=np.hypot(against.reference, rounding),
         candidate=np.hypot(against.candidate, rounding),
@@ -145,17 +146,16 @@ def against_many(
         derived = _derived(by_pair, with_base=bool(rest))
         good = np.asarray(np.isfinite(by_pair[[0, 1, 2, 3, 6]]).all(axis=(0, 2)))
         rows = np.arange(by_pair.shape[2])
+    fields = derived | {
+        "sink": sink, "channels": channels, "peaks": channels[:, :3].max(axis=2),
+        "row_index": [rows] * count,
+    }  # fmt: skip
+    each = [fields[name] for name in AgainstTruth.__struct_fields__]
+    columns_of = [[None] * count if values is None else list(values) for values in each]
     return [
-        AgainstTruth(
-            sink=sink[n], channels=channels[n], row_index=rows,
-            **_of_pair(derived, n),
-        ) if good[n] else None
-        for n in range(count)
-    ]  # fmt: skip
-
-
-def _of_pair(derived: dict[str, Any], number: int) -> dict[str, Any]:
-    return {name: None if values is None else values[number] for name, values in derived.items()}
+        AgainstTruth(*values) if fine else None
+        for fine, *values in zip(good.tolist(), *columns_of, strict=True)
+    ]
 
 
 def _wide(tensor: torch.Tensor, columns: int) -> np.ndarray:
@@ -241,6 +241,7 @@ def measure_against(
         **derived,
         sink=sink[good].numpy(),
         channels=channels.numpy(),
+        peaks=channels.numpy()[:3].max(axis=1, initial=0.0),
         row_index=good.nonzero().flatten().numpy(),
     )
 

@@ -25,6 +25,9 @@ Bytes = bytes | memoryview
 SPAN_BYTES = 8 << 20
 """The most that is read at a time: ranges are put together to it, and larger ones are fetched in
 parts of it."""
+_SPARSE = 8
+"""Parts that lie close together are read with what lies between them, up to so many times their
+bytes."""
 _SCRATCH_BYTES = 1 << 20
 """Stays in a core's cache."""
 
@@ -43,8 +46,8 @@ class Blob:
         """A part as a writable buffer that must not be written to; shorter where it was cut."""
         raise NotImplementedError
 
-    def views(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
-        """``view`` of many parts of one size."""
+    def read_many(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
+        """Many parts of one size, which must not be written to; shorter where it was cut."""
         return [self.view(begin, num_bytes) for begin in begins]
 
     def part(self, begin: int, num_bytes: int, name: str) -> Blob:
@@ -81,17 +84,21 @@ class LocalBlob(Blob):
             return file.read(max(0, min(num_bytes, self.size - begin)))
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
-        return self.views([begin], num_bytes)[0]
-
-    def views(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
+        first = self.offset + begin
+        end = first + min(num_bytes, self.size - begin)
         mapped = self._map.open()
-        # asked once: a call to the system hands Python's lock to another thread
-        length = mapped.size()
-        if length < self.offset + min(self.size, max(begins, default=0) + num_bytes):
+        if mapped.size() < end:
             # touching what the file lost since it was mapped would end the process (SIGBUS)
             raise OSError("the file has become shorter while it was read")
-        whole = memoryview(mapped)[self.offset : self.offset + self.size]
-        return [whole[begin : begin + num_bytes] for begin in begins]
+        return memoryview(mapped)[first:end]
+
+    def read_many(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
+        first, end = min(begins), max(begins) + num_bytes
+        if end - first > _SPARSE * num_bytes * len(begins):
+            return [memoryview(self.read(begin, num_bytes)) for begin in begins]
+        # one call to the system: each, and each page fault, would hold up the other threads
+        whole = memoryview(self.read(first, end - first))
+        return [whole[begin - first : begin - first + num_bytes] for begin in begins]
 
     def part(self, begin: int, num_bytes: int, name: str) -> LocalBlob:
         offset = self.offset + begin  # one map for all members of an archive

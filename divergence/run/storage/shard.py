@@ -131,23 +131,31 @@ class Shard:
 
     def stretch(self, key: str, wanted: int) -> Bytes:
         """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""
-        return self.stretches([key], wanted)[0]
+        begin = self._begin(key, wanted)
+        if wanted == 0:
+            return b""
+        return self._checked(lambda: [self._blob.view(begin, wanted)], wanted)[0]
 
     def stretches(self, keys: Sequence[str], wanted: int) -> Sequence[Bytes]:
         """The bytes at each of ``keys``, which are ``wanted`` each. Raises RunFormatError."""
-        begins = []
-        for key in keys:
-            begin, end = self.span(key) or (0, -1)
-            if end - begin != wanted:
-                holds = "is gone" if end < 0 else f"holds {end - begin} bytes"
-                raise RunFormatError(
-                    f"tensor {key} {holds}, its record needs {wanted} bytes", where=self.name
-                )
-            begins.append(begin)
+        begins = [self._begin(key, wanted) for key in keys]
         if wanted == 0:
             return [b""] * len(keys)
+        return self._checked(lambda: self._blob.read_many(begins, wanted), wanted)
+
+    def _begin(self, key: str, wanted: int) -> int:
+        begin, end = self.span(key) or (0, -1)
+        if end - begin != wanted:
+            holds = "is gone" if end < 0 else f"holds {end - begin} bytes"
+            raise RunFormatError(
+                f"tensor {key} {holds}, its record needs {wanted} bytes", where=self.name
+            )
+        return begin
+
+    def _checked(self, read: Callable[[], Sequence[Bytes]], wanted: int) -> Sequence[Bytes]:
+        """What ``read`` gives, stretches of ``wanted`` bytes. Raises RunFormatError."""
         try:
-            buffers = self._blob.views(begins, wanted)
+            buffers = read()
         except OSError as error:  # removed or emptied since it was opened
             raise RunFormatError(f"shard cannot be read: {error}", where=self.name) from error
         if any(len(buffer) < wanted for buffer in buffers):

@@ -52,7 +52,7 @@ class Block:
         for step in range(len(self.truth)):
             found = measure_against(sides[0][step], sides[1][step], self.truth[step])
             floor = torch.full((found.num_rows,), FLOOR)
-            samples.forwards.append((result(step), found, floor))
+            samples.add(result(step), found, floor.numpy())
         return stats_of(samples)
 
 

@@ -331,6 +331,11 @@ class Run:
             if name not in self._touched:  # others may have let go of it
                 self._touched[name] = self._shard(record, name)
             self._released_bytes += record.num_bytes
+        self.release_read(0)
+
+    def release_read(self, num_bytes: int) -> None:
+        """The same of whatever was read, as many bytes by now."""
+        self._released_bytes += num_bytes
         if self._released_bytes >= _RELEASE_BYTES:
             self._released_bytes = 0
             while self._touched:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from divergence.analyses.operators.errors import MeasuredOperators, OperatorUnit
-from divergence.analyses.operators.limits import judge_unit, region_result
+from divergence.analyses.operators.limits import Size, judge_unit, region_result
 from divergence.analyses.operators.regions import in_words
 from divergence.comparison.calls.graph import Node
 from divergence.comparison.results.operators import (
@@ -58,14 +58,14 @@ def judge_operators(
     }
     results: list[OperatorResult] = []
     by_path: dict[tuple[str, str], OperatorResult] = {}
-    norms: dict[str, float] = {}
+    sizes: dict[tuple[str, str], Size] = {}
     steps: set[tuple[str, str]] = set()  # of whole numbers, by path and phase
     untold: dict[tuple[str, str], None] = {}  # what pads may have made, by path and phase
     for unit in measured.units:
         result = _result(unit, notes, blocks)
         feeds = [by_path[key] for key in _keys(unit.feeds, unit.phase) if key in by_path]
         result = judge_unit(
-            result, unit, feeds, norms, thresholds,
+            result, unit, feeds, sizes, thresholds,
             with_truth=measured.with_truth, alone=measured.frame == "operator",
         )  # fmt: skip
         if two_dtypes:  # casts are to other dtypes by right

@@ -28,17 +28,29 @@ from msgspec.structs import replace
 
 from divergence.analyses.operators.errors import OperatorUnit
 from divergence.analyses.operators.operands import argument_names
+from divergence.comparison.calls.graph import Forward
 from divergence.comparison.results.operators import OperatorResult, Question, RegionResult
 from divergence.numerics.floor import Thresholds, rare_ratio
 from divergence.numerics.pairs.operator import slices_of
 from divergence.words import Side
 
-__all__ = ["judge_unit", "region_result"]
+__all__ = ["Size", "judge_unit", "region_result"]
 
 _ENOUGH_ROWS = 16
 _ENOUGH_COLUMNS = 16
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 """d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
+_ADDITIVE = ("aten.add", "aten.sub", "aten.masked_fill", "aten.where")
+"""What went in may cancel, or a mask take the large numbers out of a row: the relative difference
+of what is left is larger, the absolute one is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a result without a truth: its largest row's norm, and by forward each row's ‖a − b‖."""
+
+    largest: float
+    differences: dict[Forward, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -50,6 +62,7 @@ class _Pooled:
     candidate: torch.Tensor
     between: torch.Tensor
     floor: torch.Tensor
+    norm: torch.Tensor
     raw: tuple[float, float]
     columns: tuple[torch.Tensor, torch.Tensor] | None
     slices: list[torch.Tensor]
@@ -64,14 +77,14 @@ def judge_unit(
     result: OperatorResult,
     unit: OperatorUnit,
     feeds: Sequence[OperatorResult],
-    norms: dict[str, float],
+    sizes: dict[tuple[str, str], Size],
     thresholds: Thresholds,
     *,
     with_truth: bool,
     alone: bool,
 ) -> OperatorResult:
-    """One unit held against every limit. ``norms``: by site, the largest norm of each result so
-    far; ``alone``: each operator on its own inputs."""
+    """One unit held against every limit. ``sizes``: of each result so far, by site and phase;
+    ``alone``: each operator on its own inputs."""
     pooled = _pool(unit)
     if pooled is not None:
         if len(pooled.floor):
@@ -83,22 +96,50 @@ def judge_unit(
         if with_truth:
             result = _against_truth(result, pooled, thresholds, alone=alone)
         else:
-            norm = max((norms.get(feed.site, 1.0) for feed in feeds), default=1.0)
-            grows = max(1.0, norm) if unit.match.reference.name in _EXPONENTIAL else 1.0
-            result = _against_each_other(result, pooled, feeds, thresholds, grows)
-        norms[result.site] = max(e.largest_norm for _, _, e in unit.forwards if e is not None)
+            entering = [sizes[key] for feed in feeds if (key := (feed.site, unit.phase)) in sizes]
+            carried = max((feed.difference or 0.0 for feed in feeds), default=0.0)
+            if unit.match.reference.name in _EXPONENTIAL:
+                carried *= max([1.0, *(one.largest for one in entering)])
+            elif unit.match.reference.name in _ADDITIVE:
+                carried = max(carried, _added(unit, entering))
+            result = _against_each_other(result, pooled, carried, thresholds)
+            sizes[result.site, unit.phase] = _size(unit, pooled)
     result = _with_codes(result, unit, with_truth)
     result = _judge_roundings(result, unit, thresholds)
     return _judge_operands(result, unit)
+
+
+def _size(unit: OperatorUnit, pooled: _Pooled) -> Size:
+    differences = {}
+    for forward, _, errors in unit.forwards:
+        if errors is not None:
+            rows = torch.zeros(math.prod(errors.shape), dtype=torch.float64)
+            differences[forward] = rows.index_copy(0, errors.rows, errors.between * errors.norm)
+    return Size(float(pooled.norm.max()) if len(pooled.norm) else 0.0, differences)
+
+
+def _added(unit: OperatorUnit, entering: Sequence[Size]) -> float:
+    """What the differences of all that goes in make of a sum's rows, relative to each: rms. Only of
+    what has the sum's rows."""
+    squares: list[torch.Tensor] = []
+    for forward, _, errors in unit.forwards:
+        if errors is not None:
+            going_in = [one.differences.get(forward) for one in entering]
+            of_rows = sum(
+                each[errors.rows] for each in going_in
+                if each is not None and len(each) == math.prod(errors.shape)
+            )  # fmt: skip
+            squares.append((of_rows / errors.norm).square())
+    return float(torch.cat(squares).mean().sqrt()) if squares and len(squares[0]) else 0.0
 
 
 def _pool(unit: OperatorUnit) -> _Pooled | None:
     measured = [errors for _, _, errors in unit.forwards if errors is not None]
     if not measured:
         return None
-    reference, candidate, between, floor = (
+    reference, candidate, between, floor, norm = (
         torch.cat([getattr(errors, name) for errors in measured])
-        for name in ("reference", "candidate", "between", "floor")
+        for name in ("reference", "candidate", "between", "floor", "norm")
     )
     widths = {len(errors.column_floor) for errors in measured if len(errors.reference)}
     columns = None
@@ -124,6 +165,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         candidate=torch.hypot(candidate, floor),
         between=between,
         floor=floor,
+        norm=norm,
         raw=(median(reference), median(candidate)),
         columns=columns,
         wide=torch.cat([errors.counts for errors in measured]) >= _ENOUGH_COLUMNS,
@@ -211,18 +253,16 @@ def _side(candidate: bool) -> Side:
 def _against_each_other(
     result: OperatorResult,
     pooled: _Pooled,
-    feeds: Sequence[OperatorResult],
+    carried: float,
     thresholds: Thresholds,
-    grows: float,
 ) -> OperatorResult:
-    """Without a truth: by how much the difference grows over what came in, which correct code makes
-    ``grows`` times as large. No side is named."""
+    """Without a truth: by how much the relative difference grows over what correct code makes of
+    what came in, ``carried``. No side is named."""
     if any(pooled.nonfinite):
         return replace(result, limit_usage=math.inf, why="nonfinite", verdict="differs")
     if result.floor is None or result.difference is None:  # no row is left
         return result
-    entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
-    base = math.hypot(math.sqrt(2) * result.floor, grows * entering)
+    base = math.hypot(math.sqrt(2) * result.floor, carried)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
     usage = result.difference / base / limit if base > 0 else 0.0
     if usage > 1:

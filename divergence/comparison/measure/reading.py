@@ -79,8 +79,7 @@ class Reading:
         self._reference.release([pair.reference.record for pair in pairs])
         self._candidate.release([pair.candidate.record for pair in pairs])
         if self._truth is not None:
-            rights = map(self._truth.record, pairs)
-            self._truth.run.release([record for record in rights if record is not None])
+            self._truth.run.release_read(sum(8 * pair.reference.record.numel for pair in pairs))
 
     def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
         """What of which run is read for a pair, a block's input apart."""

@@ -246,41 +246,35 @@ def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
     norm = np.maximum(joined("norm"), 1e-300)
     counts = usual.sum(axis=1)
     rank = np.maximum(1, np.rint(0.99 * counts)).astype(np.int64)
-    columns: list[np.ndarray] = []
+    # each of the reference, the candidate, and between them
+    middle, p99, top = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for name in ("reference", "candidate", "between"):
         rows = joined(name) / norm
         ordered = np.sort(np.where(usual, rows, math.nan), axis=1)
-        columns.append(medians(rows, usual))
-        columns.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
-        columns.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
-    columns += list(np.sqrt(joined("peaks")).T)
-    for name in ("gain_reference", "gain_candidate"):
-        gain = joined(name)
-        columns.append(np.where(usual, gain, 0.0).sum(axis=1) / counts)
+        middle.append(medians(rows, usual))
+        p99.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
+        top.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
+    channel = np.sqrt(joined("peaks")).T
+    gains = [
+        np.where(usual, joined(name), 0.0).sum(axis=1) / counts
+        for name in ("gain_reference", "gain_candidate")
+    ]
+    both = (middle, p99, top, channel)
+    columns = [
+        *middle[:2],
+        *(_over(errors[2], errors[0], both_zero=0.0) for errors in both),
+        *(_over(errors[1], errors[0], both_zero=1.0) for errors in both),
+        *gains,
+    ]
     for values in zip(*(column.tolist() for column in columns), strict=True):
-        middle, p99, top = (values[n:9:3] for n in range(3))
-        channel, gains = values[9:12], values[12:]
-        yield TruthDiff(
-            reference_error=middle[0],
-            candidate_error=middle[1],
-            r_median=_over(middle[2], middle[0], both_zero=0.0),
-            r_p99=_over(p99[2], p99[0], both_zero=0.0),
-            r_max=_over(top[2], top[0], both_zero=0.0),
-            r_channel=_over(channel[2], channel[0], both_zero=0.0),
-            w_median=_over(middle[1], middle[0]),
-            w_p99=_over(p99[1], p99[0]),
-            w_max=_over(top[1], top[0]),
-            w_channel=_over(channel[1], channel[0]),
-            gain_reference=gains[0],
-            gain_candidate=gains[1],
-        )
+        yield TruthDiff(**dict(zip(TruthDiff.__struct_fields__, values, strict=True)))
 
 
-def _over(top: float, bottom: float, *, both_zero: float = 1.0) -> float:
+def _over(top: np.ndarray, bottom: np.ndarray, *, both_zero: float) -> np.ndarray:
     """x/0 = inf. 0/0 = 1 for W (both are right), 0 for r (they are equal)."""
-    if bottom > 0:
-        return top / bottom
-    return both_zero if top == 0 else math.inf
+    with np.errstate(all="ignore"):
+        of_zero = np.where(top == 0, both_zero, math.inf)
+        return np.where(bottom > 0, top / bottom, of_zero)
 
 
 _Item = TypeVar("_Item")

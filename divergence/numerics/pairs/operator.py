@@ -33,8 +33,8 @@ class OperatorErrors:
     sums of squared relative errors; ``num_nonfinite``: elements that are nan or inf on that side
     alone; ``over_1_ulp``: share of elements more than one ulp from R, on each side; ``rows``: (T,)
     numbers of these rows among all of them (those of R = 0, or masked altogether, have none), whose
-    axes ``shape`` gives; ``largest_norm``: of their ‖R‖; ``counts``: (T,) elements of each that
-    were not masked."""
+    axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,) elements of each that were not
+    masked."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
@@ -47,7 +47,7 @@ class OperatorErrors:
     over_1_ulp: tuple[float, float]
     rows: torch.Tensor
     shape: tuple[int, ...]
-    largest_norm: float
+    norm: torch.Tensor
     counts: torch.Tensor
 
 
@@ -105,7 +105,7 @@ def measure_operator(
             over_1_ulp=(0.0, 0.0),
             rows=none.long(),
             shape=tuple(a.shape[:-1]),
-            largest_norm=0.0,
+            norm=none,
             counts=none.long(),
         )
     x, y, r, norm = x[kept], y[kept], r[kept], norm[kept][:, None]
@@ -130,7 +130,7 @@ def measure_operator(
         over_1_ulp=(_over(x, r, a.dtype), _over(y, r, b.dtype)),
         rows=kept.nonzero().flatten(),
         shape=tuple(a.shape[:-1]),
-        largest_norm=float(norm.max()),
+        norm=norm[:, 0],
         counts=num_kept,
     )
 

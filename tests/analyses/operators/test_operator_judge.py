@@ -357,3 +357,38 @@ def test_a_row_that_is_masked_but_for_few_numbers_is_not_looked_at_alone(judged)
     result = judged(masked(lucky), masked(unlucky), [scores], right=masked(torch.ones(40, 40)))
     assert named(result, "aten.add").verdict == "fine"
     assert result.onset is None or result.onset.endswith("mul")
+
+
+ROWS = torch.randn(40, 64, generator=torch.Generator().manual_seed(3)) * torch.tensor(
+    [1e-3] + [1.0] * 63
+)
+MASK = torch.zeros(40, 64)
+MASK[:30, 1:] = torch.finfo(
+    torch.float32
+).min  # what is left of these rows is their small number alone
+
+
+def masked(noise):
+    factor = 1 + noise
+    return lambda x: (x * factor + MASK).tanh()
+
+
+def test_a_mask_that_takes_the_large_numbers_of_a_row_out_is_no_fault(judged):
+    """What differs by 4e-7 of a row differs by 1,000 times as much of the small number that is
+    left of it; the absolute difference has not grown."""
+    noise = 4e-7 * torch.randn(40, 64, generator=torch.Generator().manual_seed(4))
+    result = judged(masked(0 * noise), masked(noise / ROWS.abs().clamp_min(1e-6)), [ROWS])
+    assert named(result, "aten.mul").verdict == "fine"
+    assert result.onset is None
+
+
+def test_a_wrong_addition_is_found_without_a_truth(judged):
+    """A residual that is added with another bias, next to healthy noise of what came in."""
+    noise = 4e-7 * torch.randn(40, 64, generator=torch.Generator().manual_seed(4))
+
+    def adds(bias):
+        table = torch.full((40, 64), bias)
+        return lambda x: (x * (1 + (noise if bias else 0 * noise))) + (table + 1.0)
+
+    result = judged(adds(0.0), adds(1e-3), [X])
+    assert result.onset == "./aten.add"

@@ -7,6 +7,7 @@ checked also the shard and the digest, which is the key in it.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,6 +43,9 @@ class Portion(NamedTuple):
     """Row of its first record."""
 
 
+_key, _shard = operator.attrgetter("key"), operator.attrgetter("shard")
+
+
 def _codes(codes: Codes, things: Sequence[object]) -> Array:
     return _numbers(list(map(codes.__getitem__, things)))
 
@@ -72,7 +76,7 @@ class Columns:
         self.col: dict[str, Array] = {}
         self._parts: defaultdict[str, list[Array]] = defaultdict(list)
 
-    def add(self, checked: Checked, lines: bytes, source: Source) -> None:
+    def add(self, checked: Checked, lines: memoryview, source: Source) -> None:
         """Raises UnsoundError where there is not a line for each record."""
         (passes, samples, steps, _, _, _, _, summaries, places, xxh3s, _, sketches, ranks, _, calls,
          _) = checked.fields  # fmt: skip
@@ -80,8 +84,11 @@ class Columns:
         digest = xxhash.xxh3_64_intdigest(lines)
         self.portions.append(Portion(source, len(lines), digest, first))
         self.num_rows += num
-        keys = [None if place is None else place.key for place in places]
-        shards = [None if place is None else place.shard for place in places]
+        if places.count(None):
+            keys = [None if place is None else place.key for place in places]
+            shards = [None if place is None else place.shard for place in places]
+        else:
+            keys, shards = list(map(_key, places)), list(map(_shard, places))
         kept = _codes(self.shards, shards)
         flags = KEPT * (kept != self.shards.get(None, -1)).astype(np.uint8)
         for bits, ones in ((CALL, calls), (KEPT | SKETCH, sketches)):
@@ -139,7 +146,7 @@ class Columns:
         return keys
 
 
-def _begins(lines: bytes, num: int) -> Array:
+def _begins(lines: memoryview, num: int) -> Array:
     """Where each of ``num`` lines begins. Raises UnsoundError."""
     ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == 10)
     begins = np.zeros(len(ends) + 1, np.uint32)

@@ -232,7 +232,7 @@ def _sound_records(store: Store, name: str, manifest: Manifest, rank: int) -> li
     try:
         for lines, _ in portions(store, name):
             decoded = decoder.decode_lines(lines)
-            lengths = [len(line) for line in lines.split(b"\n")]
+            lengths = [len(line) for line in bytes(lines).split(b"\n")]
             if len(decoded) != len(lengths) or max(lengths) >= MAX_LINE_BYTES:
                 return None
             check.all(decoded)
@@ -243,19 +243,28 @@ def _sound_records(store: Store, name: str, manifest: Manifest, rank: int) -> li
     return records if len(identities) == len(records) else None
 
 
-def portions(store: Store, name: str) -> Iterator[tuple[bytes, bool]]:
-    """A file's lines in portions, without the last line end; whether it was there. Raises
-    UnsoundError for a line beyond the limit, some time after it."""
-    rest = b""
+def portions(store: Store, name: str) -> Iterator[tuple[memoryview, bool]]:
+    """A file's lines in portions, without the last line end; whether it was there. A portion is
+    good until the next one is asked for. Raises UnsoundError for a line beyond the limit, some time
+    after it."""
+    held, memory = 0, bytearray(_PORTION_BYTES)
+    buffer = memoryview(memory)
     with store.open(name) as file:
-        while chunk := file.read(_PORTION_BYTES):
-            lines, newline, rest = (rest + chunk).rpartition(b"\n")
-            if newline:
-                yield lines, True
-            elif len(rest) > MAX_LINE_BYTES:
+        while num := file.readinto(buffer[held:]):  # type: ignore[attr-defined]
+            last = memory.rfind(b"\n", held, held + num)
+            held += num
+            if last >= 0:
+                yield buffer[:last], True
+                rest = bytes(buffer[last + 1 : held])
+                held = len(rest)
+                buffer[:held] = rest
+            elif held > MAX_LINE_BYTES:
                 raise UnsoundError
-    if rest:
-        yield rest, False
+            elif held == len(buffer):
+                memory = memory + bytes(held)
+                buffer = memoryview(memory)
+    if held:
+        yield buffer[:held], False
 
 
 _PORTION_BYTES = 1 << 18

@@ -10,6 +10,7 @@ The files are plain safetensors; tests read them with the library.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -220,20 +221,30 @@ def has_header(
     """Is the header, byte for byte, what ``write_shard`` writes of these tensors in this order, and
     are their bytes there? ``tensors``: key (plain letters and digits) and number in ``kinds``
     (dtype, shape). Raises OSError."""
-    widths = [FORMATS[dtype].itemsize for dtype, _ in kinds]
-    sizes = [math.prod(shape) * width for width, (_, shape) in zip(widths, kinds, strict=True)]
-    said = [_said(*kind, size) for kind, size in zip(kinds, sizes, strict=True)]
-    if len({widths[kind] for _, kind in tensors}) > 1:
+    if not tensors:
+        return False
+    keys, codes = zip(*tensors, strict=True)
+    if len({FORMATS[kinds[code][0]].itemsize for code in set(codes)}) > 1:
+        widths = [FORMATS[dtype].itemsize for dtype, _ in kinds]
         tensors = sorted(tensors, key=lambda tensor: -widths[tensor[1]])
-    ends = list(itertools.accumulate([sizes[kind] for _, kind in tensors]))
-    text = _header_text(
-        [
-            f'"{key}"{said[kind]}[{begin},{end}]}}'
-            for (key, kind), begin, end in zip(tensors, [0, *ends], ends, strict=False)
-        ]
-    )
+        keys, codes = zip(*tensors, strict=True)
+    said, num_bytes = _said_of(codes, tuple(kinds))
+    text = _header_text(list(map("".join, zip(itertools.repeat('"'), keys, said))))
     head = struct.pack("<Q", len(text)) + text
-    return blob.size >= len(head) + ends[-1] and blob.read(0, len(head)) == head
+    return blob.size >= len(head) + num_bytes and blob.read(0, len(head)) == head
+
+
+@functools.lru_cache(maxsize=4)
+def _said_of(
+    codes: tuple[int, ...], kinds: tuple[tuple[str, tuple[int, ...]], ...]
+) -> tuple[list[str], int]:
+    """What a header says behind the key of each tensor, and the bytes of all: shards of decode
+    steps mostly hold the same kinds in the same order."""
+    sizes = [math.prod(shape) * FORMATS[dtype].itemsize for dtype, shape in kinds]
+    said = [f'"{_said(*kind, size)}[' for kind, size in zip(kinds, sizes, strict=True)]
+    ends = list(itertools.accumulate(map(sizes.__getitem__, codes)))
+    entries = zip(codes, [0, *ends], ends, strict=False)
+    return [f"{said[code]}{begin},{end}]}}" for code, begin, end in entries], ends[-1]
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:

@@ -31,7 +31,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = [
     "TIE", "Distances", "deviations", "distances_of", "judge_by_model", "judge_flip", "kl_fields",
 ]  # fmt: skip
+
+_MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +87,19 @@ class Distances:
 def distances_of(
     reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep]
 ) -> Distances | None:
-    """Over ``places``; None where no row can be compared. One row of each run at a time."""
+    """Over ``places``; None where no row can be compared. A thread holds one row of each run."""
+    import torch
+
     between: list[float] = []
     errors: dict[Side, list[float]] = {"reference": [], "candidate": []}
-    for place in places:
-        a, b = logits_row(reference, *place), logits_row(candidate, *place)
-        if a is None or b is None:
-            continue
-        apart = kl_divergence(a, b)
-        if apart is None:
-            continue
-        between.append(apart)
-        true_logits = None if truth is None else logits_row(truth, *place)
-        if true_logits is None:
-            continue
-        one, two = kl_divergence(true_logits, a), kl_divergence(true_logits, b)
-        if one is not None and two is not None:
-            errors["reference"].append(one)
-            errors["candidate"].append(two)
+    threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
+    with ThreadPoolExecutor(threads, thread_name_prefix="divergence-logits") as pool:
+        for found in pool.map(partial(_distances_at, reference, candidate, truth), places):
+            if found is not None:
+                between.append(found[0])
+            if found is not None and found[1] is not None and found[2] is not None:
+                errors["reference"].append(found[1])
+                errors["candidate"].append(found[2])
     if not between:
         return None
     if len(errors["reference"]) < len(between):
@@ -118,6 +117,22 @@ def distances_of(
         side=side,
         num_effective=float(np.sum(floor)) ** 2 / squares if squares > 0 else 1.0,
     )
+
+
+def _distances_at(
+    reference: Run, candidate: Run, truth: Run | None, place: PromptStep
+) -> tuple[float, float | None, float | None] | None:
+    """KL of one row: reference‖candidate, truth‖reference, truth‖candidate."""
+    a, b = logits_row(reference, *place), logits_row(candidate, *place)
+    if a is None or b is None:
+        return None
+    apart = kl_divergence(a, b)
+    if apart is None:
+        return None
+    right = None if truth is None else logits_row(truth, *place)
+    if right is None:
+        return apart, None, None
+    return apart, kl_divergence(right, a), kl_divergence(right, b)
 
 
 def _coarser(reference: Run, candidate: Run) -> Side | None:

@@ -47,6 +47,8 @@ _MOST_PAIRS = 512
 """In a batch of small ones."""
 _JUDGED_AT_ONCE = 4096
 """Pairs whose numbers wait to be judged together."""
+_HELD_BYTES = 32 << 20
+"""Of columns, which pairs against a truth hold until they are judged."""
 _READERS = 1
 """A disk serves two better than one; on two cores more get into one another's way."""
 _LARGE_BYTES = 64 << 20
@@ -98,11 +100,15 @@ def results_of_pairs(
     """The results, from what ``measure_pairs`` gave for the same pairs in the same order."""
     results: list[SiteResult] = []
     waiting: list[tuple[Pair, PairNumbers | None]] = []
-    for item in zip(pairs, measured, strict=True):
-        waiting.append(item)
-        if len(waiting) == _JUDGED_AT_ONCE:
+    held_bytes = 0
+    for pair, numbers in zip(pairs, measured, strict=True):
+        waiting.append((pair, numbers))
+        if numbers is not None and numbers.against is not None:
+            held_bytes += numbers.against.channels.nbytes
+        if len(waiting) == _JUDGED_AT_ONCE or held_bytes >= _HELD_BYTES:
             results += measurer.judge.results(*zip(*waiting, strict=True))
             waiting.clear()
+            held_bytes = 0
     if waiting:
         results += measurer.judge.results(*zip(*waiting, strict=True))
     return results

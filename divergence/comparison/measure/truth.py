@@ -8,6 +8,7 @@ by phase, how far each side is from it: blocks.blame judges them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,15 @@ if TYPE_CHECKING:
 
     from divergence.numerics.pairs.against import AgainstTruth
 
-__all__ = ["MIN_ROWS", "ChannelSums", "SamplesBySite", "Truth", "TruthSamples", "inputs_of"]
+__all__ = [
+    "MIN_ROWS",
+    "ChannelSums",
+    "SamplesBySite",
+    "Truth",
+    "TruthSamples",
+    "inputs_of",
+    "without_channels",
+]
 
 
 class Truth:
@@ -127,7 +136,18 @@ def _anchored_to(reference: Run, candidate: Run) -> str | None:
 
 MIN_ROWS = 8
 """Fewer rows tell nothing about one channel, or about a scale."""
-_PENDING_BYTES = 1 << 20
+
+
+def without_channels(against: AgainstTruth) -> AgainstTruth:
+    """The same without what takes the most memory."""
+    return msgspec.structs.replace(against, channels=_no_channels())
+
+
+@functools.cache
+def _no_channels() -> np.ndarray:
+    import numpy as np
+
+    return np.zeros((6, 0))  # a slice of the channels would keep them all
 
 
 class ChannelSums:
@@ -136,61 +156,47 @@ class ChannelSums:
 
     def __init__(self) -> None:
         self.is_mixed = False
-        """Do the forwards differ in D? Then there are no sums."""
+        """Do the forwards differ in D? Then the sums are of some of them."""
         self.num_alone = 0
         """Forwards of one row."""
-        self._pending: list[AgainstTruth] = []
-        self._sums: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._sums: np.ndarray | None = None
 
     def add(self, against: AgainstTruth) -> None:
         """One more forward."""
-        width = against.channels.shape[1]
-        if self._pending and self._pending[0].channels.shape[1] != width:
-            self._sum_up()
-        if self._sums is not None and self._sums[0].shape[1] != width:
-            self.is_mixed = True
-        if self.is_mixed or not against.num_rows:
-            return
-        self._pending.append(against)
-        self.num_alone += against.num_rows == 1
-        if len(self._pending) * against.channels.nbytes > _PENDING_BYTES:
-            self._sum_up()
-
-    def _sum_up(self) -> None:
         import numpy as np
 
-        pending, self._pending = self._pending, []
-        if not pending:
+        channels = against.channels
+        if not against.num_rows:
             return
-        channels = np.stack([against.channels for against in pending])
-        counts = np.array([against.num_rows for against in pending])
-        alone = channels[counts == 1, :2].max(axis=0, initial=0.0)
-        long = channels[counts >= MIN_ROWS, 4:].sum(axis=0)
-        total = channels.sum(axis=0)
-        if self._sums is not None:
-            total, long = total + self._sums[0], long + self._sums[1]
-            alone = np.maximum(alone, self._sums[2])
-        self._sums = total, long, alone
-
-    def _summed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        self._sum_up()
-        assert self._sums is not None
-        return self._sums
+        if self._sums is None:
+            self._sums = np.zeros((10, channels.shape[1]))
+        elif self._sums.shape[1] != channels.shape[1]:
+            self.is_mixed = True
+            return
+        self._sums[:6] += channels
+        if against.num_rows >= MIN_ROWS:
+            self._sums[6:8] += channels[4:]
+        elif against.num_rows == 1:
+            self.num_alone += 1
+            np.maximum(self._sums[8:], channels[:2], out=self._sums[8:])
 
     @property
     def total(self) -> np.ndarray:
         """(6, D): the sums over all forwards."""
-        return self._summed()[0]
+        assert self._sums is not None
+        return self._sums[:6]
 
     @property
     def largest_of_long(self) -> np.ndarray:
         """(2, D): of the forwards of MIN_ROWS rows or more, the sums of the largest row."""
-        return self._summed()[1]
+        assert self._sums is not None
+        return self._sums[6:8]
 
     @property
     def largest_alone(self) -> np.ndarray:
         """(2, D): of the forwards of one row, the largest."""
-        return self._summed()[2]
+        assert self._sums is not None
+        return self._sums[8:]
 
 
 @dataclass(slots=True)
@@ -205,8 +211,7 @@ class TruthSamples:
     def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
         """``floor`` (T,): of each row."""
         self.channels.add(against)
-        rows = msgspec.structs.replace(against, channels=against.channels[:, :0])
-        self.forwards.append((result, rows, floor))
+        self.forwards.append((result, without_channels(against), floor))
 
     def once(self, gather: Callable[[TruthSamples], Any]) -> Any:
         """What ``gather``, always the same function, makes of this when it is complete."""

@@ -25,9 +25,9 @@ Bytes = bytes | memoryview
 SPAN_BYTES = 8 << 20
 """The most that is read at a time: ranges are put together to it, and larger ones are fetched in
 parts of it."""
-_SPARSE = 8
-"""Parts that lie close together are read with what lies between them, up to so many times their
-bytes."""
+_SPARSE = 4
+"""Parts that lie close together are read with what lies between them, up to so many times the bytes
+of one."""
 _SCRATCH_BYTES = 1 << 20
 """Stays in a core's cache."""
 
@@ -64,6 +64,17 @@ class Blob:
         """Releases maps; views that are still alive keep theirs."""
 
 
+def _neighbours(numbers: Sequence[int], near: int) -> Iterator[list[int]]:
+    """Ascending numbers, of which none in a part is ``near`` or more from the one before it."""
+    part = [numbers[0]]
+    for number in numbers[1:]:
+        if number - part[-1] >= near:
+            yield part
+            part = []
+        part.append(number)
+    yield part
+
+
 class LocalBlob(Blob):
     """A stretch of a local file. ``offset``: where in the file it begins."""
 
@@ -93,12 +104,17 @@ class LocalBlob(Blob):
         return memoryview(mapped)[first:end]
 
     def read_many(self, begins: Sequence[int], num_bytes: int) -> list[memoryview]:
-        first, end = min(begins), max(begins) + num_bytes
-        if end - first > _SPARSE * num_bytes * len(begins):
-            return [memoryview(self.read(begin, num_bytes)) for begin in begins]
-        # one call to the system: each, and each page fault, would hold up the other threads
-        whole = memoryview(self.read(first, end - first))
-        return [whole[begin - first : begin - first + num_bytes] for begin in begins]
+        # few calls to the system: each, and each page fault, would hold up the other threads
+        parts: dict[int, memoryview] = {}
+        near = (1 + _SPARSE) * num_bytes
+        with open(self.path, "rb") as file:
+            for together in _neighbours(sorted(set(begins)), near):
+                first = together[0]
+                file.seek(self.offset + first)
+                end = min(together[-1] + num_bytes, self.size)
+                whole = memoryview(file.read(max(0, end - first)))
+                parts |= {at: whole[at - first : at - first + num_bytes] for at in together}
+        return [parts[begin] for begin in begins]
 
     def part(self, begin: int, num_bytes: int, name: str) -> LocalBlob:
         offset = self.offset + begin  # one map for all members of an archive

@@ -27,7 +27,7 @@ from divergence.evaluations.statistics.means import (
     padding,
 )
 from divergence.evaluations.statistics.power import documents_needed, smallest_difference
-from divergence.evaluations.statistics.significance import mcnemar, sign_test
+from divergence.evaluations.statistics.significance import mcnemar, score_interval, sign_test
 
 TOGETHER = 0.3**0.5
 _CELLS = 4_000_000
@@ -64,6 +64,13 @@ def share(number: int, of: int) -> str:
     return f"{number / of:.1%}"
 
 
+def shown(sums: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The interval that `divergence scores` gives of binary scores."""
+    if sizes.max() > 1:
+        return interval(mean_of(sums, sizes, pad=padding(sums, sizes, 1.0)), 0.95)
+    return score_interval((sums < 0).sum(-1), (sums > 0).sum(-1), len(sizes), 0.95)
+
+
 def coverage(generator: np.random.Generator, replicates: int) -> None:
     row("n", "clusters of", "lost", "gained", "interval holds", "plain t", "mean width", "noted")
     row(*["---"] * 8)
@@ -76,7 +83,7 @@ def coverage(generator: np.random.Generator, replicates: int) -> None:
         width = 0.0
         for sums in drawn(generator, replicates, num, size, lost, gained):
             sizes = np.full(num // size, float(size))
-            low, high = interval(mean_of(sums, sizes, pad=padding(sums, sizes, 1.0)), 0.95)
+            low, high = shown(sums, sizes)
             held += int(((low <= gained - lost) & (gained - lost <= high)).sum())
             width += float((high - low).sum())
             low, high = interval(mean_of(sums, sizes), 0.95)
@@ -136,7 +143,7 @@ def powers(generator: np.random.Generator, replicates: int) -> None:
         for sums in drawn(generator, replicates, num, size,
                           (flips + difference) / 2, (flips - difference) / 2):  # fmt: skip
             sizes = np.full(num // size, float(size))
-            low, high = interval(mean_of(sums, sizes, pad=padding(sums, sizes, 1.0)), 0.95)
+            low, high = shown(sums, sizes)
             found += int(((high < 0) | (low > 0)).sum())
         said = f"smallest difference {difference:.4f}: {flips:.0%} flip, clusters of {size}"
         row(said, f"{num:,}", share(found, replicates))

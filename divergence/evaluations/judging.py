@@ -34,7 +34,12 @@ from divergence.evaluations.statistics.power import (
     documents_needed,
     smallest_difference,
 )
-from divergence.evaluations.statistics.significance import holm, mcnemar, sign_test
+from divergence.evaluations.statistics.significance import (
+    holm,
+    mcnemar,
+    score_interval,
+    sign_test,
+)
 
 __all__ = ["adjusted", "measured", "summary_of"]
 
@@ -62,12 +67,15 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     plain, padded = mean_of(sums, sizes), mean_of(sums, sizes, pad=held.pad)
     low, high = interval(padded, 1 - LEVEL)
     inner = interval(padded, 1 - 2 * LEVEL)
+    lost, gained = int((diff < 0).sum()), int((diff > 0).sum())
+    alone = pairs.binary and pairs.single and pairs.clusters is None
+    if alone:
+        low, high = score_interval(lost, gained, len(diff), 1 - LEVEL)
     if pairs.binary:  # no difference is larger
         low, high, *inner = np.clip([low, high, *inner], -1.0, 1.0)
-    lost, gained = int((diff < 0).sum()), int((diff > 0).sum())
     if not series.higher_is_better:
         lost, gained = gained, lost
-    if pairs.binary and pairs.single and pairs.clusters is None:
+    if alone:
         p_value, test = mcnemar(lost, gained), "mcnemar"
     else:
         p_value, test = sign_test(sums, sizes)

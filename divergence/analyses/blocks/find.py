@@ -215,12 +215,15 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
     lacking = f"{missing} tensors or tokens had no partner"
     shared = [unit for unit in flagged if unit.side == "both"]
     count = sum(site.pass_ != "escalated" for site in measured.sites)
+    summary = f"all {count} compared tensors are equal bit for bit"
+    if missing > count:  # as of a training step and of a decoding
+        summary = f"{lacking}; the {count} compared are equal bit for bit"
+    elif missing:
+        summary += f" ({lacking})"
     return Finding(
         claim="equal",
         kind="identical",
-        summary=f"all {count} compared tensors are equal bit for bit"
-        + (f" ({lacking})" if missing else "")
-        + ("; both are far from the truth" if shared else ""),
+        summary=summary + ("; both are far from the truth" if shared else ""),
         rests_on=[check("coverage", not missing, "not everything was compared")],
         side="both" if shared else "neither",
         evidence=[unit_evidence(unit) for unit in shared[:3]],

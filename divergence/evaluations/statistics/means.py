@@ -13,10 +13,10 @@ Such an interval is too narrow where few documents differ, as between two health
 flip at all its width would be 0. So two made-up clusters are added for intervals and equivalence,
 of mean size, whose sums lie as far to either side as the mean of fourth powers of the sums that are
 not 0, ⁴√(Σ S⁴ / k): large ones weigh more, as in the variance. For unclustered binary scores that
-is the interval of Bonett and Price (Statistics in Medicine 31, 2012), which Fagerland, Lydersen and
-Laake (2014) recommend. And where clusters flip in one direction, a few of them as a whole, a set
-that misses those has too small a mean and too small an error at once. So of clusters t is taken
-through Hall's transformation (Journal of the Royal Statistical Society B 54, 1992), with the
+is the error of Bonett and Price (Statistics in Medicine 31, 2012); their interval is another,
+``significance.score_interval``. And where clusters flip in one direction, a few of them as a whole,
+a set that misses those has too small a mean and too small an error at once. So of clusters t is
+taken through Hall's transformation (Journal of the Royal Statistical Society B 54, 1992), with the
 skewness γ of the G clusters' sums:
 
     g(t) = t + a t² + a² t³ / 3 + a / 2,   a = γ / (3 √G)

@@ -227,6 +227,14 @@ def test_a_site_that_the_anchored_pass_lost_is_missing(run):
     assert report.verdict.confidence == "medium"
 
 
+def test_equality_of_the_smaller_part_is_said_last(run):
+    """Of all modules' tensors the other run holds the blocks' alone."""
+    verdict = compare(run(sites=["modules"]), run()).verdict
+    assert verdict.kind == "identical"
+    assert verdict.summary.index("had no partner") < verdict.summary.index("equal bit for bit")
+    assert verdict.confidence != "high"
+
+
 def test_tensors_without_elements_are_no_comparison(run):
     """Nothing can differ in them; where there is nothing else, nothing was compared."""
     one, two = run(), run(label="again")

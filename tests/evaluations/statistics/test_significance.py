@@ -6,12 +6,18 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, stats
 from statsmodels.stats.contingency_tables import mcnemar as statsmodels_mcnemar
 from statsmodels.stats.multitest import multipletests
 
 from divergence.evaluations.statistics.power import documents_needed, smallest_difference
-from divergence.evaluations.statistics.significance import MOST_SIGNS, holm, mcnemar, sign_test
+from divergence.evaluations.statistics.significance import (
+    MOST_SIGNS,
+    holm,
+    mcnemar,
+    score_interval,
+    sign_test,
+)
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(7, 1), (0, 6), (30, 12), (5, 5), (0, 0), (150, 90)])
@@ -25,6 +31,48 @@ def test_mcnemar(lost, gained):
 def test_mcnemar_by_hand():
     """2 (C(8,0) + C(8,1)) / 2^8 = 18 / 256."""
     assert mcnemar(7, 1) == pytest.approx(18 / 256)
+
+
+def test_the_score_interval_of_a_worked_example():
+    """7 lost, 1 gained of 21: -0.517 to -0.026 (Fagerland, Lydersen and Laake 2014)."""
+    low, high = score_interval(7, 1, 21, 0.95)
+    assert (float(low), float(high)) == (
+        pytest.approx(-0.517, abs=5e-4), pytest.approx(-0.026, abs=5e-4),
+    )  # fmt: skip
+
+
+def test_the_score_interval_where_nothing_flipped():
+    """z² / (n + z²) to either side."""
+    z2 = stats.norm.ppf(0.975) ** 2
+    low, high = score_interval(0, 0, 50, 0.95)
+    assert (float(low), float(high)) == pytest.approx((-z2 / (50 + z2), z2 / (50 + z2)), abs=1e-6)
+
+
+@pytest.mark.parametrize(("lost", "gained", "num"), [(3, 9, 40), (20, 2, 200), (1, 0, 50)])
+def test_the_ends_of_the_score_interval_are_where_its_test_rejects(lost, gained, num):
+    """With the difference given, the likelihood is largest at some q; z there is ±1.96."""
+    for end, sign in zip(score_interval(lost, gained, num, 0.95), (1, -1), strict=True):
+        difference = float(end)
+
+        def loss(q, difference=difference):
+            same = 1 - 2 * q - difference
+            chances = np.maximum([q, q + difference, same], 1e-300)
+            return -np.dot([lost, gained, num - lost - gained], np.log(chances))
+
+        bounds = (max(0.0, -difference), (1 - difference) / 2)
+        q = optimize.minimize_scalar(loss, bounds=bounds, method="bounded",
+                                     options={"xatol": 1e-12}).x  # fmt: skip
+        error = np.sqrt(num * (2 * q + difference - difference**2))
+        z = (gained - lost - num * difference) / error
+        assert z == pytest.approx(sign * stats.norm.ppf(0.975), abs=1e-3)
+
+
+def test_the_score_interval_mirrors():
+    """Reference and candidate exchanged."""
+    low, high = score_interval(np.array([7, 4]), np.array([1, 4]), 30, 0.9)
+    other_low, other_high = score_interval(np.array([1, 4]), np.array([7, 4]), 30, 0.9)
+    assert low == pytest.approx(-other_high)
+    assert high == pytest.approx(-other_low)
 
 
 def test_all_changes_of_sign():

@@ -137,7 +137,7 @@ class Advice:
     def truth_beside(self) -> str | None:
         """A truth of this pair that lies where the commands of this tool put it, and was not
         given. It is named, not taken: a comparison rests on what it is given, and the same command
-        says the same wherever the runs lie."""
+        says the same wherever the runs lie. Its manifest alone is read."""
         a, b = self._runs
         if self._truth is not None or "://" in self._a:
             return None

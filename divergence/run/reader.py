@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,7 @@ class Run:
         self._by_coordinates: dict[Coordinates, Record] = {}
         self._by_content: dict[Content, Record] = {}
         self._fallback: Run | None = None
+        self._indexing = threading.Lock()
 
     def __repr__(self) -> str:
         state = "complete" if self.manifest.complete else "incomplete"
@@ -187,7 +189,9 @@ class Run:
                 self._num_found += 1
                 if self._num_found < max(_FEW, len(self.records) // _FEW):
                     return self.records.find(coordinates)
-            self._by_coordinates = {record.coordinates: record for record in self.records}
+            with self._indexing:  # of several threads that ask, one makes it
+                if not self._by_coordinates:
+                    self._by_coordinates = {record.coordinates: record for record in self.records}
         return self._by_coordinates.get(coordinates)
 
     def set_fallback(self, other: Run | None) -> None:
@@ -214,7 +218,9 @@ class Run:
     def holding(self, other: Record) -> Record | None:
         """A record of this run that has the bytes of ``other``, of any run; or None."""
         if not self._by_content:
-            self._by_content = records_by_content(self.records)
+            with self._indexing:
+                if not self._by_content:
+                    self._by_content = records_by_content(self.records)
         return find_content(self._by_content, other)
 
     def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
@@ -334,12 +340,13 @@ class Run:
         self.release_read(0)
 
     def release_read(self, num_bytes: int) -> None:
-        """The same of whatever was read, as many bytes by now."""
+        """The same of whatever was read, about as many bytes since the last time."""
         self._released_bytes += num_bytes
         if self._released_bytes >= _RELEASE_BYTES:
             self._released_bytes = 0
-            while self._touched:
-                self._touched.popitem()[1].release()
+            touched, self._touched = self._touched, {}
+            for shard in list(touched.values()):
+                shard.release()
 
     def sites(self) -> list[str]:
         """Every recorded site, in natural order."""

@@ -20,7 +20,7 @@ A region of products and additions is held against an ideal product (operators.p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from divergence.analyses.operators.operands import argument_names
 from divergence.comparison.calls.graph import Forward
 from divergence.comparison.results.operators import OperatorResult, Question, RegionResult
 from divergence.numerics.floor import Thresholds, rare_ratio
-from divergence.numerics.pairs.operator import slices_of
+from divergence.numerics.pairs.operator import OperatorErrors, slices_of
 from divergence.words import Side
 
 __all__ = ["Size", "judge_unit", "region_result"]
@@ -47,10 +47,10 @@ of what is left is larger, the absolute one is not."""
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a result without a truth: its largest row's norm, and by forward each row's ‖a − b‖."""
+    """Of a result without a truth: its largest row's norm, and its errors by forward."""
 
     largest: float
-    differences: dict[Forward, torch.Tensor]
+    errors: dict[Forward, OperatorErrors]
 
 
 @dataclass(slots=True)
@@ -96,10 +96,12 @@ def judge_unit(
         if with_truth:
             result = _against_truth(result, pooled, thresholds, alone=alone)
         else:
-            entering = [sizes[key] for feed in feeds if (key := (feed.site, unit.phase)) in sizes]
+            entering = {
+                feed.site: sizes[key] for feed in feeds if (key := (feed.site, feed.phase)) in sizes
+            }
             carried = max((feed.difference or 0.0 for feed in feeds), default=0.0)
             if unit.match.reference.name in _EXPONENTIAL:
-                carried *= max([1.0, *(one.largest for one in entering)])
+                carried *= max([1.0, *(one.largest for one in entering.values())])
             elif unit.match.reference.name in _ADDITIVE:
                 carried = max(carried, _added(unit, entering))
             result = _against_each_other(result, pooled, carried, thresholds)
@@ -110,27 +112,31 @@ def judge_unit(
 
 
 def _size(unit: OperatorUnit, pooled: _Pooled) -> Size:
-    differences = {}
-    for forward, _, errors in unit.forwards:
-        if errors is not None:
-            rows = torch.zeros(math.prod(errors.shape), dtype=torch.float64)
-            differences[forward] = rows.index_copy(0, errors.rows, errors.between * errors.norm)
-    return Size(float(pooled.norm.max()) if len(pooled.norm) else 0.0, differences)
+    largest = float(pooled.norm.max()) if len(pooled.norm) else 0.0
+    return Size(largest, {at: errors for at, _, errors in unit.forwards if errors is not None})
 
 
-def _added(unit: OperatorUnit, entering: Sequence[Size]) -> float:
-    """What the differences of all that goes in make of a sum's rows, relative to each: rms. Only of
-    what has the sum's rows."""
+def _added(unit: OperatorUnit, entering: Mapping[str, Size]) -> float:
+    """What the differences of all that goes into a sum make of its rows, relative to each: rms. Of
+    what goes in as it was made, row by row: what lies between might order the rows otherwise. A row
+    that has no difference there (it is 0, or masked) explains its own."""
+    directly = [] if unit.region else [
+        entering[path] for path in unit.match.reference.feeds if path in entering
+    ]  # fmt: skip
     squares: list[torch.Tensor] = []
     for forward, _, errors in unit.forwards:
-        if errors is not None:
-            going_in = [one.differences.get(forward) for one in entering]
-            of_rows = sum(
-                each[errors.rows] for each in going_in
-                if each is not None and len(each) == math.prod(errors.shape)
-            )  # fmt: skip
-            squares.append((of_rows / errors.norm).square())
-    return float(torch.cat(squares).mean().sqrt()) if squares and len(squares[0]) else 0.0
+        if errors is None:
+            continue
+        total = torch.zeros(len(errors.rows), dtype=torch.float64)
+        for feed in directly:
+            goes_in = feed.errors.get(forward)
+            if goes_in is not None and goes_in.shape == errors.shape:
+                every = torch.full((math.prod(errors.shape),), math.nan, dtype=torch.float64)
+                every[goes_in.rows] = goes_in.between * goes_in.norm
+                total += every[errors.rows]
+        squares.append(torch.where(total.isnan(), errors.between, total / errors.norm).square())
+    rows = torch.cat(squares) if squares else torch.zeros(0)
+    return float(rows.mean().sqrt()) if len(rows) else 0.0
 
 
 def _pool(unit: OperatorUnit) -> _Pooled | None:

@@ -87,7 +87,7 @@ class Distances:
 def distances_of(
     reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep]
 ) -> Distances | None:
-    """Over ``places``; None where no row can be compared. A thread holds one row of each run."""
+    """Over ``places``; None where no row can be compared. A thread holds one record of each run."""
     import torch
 
     between: list[float] = []

@@ -212,7 +212,8 @@ def _measure(measurer: Measurer, pairs: list[Pair], _progress: None = None) -> l
 def _with_record(pair: Pair, overlay: Overlay) -> Pair:
     record = overlay.find(pair.candidate.record.coordinates)
     assert record is not None
-    return replace(pair, candidate=replace(pair.candidate, record=record))
+    candidate = msgspec.structs.replace(pair.candidate, record=record)
+    return msgspec.structs.replace(pair, candidate=candidate)
 
 
 def _of_candidate(site: SiteResult) -> bool:

@@ -88,6 +88,7 @@ def with_rounding(against: AgainstTruth, floor: np.ndarray) -> AgainstTruth:
         reference=np.hypot(against.reference, rounding),
         candidate=np.hypot(against.candidate, rounding),
         channels=channels,
+        peaks=channels[:3].max(axis=1, initial=0.0),
     )
 
 

@@ -174,7 +174,7 @@ def kl_divergence(a: torch.Tensor, b: torch.Tensor) -> float | None:
     None where the rows are of other lengths, or one has a nan, a +inf or no finite logit.
     """
     x, y = _row(a), _row(b)
-    if x.shape != y.shape or not (_usable(x)[0] and _usable(y)[0]):
+    if x.shape != y.shape or not x.size or not (_usable(x)[0] and _usable(y)[0]):
         return None
     with np.errstate(all="ignore"):
         return float(_kl(*_log_ratio(x, y))[0])

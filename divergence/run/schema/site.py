@@ -134,7 +134,6 @@ def operator_path(path: str, operator: str, call: int) -> str:
     return f"{path or ROOT}/{operator}" + (f"#{call}" if call > 1 else "")
 
 
-@_remembered
 def phase_of(site: str, step: int) -> str:
     """One of PHASES."""
     if BACKWARD in site:

@@ -99,11 +99,13 @@ class Shard:
     @property
     def entries(self) -> dict[str, Entry]:
         """What the header says of each tensor. Raises RunFormatError."""
-        if self._entries is None:
-            self._entries, self._data_begin = _read_header(self._blob)
+        entries = self._entries
+        if entries is None:
+            entries, self._data_begin = _read_header(self._blob)
+            self._entries = entries
             if self._headers is not None:
-                self._headers.keep(self, len(self._entries))
-        return self._entries
+                self._headers.keep(self, len(entries))  # another thread's may forget these
+        return entries
 
     def forget(self) -> None:
         """Lets the entries leave memory."""
@@ -228,13 +230,18 @@ def has_header(
         widths = [FORMATS[dtype].itemsize for dtype, _ in kinds]
         tensors = sorted(tensors, key=lambda tensor: -widths[tensor[1]])
         keys, codes = zip(*tensors, strict=True)
-    said, num_bytes = _said_of(codes, tuple(kinds))
+    said_of = _said_of if len(codes) <= _MOST_SAID else _said_of.__wrapped__
+    said, num_bytes = said_of(codes, tuple(kinds))
     text = _header_text(list(map("".join, zip(itertools.repeat('"'), keys, said))))
     head = struct.pack("<Q", len(text)) + text
     return blob.size >= len(head) + num_bytes and blob.read(0, len(head)) == head
 
 
-@functools.lru_cache(maxsize=4)
+_MOST_SAID = 1 << 16
+"""Tensors of a shard whose part of the header is held for the next shard."""
+
+
+@functools.lru_cache(maxsize=1)
 def _said_of(
     codes: tuple[int, ...], kinds: tuple[tuple[str, tuple[int, ...]], ...]
 ) -> tuple[list[str], int]:

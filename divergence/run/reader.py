@@ -24,24 +24,30 @@ from divergence.run.schema.contents import (
     Content,
     Part,
     StoredRecords,
-    check_part,
     each_of,
     find_content,
     parts_of,
     records_at,
     records_by_content,
+    shards_of,
     site_names,
     sizes_of,
     why_no_bytes,
 )
-from divergence.run.schema.layout import MANIFEST, SHARD_DTYPES, checked_shard_name, records_name
+from divergence.run.schema.layout import MANIFEST, checked_shard_name, records_name
 from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.parsing import is_large, name_of, read_manifest, read_records
+from divergence.run.schema.parsing import (
+    check_parts,
+    is_large,
+    name_of,
+    read_manifest,
+    read_records,
+)
 from divergence.run.schema.record import Coordinates, Record
 from divergence.run.schema.site import did_you_mean, natural_key
 from divergence.run.storage.blob import SPAN_BYTES, Bytes, Store
 from divergence.run.storage.location import Location, Url, location_of
-from divergence.run.storage.shard import Entry, Headers, Shard
+from divergence.run.storage.shard import Headers, Shard, TouchedShards
 from divergence.run.storage.store import open_store
 from divergence.words import Progress, silent
 
@@ -52,7 +58,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Run"]
 
-_RELEASE_BYTES = 16 << 20
 _FEW = 256
 """Of so many records, or one of so many, each is looked for alone; for more all are indexed."""
 
@@ -74,8 +79,7 @@ class Run:
         self.torn_tail = torn_tail
         self._shards: dict[str, Shard] = {}
         self._headers = None if store is None or store.far else Headers()
-        self._touched: dict[str, Shard] = {}
-        self._released_bytes = 0
+        self._touched = TouchedShards()
         self._digests: dict[tuple[str, str], str] = {}
         self._num_found = 0
         self._by_coordinates: dict[Coordinates, Record] = {}
@@ -153,10 +157,7 @@ class Run:
 
     def files(self) -> dict[str, int]:
         """The files that make the run, with their sizes: manifest, lines, the shards in use."""
-        if isinstance(self.records, StoredRecords):
-            shards = self.records.shards()
-        else:
-            shards = {part.place.shard for record in self.records for part in parts_of(record)}
+        shards = shards_of(self.records)
         lines = map(records_name, range(self.manifest.num_ranks))
         store = self._opened()
         names = [MANIFEST, *filter(store.has, lines), *sorted(shards)]
@@ -217,10 +218,9 @@ class Run:
 
     def holding(self, other: Record) -> Record | None:
         """A record of this run that has the bytes of ``other``, of any run; or None."""
-        if not self._by_content:
-            with self._indexing:
-                if not self._by_content:
-                    self._by_content = records_by_content(self.records)
+        with self._indexing:
+            if not self._by_content:
+                self._by_content = records_by_content(self.records)
         return find_content(self._by_content, other)
 
     def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
@@ -255,7 +255,7 @@ class Run:
         places = [(record.place, record) for record in records if record.place is not None]
         for name, group in itertools.groupby(places, key=lambda item: item[0].shard):
             together = list(group)
-            shard = self._touched[name] = self._shard(together[0][1], name)
+            shard = self._touched.add(name, self._shard(together[0][1], name))
             stored = shard.stretches([place.key for place, _ in together], num_bytes)
             for (place, record), data in zip(together, stored, strict=True):
                 key = name, place.key
@@ -298,8 +298,7 @@ class Run:
         return shard.view(part.place.key, dtype=form.torch_dtype, shape=part.shape)
 
     def _touch(self, record: Record, part: Part) -> Shard:
-        shard = self._touched[part.place.shard] = self._shard(record, part.place.shard)
-        return shard
+        return self._touched.add(part.place.shard, self._shard(record, part.place.shard))
 
     def _hold(self, shard: Shard, record: Record, part: Part, data: Bytes | None = None) -> None:
         """Raises RunFormatError where the part's bytes do not have its checksum. Bytes are hashed
@@ -331,22 +330,14 @@ class Run:
     def release(self, records: Iterable[Record]) -> None:
         """Lets the records' bytes leave memory for now, in portions; views of them stay good."""
         for record in records:
-            if record.place is None:
-                continue
-            name = record.place.shard
-            if name not in self._touched:  # others may have let go of it
-                self._touched[name] = self._shard(record, name)
-            self._released_bytes += record.num_bytes
-        self.release_read(0)
+            if record.place is not None:
+                # again: others may have let go of it
+                self._touched.add(record.place.shard, self._shard(record, record.place.shard))
+                self._touched.release(record.num_bytes)
 
     def release_read(self, num_bytes: int) -> None:
         """The same of whatever was read, about as many bytes since the last time."""
-        self._released_bytes += num_bytes
-        if self._released_bytes >= _RELEASE_BYTES:
-            self._released_bytes = 0
-            touched, self._touched = self._touched, {}
-            for shard in list(touched.values()):
-                shard.release()
+        self._touched.release(num_bytes)
 
     def sites(self) -> list[str]:
         """Every recorded site, in natural order."""
@@ -395,21 +386,7 @@ class Run:
             self._shard, self._opened().blob
         ):
             return
-        entries: dict[str, dict[str, Entry]] = {}
-        sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-        for record in each_of(self.records):
-            place, kind = record.place, (record.dtype, record.shape)
-            if place is not None and record.sketch is None:
-                if place.shard not in entries:
-                    entries[place.shard] = self._shard(record, place.shard).entries
-                entry = entries[place.shard].get(place.key)
-                if kind not in sizes:
-                    sizes[kind] = record.num_bytes
-                wanted = SHARD_DTYPES.get(record.dtype), record.shape, sizes[kind]
-                if entry is not None and (entry.dtype, entry.shape, entry.num_bytes) == wanted:
-                    continue  # as nearly all are
-            for part in parts_of(record):
-                check_part(self._shard(record, part.place.shard), part, where=name_of(record))
+        check_parts(self.records, self._shard)
 
 
 def _read_records(store: Store, manifest: Manifest) -> tuple[Sequence[Record], bool]:

@@ -57,7 +57,7 @@ def test_what_is_released_is_given_back_whoever_let_go_of_it_before(monkeypatch)
     monkeypatch.setattr(
         "divergence.run.storage.shard.Shard.release", lambda self: given_back.append(1)
     )
-    monkeypatch.setattr("divergence.run.reader._RELEASE_BYTES", 1)
+    monkeypatch.setattr("divergence.run.storage.shard._RELEASE_BYTES", 1)
     run = Run.open(STORED)
     first, second = [record for record in run.records if record.place is not None][:2]
     run.read(first), run.read(second)

@@ -212,14 +212,13 @@ def _is_beyond(unit: Unit, result: SiteResult) -> bool:
 def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
     """Equal runs; with a truth, perhaps equally wrong ones."""
     missing = measured.missing
-    lacking = f"{missing} tensors or tokens had no partner"
     shared = [unit for unit in flagged if unit.side == "both"]
     count = sum(site.pass_ != "escalated" for site in measured.sites)
     summary = f"all {count} compared tensors are equal bit for bit"
     if missing > count:  # as of a training step and of a decoding
-        summary = f"{lacking}; the {count} compared are equal bit for bit"
+        summary += f"; most had no partner: {missing} tensors or tokens"
     elif missing:
-        summary += f" ({lacking})"
+        summary += f" ({missing} tensors or tokens had no partner)"
     return Finding(
         claim="equal",
         kind="identical",

@@ -28,7 +28,8 @@ __all__ = [
     "Content", "Digests", "Part", "SiteCounts", "StoredRecords", "call_passes", "check_part",
     "contents_of", "count_passes", "count_sites", "each_of", "find_content", "first_nonfinite",
     "is_mask", "labels_text", "nonfinite_text", "num_kept", "num_labels", "parts_of",
-    "records_at", "records_by_content", "site_names", "sizes_counted", "sizes_of", "why_no_bytes",
+    "records_at", "records_by_content", "shards_of", "site_names", "sizes_counted",
+    "sizes_of", "why_no_bytes",
 ]  # fmt: skip
 
 Content = tuple[str, str, tuple[int, ...]]
@@ -245,6 +246,13 @@ def num_kept(records: Sequence[Record]) -> int:
     if isinstance(records, StoredRecords):
         return records.num_kept()
     return sum(bool(parts_of(record)) for record in records)
+
+
+def shards_of(records: Sequence[Record]) -> set[str]:
+    """The shards in use."""
+    if isinstance(records, StoredRecords):
+        return records.shards()
+    return {part.place.shard for record in records for part in parts_of(record)}
 
 
 def sizes_of(records: Sequence[Record]) -> Sizes:

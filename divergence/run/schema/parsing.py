@@ -6,18 +6,21 @@ What breaks docs/dump-format.md is named with its file and line, never guessed a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
+from divergence.run.schema.contents import check_part, each_of, parts_of
 from divergence.run.schema.layout import (
     MANIFEST,
     MAX_FORWARD_TOKENS,
     MAX_LINE_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_RANKS,
+    SHARD_DTYPES,
     records_name,
 )
 from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
@@ -31,9 +34,12 @@ from divergence.run.schema.record import (
 from divergence.run.schema.site import escape_path, unescape_path
 from divergence.run.storage.blob import Store
 
+if TYPE_CHECKING:
+    from divergence.run.storage.shard import Entry, Shard
+
 __all__ = [
-    "BROKEN_JSON", "UNSOUND", "is_large", "name_of", "portions", "read_manifest", "read_records",
-    "record_check",
+    "BROKEN_JSON", "UNSOUND", "check_parts", "is_large", "name_of", "portions", "read_manifest",
+    "read_records", "record_check",
 ]  # fmt: skip
 
 BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -270,6 +276,26 @@ def portions(store: Store, name: str) -> Iterator[tuple[memoryview, bool]]:
 _PORTION_BYTES = 1 << 18
 """Some 500 records: few enough to stay in a core's cache."""
 UNSOUND = (*BROKEN_JSON, UnsoundError)
+
+
+def check_parts(records: Sequence[Record], shard_of: Callable[[Record, str], Shard]) -> None:
+    """``check_part`` of all that the records keep. Raises RunFormatError."""
+    entries: dict[str, dict[str, Entry]] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for record in each_of(records):
+        place, kind = record.place, (record.dtype, record.shape)
+        if place is not None and record.sketch is None:
+            if place.shard not in entries:
+                entries[place.shard] = shard_of(record, place.shard).entries
+            entry = entries[place.shard].get(place.key)
+            if kind not in sizes:
+                sizes[kind] = record.num_bytes
+            wanted = SHARD_DTYPES.get(record.dtype), record.shape, sizes[kind]
+            if entry is not None and (entry.dtype, entry.shape, entry.num_bytes) == wanted:
+                continue  # as nearly all are
+        for part in parts_of(record):
+            check_part(shard_of(record, part.place.shard), part, where=name_of(record))
+
 
 _RAW = re.compile(r"[/:#\s\x00-\x1f\x7f-\x9f]")
 

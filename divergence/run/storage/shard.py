@@ -10,6 +10,7 @@ The files are plain safetensors; tests read them with the library.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from divergence.run.writing.captured_tensor import ShardEntry
 
-__all__ = ["Entry", "Headers", "Shard", "has_header", "write_shard"]
+__all__ = ["Entry", "Headers", "Shard", "TouchedShards", "has_header", "write_shard"]
 
 HEADER_BYTES = 64 << 10
 """What is read before the header's length is known: room for some 500 tensors, and the whole of a
@@ -178,6 +179,29 @@ class Shard:
     def close(self) -> None:
         """Drop the map; views that are still alive keep it open."""
         self._blob.close()
+
+
+class TouchedShards(dict[str, Shard]):
+    """Shards whose pages may be in memory, by name; any thread may add to them or release them."""
+
+    _held_bytes = 0
+
+    def add(self, name: str, shard: Shard) -> Shard:
+        """Notes that the shard is read."""
+        self[name] = shard
+        return shard
+
+    def release(self, num_bytes: int) -> None:
+        """So much more is done with: of ``_RELEASE_BYTES`` the pages of all are released."""
+        self._held_bytes += num_bytes
+        if self._held_bytes >= _RELEASE_BYTES:
+            self._held_bytes = 0
+            while self:
+                with contextlib.suppress(KeyError):  # another thread took the last
+                    self.popitem()[1].release()
+
+
+_RELEASE_BYTES = 16 << 20
 
 
 def write_shard(

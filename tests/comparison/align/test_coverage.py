@@ -227,11 +227,11 @@ def test_a_site_that_the_anchored_pass_lost_is_missing(run):
     assert report.verdict.confidence == "medium"
 
 
-def test_equality_of_the_smaller_part_is_said_last(run):
+def test_equality_of_the_smaller_part_says_that_most_is_missing(run):
     """Of all modules' tensors the other run holds the blocks' alone."""
     verdict = compare(run(sites=["modules"]), run()).verdict
     assert verdict.kind == "identical"
-    assert verdict.summary.index("had no partner") < verdict.summary.index("equal bit for bit")
+    assert "most had no partner" in verdict.summary
     assert verdict.confidence != "high"
 
 

@@ -105,3 +105,14 @@ def test_a_run_asks_for_its_tensors_bytes(tmp_path, manifest, asked):
     run = Run.open(tmp_path / "run")
     run.will_read(run.records[0])
     assert sum(count for _, count in asked) == 20000
+
+
+def test_many_parts_are_read_wherever_they_lie(tmp_path):
+    """Neighbours, parts far apart, one twice, in any order; none of a member of a larger file."""
+    data = os.urandom(20_000)
+    (tmp_path / "file").write_bytes(data)
+    member = LocalBlob(tmp_path / "file").part(1_000, 18_000, "member")
+    begins = [17_900, 0, 64, 64, 9_000, 128, 9_700]
+    found = [bytes(part) for part in member.read_many(begins, 64)]
+    assert found == [data[1_000 + begin :][:64] for begin in begins]
+    assert member.read_many([], 64) == []

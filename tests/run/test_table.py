@@ -26,6 +26,7 @@ from divergence.run.schema.contents import (
 from divergence.run.schema.manifest import Mesh, MeshAxis
 from divergence.run.schema.record import Call
 from divergence.run.storage.packing import pack
+from divergence.run.storage.store import open_store
 from divergence.run.unshard import unsharded
 from divergence.run.writing.reduction import reducer_for
 from divergence.run.writing.writer import CapturedTensor, RunWriter
@@ -72,6 +73,18 @@ def both(path, monkeypatch) -> tuple[Run, Run]:
     assert isinstance(one.records, list)
     assert isinstance(other.records, StoredRecords)
     return one, other
+
+
+@pytest.mark.parametrize("portion", [64, 700, 2000])
+def test_portions_hold_every_line_once(tmp_path, manifest, monkeypatch, portion):
+    """Also lines that are longer than a portion."""
+    write_many(tmp_path / "a", manifest(), seed=0, store="stats")
+    store = open_store(tmp_path / "a")
+    monkeypatch.setattr(parsing, "_PORTION_BYTES", portion)
+    found = [bytes(lines) for lines, _ in parsing.portions(store, "records.jsonl")]
+    whole = (tmp_path / "a" / "records.jsonl").read_bytes()
+    assert b"\n".join(found) + b"\n" == whole
+    assert max(map(len, whole.split(b"\n"))) > 64
 
 
 @pytest.mark.parametrize("store", ["full", "stats", "sketch"])

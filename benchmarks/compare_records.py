@@ -2,12 +2,14 @@
 
     python benchmarks/compare_records.py [--records 1000 10000 100000] [--sizes 576 ...]
                                          [--rounds 3] [--old CHECKOUT] [--keep FOLDER]
+    python benchmarks/compare_records.py --runs A B TRUTH [--rounds 3] [--old CHECKOUT]
 
 The runs: 30 blocks' inputs and outputs in as many decode steps as are needed, bfloat16, no two
 tensors alike: the reference and the candidate are a float64 run rounded twice (by two noises of
 half a unit), which is the truth. Each round compares in a process of its own, with and without the
 truth, and by another checkout of this project in turns. The clock starts when everything is
-imported; opening the runs and writing the report are in it.
+imported; opening the runs and writing the report are in it. A second table has the seconds, and the
+peak of resident memory, of which some 220 MB are torch's. ``--runs``: that table of these runs.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ from tests.models.tiny import build
 ROOT = Path(__file__).resolve().parents[1]
 NUM_BLOCKS = 30
 TIMED = """
-import sys, time
+import re, sys, time
 from divergence import compare
 from divergence.comparison import api
 import torch
 import divergence.analyses.blocks.find, divergence.analyses.ends.find
 start = time.perf_counter()
 report = compare(*sys.argv[1:3], truth=sys.argv[3] if len(sys.argv) > 3 else None)
-print(time.perf_counter() - start, len(report.sites), report.verdict.kind)
+spent = time.perf_counter() - start
+peak = re.search("VmHWM:[^0-9]*([0-9]+)", open("/proc/self/status").read()).group(1)
+print(spent, len(report.sites), int(peak) / 1024)
 """
 
 
@@ -79,8 +83,8 @@ def write_runs(folder: Path, num_records: int, size: int) -> None:
         writer.close(complete=True)
 
 
-def seconds(checkout: Path, *runs: Path) -> tuple[float, int]:
-    """Seconds of one comparison by the code of ``checkout``, and its number of pairs."""
+def measured(checkout: Path, *runs: Path) -> tuple[float, int, float]:
+    """One comparison by the code of ``checkout``: its seconds, its pairs, and the peak in MB."""
     done = subprocess.run(
         [sys.executable, "-c", TIMED, *(str(run.resolve()) for run in runs)],
         capture_output=True, text=True,
@@ -88,8 +92,8 @@ def seconds(checkout: Path, *runs: Path) -> tuple[float, int]:
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(done.stderr)
-    taken, pairs, _ = done.stdout.split()
-    return float(taken), int(pairs)
+    spent, pairs, peak = done.stdout.split()
+    return float(spent), int(pairs), float(peak)
 
 
 def main() -> None:
@@ -99,26 +103,43 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--old", type=Path, help="another checkout, measured in turns")
     parser.add_argument("--keep", type=Path, help="make the runs there, or take those that are")
+    parser.add_argument("--runs", type=Path, nargs=3, metavar=("A", "B", "TRUTH"))
     options = parser.parse_args()
     checkouts = {"now": ROOT} | ({"before": options.old} if options.old else {})
     names = [f"{name}{more}" for more in ("", ", truth") for name in checkouts]
-    print(f"| records | size | {' | '.join(f'pairs/s {name}' for name in names)} |")
-    print("|---|---|" + "---|" * len(names))
-    with tempfile.TemporaryDirectory() as temporary:
-        for num_records in options.records:
-            for size in options.sizes:
-                folder = (options.keep or Path(temporary)) / f"{num_records}-{size}"
-                if not (folder / "truth").exists():
-                    write_runs(folder, num_records, size)
-                runs = folder / "a", folder / "b"
-                taken: dict[str, list[float]] = {name: [] for name in names}
-                for _ in range(options.rounds):
-                    for name, checkout in checkouts.items():
-                        for more, truth in (("", ()), (", truth", (folder / "truth",))):
-                            spent, pairs = seconds(checkout, *runs, *truth)
-                            taken[f"{name}{more}"].append(pairs / spent)
-                rates = " | ".join(f"{statistics.median(taken[name]):,.0f}" for name in names)
-                print(f"| {num_records:,} | {size} | {rates} |", flush=True)
+    costs: list[str] = []
+
+    def medians(what: str, runs: tuple[Path, Path, Path]) -> list[float]:
+        """Pairs a second of each name; notes a row of ``costs``."""
+        found: dict[str, list[tuple[float, int, float]]] = {name: [] for name in names}
+        for _ in range(options.rounds):
+            for name, checkout in checkouts.items():
+                found[name].append(measured(checkout, *runs[:2]))
+                found[f"{name}, truth"].append(measured(checkout, *runs))
+        columns = [list(map(statistics.median, zip(*found[name], strict=True))) for name in names]
+        shown = " | ".join(f"{spent:.2f} | {peak:,.0f}" for spent, _, peak in columns)
+        costs.append(f"| {what} | {shown} |")
+        return [pairs / spent for spent, pairs, _ in columns]
+
+    if options.runs:
+        medians("these", tuple(options.runs))
+    else:
+        print(f"| records | size | {' | '.join(f'pairs/s {name}' for name in names)} |")
+        print("|---|---|" + "---|" * len(names))
+        with tempfile.TemporaryDirectory() as temporary:
+            for num_records in options.records:
+                for size in options.sizes:
+                    folder = (options.keep or Path(temporary)) / f"{num_records}-{size}"
+                    if not (folder / "truth").exists():
+                        write_runs(folder, num_records, size)
+                    rates = medians(
+                        f"{num_records:,} of {size}", (folder / "a", folder / "b", folder / "truth")
+                    )
+                    shown = " | ".join(f"{rate:,.0f}" for rate in rates)
+                    print(f"| {num_records:,} | {size} | {shown} |", flush=True)
+    print(f"\n| runs | {' | '.join(f's {name} | MB {name}' for name in names)} |")
+    print("|---|" + "---|---|" * len(names))
+    print(*costs, sep="\n")
 
 
 if __name__ == "__main__":

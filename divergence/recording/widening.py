@@ -122,19 +122,11 @@ def _place(tensor: torch.Tensor) -> _Place:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     """Does an operator return its argument's own memory without writing to it?"""
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-@functools.cache
-def _kind_of(func: Any) -> str:
-    if func in _MOVES:
-        return "move"
-    if _is_view(func):
-        return "view"
-    return "in place" if func._schema.is_mutable else "plain"
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -184,15 +176,14 @@ class _WideOperators(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _MOVES:
+            return _mapped(self._wide_result, func(*args, **kwargs))
+        if _is_view(func):
+            return func(*args, **kwargs)  # nothing is computed
         own = self._own.get(func)
         if own is not None:
             return own(*args, **kwargs)
-        kind = _kind_of(func)
-        if kind == "view":
-            return func(*args, **kwargs)  # nothing is computed
-        if kind == "move":
-            return _mapped(self._wide_result, func(*args, **kwargs))
-        if kind == "in place":
+        if func._schema.is_mutable:
             return self._in_place(func, args, kwargs)
         wide_args = [_mapped(self._wide, value) for value in args]
         wide_kwargs = {name: _mapped(self._wide, value) for name, value in kwargs.items()}

@@ -62,7 +62,6 @@ class _Pooled:
     candidate: torch.Tensor
     between: torch.Tensor
     floor: torch.Tensor
-    norm: torch.Tensor
     raw: tuple[float, float]
     columns: tuple[torch.Tensor, torch.Tensor] | None
     slices: list[torch.Tensor]
@@ -105,15 +104,16 @@ def judge_unit(
             elif unit.match.reference.name in _ADDITIVE:
                 carried = max(carried, _added(unit, entering))
             result = _against_each_other(result, pooled, carried, thresholds)
-            sizes[result.site, unit.phase] = _size(unit, pooled)
+            sizes[result.site, unit.phase] = _size(unit)
     result = _with_codes(result, unit, with_truth)
     result = _judge_roundings(result, unit, thresholds)
     return _judge_operands(result, unit)
 
 
-def _size(unit: OperatorUnit, pooled: _Pooled) -> Size:
-    largest = float(pooled.norm.max()) if len(pooled.norm) else 0.0
-    return Size(largest, {at: errors for at, _, errors in unit.forwards if errors is not None})
+def _size(unit: OperatorUnit) -> Size:
+    by_forward = {at: errors for at, _, errors in unit.forwards if errors is not None}
+    largest = max(float(one.norm.max()) if len(one.norm) else 0.0 for one in by_forward.values())
+    return Size(largest, by_forward)
 
 
 def _added(unit: OperatorUnit, entering: Mapping[str, Size]) -> float:
@@ -143,9 +143,9 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
     measured = [errors for _, _, errors in unit.forwards if errors is not None]
     if not measured:
         return None
-    reference, candidate, between, floor, norm = (
+    reference, candidate, between, floor = (
         torch.cat([getattr(errors, name) for errors in measured])
-        for name in ("reference", "candidate", "between", "floor", "norm")
+        for name in ("reference", "candidate", "between", "floor")
     )
     widths = {len(errors.column_floor) for errors in measured if len(errors.reference)}
     columns = None
@@ -171,7 +171,6 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         candidate=torch.hypot(candidate, floor),
         between=between,
         floor=floor,
-        norm=norm,
         raw=(median(reference), median(candidate)),
         columns=columns,
         wide=torch.cat([errors.counts for errors in measured]) >= _ENOUGH_COLUMNS,

@@ -40,6 +40,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep, logits_row
+from divergence.comparison.measure.pipeline import num_threads
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.numerics.floor import Thresholds, spread
 from divergence.numerics.formats import format_named
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
 __all__ = [
     "TIE", "Distances", "deviations", "distances_of", "judge_by_model", "judge_flip", "kl_fields",
 ]  # fmt: skip
-
-_MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +87,9 @@ def distances_of(
     reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep]
 ) -> Distances | None:
     """Over ``places``; None where no row can be compared. A thread holds one record of each run."""
-    import torch
-
     between: list[float] = []
     errors: dict[Side, list[float]] = {"reference": [], "candidate": []}
-    threads = max(1, min(_MOST_THREADS, torch.get_num_threads()))
-    with ThreadPoolExecutor(threads, thread_name_prefix="divergence-logits") as pool:
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="divergence-logits") as pool:
         for found in pool.map(partial(_distances_at, reference, candidate, truth), places):
             if found is not None:
                 between.append(found[0])

@@ -34,7 +34,14 @@ from divergence.words import Progress, silent
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["measure_all", "measure_pairs", "measured_by", "measured_on", "results_of_pairs"]
+__all__ = [
+    "measure_all",
+    "measure_pairs",
+    "measured_by",
+    "measured_on",
+    "num_threads",
+    "results_of_pairs",
+]
 
 _MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
@@ -114,6 +121,13 @@ def results_of_pairs(
     return results
 
 
+def num_threads() -> int:
+    """That look at tensors side by side."""
+    import torch
+
+    return max(1, min(_MOST_THREADS, torch.get_num_threads()))
+
+
 def measure_pairs(
     measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
 ) -> Generator[PairNumbers | None]:
@@ -122,11 +136,9 @@ def measure_pairs(
     ``pairs`` may be any part of an alignment. Lazy: nothing is read before the first is asked
     for, and a few pairs beyond the one asked for are under way. Raises RunFormatError on bad bytes.
     """
-    import torch
-
     measurer.reading.prefetch(pairs)
     batches = list(_batches(pairs))
-    measuring = max(1, min(_MOST_THREADS, torch.get_num_threads()))
+    measuring = num_threads()
     fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
     reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
     pool = ThreadPoolExecutor(

@@ -30,15 +30,7 @@ if TYPE_CHECKING:
 
     from divergence.numerics.pairs.against import AgainstTruth
 
-__all__ = [
-    "MIN_ROWS",
-    "ChannelSums",
-    "SamplesBySite",
-    "Truth",
-    "TruthSamples",
-    "inputs_of",
-    "without_channels",
-]
+__all__ = ["MIN_ROWS", "ChannelSums", "SamplesBySite", "Truth", "TruthSamples", "inputs_of"]
 
 
 class Truth:
@@ -138,11 +130,6 @@ MIN_ROWS = 8
 """Fewer rows tell nothing about one channel, or about a scale."""
 
 
-def without_channels(against: AgainstTruth) -> AgainstTruth:
-    """The same without what takes the most memory."""
-    return msgspec.structs.replace(against, channels=_no_channels())
-
-
 @functools.cache
 def _no_channels() -> np.ndarray:
     import numpy as np
@@ -211,7 +198,8 @@ class TruthSamples:
     def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
         """``floor`` (T,): of each row."""
         self.channels.add(against)
-        self.forwards.append((result, without_channels(against), floor))
+        rows = msgspec.structs.replace(against, channels=_no_channels())
+        self.forwards.append((result, rows, floor))
 
     def once(self, gather: Callable[[TruthSamples], Any]) -> Any:
         """What ``gather``, always the same function, makes of this when it is complete."""

@@ -40,7 +40,8 @@ def mcnemar(lost: int, gained: int) -> float:
 def score_interval(
     lost: np.ndarray | int, gained: np.ndarray | int, num: int, level: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends, by bisection, for each number of documents lost and gained of ``num``.
+    """Both ends of the interval of (gained - lost) / num, for each of the numbers of documents lost
+    and gained, of any one shape. By bisection.
 
     With the difference D given, q is the maximum-likelihood estimate of the chance to be lost, and
 

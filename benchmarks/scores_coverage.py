@@ -75,7 +75,7 @@ def shown(sums: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def coverage(generator: np.random.Generator, replicates: int) -> None:
     row("n", "clusters of", "lost", "gained", "interval holds", "plain t", "mean width", "noted")
     row(*["---"] * 8)
-    flips = ((0.02, 0.0), (0.05, 0.05), (0.15, 0.15), (0.1, 0.05))
+    flips = ((0.02, 0.0), (0.05, 0.05), (0.1, 0.05), (0.15, 0.15), (0.25, 0.15), (0.4, 0.3))
     grid = [
         (num, size, *one) for num in (50, 200, 1000, 10_000) for size in (1, 5) for one in flips
     ]

@@ -22,6 +22,7 @@ from divergence.evaluations.result import BandResult, ScoresVerdict, TaskScores
 from divergence.evaluations.rows import Series
 from divergence.evaluations.statistics.means import (
     Mean,
+    Padding,
     cluster_sums,
     equivalence_p,
     interval,
@@ -54,7 +55,7 @@ class _Sums:
     diff: np.ndarray
     reference: np.ndarray
     sizes: np.ndarray
-    pad: float
+    pad: Padding
 
 
 def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
@@ -63,7 +64,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     sums, sizes = cluster_sums(diff, pairs.clusters)
     span = float(np.ptp(np.concatenate([pairs.reference, pairs.candidate]))) or 1.0
     reference, _ = cluster_sums(pairs.reference, pairs.clusters)
-    held = _Sums(sums, reference, sizes, float(padding(sums, sizes, span)))
+    held = _Sums(sums, reference, sizes, padding(sums, sizes, span))
     plain, padded = mean_of(sums, sizes), mean_of(sums, sizes, pad=held.pad)
     low, high = interval(padded, 1 - LEVEL)
     inner = interval(padded, 1 - 2 * LEVEL)
@@ -75,6 +76,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
         low, high, *inner = np.clip([low, high, *inner], -1.0, 1.0)
     if not series.higher_is_better:
         lost, gained = gained, lost
+    least = smallest_difference(float(padded.error), float(padded.freedom))
     if alone:
         p_value, test = mcnemar(lost, gained), "mcnemar"
     else:
@@ -87,7 +89,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
         standard_error=float(plain.error), low=float(low), high=float(high),
         bands=[_band(band, held, plain) for band in bands],
         shown_band=float(max(abs(inner[0]), abs(inner[1]))), p_value=p_value, test=test,
-        smallest_difference=smallest_difference(float(padded.error), padded.freedom),
+        smallest_difference=least if least <= span else None,
         num_gained=gained, num_lost=lost, num_changed=_num_changed(pairs),
     )  # fmt: skip
 
@@ -106,7 +108,7 @@ def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
     few = shown and _flip_whole(sums)
     if not shown:
         spread = 0.0 if np.isnan(plain.error) else float(plain.error) * num**0.5
-        per_document = sums.pad / float(sums.sizes.mean())
+        per_document = float(sums.pad.far * np.sqrt(sums.pad.weight) / sums.sizes.mean())
         needed = documents_needed(
             spread, per_document, difference=float(plain.mean), band=width, num=int(num)
         )

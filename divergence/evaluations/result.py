@@ -199,7 +199,8 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     test: str | None = None
     """mcnemar, permutation or t."""
     smallest_difference: float | None = None
-    """The true difference that this test would find in four of five such evaluations."""
+    """The true difference that this test would find in four of five such evaluations; null where
+    that is larger than scores such as these can differ."""
     num_gained: int = 0
     """Documents that the candidate scores higher."""
     num_lost: int = 0

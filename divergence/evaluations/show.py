@@ -152,11 +152,11 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
         state = "equal" if band.equal else "not shown"
         more = "" if band.needed is None else f"; some {band.needed:,} documents would settle it"
         yield "band", f"{band_text(band)}: {state}, p = {_p(band.p_value)}{more}"
-    yield (
-        "can tell",
-        f"a true difference of {_number(task.smallest_difference)} in four of five such "
-        f"evaluations; the narrowest band it shows is ±{_number(task.shown_band)}",
-    )
+    least = "only beyond what such scores can have: they are too few"
+    if task.smallest_difference is not None:
+        least = f"of {_number(task.smallest_difference)} in four of five such evaluations"
+    narrowest = f"the narrowest band it shows is ±{_number(task.shown_band)}"
+    yield "can tell", f"a true difference {least}; {narrowest}"
     changed = "" if task.num_changed is None else (
         f"; {task.num_changed:,} of {held.num_paired:,} answers changed"
     )  # fmt: skip

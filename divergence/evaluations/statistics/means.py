@@ -14,10 +14,14 @@ flip at all its width would be 0. So two made-up clusters are added for interval
 of mean size, whose sums lie as far to either side as the mean of fourth powers of the sums that are
 not 0, ⁴√(Σ S⁴ / k): large ones weigh more, as in the variance. For unclustered binary scores that
 is the error of Bonett and Price (Statistics in Medicine 31, 2012); their interval is another,
-``significance.score_interval``. And where clusters flip in one direction, a few of them as a whole,
-a set that misses those has too small a mean and too small an error at once. So of clusters t is
-taken through Hall's transformation (Journal of the Royal Statistical Society B 54, 1992), with the
-skewness γ of the G clusters' sums:
+``significance.score_interval``. Of clusters, made-up ones fade as more than a third of the G
+differ, for then the set itself says how they do: their squares have the weight
+
+    w = 3/2 (1 - k / (G - 1)),   at least 1/G and at most 1
+
+And where clusters flip in one direction, a few of them as a whole, a set that misses those has too
+small a mean and too small an error at once. So of clusters t is taken through Hall's transformation
+(Journal of the Royal Statistical Society B 54, 1992), with the skewness γ of the clusters' sums:
 
     g(t) = t + a t² + a² t³ / 3 + a / 2,   a = γ / (3 √G)
 
@@ -33,7 +37,8 @@ from typing import NamedTuple
 import numpy as np
 
 __all__ = [
-    "Mean", "cluster_sums", "equivalence_p", "interval", "lopsided", "mean_of", "padding",
+    "Mean", "Padding", "cluster_sums", "equivalence_p", "interval", "lopsided", "mean_of",
+    "padding",
 ]  # fmt: skip
 
 Floats = np.ndarray
@@ -47,8 +52,16 @@ class Mean(NamedTuple):
 
     mean: Floats
     error: Floats
-    freedom: float
+    freedom: Floats
     skew: Floats
+
+
+class Padding(NamedTuple):
+    """Two made-up clusters: how far they lie from their middle, and what a square of theirs weighs
+    (1: as much as any other's)."""
+
+    far: Floats
+    weight: Floats
 
 
 def cluster_sums(values: Floats, clusters: Floats | None) -> tuple[Floats, Floats]:
@@ -59,14 +72,17 @@ def cluster_sums(values: Floats, clusters: Floats | None) -> tuple[Floats, Float
     return np.bincount(clusters, weights=values), sizes
 
 
-def padding(sums: Floats, sizes: Floats, span: float) -> Floats:
-    """How far the two made-up clusters lie from their middle. ``span``: how much one document's
-    score could change, where no cluster changed at all."""
+def padding(sums: Floats, sizes: Floats, span: float) -> Padding:
+    """The made-up clusters. ``span``: how much one document's score could change, where no cluster
+    changed at all."""
     largest, changed = np.abs(sums).max(-1, initial=0.0), (sums != 0).sum(-1)
     shares = sums / np.where(largest > 0, largest, 1.0)[..., None]  # whose powers stay in range
     found = largest * ((shares**4).sum(-1) / np.maximum(changed, 1)) ** 0.25
     far: Floats = np.where(changed > 0, found, span * sizes.mean())
-    return far
+    num = sums.shape[-1]
+    if sizes.max() == 1:
+        return Padding(far, np.ones_like(far))
+    return Padding(far, np.clip(1.5 * (1 - changed / max(num - 1, 1)), 1 / num, 1.0))
 
 
 def lopsided(sums: Floats) -> Floats:
@@ -79,29 +95,33 @@ def lopsided(sums: Floats) -> Floats:
 
 
 def mean_of(
-    sums: Floats, sizes: Floats, *, pad: Floats | float = 0.0, middle: Floats | float = 0.0
+    sums: Floats, sizes: Floats, *, pad: Padding | None = None, middle: Floats | float = 0.0
 ) -> Mean:
-    """``pad``: of the made-up clusters, with which skewness of clusters is corrected; 0: neither,
-    the plain t. ``middle``: the mean that they lie around."""
-    skewed = bool(np.any(pad)) and sizes.max() > 1
-    if np.any(pad):
-        size = sizes.mean()
-        centre = np.broadcast_to(np.asarray(middle) * size, sums.shape[:-1])[..., None]
-        aside = np.broadcast_to(np.asarray(pad), sums.shape[:-1])[..., None]
+    """``pad``: made-up clusters, with which skewness of clusters is corrected; None: neither, the
+    plain t. ``middle``: the mean that they lie around."""
+    skewed = pad is not None and sizes.max() > 1
+    if pad is not None:
+        share = np.sqrt(pad.weight)[..., None]
+        size = share * sizes.mean()
+        centre = np.asarray(middle)[..., None] * size
+        aside = share * pad.far[..., None]
         sums = np.concatenate([sums, centre - aside, centre + aside], axis=-1)
-        sizes = np.concatenate([sizes, [size, size]])
-    total = sizes.sum()
-    mean = sums.sum(-1) / total
-    if len(sizes) < 2:
-        return Mean(mean, np.full_like(mean, np.nan), np.nan, np.zeros_like(mean))
+        sizes = np.broadcast_to(sizes, (*sums.shape[:-1], len(sizes)))
+        sizes = np.concatenate([sizes, size, size], axis=-1)
+    total = sizes.sum(-1, keepdims=True)
+    mean = sums.sum(-1) / total[..., 0]
+    if sizes.shape[-1] < 2:
+        nan = np.full_like(mean, np.nan)
+        return Mean(mean, nan, nan, np.zeros_like(mean))
     weights = 1 / (1 - sizes / total)
     left = sums - sizes * mean[..., None]
-    error = np.sqrt((weights * left**2).sum(-1)) / total
+    num: Floats = total[..., 0]
+    error = np.sqrt((weights * left**2).sum(-1)) / num
     # tr(B)² / tr(B²) with B = √w (n_g [g=h] - n_g n_h / n) √w: Satterthwaite's approximation
     weighted = weights * sizes**2
     skew = _skew(left) if skewed else np.zeros_like(mean)
-    trace2 = (sizes**2).sum() + (weighted.sum() ** 2 - (weighted**2).sum()) / total**2
-    return Mean(mean, error, float(total**2 / trace2), skew)
+    trace2 = (sizes**2).sum(-1) + (weighted.sum(-1) ** 2 - (weighted**2).sum(-1)) / num**2
+    return Mean(mean, error, num**2 / trace2, skew)
 
 
 def _skew(left: Floats) -> Floats:
@@ -122,7 +142,7 @@ def interval(found: Mean, level: float) -> tuple[Floats, Floats]:
     return low, high
 
 
-def _inverse(value: float, skew: Floats) -> Floats:
+def _inverse(value: Floats, skew: Floats) -> Floats:
     """The t whose transformation by Hall is ``value``; ``value`` itself without skewness."""
     flat = np.abs(skew) < 1e-9
     a = np.where(flat, 1.0, skew)
@@ -130,9 +150,7 @@ def _inverse(value: float, skew: Floats) -> Floats:
     return found
 
 
-def equivalence_p(
-    sums: Floats, sizes: Floats, band: Floats, *, pad: Floats | float
-) -> Floats:  # fmt: skip
+def equivalence_p(sums: Floats, sizes: Floats, band: Floats, *, pad: Padding | None) -> Floats:
     """The p value of two one-sided tests (Schuirmann 1987): is the mean difference inside the band?
 
     ``band``: of each cluster, how far its sum may be off: the limit times n_g, or for a relative

@@ -8,6 +8,7 @@ import statsmodels.api as sm
 from scipy import stats
 
 from divergence.evaluations.statistics.means import (
+    Padding,
     cluster_sums,
     equivalence_p,
     interval,
@@ -89,7 +90,7 @@ def test_equivalence_is_scipys_one_sided_tests():
     """An absolute band without padding: the larger p of two t tests."""
     values = np.random.default_rng(3).normal(0.002, 0.1, 300)
     sums, sizes = cluster_sums(values, None)
-    p = equivalence_p(sums, sizes, 0.02 * sizes, pad=0.0)
+    p = equivalence_p(sums, sizes, 0.02 * sizes, pad=None)
     above = stats.ttest_1samp(values, -0.02, alternative="greater").pvalue
     below = stats.ttest_1samp(values, 0.02, alternative="less").pvalue
     assert p == pytest.approx(max(above, below))
@@ -101,7 +102,7 @@ def test_a_relative_band_knows_the_references_error():
     a = generator.integers(0, 2, 2000).astype(float)
     b = np.where(generator.random(2000) < 0.01, 1 - a, a)
     sums, sizes = cluster_sums(b - a, None)
-    p = equivalence_p(sums, sizes, 0.03 * a, pad=0.0)
+    p = equivalence_p(sums, sizes, 0.03 * a, pad=None)
     above = stats.ttest_1samp(b - 0.97 * a, 0, alternative="greater").pvalue
     below = stats.ttest_1samp(1.03 * a - b, 0, alternative="greater").pvalue
     assert p == pytest.approx(max(above, below))
@@ -129,7 +130,10 @@ def test_many_data_sets_at_once():
     sizes = np.ones(40)
     pad = padding(sums, sizes, 1.0)
     together = mean_of(sums, sizes, pad=pad)
-    alone = [mean_of(row, sizes, pad=one).error for row, one in zip(sums, pad, strict=True)]
+    alone = [
+        mean_of(row, sizes, pad=Padding(far, weight)).error
+        for row, far, weight in zip(sums, *pad, strict=True)
+    ]
     assert together.error == pytest.approx(np.array(alone))
 
 
@@ -143,7 +147,7 @@ def test_the_interval_by_halls_transformation():
     assert alone.skew == 0 and np.ptp(np.abs(interval(alone, 0.95) - alone.mean)) < 1e-12
     skew = (left**3).mean() / (left**2).mean() ** 1.5
     a = skew / (3 * 12**0.5)
-    assert pad == 1.0 and found.mean == pytest.approx(-1 / 12)
+    assert pad == (1.0, 1.0) and found.mean == pytest.approx(-1 / 12)
     assert found.skew == pytest.approx(a) and a < 0
     for end, t in zip(interval(found, 0.95), (1, -1), strict=True):
         value = (found.mean - end) / found.error
@@ -163,9 +167,9 @@ def test_equivalence_and_the_interval_agree():
 
 def test_the_made_up_clusters_weigh_what_makes_the_variance():
     """Sums of 3 and 1: ⁴√((81 + 1) / 2); binary documents keep 1, and none is the worst."""
-    assert padding(np.array([3.0, 1.0, 0.0]), np.ones(3), 1.0) == pytest.approx(41**0.25)
-    assert padding(np.array([-1.0, 1.0, 0.0, 0.0]), np.ones(4), 1.0) == 1.0
-    assert padding(np.zeros(4), np.full(4, 5.0), 1.0) == 5.0
+    assert padding(np.array([3.0, 1.0, 0.0]), np.ones(3), 1.0).far == pytest.approx(41**0.25)
+    assert padding(np.array([-1.0, 1.0, 0.0, 0.0]), np.ones(4), 1.0).far == 1.0
+    assert padding(np.zeros(4), np.full(4, 5.0), 1.0).far == 5.0
 
 
 @pytest.mark.parametrize(
@@ -176,3 +180,32 @@ def test_the_made_up_clusters_weigh_what_makes_the_variance():
 def test_few_clusters_in_one_direction(sums, few):
     """Named, since their interval may be too narrow."""
     assert lopsided(np.array(sums, dtype=float)) == few
+
+
+def test_made_up_clusters_fade_where_most_clusters_differ():
+    """3/2 (1 - k / (G - 1)), at least 1/G; of documents alone they stay."""
+    sizes = np.full(10, 5.0)
+    for changed, weight in ((0, 1.0), (3, 1.0), (6, 0.5), (8, 1 / 6), (9, 0.1), (10, 0.1)):
+        sums = np.array([2.0] * changed + [0.0] * (10 - changed))
+        assert padding(sums, sizes, 1.0).weight == pytest.approx(weight)
+    assert padding(np.ones(10), np.ones(10), 1.0).weight == 1.0
+
+
+def test_a_faded_cluster_counts_by_its_weight():
+    """Nine of ten clusters differ: what the made-up ones add, by hand."""
+    sums, sizes = np.array([1.0, -1.0] * 4 + [1.0, 0.0]), np.full(10, 5.0)
+    found = mean_of(sums, sizes, pad=padding(sums, sizes, 1.0))
+    total = 50 + 2 * 5 * 0.1**0.5
+    mean = 1 / total
+    small = 5 * 0.1**0.5
+    squares = ((sums - 5 * mean) ** 2).sum() / (1 - 5 / total)
+    made_up = sum((side * 0.1**0.5 - small * mean) ** 2 for side in (1, -1)) / (1 - small / total)
+    assert found.mean == pytest.approx(mean)
+    assert found.error == pytest.approx((squares + made_up) ** 0.5 / total)
+
+
+def test_all_clusters_alike_is_no_certainty():
+    """Ten clusters that each lost one: the interval still has a width."""
+    sums, sizes = np.full(10, -1.0), np.full(10, 5.0)
+    low, high = interval(mean_of(sums, sizes, pad=padding(sums, sizes, 1.0)), 0.95)
+    assert low < -0.2 < high and high - low > 0.05

@@ -348,23 +348,25 @@ class Judge:
         not get equal inputs, a truth blames none."""
         judged = [
             item
-            for item in zip(pairs, results, against, strict=True)
-            if item[2] is not None and item[0].pass_ != "free"
+            for item in enumerate(zip(pairs, results, against, strict=True))
+            if item[1][2] is not None and item[1][0].pass_ != "free"
         ]
         floors: dict[int, np.ndarray] = {}
-        for alike in grouped(judged, self._kind_of_truth):
-            rows = [one for _, _, one in alike if one is not None]
+        for alike in grouped(judged, lambda item: self._kind_of_truth(item[1])):
+            _, (pair, result, _) = alike[0]
+            rows = [one for _, (_, _, one) in alike if one is not None]
             updates = [one.update for one in rows if one.update is not None]
             row_floors = self._row_floor(
-                alike[0][0], _last(alike[0][1].shape), np.stack([one.norm for one in rows]),
+                pair, _last(result.shape), np.stack([one.norm for one in rows]),
                 np.stack(updates) if updates else None,
             )  # fmt: skip
-            if row_floors is not None and self._cancels(alike[0][1].site):
+            if row_floors is not None and self._cancels(result.site):
                 row_floors = row_floors / np.stack([share_of_usual(one.norm) for one in rows])
             if row_floors is not None:
-                floors |= {id(one): floor for one, floor in zip(rows, row_floors, strict=True)}
-        for _, result, one in judged:
-            floor = floors.get(id(one))
+                numbers = (number for number, _ in alike)
+                floors |= dict(zip(numbers, row_floors, strict=True))
+        for number, (_, result, one) in judged:
+            floor = floors.get(number)
             if one is not None and floor is not None:
                 if not self._same_dtype:
                     from divergence.numerics.pairs.against import with_rounding

@@ -98,7 +98,7 @@ class Measurer:
     def measure_small(self, pairs: Sequence[Pair]) -> list[PairNumbers | None]:
         """``measure`` of each, many at a time where their tensors are small and alike."""
         measured: list[PairNumbers | None] = [None] * len(pairs)
-        alike: dict[_Key, list[tuple[int, Pair, _Operands]]] = {}
+        alike: dict[_Key, dict[_Key, tuple[_Operands, list[int]]]] = {}
         for number, pair in enumerate(pairs):
             operands = self._operands(pair)
             if operands is None:
@@ -106,16 +106,20 @@ class Measurer:
             elif operands.right is None and operands.equal:
                 self.reading.check(pair)
             else:
-                alike.setdefault(operands.kind, []).append((number, pair, operands))
-        for group in alike.values():
-            at_once = max(1, NUMEL_AT_ONCE // max(1, group[0][1].reference.record.numel))
+                # every block gets the same rotary angles, and one's output is the next one's input
+                contents = alike.setdefault(operands.kind, {})
+                contents.setdefault(operands.content(number), (operands, []))[1].append(number)
+        for contents in alike.values():
+            group = [(pairs[numbers[0]], operands) for operands, numbers in contents.values()]
+            at_once = max(1, NUMEL_AT_ONCE // max(1, group[0][1].one.numel))
+            results: list[PairNumbers | None] = []
             for first in range(0, len(group), at_once):
-                part = group[first : first + at_once]
-                numbers_of_part = self._measure_alike(
-                    [(pair, operands) for _, pair, operands in part]
-                )
-                for (number, pair, _), numbers in zip(part, numbers_of_part, strict=True):
-                    measured[number] = numbers or self.measure(pair)
+                results += self._measure_alike(group[first : first + at_once])
+            for (_, numbers), result in zip(contents.values(), results, strict=True):
+                for number in numbers:
+                    measured[number] = result or self.measure(pairs[number])
+                    if result is not None and number != numbers[0]:
+                        self.reading.check(pairs[number])  # it may lie at another place
         return measured
 
     def _operands(self, pair: Pair) -> _Operands | None:
@@ -288,3 +292,10 @@ class _Operands:
             None if base is None else (id(base[0]), base[1].dtype),
             None if right is None else right.dtype,
         )  # fmt: skip
+
+    def content(self, number: int) -> _Key:
+        """Equal for pairs of one kind whose tensors are the same bytes; ``number``, the pair's own,
+        where that is not known."""
+        records = (self.one, self.two, self.right, None if self.base is None else self.base[1])
+        digests = [record.xxh3 for record in records if record is not None]
+        return (number,) if None in digests else tuple(digests)

@@ -20,6 +20,7 @@ from divergence.comparison.measure.reading import Reading
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet.many import compare_many
 from divergence.numerics.kernels import has_compiled
+from divergence.numerics.pairs.many import measure_many
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, Sizes
@@ -206,3 +207,47 @@ def test_small_pairs_together_give_what_each_gives_alone(case):
         for name, value in one.items():
             wanted = pytest.approx(two[name], rel=1e-12) if isinstance(value, float) else two[name]
             assert value == wanted, name
+
+
+def test_equal_contents_are_measured_once(case, monkeypatch):
+    """Block 0's output, which has no input recorded beside it, is the input of block 1."""
+    measured = []
+
+    def counted(a, b, **options):
+        measured.append(len(a))
+        return measure_many(a, b, **options)
+
+    monkeypatch.setattr("divergence.comparison.measure.measurer.measure_many", counted)
+    measurer, pairs = case()
+    numbers = measurer.measure_small(pairs)
+    differing = sum(found is not None for found in numbers)
+    out, entering = (
+        [pair.reference.record.site for pair in pairs].index(f"model.layers.{site}")
+        for site in ("0:out", "1:in")
+    )
+    assert numbers[out] is numbers[entering] is not None
+    assert sum(measured) == differing - 1
+
+
+def test_equal_contents_are_checked_at_each_place(dumps, tmp_path):
+    """They are measured once, but where one of them lies elsewhere and is damaged, it is said."""
+    for path in dumps:
+        shutil.copytree(path, tmp_path / path.name)
+    b = tmp_path / "b"
+    entering = Run.open(b).find(("free", 0, 0, "model.layers.1:in"))
+    elsewhere = entering.place.shard.replace("000000", "000009")
+    data = bytearray((b / entering.place.shard).read_bytes())
+    begin, _ = Run.open(b)._shard(entering, entering.place.shard).span(entering.place.key)
+    data[begin] ^= 1
+    (b / elsewhere).write_bytes(data)
+    lines = (b / "records.jsonl").read_text().splitlines(keepends=True)
+    moved = [
+        line.replace(entering.place.shard, elsewhere) if '"model.layers.1:in"' in line else line
+        for line in lines
+    ]
+    assert moved != lines
+    (b / "records.jsonl").write_text("".join(moved))
+    runs = Run.open(tmp_path / "a"), Run.open(b)
+    with pytest.raises(RunFormatError, match="wrong checksum") as error:
+        Measurer(*runs, ModelFloor()).measure_small(align(*runs).pairs)
+    assert "model.layers.1:in" in error.value.where

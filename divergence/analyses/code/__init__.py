@@ -9,6 +9,6 @@ if TYPE_CHECKING:
 
 
 def applies(measured: Measured) -> bool:
-    """Where both sides' code was recorded, or there is a truth."""
+    """Where both sides' code was recorded and differs, or there is a truth."""
     one, two = (run.manifest.model.code for run in (measured.reference, measured.candidate))
-    return measured.truth is not None or bool(one and two)
+    return measured.truth is not None or bool(one and two and one != two)

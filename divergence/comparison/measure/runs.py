@@ -7,8 +7,7 @@ from pathlib import Path
 
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.coverage import account, tokens_row
-from divergence.comparison.align.names import NameMap, renaming
-from divergence.comparison.align.pairs import Alignment, align, why_nothing
+from divergence.comparison.align.pairs import Alignment, NameMap, align, renaming, why_nothing
 from divergence.comparison.answer import numbers_of
 from divergence.comparison.experts import routing_notes, unknown_blocks
 from divergence.comparison.measure.floors import ModelFloor

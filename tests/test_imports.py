@@ -85,7 +85,6 @@ REPORT_READS = (
     "divergence.comparison.results",
     "divergence.run.schema.contents",
     "divergence.run.schema.site",
-    "divergence.run.schema.arithmetic",
     "divergence.run.schema.record",
     "divergence.run.command",
     "divergence.run.schema.manifest",

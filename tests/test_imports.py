@@ -81,7 +81,7 @@ REPORT_READS = (
     "divergence.experiments.selfcheck.result",
     "divergence.analyses",
     "divergence.training.plan.show",
-    "divergence.comparison.answer",
+    "divergence.comparison.analysis",
     "divergence.comparison.results",
     "divergence.run.schema.contents",
     "divergence.run.schema.site",

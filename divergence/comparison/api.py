@@ -15,11 +15,17 @@ from msgspec.structs import replace as replaced
 from divergence._version import __version__
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.pairs import NameMap
-from divergence.comparison.answer import Answer, Parts, applying, without_partner, without_sites
+from divergence.comparison.analysis import (
+    Answer,
+    Measured,
+    Parts,
+    applying,
+    without_partner,
+    without_sites,
+)
 from divergence.comparison.decide import decide, explained, of_one_run
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.measure.runs import measure, opened
-from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Evidence, Finding, PreflightLine

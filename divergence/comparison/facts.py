@@ -23,7 +23,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from divergence.comparison.measured import is_probe
+from divergence.comparison.analysis import is_probe
 from divergence.comparison.results.findings import Evidence, PreflightLine, figure, list_names
 from divergence.numerics.formats import FORMATS
 from divergence.run.schema.engine import ArithmeticFact

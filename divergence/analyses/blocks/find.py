@@ -23,9 +23,8 @@ from divergence.analyses.blocks.suspects import (
     next_commands,
 )
 from divergence.analyses.blocks.units import Unit, build_units
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured, Shown
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import SiteResult
 

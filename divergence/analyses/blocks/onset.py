@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from divergence.analyses.blocks.suspects import Escalation, Family, find_family, next_commands
 from divergence.analyses.blocks.units import TABLES, Blame, Unit
+from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, Finding, figure
 from divergence.comparison.results.sites import onset_at, order_of
 from divergence.words import SideOrBoth, letter

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from divergence.analyses.blocks.suspects import Escalation, next_commands
 from divergence.analyses.blocks.units import Unit, families_of, num_values
+from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import order_of
 from divergence.numerics.floor import Thresholds, spread

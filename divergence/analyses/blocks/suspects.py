@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
-from divergence.comparison.measured import Measured, Shown
+from divergence.comparison.analysis import Measured, Shown
 from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds

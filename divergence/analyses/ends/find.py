@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import PromptStep, logits_row
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Onset, figure
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.numerics.formats import format_named

@@ -13,10 +13,9 @@ import math
 from divergence.analyses.operators.measure import operator_notes
 from divergence.analyses.operators.operands import operands_text
 from divergence.comparison.advice import Advice
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, explain_arithmetic, is_about, sentences
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OperatorsResult
 from divergence.run.schema.engine import ArithmeticFact

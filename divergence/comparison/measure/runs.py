@@ -8,14 +8,13 @@ from pathlib import Path
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.coverage import account, tokens_row
 from divergence.comparison.align.pairs import Alignment, NameMap, align, renaming, why_nothing
-from divergence.comparison.answer import numbers_of
+from divergence.comparison.analysis import Measured, is_probe, numbers_of
 from divergence.comparison.experts import routing_notes, unknown_blocks
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.pipeline import measure_all
 from divergence.comparison.measure.site_fields import without_floor
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.measured import Measured, is_probe
 from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError

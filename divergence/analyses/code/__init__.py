@@ -9,6 +9,6 @@ if TYPE_CHECKING:
 
 
 def applies(measured: Measured) -> bool:
-    """Where both sides' code was recorded and differs, or there is a truth."""
-    one, two = (run.manifest.model.code for run in (measured.reference, measured.candidate))
-    return measured.truth is not None or bool(one and two and one != two)
+    """Where the sides ran other code, or there is a truth, whose code is one side's."""
+    differs = any(line.check == "code" and line.status == "differs" for line in measured.preflight)
+    return differs or measured.truth is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import divergence.analyses
-from divergence.comparison import answer
+from divergence.comparison import analysis
 from divergence.comparison.api import compare
 from divergence.layout import Line
 from divergence.recording.api import capture
@@ -37,10 +37,10 @@ def cosine(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code, encoding="utf-8")
     taken = "the page's example exists now: give the one in docs/extending.md another name"
-    assert "cosine" not in answer.ANALYSES, taken
+    assert "cosine" not in analysis.ANALYSES, taken
     paths = [str(tmp_path / "analyses"), *divergence.analyses.__path__]
     monkeypatch.setattr(divergence.analyses, "__path__", paths)
-    monkeypatch.setattr(answer, "ANALYSES", (*answer.ANALYSES, "cosine"))
+    monkeypatch.setattr(analysis, "ANALYSES", (*analysis.ANALYSES, "cosine"))
     yield [name for name, _ in files]
     for name in [name for name in sys.modules if name.startswith("divergence.analyses.cosine")]:
         del sys.modules[name]
@@ -62,7 +62,7 @@ def test_a_hint_does_not_change_the_verdict(cosine, runs, monkeypatch):
     """With and without the analysis kind, onset and confidence are the same."""
     a, b, _ = runs
     with_it = compare(a, b).verdict
-    monkeypatch.setattr(answer, "ANALYSES", answer.ANALYSES[:-1])
+    monkeypatch.setattr(analysis, "ANALYSES", analysis.ANALYSES[:-1])
     without = compare(a, b).verdict
     for name in ("kind", "summary", "onset", "confidence", "side", "checks"):
         assert getattr(with_it, name) == getattr(without, name)

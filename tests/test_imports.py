@@ -66,9 +66,17 @@ LEVELS = {
 APART = {("recording", "comparison"), ("comparison", "recording")}
 """Level 3 rooms may use each other (ops uses recording's hooks), except these pairs."""
 
-MAX_LOADED = 74
-"""Modules of ours that a plain comparison loads, the analyses' own ``__init__`` apart, which say
-whether they apply. It may only shrink."""
+MAX_LOADED = {"identical": 63, "within_floor": 67}
+"""Modules of ours that a plain comparison loads, by its verdict; the analyses' own ``__init__``
+apart, which say whether they apply. They may only shrink."""
+
+UNASKED = (
+    "operators/find", "precision/find", "ranks/find", "suite/find", "experts/find",
+    "arithmetic/find", "blocks/blame", "blocks/sides", "blocks/onset", "code/find",
+    "ends/integers",
+)  # fmt: skip
+UNASKED_OF_EQUAL = ("blocks/drift", "blocks/rounding", "ends/seams")
+"""What does not apply to such a pair, and to one that is equal bit for bit."""
 
 REPORT_READS = (
     "divergence.fleet.result",
@@ -81,11 +89,10 @@ REPORT_READS = (
     "divergence.experiments.selfcheck.result",
     "divergence.analyses",
     "divergence.training.plan.show",
-    "divergence.comparison.answer",
+    "divergence.comparison.analysis",
     "divergence.comparison.results",
     "divergence.run.schema.contents",
     "divergence.run.schema.site",
-    "divergence.run.schema.arithmetic",
     "divergence.run.schema.record",
     "divergence.run.command",
     "divergence.run.schema.manifest",
@@ -328,30 +335,37 @@ def test_the_list_of_commands_imports_none_of_them():
     assert "msgspec" not in loaded
 
 
-def test_a_plain_comparison_loads_what_it_needs(llama, tmp_path):
-    """Two runs without operators, ranks or a probe: nothing of the analyses that do not apply, and
-    no more modules than ever."""
+@pytest.mark.parametrize("verdict", MAX_LOADED)
+def test_a_plain_comparison_loads_what_it_needs(verdict, llama, tmp_path):
+    """Two runs without operators, ranks or a probe, with equal bits and with other kernels of
+    attention: nothing of what does not apply, and no more modules than ever."""
     from divergence.recording.api import capture
 
+    other = {} if verdict == "identical" else {"attn_implementation": "sdpa"}
     a = capture(llama, out=tmp_path / "a", prompts=["Snow fell"], max_new_tokens=1, probe=False)
-    capture(like=a, out=tmp_path / "b", probe=False)
+    capture(llama, like=a, out=tmp_path / "b", probe=False, **other)
     program = (
         "import sys, divergence\n"
-        f"divergence.compare({str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r})\n"
+        f"report = divergence.compare({str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r})\n"
+        "print(report.verdict.kind)\n"
         "print(*(name for name in sys.modules if name.startswith('divergence')))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    loaded = [name for name in done.stdout.split() if _has_code(name)]
-    for name in ("operators", "precision", "ranks", "suite", "experts", "arithmetic"):
-        assert f"divergence.analyses.{name}.find" not in loaded, name
+    kind, names = done.stdout.splitlines()
+    assert kind == verdict
+    loaded = [name for name in names.split() if _has_code(name)]
+    for name in UNASKED + (UNASKED_OF_EQUAL if verdict == "identical" else ()):
+        assert (PACKAGE / "analyses" / f"{name}.py").is_file()
+        assert f"divergence.analyses.{name.replace('/', '.')}" not in loaded, name
     for room in ("recording", "cli", "report", "experiments", "gate", "ops"):
         assert not [name for name in loaded if name.startswith(f"divergence.{room}.")], room
     analyses = {name for name in loaded if re.fullmatch(r"divergence\.analyses\.\w+", name)}
     loaded = [name for name in loaded if name not in analyses]
-    assert len(loaded) <= MAX_LOADED, (
-        f"{len(loaded)} modules, {MAX_LOADED} allowed: does an analysis apply (its __init__) where "
+    most = MAX_LOADED[verdict]
+    assert len(loaded) <= most, (
+        f"{len(loaded)} modules, {most} allowed: does an analysis apply (its __init__) where "
         f"its find has nothing to find? {loaded}"
     )
 

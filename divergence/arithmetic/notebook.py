@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from divergence.errors import first_line
-from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import ArithmeticFact
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from divergence.arithmetic.scalar import (
     probe_subnormals,
 )
 from divergence.errors import first_line
-from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import ArithmeticFact
 
 __all__ = ["DTYPES", "QUICK_TERMS", "probe_scalars", "quick_facts"]
 

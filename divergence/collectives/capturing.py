@@ -21,7 +21,7 @@ from divergence.collectives.running import LEAST_RUNS, Recorder, Work, chosen_wo
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
-from divergence.options.rates import link_rate
+from divergence.options.commands import link_rate
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.new_run import provenance

@@ -38,8 +38,17 @@ class Advice:
         self._reference, self._candidate = reference.manifest, candidate.manifest
         self._runs = reference, candidate
         self.divided = candidate.manifest.mesh is not None  # among several ranks
-        self.escalated = any(record.pass_ == "escalated" for record in candidate.records)
-        self._inputs = {
+
+    @cached_property
+    def escalated(self) -> bool:
+        """Did the candidate record an escalated pass?"""
+        return any(record.pass_ == "escalated" for record in self._runs[1].records)
+
+    @cached_property
+    def _inputs(self) -> set[str]:
+        """Modules whose input the reference holds, of the first forward."""
+        reference = self._runs[0]
+        return {
             module_of(record.site)
             for record in reference.records
             if record.pass_ == "free"

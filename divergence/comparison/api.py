@@ -14,12 +14,18 @@ from msgspec.structs import replace as replaced
 
 from divergence._version import __version__
 from divergence.comparison.advice import Advice
-from divergence.comparison.align.names import NameMap, load_name_map
-from divergence.comparison.answer import Answer, Parts, applying, without_partner, without_sites
+from divergence.comparison.align.pairs import NameMap
+from divergence.comparison.analysis import (
+    Answer,
+    Measured,
+    Parts,
+    applying,
+    without_partner,
+    without_sites,
+)
 from divergence.comparison.decide import decide, explained, of_one_run
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.measure.runs import measure, opened
-from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Evidence, Finding, PreflightLine
@@ -95,7 +101,11 @@ def compare(
         raise UsageError(
             "--layers stands in for log-probabilities alone, and both runs hold layers"
         )
-    names = None if name_map is None else load_name_map(name_map)
+    names = None
+    if name_map is not None:
+        from divergence.comparison.align.names import load_name_map
+
+        names = load_name_map(name_map)
     lines = preflight(a, b, names=names)
     if a.manifest.arithmetic or b.manifest.arithmetic:
         from divergence.comparison.facts import explain_arithmetic

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Routed", "Routes", "Routing", "choices_in", "kept_rows", "route_key", "routing_notes",
-    "same_experts", "unknown_blocks",
+    "Routed", "Routes", "Routing", "choices_in", "kept_rows", "route_key", "routed_blocks",
+    "same_experts",
 ]  # fmt: skip
 
 _TIE = 8 * 2.0**-24
@@ -77,7 +77,7 @@ class Routing:
 
     def __init__(self, reference: Run, candidate: Run) -> None:
         self._reference, self._candidate = reference, candidate
-        self._blocks = _routed_blocks(reference.manifest)
+        self._blocks = routed_blocks(reference.manifest)
         self._choices: dict[int, dict[_Choice, list[Record]]] = {}
         self._read: dict[tuple[int, str, int, int, str], torch.Tensor | None] = {}
 
@@ -178,7 +178,7 @@ class Routing:
         known = self._choices.get(id(run))
         if known is None:
             known = self._choices[id(run)] = choices_in(run)
-        block = _block_of(module_of(record.site), _routed_blocks(run.manifest))
+        block = _block_of(module_of(record.site), routed_blocks(run.manifest))
         return known.get((*kind, record.pass_, record.sample, record.step, block), [])
 
     def _rows(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
@@ -209,23 +209,8 @@ class Routing:
 _REMEMBERED = 512
 
 
-def unknown_blocks(manifest: Manifest, sites: Sequence[SiteResult]) -> frozenset[str]:
-    """Blocks with experts in which some forward's choices are not known: one token's error says
-    nothing there."""
-    blocks = frozenset(_routed_blocks(manifest))
-    anchored = {(s.sample, s.step) for s in sites if s.pass_ == "anchored"}
-    free = {(s.sample, s.step) for s in sites if s.pass_ == "free"}
-    if not anchored or free - anchored:
-        return blocks  # judged from free runs
-    return frozenset(
-        s.block
-        for s in sites
-        if s.pass_ != "free" and s.block in blocks and s.ratio is not None
-        and s.num_rerouted is None
-    )  # fmt: skip
-
-
-def _routed_blocks(manifest: Manifest) -> list[str]:
+def routed_blocks(manifest: Manifest) -> list[str]:
+    """The blocks that choose experts."""
     return [path for path, note in manifest.plan.modules.items() if note.routed]
 
 
@@ -236,7 +221,7 @@ def _block_of(path: str, blocks: Sequence[str]) -> str | None:
 def choices_in(run: Run) -> dict[_Choice, list[Record]]:
     """By (pass, sample, step, block): which experts, (T, k) integers; with ``logits`` before it,
     the routers' first results."""
-    blocks, by_choice = _routed_blocks(run.manifest), dict[_Choice, list[Record]]()
+    blocks, by_choice = routed_blocks(run.manifest), dict[_Choice, list[Record]]()
     notes = run.manifest.plan.modules
     beside = {path.rpartition(".")[0] for path in notes if path.endswith(".experts")}
     for record in run.records if blocks else ():
@@ -371,23 +356,3 @@ class Routes:
 
 def route_key(result: SiteResult) -> RouteKey:
     return result.of, result.pass_, result.sample, result.step, result.site
-
-
-def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[str]:
-    """How many tokens rounding sent elsewhere, where any."""
-    outs = [
-        s for s in sites
-        if s.num_rerouted is not None and s.role == "block" and s.site.endswith(":out")
-        and s.pass_ == "anchored"
-    ]  # fmt: skip
-    moved = [s for s in outs if s.num_rerouted]
-    if not moved:
-        return []
-    blocks = {s.block for s in moved}
-    count = sum(s.numel // max(s.shape[-1], 1) for s in outs if s.block in blocks)
-    gap = "" if routes.margin is None else f" (their router logits lay within {routes.margin:.2g})"
-    where = ", ".join(sorted(map(str, blocks)))
-    return [
-        f"{sum(s.num_rerouted or 0 for s in moved)} of {count} tokens went to other experts on "
-        f"one side ({where}): rounding{gap}; they are not judged there"
-    ]

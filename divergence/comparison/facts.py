@@ -20,16 +20,19 @@ the same bytes on both machines.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from divergence.comparison.measured import is_probe
+from divergence.comparison.analysis import is_probe
 from divergence.comparison.results.findings import Evidence, PreflightLine, figure, list_names
 from divergence.numerics.formats import FORMATS
-from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["Explained", "count_of", "expected_w", "explain_arithmetic", "sentences"]
+__all__ = [
+    "Explained", "count_of", "expected_w", "explain_arithmetic", "is_about", "sentences",
+    "subjects_of",
+]  # fmt: skip
 
 _ORDER = (
     "input bits", "accumulator", "rounding", "subnormals", "order", "fma", "ulp", "rows", "batch",
@@ -255,3 +258,44 @@ def expected_w(
     if not all(math.isfinite(error) and error > 0 for error in errors):
         return None
     return math.sqrt(errors[1] / errors[0])
+
+
+_PRODUCTS = ("linear", "matmul")
+_SUMS = ("sum", "layer_norm")
+_SUBJECTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mm", "addmm", "linear", "matmul", "mv", "addmv", "dot"), _PRODUCTS),
+    **dict.fromkeys(("bmm", "baddbmm"), ("attention", "matmul")),
+    **dict.fromkeys(("sum", "mean", "var", "var_mean", "cumsum", "norm"), _SUMS),
+    **dict.fromkeys(
+        ("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"), (*_SUMS, "rsqrt")
+    ),
+    **dict.fromkeys(
+        ("_softmax", "softmax", "_log_softmax", "logsumexp"), ("softmax", "exp", "sum")
+    ),
+    **dict.fromkeys(("gelu",), ("erf", "tanh")),
+    **dict.fromkeys(("add", "sub"), ("add",)),
+    **dict.fromkeys(("mul", "mul_"), ("mul",)),
+    **dict.fromkeys(("addcmul", "addcdiv"), ("addcmul",)),
+    **dict.fromkeys(("silu", "swiglu"), ("silu", "sigmoid", "exp")),
+    **dict.fromkeys(("pow", "sqrt"), ("sqrt",)),
+    **dict.fromkeys(("_to_copy", "copy_", "to"), ("cast",)),
+}
+"""ATen's name → first words of the subjects that it stands on; else a function of the same name."""
+
+
+def subjects_of(operator: str) -> tuple[str, ...]:
+    """``aten.addmm`` → (``linear``, ``matmul``)."""
+    name = operator.split(".")[1] if operator.count(".") else operator
+    if "scaled_dot_product" in name or "flash" in name:
+        return ("sdpa", "attention", "exp")
+    return _SUBJECTS.get(name, (name,))
+
+
+def is_about(fact: ArithmeticFact, operator: str, dtypes: Collection[str]) -> bool:
+    """Does the fact tell something of ``operator`` in one of these dtypes? The probes looked at
+    operators of their own, at shapes of their own: the same operation in the same dtype."""
+    known = set(dtypes)
+    if "softmax" in operator:
+        known.add("float32")  # it computes in float32 inside
+    words = fact.subject.split()
+    return bool(words) and words[0] in subjects_of(operator) and words[-1] in known

@@ -1,13 +1,15 @@
-"""Where free runs of a model with experts went apart: rounding alone may send a token elsewhere."""
+"""Tokens that went to other experts, as rounding alone may send them: where, and how many."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.experts import choices_in, same_experts
+from divergence.comparison.experts import Routes, choices_in, routed_blocks, same_experts
+from divergence.comparison.results.sites import SiteResult
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
 
-__all__ = ["free_routes_differ"]
+__all__ = ["free_routes_differ", "routing_notes", "unknown_blocks"]
 
 
 def free_routes_differ(runs: Sequence[Run], sample: int, step: int) -> bool:
@@ -31,3 +33,39 @@ def free_routes_differ(runs: Sequence[Run], sample: int, step: int) -> bool:
             if not bool(same_experts(rows).all()):
                 return True
     return False
+
+
+def unknown_blocks(manifest: Manifest, sites: Sequence[SiteResult]) -> frozenset[str]:
+    """Blocks with experts in which some forward's choices are not known: one token's error says
+    nothing there."""
+    blocks = frozenset(routed_blocks(manifest))
+    anchored = {(s.sample, s.step) for s in sites if s.pass_ == "anchored"}
+    free = {(s.sample, s.step) for s in sites if s.pass_ == "free"}
+    if not anchored or free - anchored:
+        return blocks  # judged from free runs
+    return frozenset(
+        s.block
+        for s in sites
+        if s.pass_ != "free" and s.block in blocks and s.ratio is not None
+        and s.num_rerouted is None
+    )  # fmt: skip
+
+
+def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[str]:
+    """How many tokens rounding sent elsewhere, where any."""
+    outs = [
+        s for s in sites
+        if s.num_rerouted is not None and s.role == "block" and s.site.endswith(":out")
+        and s.pass_ == "anchored"
+    ]  # fmt: skip
+    moved = [s for s in outs if s.num_rerouted]
+    if not moved:
+        return []
+    blocks = {s.block for s in moved}
+    count = sum(s.numel // max(s.shape[-1], 1) for s in outs if s.block in blocks)
+    gap = "" if routes.margin is None else f" (their router logits lay within {routes.margin:.2g})"
+    where = ", ".join(sorted(map(str, blocks)))
+    return [
+        f"{sum(s.num_rerouted or 0 for s in moved)} of {count} tokens went to other experts on "
+        f"one side ({where}): rounding{gap}; they are not judged there"
+    ]

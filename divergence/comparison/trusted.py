@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from divergence.comparison.align.names import NameMap
-from divergence.comparison.answer import limits_used
+from divergence.comparison.align.pairs import NameMap
+from divergence.comparison.analysis import Measured, Shown, limits_used
 from divergence.comparison.measure.reduced import equal_contents
 from divergence.comparison.measure.runs import aligned, measure_tensors, opened
-from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import UsageError

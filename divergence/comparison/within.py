@@ -20,8 +20,8 @@ import msgspec
 from divergence.comparison.advice import WithinAdvice
 from divergence.comparison.align.pairs import Alignment, why_nothing
 from divergence.comparison.align.pieces import Pair, Piece, is_given
+from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.runs import measure_tensors, run_notes
-from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Skipped

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+from divergence.errors import UsageError
 from divergence.options.option import Option, Options
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Truth",
     "TruthOptions",
     "Verbose",
+    "link_rate",
 ]
 
 MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
@@ -242,3 +245,19 @@ class ProbeOptions(Options, frozen=True, kw_only=True):
     ] = True
     svg: Annotated[Path | None, Option("--svg DIR", "Draw each tree there.", OUTPUT)] = None
     label: Label = None
+
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bits?)(?:/s|ps)", re.IGNORECASE)
+
+
+def link_rate(text: str) -> float:
+    """``--link-rate`` in bytes a second: of ``50GB/s``, ``25GiB/s``, ``400Gb/s``, ``100Mbps``.
+    Raises UsageError."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(
+            f"--link-rate {text!r} is no rate", hint="for example 50GB/s, 25GiB/s or 400Gbit/s"
+        )
+    power = " kmgt".index(match[2].lower() or " ")
+    rate = float(match[1]) * float((1024 if match[3] else 1000) ** power)
+    return rate if match[4] == "B" else rate / 8  # b and bit, as in 400Gb/s

@@ -11,7 +11,7 @@ from divergence.errors import RunExistsError, RunWriteError
 from divergence.recording.engines.identity import without_home
 from divergence.recording.machine.environment import collect_environment
 from divergence.run.reader import Run
-from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import (
     UNKNOWN,
     EngineNote,

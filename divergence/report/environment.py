@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 from divergence.run.command import command_line
-from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import Environment, Manifest, Repeatability, Settings, Switch
 
 __all__ = [

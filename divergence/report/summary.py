@@ -10,7 +10,7 @@ from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 
-from divergence.comparison import answer
+from divergence.comparison import analysis
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import PreflightLine, Verdict
 from divergence.comparison.results.sites import PassCoverage
@@ -203,7 +203,7 @@ _ORDER = (
 
 def shown_analyses() -> list[str]:
     """All analyses that have a ``show`` module, others behind those of _ORDER."""
-    names = dict.fromkeys((*_ORDER, *answer.ANALYSES))
+    names = dict.fromkeys((*_ORDER, *analysis.ANALYSES))
     return [
         name
         for name in names

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from divergence.analyses.blocks.page import rows_table
-from divergence.analyses.blocks.parts import block_parts
+from divergence.analyses.blocks.page import block_parts, rows_table
 from divergence.analyses.blocks.rows import Row, badness, main_pass, phase_rows, phases
 from divergence.comparison.result import Report
 from divergence.comparison.results.background import Background

@@ -7,10 +7,9 @@ rounding mode or a much coarser function is a difference of precision, which a m
 
 from __future__ import annotations
 
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured, is_probe
 from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, count_of, explain_arithmetic
-from divergence.comparison.measured import Measured, is_probe
 from divergence.comparison.results.findings import Evidence, Finding
 
 __all__ = ["find"]

@@ -19,52 +19,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls, one_step
+from divergence.analyses.blocks.units import TABLES, Blame, Why
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
-from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.floor import Thresholds, normal_deviate, spread
-from divergence.words import Side, SideOrBoth
+from divergence.words import Side
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["TABLES", "Blame", "forward_controls", "least_of", "questions", "usages"]
+__all__ = ["forward_controls", "least_of", "questions", "usages"]
 
-TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
 _LEAST_FAMILY = 0.05
 
 
 _Floats = npt.NDArray[np.float64]
-
-Why = Literal["typical", "forward", "token", "sink", "channel", "gain", "both"]
-
-
-@dataclass(frozen=True, slots=True)
-class Blame:
-    """One question's answer. ``value`` over ``control`` is held against ``limit``; ``share`` is
-    how much of the limit is used, > 1 blames ``side``; ``at``: where it is largest."""
-
-    side: SideOrBoth
-    why: Why
-    value: float
-    control: float
-    limit: float
-    at: SiteResult
-    detail: str = ""
-    place: PromptStep | None = None
-
-    @property
-    def limit_usage(self) -> float:
-        if self.control <= 0:
-            return math.inf
-        return self.value / self.control / self.limit
 
 
 def questions(

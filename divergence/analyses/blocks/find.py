@@ -9,34 +9,29 @@ below the floor of a 16-bit dtype? Only where nothing is: accumulated beyond wha
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from divergence.analyses.blocks.blame import TABLES
-from divergence.analyses.blocks.drift import find_drift
-from divergence.analyses.blocks.evidence import (
-    checks_of,
-    estimated_evidence,
+from divergence.analyses.blocks.suspects import (
+    Escalation,
+    find_suspects,
+    judge_escalated,
     next_commands,
-    only_in,
-    unanchored_evidence,
-    unit_evidence,
-    unmeasured_evidence,
 )
-from divergence.analyses.blocks.rounding import evidence_of, find_standouts, within_rounding
-from divergence.analyses.blocks.suspects import Escalation, find_suspects, judge_escalated
-from divergence.analyses.blocks.units import Family, Unit, build_units, find_family
-from divergence.comparison.answer import Answer
+from divergence.analyses.blocks.units import Unit, build_units
+from divergence.comparison.analysis import Answer, Measured, Shown
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.results.findings import Evidence, Finding
-from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.words import SideOrBoth, letter
+from divergence.comparison.results.sites import SiteResult
 
-__all__ = ["JudgedUnits", "find", "judge_units", "limits_used"]
+__all__ = [
+    "JudgedUnits", "estimated_evidence", "find", "judge_units", "limits_used",
+    "unmeasured_evidence",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +108,20 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
         if not escalation.flagged or any(unit.side == "both" for unit in flagged):
             return [_equal(measured, flagged)]
         flagged = []
-    if flagged:
-        return [_made(measured, judged, escalation)]
-    if escalation.flagged:
-        return [_below_floor(measured, escalation)]
+    if flagged or escalation.flagged:
+        from divergence.analyses.blocks.onset import below_floor, made_at
+
+        if flagged:
+            return [made_at(measured, judged.units, flagged, escalation)]
+        return [below_floor(measured, escalation)]
+    return _not_beyond(measured, judged, escalation)
+
+
+def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> list[Finding]:
+    """What differs by no more than rounding at every place, and is perhaps too much together."""
+    from divergence.analyses.blocks.drift import find_drift
+    from divergence.analyses.blocks.rounding import evidence_of, find_standouts, within_rounding
+
     two_dtypes = any(line.check == "dtype" and line.status != "same" for line in measured.preflight)
     standouts = find_standouts(judged.units, judged.excused, measured.thresholds)
     drift = find_drift(
@@ -142,7 +147,7 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
                 step=drift.step,
                 side=drift.side,
                 evidence=[drift.evidence],
-                next=next_commands(measured, None, escalated=bool(escalation.judged)),
+                next=next_commands(measured, None, escalation),
             )
         )
     if standouts:
@@ -156,7 +161,7 @@ def _context(measured: Measured, judged: JudgedUnits) -> Finding:
         claim="context",
         role="context",
         evidence=[
-            *unanchored_evidence(judged.unanchored),
+            *_unanchored_evidence(judged.unanchored),
             *estimated_evidence(measured.sites),
             *unmeasured_evidence(measured.sites),
             *(Evidence(text=note) for note in measured.alignment.notes),
@@ -213,6 +218,11 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
     """Equal runs; with a truth, perhaps equally wrong ones."""
     missing = measured.missing
     shared = [unit for unit in flagged if unit.side == "both"]
+    evidence: list[Evidence] = []
+    if shared:
+        from divergence.analyses.blocks.onset import unit_evidence
+
+        evidence = [unit_evidence(unit) for unit in shared[:3]]
     count = sum(site.pass_ != "escalated" for site in measured.sites)
     summary = f"all {count} compared tensors are equal bit for bit"
     if missing > count:  # as of a training step and of a decoding
@@ -225,157 +235,65 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
         summary=summary + ("; both are far from the truth" if shared else ""),
         rests_on=[check("coverage", not missing, "not everything was compared")],
         side="both" if shared else "neither",
-        evidence=[unit_evidence(unit) for unit in shared[:3]],
-    )
-
-
-def _made(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> Finding:
-    """An error beyond the limit, at one site or at most of a kind."""
-    units, flagged = judged.units, judged.flagged
-    family = find_family(units, flagged)
-    first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
-    table = None if family is None else _table_behind(measured, family, flagged)
-    if table is not None:
-        first, family = table, None
-    evidence = [unit_evidence(first)]
-    if table is not None:
-        evidence.append(
-            Evidence(text="the blocks read this table, and an engine did not let it be replaced")
-        )
-    if not measured.anchored:
-        evidence.append(
-            Evidence(
-                text="judged from free runs alone: what each block adds to the "
-                "error that came in, against a rounding model"
-            )
-        )
-    evidence += _where(first, units)
-    evidence += escalation.beside(first)
-    side = _side(flagged)
-    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
-    made = "is made at" if measured.anchored and first.pass_ != "free" else "seems to be made at"
-    summary = f"the error {made} {first.first.site}{by}{_only(first, by)}"
-    if family is not None:
-        side = _side(family.members)
-        evidence = [_family_evidence(family), *evidence]
-        what = "a kernel or a precision setting, not one layer"
-        what = "what is special there?" if only_in(first) else what
-        summary = (
-            f"every {family.name} differs by more than rounding, from {first.first.site} "
-            f"on{only_in(first)}: {what}"
-        )
-    else:
-        evidence += _others(flagged, first)
-    return Finding(
-        claim="error_made_here" if family is None else "error_everywhere_of_kind",
-        kind="localized" if family is None else "systematic",
-        summary=summary,
-        onset=onset_at(first.first),
-        place=min(order_of(unit.first) for unit in flagged),
-        equal_inputs=any(unit.pass_ != "free" for unit in flagged),
-        side=side,
-        rests_on=checks_of(first),
         evidence=evidence,
-        next=next_commands(measured, first, escalated=bool(escalation.judged)),
     )
 
 
-def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Unit | None:
-    """The rotary table that makes a whole kind differ: it is off itself, and an input of a block
-    on one side, which the other does not show, so that no anchored pass could replace it."""
-    block, side = family.members[0].results[0].block, family.members[0].side
-    unseen = [one for one in measured.alignment.unmatched if one.site.startswith(f"{block}:in.")]
-    for unit in sorted(flagged, key=lambda unit: order_of(unit.first)):
-        if TABLES not in (unit.results[0].kind or "").lower() or unit.side != side:
-            continue
-        for one in unseen:
-            run = measured.reference if one.side == "reference" else measured.candidate
-            sites = (unit.site, one.site)
-            records = [run.find(("free", one.sample, one.step, site)) for site in sites]
-            digests = {record and (record.xxh3 or record.fold) for record in records}
-            if len(digests) == 1 and None not in digests:
-                return unit
-    return None
-
-
-def _only(unit: Unit, by: str) -> str:
-    where = only_in(unit)
-    return f",{where}" if by and where else where
-
-
-def _side(flagged: list[Unit]) -> SideOrBoth | None:
-    """The side all flagged units agree on; both where they do not."""
-    sides = {unit.side for unit in flagged if unit.side is not None}
-    if not sides:
-        return None
-    return sides.pop() if len(sides) == 1 else "both"
-
-
-def _family_evidence(family: Family) -> Evidence:
-    low = min(unit.limit_usage for unit in family.members)
-    return Evidence(
-        text=f"{len(family.members)} of {family.num_all} {family.name} are beyond their limit, "
-        f"the least by {low:.1f} ×",
-        values={"num_flagged": len(family.members), "least": low},
-    )
-
-
-def _others(flagged: list[Unit], first: Unit) -> list[Evidence]:
-    mine = first.results[0].block or first.site
-    others = sorted({unit.results[0].block or unit.site for unit in flagged} - {mine})
-    if not others:
+def _unanchored_evidence(steps: list[int]) -> list[Evidence]:
+    """Forwards that the anchored pass did not reach are judged less exactly."""
+    if not steps:
         return []
-    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-    return [Evidence(text=f"also beyond the limit: {', '.join(others[:4])}{more}")]
+    names = ", ".join(map(str, steps[:6])) + (" …" if len(steps) > 6 else "")
+    return [Evidence(text=f"not anchored, so judged from free runs: step {names}")]
 
 
-def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
-    """What feeds the onset passes; and whether it shows in decode steps alone."""
-    texts: list[str] = []
-    healthy = [unit for unit in units if unit.why is None]
-    if first.results[0].role == "inner" and first.pass_ != "free":
-        place, block = first.results[0].order, first.results[0].block
-        inside = (u for u in healthy if u.phase == first.phase and u.results[0].block == block)
-        before = [unit for unit in inside if unit.results[0].order < place]
-        if before:
-            last = max(before, key=lambda unit: unit.results[0].order)
-            texts.append(f"the last site before it in this block that passes: {last.site}")
-    if first.phase == "decode":
-        same = [u for u in units if u.site == first.site and u.phase == "prefill"]
-        if same and all(unit.why is None for unit in same):
-            texts.append(
-                "the prefill passes there: look at what is kept between steps (KV cache, "
-                "positions, recurrent state) and at kernels for one token"
-            )
-    return [Evidence(text=text) for text in texts]
+def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
+    """How well estimated numbers are known."""
+    estimated = [site for site in sites if site.estimated is not None]
+    if not estimated:
+        return []
+    said, values = [], {"num_estimated": float(len(estimated))}
+    for phase, steps in (("prefill", False), ("decode", True)):
+        errors = [
+            site.estimated.relative_error
+            for site in estimated
+            if site.estimated is not None
+            and (site.step > 0) == steps
+            and site.estimated.relative_error is not None
+        ]
+        if errors:
+            middle, worst = statistics.median(errors), max(errors)
+            values[phase] = middle
+            said.append(f"in the {phase} ±{100 * middle:.0f}% (at worst ±{100 * worst:.0f}%)")
+    return [
+        Evidence(
+            text=f"{len(estimated)} of {len(sites)} differences are estimated from sketches; "
+            f"relative L2 {', '.join(said)}, in 95 of 100 cases",
+            values=values,
+        )
+    ]
 
 
-def _below_floor(measured: Measured, escalation: Escalation) -> Finding:
-    """Nothing beyond the floor of the runs' dtype, but something in float32."""
-    flagged = escalation.flagged
-    family = find_family(escalation.units, flagged)
-    first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
-    side = escalation.side
-    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
-    below = "below the floor of the runs' own dtype, but far above float32's"
-    return Finding(
-        claim="error_below_floor",
-        kind="systematic" if family else "localized",
-        summary=f"every {family.name} is off, {below}: a wrong formula or wrong data, not one layer"
-        if family
-        else f"the error is made at {first.first.site}{by}{_only(first, by)}: {below}",
-        onset=onset_at(first.first),
-        place=order_of(first.first),
-        equal_inputs=True,
-        rests_on=checks_of(first),
-        side=side,
-        evidence=[
-            unit_evidence(first),
+def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
+    """What differs and was not measured, and the most that its statistics tell."""
+    unmeasured = [site for site in sites if site.is_unmeasured]
+    if not unmeasured:
+        return []
+    evidence = [
+        Evidence(
+            text=f"{len(unmeasured)} of {len(sites)} compared tensors differ, but by how much is "
+            "not known: neither bytes nor sketches of both sides are left",
+            values={"num_unmeasured": len(unmeasured)},
+        )
+    ]
+    told = [site for site in unmeasured if site.at_least]
+    if told:
+        most = max(told, key=lambda site: site.at_least or 0.0)
+        evidence.append(
             Evidence(
-                text="escalated pass: the same inputs in float32; what coarse kernels of the runs' "
-                "dtype do vanishes there, so this is a wrong formula or wrong data"
-            ),
-            *_others(flagged, first),
-        ],
-        next=next_commands(measured, first, escalated=bool(escalation.judged)),
-    )
+                text=f"by their statistics, at {most.site} ({most.pass_}, step {most.step}) the "
+                f"two are at least {most.at_least:.1e} apart (relative L2)",
+                values={"at_least": most.at_least or 0.0},
+            )
+        )
+    return evidence

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.measured import Measured
+from divergence.comparison.analysis import Measured
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
 from divergence.run.schema.contents import is_mask

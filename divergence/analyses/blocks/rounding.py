@@ -16,12 +16,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from divergence.analyses.blocks.blame import least_of
-from divergence.analyses.blocks.evidence import next_commands
-from divergence.analyses.blocks.suspects import Escalation
+from divergence.analyses.blocks.suspects import Escalation, next_commands
 from divergence.analyses.blocks.units import Unit, families_of, num_values
+from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import order_of
 from divergence.numerics.floor import Thresholds, spread
@@ -55,7 +53,7 @@ def within_rounding(
             kind="undetermined",
             summary=reason,
             rests_on=[check("measured", False, "")],
-            next=next_commands(measured, None, escalated=bool(escalation.judged)),
+            next=next_commands(measured, None, escalation),
         )
     sure = measured.anchored and not unanchored
     against_truth = [unit for unit in judged if unit.stats is not None]
@@ -121,7 +119,7 @@ def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation)
     block = standouts[0].unit.results[0].block if standouts else None
     if block is not None:
         commands += measured.advice.inside(block)
-    commands += next_commands(measured, None, escalated=bool(escalation.judged))
+    commands += next_commands(measured, None, escalation)
     if measured.anchored and measured.truth_samples is None and not commands:
         commands += measured.advice.judged() or measured.advice.truth()
     return list(dict.fromkeys(commands))
@@ -237,6 +235,8 @@ def _all_of(family: Sequence[Unit], thresholds: Thresholds) -> list[StandOut]:
     stats = [unit.stats for unit in family if unit.stats is not None]
     if len(stats) < max(3, len(family)):
         return []
+    from divergence.analyses.blocks.blame import least_of
+
     least = least_of(stats, thresholds)
     middle = statistics.median(one.w(least) for one in stats)
     times = max(middle, 1 / max(middle, 1e-300))

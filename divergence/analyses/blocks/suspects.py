@@ -1,51 +1,38 @@
-"""Suspects: the units beyond what rounding explains, and which side of them is wrong.
+"""Suspects: the units beyond what rounding explains, alone or all of a kind, and what to run next.
 
 Without a truth the difference of the two sides is held against a rounding model and against the
-siblings (blocks.units). With one, each side's own error is (blocks.blame); then a difference
-counts only where one side is the farther from what is right: two equally good answers may differ.
+siblings (blocks.units). With one, each side's own error is (blocks.sides).
 
 The escalated pass is the anchored one in float32, held against the float32 floor. A 16-bit dtype
 hides what is smaller than its own rounding. In float32 a wrong formula or wrong data exceeds the
 floor a hundredfold, and what only the 16-bit kernels do wrong is gone, so the two passes together
 tell one from the other.
+
+Most of a kind beyond their limits is a *family*: a kernel or a setting, not a layer.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.analyses.blocks.blame import (
-    TABLES,
-    Blame,
-    forward_controls,
-    least_of,
-    questions,
-    usages,
-)
-from divergence.analyses.blocks.looks import FEW_ROWS, Controls
-from divergence.analyses.blocks.units import (
-    Unit,
-    block_outputs,
-    build_units,
-    families_of,
-    flag,
-    medians,
-)
-from divergence.comparison.align.pieces import PromptStep
-from divergence.comparison.measure.truth import SamplesBySite
-from divergence.comparison.measure.truth_stats import TruthStats, stats_of
-from divergence.comparison.measured import Shown
+from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
+from divergence.comparison.analysis import Measured, Shown
 from divergence.comparison.results.findings import Evidence
-from divergence.comparison.results.sites import SiteResult
-from divergence.numerics.floor import Thresholds, spread
-from divergence.run.schema.site import PHASES
+from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.run.schema.site import BACKWARD, of_parameter
 from divergence.words import Side, SideOrBoth
 
-__all__ = ["Escalation", "find_suspects", "judge_escalated"]
+if TYPE_CHECKING:
+    from divergence.comparison.measure.truth import SamplesBySite
+
+__all__ = [
+    "Escalation", "Family", "find_family", "find_suspects", "judge_escalated", "next_commands",
+]  # fmt: skip
 
 
 def find_suspects(
@@ -65,185 +52,10 @@ def find_suspects(
     flag(units, routed=routed, thresholds=thresholds)
     excused: list[Unit] = []
     if truth_samples is not None:
-        excused = _blame_all(units, truth_samples, routed, thresholds)
+        from divergence.analyses.blocks.sides import blame_units
+
+        excused = blame_units(units, truth_samples, routed, thresholds)
     return [unit for unit in units if unit.why is not None], excused
-
-
-def _blame_all(
-    units: list[Unit], truth_samples: SamplesBySite, routed: frozenset[str], thresholds: Thresholds
-) -> list[Unit]:
-    judged: list[Unit] = []
-    for unit in units:
-        samples = truth_samples.find(unit.pass_, unit.site, unit.phase)
-        if samples is None or unit.pass_ == "free" or _no_measure(unit):
-            continue
-        unit.stats = samples.once(stats_of)
-        if unit.stats is not None:
-            judged.append(unit)
-    block_w = _block_w(judged, thresholds)
-    at_blocks = {phase: _block_forwards(judged, phase, thresholds) for phase in PHASES}
-    excused: list[Unit] = []
-    for family in families_of(judged):
-        held = [Controls(at_blocks[family[0].phase], 1.0) for _ in family]
-        if len(family) >= 3:
-            held = forward_controls(_stats_of(family), thresholds)
-        for unit, forwards in zip(family, held, strict=True):
-            others = _stats_of(other for other in family if other is not unit)
-            assert unit.stats is not None
-            answers = questions(
-                unit.stats,
-                others,
-                lone_w=block_w.get(unit.phase),
-                forwards=forwards,
-                routed=unit.results[0].block in routed,
-                widened=unit.widened,
-                thresholds=thresholds,
-            )
-            suspected = {look.place for look in unit.beyond}
-            apart = _use_looks(unit, others, forwards, routed, thresholds)
-            unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
-            unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
-            if unit.blame is None and unit.why is not None:
-                unit.blame = _confirmed(unit, answers, thresholds)
-                if unit.why == "forward":
-                    sure = [at for at in suspected if apart.get(at, 0) >= thresholds.truth_confirm]
-                    unit.blame = unit.blame if sure else None
-                    for look in unit.looks:
-                        if look.place in sure:
-                            look.usage = max(look.usage, apart[look.place])
-                if unit.blame is None:
-                    excused.append(unit)
-            unit.why = None if unit.blame is None else unit.blame.why
-            if unit.why is None:
-                for look in unit.looks:
-                    look.usage = min(look.usage, 1.0)
-        _blame_family(family, thresholds)
-        if all(unit.results[0].block not in routed for unit in family):
-            _blame_forwards(family, thresholds)
-    return excused
-
-
-def _stats_of(units: Iterable[Unit]) -> list[TruthStats]:
-    """Of units that were judged against the truth: each has them."""
-    return [unit.stats for unit in units if unit.stats is not None]
-
-
-def _no_measure(unit: Unit) -> bool:
-    """A rotary table is computed from float32 angles whatever the dtype: in two dtypes its
-    distances from the truth have nothing to do with either's rounding."""
-    first = unit.results[0]
-    two_dtypes = first.reference_dtype != first.candidate_dtype
-    return TABLES in (first.kind or "").lower() and two_dtypes
-
-
-def _use_looks(
-    unit: Unit,
-    others: list[TruthStats],
-    forwards: Controls,
-    routed: frozenset[str],
-    thresholds: Thresholds,
-) -> dict[PromptStep, float]:
-    """Each look of what the truth judges uses the limits of the truth. Returns how far the W of
-    each is from its control, in either direction."""
-    assert unit.stats is not None
-    family = [unit.stats, *others] if len(others) >= 2 else []
-    is_routed = unit.results[0].block in routed
-    by_place = usages(unit.stats, family, forwards, is_routed, unit.widened, thresholds)
-    for look in unit.looks:
-        if look.place in by_place:
-            excess, _, limit = by_place[look.place]
-            look.usage = max(excess, 1 / max(excess, 1e-300)) / limit
-    return {place: max(excess, 1 / max(excess, 1e-300)) for place, (excess, *_) in by_place.items()}
-
-
-def _confirmed(unit: Unit, answers: list[Blame], thresholds: Thresholds) -> Blame | None:
-    """The sides differ by more than the siblings', over all or in one forward: one of them must be
-    the farther off there, too."""
-    answer = next((answer for answer in answers if answer.why == unit.why), None)
-    if unit.why not in ("typical", "forward") or answer is None:
-        return None
-    if answer.value / answer.control < thresholds.truth_confirm:
-        return None
-    return replace(answer, limit=thresholds.truth_confirm)
-
-
-def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
-    """All of one kind: their own median W, which no comparison among them would show."""
-    if len(family) < 3:
-        return
-    family_stats = _stats_of(family)
-    least = least_of(family_stats, thresholds)
-    ratios = [stats.w(least) for stats in family_stats]
-    middle = statistics.median(ratios)
-    limit = thresholds.truth_systematic
-    if max(middle, 1 / middle) <= limit * max(unit.widened for unit in family):
-        return
-    side: Side = "candidate" if middle > 1 else "reference"
-    for unit, ratio in zip(family, ratios, strict=True):
-        value = ratio if middle > 1 else 1 / ratio
-        if value > limit / thresholds.truth_confirm:
-            unit.blame = Blame(
-                side, "typical", value, 1.0, limit, unit.results[0], "all of its kind"
-            )
-            unit.why = "typical"
-            unit.limit_usage = max(unit.limit_usage, value / limit)
-
-
-def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
-    """One forward in all of one kind: their median W there, beside that of the others."""
-    if len(family) < 3:
-        return
-    family_stats = _stats_of(family)
-    least = least_of(family_stats, thresholds)
-    places = [place for place in family_stats[0].forwards
-              if all(place in s.forwards for s in family_stats)]  # fmt: skip
-    if len(places) < 2:
-        return
-    middle = {at: statistics.median(s.forwards[at].w(least) for s in family_stats) for at in places}
-    widened = max(unit.widened for unit in family)
-    for place in places:
-        usual = statistics.median(middle[other] for other in places if other != place)
-        over = middle[place] / max(usual, 1e-300)
-        rows = sum(s.forwards[place].num_rows for s in family_stats)
-        if rows < FEW_ROWS or (over > 1) != (middle[place] > 1):
-            continue
-        numbers = sum(s.forwards[place].num_values for s in family_stats)
-        width = spread(numbers, num_looks=len(places))
-        limit = thresholds.truth_systematic * width * widened
-        if max(over, 1 / max(over, 1e-300)) <= limit:
-            continue
-        side: Side = "candidate" if over > 1 else "reference"
-        for unit, stats in zip(family, family_stats, strict=True):
-            own = stats.forwards[place].w(least) / max(usual, 1e-300)
-            value = own if over > 1 else 1 / max(own, 1e-300)
-            if value <= limit / thresholds.truth_confirm or unit.why == "typical":
-                continue
-            at = stats.forwards[place].result
-            unit.blame = Blame(side, "forward", value, 1.0, limit, at, "all of its kind", place)
-            unit.why = "forward"
-            unit.limit_usage = max(unit.limit_usage, value / limit)
-            for look in unit.looks:
-                if look.place == place:
-                    look.usage = max(look.usage, value / limit, 1.0 + 1e-9)
-
-
-def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:
-    """By phase, the median W of the blocks' outputs."""
-    ratios: list[tuple[str, float]] = []
-    for phase in PHASES:
-        blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
-        least = least_of(blocks, thresholds)
-        ratios += [(phase, stats.w(least)) for stats in blocks]
-    return medians(ratios)
-
-
-def _block_forwards(
-    units: list[Unit], phase: str, thresholds: Thresholds
-) -> dict[PromptStep, float]:
-    """The same for each forward."""
-    blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
-    least = least_of(blocks, thresholds)
-    return medians((at, f.w(least)) for stats in blocks for at, f in stats.forwards.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,3 +137,124 @@ def judge_escalated(
         units += built
         flagged += flag(built, routed=routed, thresholds=wider)
     return Escalation(units, flagged, set(sides))
+
+
+_MATMULS = ("Linear", "Conv1D")
+_LEAST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``name`` for "every ...": a class, with the places where not all of them are meant."""
+
+    name: str
+    members: list[Unit]
+    num_all: int
+
+
+def find_family(units: list[Unit], flagged: list[Unit]) -> Family | None:
+    """The kind of the onset, where more than half of at least three of its kind are flagged.
+
+    What follows a bad module inside a block is off as well, so the first kind in execution
+    order counts. Where every place of its class is off, the class is named alone.
+    """
+    typical = [unit for unit in flagged if unit.kind[0] == "block" and unit.why in _WHOLE]
+    typical.sort(key=lambda unit: order_of(unit.first))
+    for unit in typical:
+        members = [
+            other
+            for other in typical
+            if other.kind == unit.kind and other.side in (None, unit.side)  # two faults are no kind
+        ]
+        if unit.why == "forward":  # of one forward: the others must be off in that one
+            place = unit.beyond[0].place
+            members = [o for o in members if any(look.place == place for look in o.beyond)]
+        total = sum(other.kind == unit.kind for other in units)
+        if total >= _LEAST and len(members) > total / 2:
+            return Family(_name(unit, units, typical), members, total)
+    return None
+
+
+_WHOLE = ("typical", "both", "gain", "forward")
+
+
+def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str:
+    """What "every ..." is about: a class, or one place of it; for what enters a module, the
+    module around it, whose own code lies between."""
+    _, path, port, kind, *_ = unit.kind
+    place = path.removeprefix(".")
+    if not place:
+        return kind or "block"
+    if port.startswith("in"):
+        around = path.rpartition(".")[0]
+        outer = next((u.kind[3] for u in units if u.kind[0] == "block" and u.kind[1] == around), "")
+        where = around.removeprefix(".") or "block"
+        return f"{outer} ({where}, what enters {place})" if outer else f"input of {place} ({kind})"
+    sources = _sources(unit, units)
+    if len({u.kind[1] for u in sources}) > 1 and all(u in typical for u in sources):
+        dtype = unit.results[0].candidate_dtype
+        return f"{kind} ({dtype} matrix products)" if kind in _MATMULS else kind or place
+    return f"{place} ({kind})"
+
+
+def _sources(unit: Unit, units: list[Unit]) -> list[Unit]:
+    """Outputs of the same class in the same phase whose module was entered by what passes, or
+    which are much farther off than what entered, and the unit's own family. What is merely
+    fed by something bad says nothing of its own."""
+    entering = {u.site: u for u in units if u.kind[2] == "in"}
+    sources = []
+    for other in units:
+        if other.kind[0] != "block" or other.kind[2:5] != unit.kind[2:5] or not other.kind[1]:
+            continue
+        fed = entering.get(other.site.rpartition(":")[0] + ":in")
+        if other.kind == unit.kind or (fed is not None and (fed.why is None or _adds(other, fed))):
+            sources.append(other)
+    return sources
+
+
+def _adds(out: Unit, entering: Unit) -> bool:
+    """The module's own error stands out from the one that it was given."""
+    one, two = entering.results[0].truth, out.results[0].truth
+    if one is None or two is None or out.side not in ("reference", "candidate"):
+        return False
+    before, after = (getattr(truth, f"{out.side}_error") for truth in (one, two))
+    return bool(after > THRESHOLDS.truth_confirm * before)
+
+
+def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation) -> list[str]:
+    """What to run next. ``unit``: the one that the verdict is about, if it is about one."""
+    advice = measured.advice
+    if not measured.anchored:
+        return advice.certainty(_outside_blocks(measured.sites))
+    commands: list[str] = []
+    again: list[str] = []
+    unmeasured = [site for site in measured.sites if site.is_unmeasured]
+    if unmeasured or (unit is not None and any(r.estimated for r in unit.results)):
+        named = [site.site for site in unmeasured if site.role == "inner"]
+        again = advice.in_full([*_outside_blocks(measured.sites), *dict.fromkeys(named)])
+        commands += again
+        if unit is None and commands:
+            return commands
+    if unit is not None:
+        block = unit.results[0].block
+        if block is None or not _of_block(unit.site, block):
+            commands += advice.look_at(unit.site)
+        else:
+            commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
+        if measured.truth_samples is None:
+            commands += advice.judged() or advice.truth(full=bool(again))
+    if measured.narrow and not escalation.judged and unit is None:
+        made = advice.escalated and measured.truth_samples is None  # and a truth judges it
+        commands += (advice.judged() or advice.truth()) if made else advice.escalate()
+    return commands
+
+
+def _of_block(site: str, block: str) -> bool:
+    """Is it the block's own, or a gradient of its parameters? Then its operators tell more."""
+    own = site.partition(":")[0] in (block, block + BACKWARD)
+    return own or (of_parameter(site) and BACKWARD in site)
+
+
+def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:
+    """Flagged sites that recording the blocks' own inputs and outputs would leave out."""
+    return list(dict.fromkeys(s.site for s in sites if s.flagged and s.role == "inner"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from divergence.comparison.measured import Measured
+    from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:
-    """Where both sides' code was recorded, or there is a truth."""
-    one, two = (run.manifest.model.code for run in (measured.reference, measured.candidate))
-    return measured.truth is not None or bool(one and two)
+    """Where the sides ran other code, or there is a truth, whose code is one side's."""
+    differs = any(line.check == "code" and line.status == "differs" for line in measured.preflight)
+    return differs or measured.truth is not None

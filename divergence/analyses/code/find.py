@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.code import code_evidence, why_no_side
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import Pair, Pieces
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.measure.floors import work_format
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.numerics.codes import CodeErrors, Look, code_errors, merged

@@ -19,19 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.analyses.ends.integers import Integers, find_integers
-from divergence.analyses.ends.seams import Seam, find_seams
 from divergence.comparison.align.pieces import PromptStep, logits_row
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Onset, figure
-from divergence.comparison.results.sites import onset_at, order_of
+from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.words import Side, letter
 
 if TYPE_CHECKING:
     import torch
+
+    from divergence.analyses.ends.integers import Integers
+    from divergence.analyses.ends.seams import Seam
 
 __all__ = ["find", "misfit_in"]
 
@@ -39,8 +40,19 @@ _SHOWN = 3
 
 
 def find(measured: Measured) -> Answer:
-    """At most one finding of each kind: the first in execution order."""
-    seams, integers = find_seams(measured), find_integers(measured)
+    """At most one finding of each kind: the first in execution order. What is equal bit for bit
+    has no seams and no other integers, which are looked for in what differs alone."""
+    apart = [site for site in measured.sites if not site.identical]
+    seams: list[Seam] = []
+    integers: list[Integers] = []
+    if any(site.pass_ == "free" for site in apart):
+        from divergence.analyses.ends.seams import find_seams
+
+        seams = find_seams(measured)
+    if any(_is_exact(site) for site in apart):
+        from divergence.analyses.ends.integers import find_integers
+
+        integers = find_integers(measured)
     broken = sorted((s for s in seams if s.beyond), key=lambda seam: order_of(seam.result))
     unequal = [one for one in integers if one.judged]
     unequal.sort(key=lambda one: (order_of(one.result), one.result.pass_ != "anchored"))
@@ -56,6 +68,12 @@ def find(measured: Measured) -> Answer:
     within = [seam for seam in seams if not seam.beyond]
     unjudged = [one for one in integers if one.choice and not one.judged]
     return Answer(findings=findings, notes=_notes(within, unjudged))
+
+
+def _is_exact(site: SiteResult) -> bool:
+    """Integers or bools on both sides, which do not round?"""
+    dtypes = (site.reference_dtype, site.candidate_dtype)
+    return all(format_named(dtype).kind in ("int", "bool") for dtype in dtypes)
 
 
 def _unequal(measured: Measured, unequal: Sequence[Integers]) -> Finding:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import Pair, Pieces
-from divergence.comparison.measured import Measured
+from divergence.comparison.analysis import Measured
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from divergence.comparison.align.pieces import Pair
-from divergence.comparison.measured import Measured
+from divergence.comparison.analysis import Measured
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.floor import Thresholds, floor_weights, spread
 from divergence.numerics.formats import Format, format_named

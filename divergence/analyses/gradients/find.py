@@ -19,9 +19,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.run.schema.site import BACKWARD, of_parameter

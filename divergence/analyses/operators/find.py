@@ -13,13 +13,12 @@ import math
 from divergence.analyses.operators.measure import operator_notes
 from divergence.analyses.operators.operands import operands_text
 from divergence.comparison.advice import Advice
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.facts import Explained, explain_arithmetic, sentences
-from divergence.comparison.measured import Measured
+from divergence.comparison.facts import Explained, explain_arithmetic, is_about, sentences
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OperatorsResult
-from divergence.run.schema.arithmetic import ArithmeticFact, is_about
+from divergence.run.schema.engine import ArithmeticFact
 from divergence.words import letter
 
 __all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]

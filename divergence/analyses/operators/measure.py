@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.align.pairs import anchored_passes
+from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.floors import work_dtype
 from divergence.comparison.measure.truth import Truth
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.operators import OperatorsResult
 from divergence.numerics.floor import Thresholds
 from divergence.run.reader import Run

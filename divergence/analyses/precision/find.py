@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.precision.audit import audit_runs
 from divergence.analyses.precision.step import PHASES, gradient_errors
-from divergence.comparison.answer import Answer
-from divergence.comparison.measured import Measured
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.operators import AuditResult
 from divergence.run.schema.site import of_parameter

@@ -23,7 +23,7 @@ from divergence.run.schema.site import of_parameter
 from divergence.words import SideOrBoth
 
 if TYPE_CHECKING:
-    from divergence.comparison.measured import Measured
+    from divergence.comparison.analysis import Measured
 
 __all__ = ["PHASES", "gradient_errors", "step_rows"]
 

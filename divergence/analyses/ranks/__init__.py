@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from divergence.comparison.measured import Measured
+    from divergence.comparison.analysis import Measured
 
 
 def applies(measured: Measured) -> bool:

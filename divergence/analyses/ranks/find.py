@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import Pair
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.owner import without_pads
 from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, figure
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.results.tokens import TokenDifference, TokensResult

@@ -2,41 +2,41 @@
 
 Compared are choices, not what was fed: where the candidate was forced onto the
 reference's tokens, every step is comparable, and a second difference does not
-follow from the first. Log-probabilities come from the recorded logits. With a truth
-each flip is held against what rounding does to these logits, and so are the
-distributions of all decided positions (tokens.flips).
+follow from the first. Log-probabilities come from the recorded logits. Each flip is
+held against what rounding does to these logits (tokens.flips), and with a truth so are
+the distributions of all decided positions: KL sees more than flips, since a fault may
+flip no token. It goes with the square of the error: see numerics.floor, ``kl``, for its
+limit.
+
+A row is the last position's logits of one sample in one free forward. Two runs have
+comparable rows while both were fed the same tokens.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from divergence.analyses.tokens.flips import (
-    Distances,
-    deviations,
-    distances_of,
-    judge_by_model,
-    judge_flip,
-    kl_fields,
-)
 from divergence.comparison.align.pieces import PromptStep, logits_row
+from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.floors import Allowed, allowed_errors
-from divergence.comparison.measured import Measured
-from divergence.comparison.results.tokens import TokenChoice, TokenDifference, TokensResult
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.numerics.pairs.logits import top_choices
+from divergence.comparison.measure.pipeline import num_threads
+from divergence.comparison.results.tokens import TokenDifference, TokensResult
+from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
+from divergence.numerics.formats import format_named
+from divergence.numerics.pairs.logits import kl_divergence
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Tokens
-
-if TYPE_CHECKING:
-    import torch
+from divergence.words import Side
 
 __all__ = ["comparable_places", "compare_tokens", "measure"]
-
-_TOP = 5
 
 
 def measure(measured: Measured) -> TokensResult | None:
@@ -72,17 +72,22 @@ def compare_tokens(
         for sample, step in places
         if a.samples[sample].chosen_ids[step] != b.samples[sample].chosen_ids[step]
     ]
-    distances = distances_of(reference, candidate, truth, places)
+    distances = _distances_of(reference, candidate, truth, places)
     routed = _routed(reference)
     if routed:  # a tie is a tie; nothing beyond it is a fault for that
         thresholds = msgspec.structs.replace(thresholds, flip=math.inf)
-    differences = [
-        _difference(
-            reference, candidate, truth, flip, distances, thresholds,
-            allowed=(allowed or {}).get(flip), tops=number == 0,
-        )
-        for number, flip in enumerate(flips)
-    ]  # fmt: skip
+    differences: list[TokenDifference] = []
+    if flips:
+        from divergence.analyses.tokens.flips import difference_at
+
+        differences = [
+            difference_at(
+                reference, candidate, truth, flip, thresholds,
+                floor_side=None if distances is None else distances.side,
+                allowed=(allowed or {}).get(flip), tops=number == 0,
+            )
+            for number, flip in enumerate(flips)
+        ]  # fmt: skip
     forced = a.forced_by is not None or b.forced_by is not None
     return TokensResult(
         num_tokens=count,
@@ -93,7 +98,7 @@ def compare_tokens(
         forced=forced,
         first_difference=differences[0] if differences else None,
         differences=differences,
-        **kl_fields(distances, thresholds, routed=routed),
+        **_kl_fields(distances, thresholds, routed=routed),
     )
 
 
@@ -128,66 +133,133 @@ def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
     return places
 
 
-def _difference(
-    reference: Run,
-    candidate: Run,
-    truth: Run | None,
-    place: PromptStep,
-    distances: Distances | None,
-    thresholds: Thresholds,
-    *,
-    allowed: float | None,
-    tops: bool,
-) -> TokenDifference:
-    sample, step = place
-    runs = [run for run in (truth, candidate, reference) if run is not None]
-    texts = {key: text for run in runs for key, text in run.manifest.tokens.texts.items()}
-    one = reference.manifest.tokens.samples[sample].chosen_ids[step]
-    two = candidate.manifest.tokens.samples[sample].chosen_ids[step]
-    row_a, row_b = logits_row(reference, *place), logits_row(candidate, *place)
-    top_a, top_b = _top(row_a, texts), _top(row_b, texts)
-    margin = _margin(top_a)
-    difference = TokenDifference(
-        sample=sample,
-        step=step,
-        reference=_choice(one, row_a, texts),
-        candidate=_choice(two, row_b, texts),
-        margin=margin,
-        candidate_margin=_margin(top_b),
-        z=deviations(margin, row_a, row_b),
-        reference_top=top_a if tops else [],
-        candidate_top=top_b if tops else [],
-    )
-    true_logits = None if truth is None else logits_row(truth, *place)
-    if truth is None or true_logits is None:
-        return judge_by_model(difference, row_a, row_b, allowed)
-    chosen = truth.manifest.tokens.samples[sample].chosen_ids
-    choice = _choice(chosen[step], true_logits, texts) if step < len(chosen) else None
-    mine = row_b if distances is not None and distances.side == "candidate" else row_a
-    return judge_flip(
-        msgspec.structs.replace(difference, truth_choice=choice),
-        true_logits,
-        mine,
-        thresholds=thresholds,
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """KL over the decided positions, in nats: mean, and 99th percentile (inverted cdf, so the
+    largest of fewer than 100)."""
+
+    mean: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distances:
+    """How far apart the sides' distributions are, and how far each is from the truth's.
+
+    ``between``: KL(reference‖candidate); ``floor``: KL(truth‖``side``), ``side`` being the one
+    that is nearer to the truth, by the mean: what a correct implementation of this dtype
+    errs by, as this comparison itself shows it. ``num_effective``: positions that make up the
+    floor's mean, (Σ k)² / Σ k² of their KL k (Kish, Survey Sampling, 1965): few where a few
+    uncertain positions outweigh all others.
+    """
+
+    num_positions: int
+    between: Spread
+    floor: Spread | None = None
+    side: Side | None = None
+    num_effective: float = 0.0
+
+
+def _distances_of(
+    reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep]
+) -> Distances | None:
+    """Over ``places``; None where no row can be compared. A thread holds one record of each run."""
+    between: list[float] = []
+    errors: dict[Side, list[float]] = {"reference": [], "candidate": []}
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="divergence-logits") as pool:
+        for found in pool.map(partial(_distances_at, reference, candidate, truth), places):
+            if found is not None:
+                between.append(found[0])
+            if found is not None and found[1] is not None and found[2] is not None:
+                errors["reference"].append(found[1])
+                errors["candidate"].append(found[2])
+    if not between:
+        return None
+    if len(errors["reference"]) < len(between):
+        return Distances(num_positions=len(between), between=_spread(between))
+    side = _coarser(reference, candidate)
+    if side is None:
+        means = [float(np.mean(errors[one])) for one in ("reference", "candidate")]
+        side = "candidate" if means[1] < means[0] else "reference"
+    floor = np.array(errors[side])
+    squares = float(np.square(floor).sum())
+    return Distances(
+        num_positions=len(between),
+        between=_spread(between),
+        floor=_spread(errors[side]),
+        side=side,
+        num_effective=float(np.sum(floor)) ** 2 / squares if squares > 0 else 1.0,
     )
 
 
-def _top(row: torch.Tensor | None, texts: dict[str, str]) -> list[TokenChoice]:
-    if row is None:
-        return []
-    return [
-        TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
-        for token, logprob in top_choices(row, _TOP)
+def _distances_at(
+    reference: Run, candidate: Run, truth: Run | None, place: PromptStep
+) -> tuple[float, float | None, float | None] | None:
+    """KL of one row: reference‖candidate, truth‖reference, truth‖candidate."""
+    a, b = logits_row(reference, *place), logits_row(candidate, *place)
+    if a is None or b is None:
+        return None
+    apart = kl_divergence(a, b)
+    if apart is None:
+        return None
+    right = None if truth is None else logits_row(truth, *place)
+    if right is None:
+        return apart, None, None
+    return apart, kl_divergence(right, a), kl_divergence(right, b)
+
+
+def _coarser(reference: Run, candidate: Run) -> Side | None:
+    """The side whose dtype rounds more: its rounding is what may move a token, not the other's."""
+    one, two = (
+        format_named(run.manifest.model.dtype).unit_roundoff for run in (reference, candidate)
+    )
+    if one == two:
+        return None
+    return "reference" if one > two else "candidate"
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    numbers = np.asarray(values)
+    return Spread(float(numbers.mean()), float(np.quantile(numbers, 0.99, method="inverted_cdf")))
+
+
+_TOKENS = 8
+"""Independent numbers that are taken to make up the KL of one position: the tokens that are
+likely. It sets how much wider the limit of few positions is."""
+
+
+def _kl_fields(
+    distances: Distances | None, thresholds: Thresholds, *, routed: bool = False
+) -> dict[str, Any]:
+    """What TokensResult says of the distributions; without a limit where experts are chosen."""
+    if distances is None:
+        return {}
+    fields: dict[str, Any] = {"kl_mean": distances.between.mean, "kl_p99": distances.between.p99}
+    floor = distances.floor
+    if floor is None:
+        return fields
+    tail = max(1, distances.num_positions // 100)  # as many lie above the 99th percentile
+    shares = [
+        (_over(distances.between.mean, floor.mean), _kl_limit(distances.num_effective, thresholds)),
+        (_over(distances.between.p99, floor.p99), _kl_limit(tail, thresholds)),
     ]
+    ratio, limit = max(shares, key=lambda share: share[0] / share[1])
+    return fields | {
+        "floor_side": distances.side,
+        "floor_kl_mean": floor.mean,
+        "floor_kl_p99": floor.p99,
+        "kl_ratio": ratio,
+        "kl_limit": None if routed else limit,
+    }
 
 
-def _choice(token: int, row: torch.Tensor | None, texts: dict[str, str]) -> TokenChoice:
-    logprob = float("nan")
-    if row is not None and token < row.shape[0]:
-        logprob = float(row.double().log_softmax(0)[token])
-    return TokenChoice(id=token, text=texts.get(str(token)), logprob=logprob)
+def _over(top: float, bottom: float) -> float:
+    """0/0 = 1 (both are right), x/0 = inf."""
+    if bottom > 0:
+        return top / bottom
+    return 1.0 if top == 0 else math.inf
 
 
-def _margin(top: list[TokenChoice]) -> float | None:
-    """Top-1 minus top-2: the same in logits and in log-probabilities."""
-    return top[0].logprob - top[1].logprob if len(top) > 1 else None
+def _kl_limit(num_positions: float, thresholds: Thresholds) -> float:
+    """Wider where few positions count. KL goes with the square of the error."""
+    return thresholds.kl * spread(round(num_positions * _TOKENS)) ** 2

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from divergence.comparison.align.names import NameMap
-from divergence.comparison.align.pairs import Alignment, compared_passes
+from divergence.comparison.align.pairs import Alignment, NameMap, compared_passes
 from divergence.comparison.align.pieces import Piece, indexed, is_given, kinds_of
 from divergence.comparison.results.operators import OperatorsResult
 from divergence.comparison.results.sites import PassCoverage, SiteResult, Skipped

@@ -21,15 +21,9 @@ from pathlib import Path
 import msgspec
 
 from divergence.errors import ConfigError
-from divergence.run.reader import Run
-from divergence.run.schema.contents import site_names
 from divergence.run.schema.site import module_of
 
-__all__ = ["NameMap", "find_prefix", "load_name_map", "renaming"]
-
-NameMap = Callable[[str], str]
-"""A reference site (or module path) → the candidate's."""
-
+__all__ = ["find_prefix", "load_name_map"]
 
 _MAX_PREFIXES = 64
 """A model has some ten modules and lists of modules above its blocks."""
@@ -39,7 +33,7 @@ class _MapFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     map: dict[str, str]
 
 
-def load_name_map(path: str | Path) -> NameMap:
+def load_name_map(path: str | Path) -> Callable[[str], str]:
     """Read a name map by path, or by name from configs/. Raises ConfigError."""
     from divergence.config import decode, find_config, load_toml
 
@@ -74,6 +68,8 @@ def find_prefix(reference: Iterable[str], candidate: Iterable[str]) -> tuple[str
     the ``_MAX_PREFIXES`` with the most sites are tried, so that time grows with the sites alone.
     """
     ours, theirs = set(reference), set(candidate)
+    if ours <= theirs or theirs <= ours:
+        return None
     rests, others = _by_rest(ours), _by_rest(theirs)
     counts: Counter[tuple[str, str]] = Counter()
     for rest in rests.keys() & others.keys():
@@ -114,22 +110,3 @@ def _prefixes(site: str) -> list[str]:
             if not parts[count - 1].isdigit()
         ),
     ]
-
-
-def renaming(
-    reference: Run, candidate: Run, name_map: NameMap | None
-) -> tuple[NameMap, tuple[str, str] | None]:
-    if name_map is not None:
-        return name_map, None
-    known = site_names(candidate.records)
-    prefix = find_prefix(site_names(reference.records), known)
-    if prefix is None:
-        return lambda site: site, None
-    own, other = prefix
-
-    def rename(site: str) -> str:
-        if site.startswith(own) and other + site[len(own) :] in known:
-            return other + site[len(own) :]
-        return site
-
-    return rename, prefix

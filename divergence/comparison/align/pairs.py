@@ -11,22 +11,26 @@ got the inputs that its source recorded, so the source and other replays of it a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from divergence.comparison.align.names import NameMap, renaming
 from divergence.comparison.align.pieces import Pair, Piece, indexed, why_no_pair
 from divergence.comparison.results.sites import Skipped
 from divergence.run.reader import Run
+from divergence.run.schema.contents import site_names
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Coordinates
 from divergence.words import letter
 
 __all__ = [
-    "Alignment", "align", "anchored_passes", "compared_passes", "replayed_from", "why_nothing",
+    "Alignment", "NameMap", "align", "anchored_passes", "compared_passes", "renaming",
+    "replayed_from", "why_nothing",
 ]  # fmt: skip
 
 REPLAYED = "replayed"
+
+NameMap = Callable[[str], str]
+"""A reference site (or module path) → the candidate's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,31 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
         only_candidate=only_candidate, skipped=[*skipped, *parts.on_no_side(ours, theirs)],
         prefix=prefix, anchored=any(label == "anchored" for label, _, _ in passes), notes=notes,
     )  # fmt: skip
+
+
+def renaming(
+    reference: Run, candidate: Run, name_map: NameMap | None
+) -> tuple[NameMap, tuple[str, str] | None]:
+    """What a site of the reference is called in the candidate, and the prefixes by which, where the
+    names as they stand do not fit."""
+    if name_map is not None:
+        return name_map, None
+    mine, known = site_names(reference.records), site_names(candidate.records)
+    prefix = None
+    if not (mine <= known or known <= mine):
+        from divergence.comparison.align.names import find_prefix
+
+        prefix = find_prefix(mine, known)
+    if prefix is None:
+        return lambda site: site, None
+    own, other = prefix
+
+    def rename(site: str) -> str:
+        if site.startswith(own) and other + site[len(own) :] in known:
+            return other + site[len(own) :]
+        return site
+
+    return rename, prefix
 
 
 def _order(pair: Pair) -> tuple[bool, int, int, int]:

@@ -7,16 +7,13 @@ from pathlib import Path
 
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.coverage import account, tokens_row
-from divergence.comparison.align.names import NameMap, renaming
-from divergence.comparison.align.pairs import Alignment, align, why_nothing
-from divergence.comparison.answer import numbers_of
-from divergence.comparison.experts import routing_notes, unknown_blocks
+from divergence.comparison.align.pairs import Alignment, NameMap, align, renaming, why_nothing
+from divergence.comparison.analysis import Measured, is_probe, numbers_of
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.pipeline import measure_all
 from divergence.comparison.measure.site_fields import without_floor
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.measured import Measured, is_probe
 from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError
@@ -105,7 +102,10 @@ def measure(
     notes = run_notes(a, b, alignment)
     if sites and all(site.step > 0 for site in sites):
         notes.append(NO_PREFILL)
-    notes += routing_notes(sites, measured.routes)
+    if measured.experts:
+        from divergence.comparison.rerouted import routing_notes
+
+        notes += routing_notes(sites, measured.routes)
     anchors = against is not None and against.anchors
     return replace(
         measured,
@@ -135,6 +135,12 @@ def measure_tensors(
     if is_probe(a.manifest) and is_probe(b.manifest):
         sites = without_floor(sites)
     forms = [format_named(run.manifest.model.dtype) for run in (a, b)]
+    routed: frozenset[str] = frozenset()
+    experts = any(note.routed for note in a.manifest.plan.modules.values())
+    if experts:
+        from divergence.comparison.rerouted import unknown_blocks
+
+        routed = unknown_blocks(a.manifest, sites)
     return Measured(
         reference=a,
         candidate=b,
@@ -146,8 +152,8 @@ def measure_tensors(
         routes=measurer.judge.routes,
         truth_samples=None if truth is None else measurer.judge.truth_samples,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
-        routed=unknown_blocks(a.manifest, sites),
-        experts=any(note.routed for note in a.manifest.plan.modules.values()),
+        routed=routed,
+        experts=experts,
         narrow=any(form.kind == "float" and form.itemsize <= 2 for form in forms),
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.align.names import NameMap
+from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.preflight.code import code_line
 from divergence.comparison.preflight.models import (
     Matching,
@@ -282,7 +282,7 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
 def _labels(a: Manifest, b: Manifest) -> list[PreflightLine]:
     if not (a.training.train and b.training.train):
         return []
-    from divergence.comparison.preflight.labels import label_lines
+    from divergence.comparison.preflight.prompts import label_lines
 
     return label_lines(a, b)
 

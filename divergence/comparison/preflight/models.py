@@ -24,7 +24,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from divergence.comparison.align.names import NameMap, find_prefix
+from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.schema.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
 from divergence.run.schema.site import starred, unescape_path
@@ -93,7 +93,11 @@ def match_parameters(
         theirs = {name for name in b if name not in taken}
         if not ours or not theirs:
             break
-        one, two = find_prefix(ours, theirs) or ("", "")
+        one, two = "", ""
+        if not (theirs.issuperset(ours) or theirs.issubset(ours)):
+            from divergence.comparison.align.names import find_prefix
+
+            one, two = find_prefix(ours, theirs) or ("", "")
         found = {
             name: two + name[len(one) :]
             for name in ours

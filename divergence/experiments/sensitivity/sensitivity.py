@@ -21,8 +21,8 @@ from typing import Any
 
 from divergence._version import __version__
 from divergence.comparison.advice import Advice, beside
+from divergence.comparison.analysis import Measured
 from divergence.comparison.api import compare, measure_runs
-from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import summary_of
 from divergence.comparison.results.findings import Verdict

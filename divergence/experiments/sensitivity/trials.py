@@ -20,13 +20,12 @@ import msgspec
 
 from divergence.analyses.blocks.find import find as find_in_blocks
 from divergence.comparison.align.pieces import Pair
-from divergence.comparison.answer import applying
+from divergence.comparison.analysis import Measured, applying
 from divergence.comparison.decide import decide
 from divergence.comparison.measure.escalated import compare_escalated
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import inputs_of
-from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import SiteResult
 from divergence.experiments.sensitivity.faults import Fault

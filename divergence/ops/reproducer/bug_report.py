@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from divergence.comparison.facts import is_about
 from divergence.ops.reproducer.differences import Difference
 from divergence.ops.reproducer.script import operand_names
-from divergence.run.schema.arithmetic import is_about
 from divergence.run.schema.manifest import Environment, Manifest
 from divergence.run.schema.record import Call
 from divergence.run.schema.scalars import scalar_words

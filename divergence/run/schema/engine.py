@@ -1,4 +1,5 @@
-"""What ran a model: engine, code, compiler, quantiser and training step, as a manifest has them."""
+"""What ran a model: engine, code, compiler, quantiser and training step, and how its machine
+computes, as a manifest has them."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import msgspec
 from divergence.run.schema.record import Count
 
 __all__ = [
-    "Calibration", "CodeNote", "CompiledNote", "EngineNote", "EngineValue", "QuantizationNote",
-    "QuantizedNumbers", "QuantizedScheme", "Training",
+    "ArithmeticFact", "Calibration", "CodeNote", "CompiledNote", "EngineNote", "EngineValue",
+    "QuantizationNote", "QuantizedNumbers", "QuantizedScheme", "Training",
 ]  # fmt: skip
 
 EngineValue = bool | int | float | str | None
@@ -294,3 +295,40 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             said += [] if value is None else [f"{name.replace('_', ' ')} {value:g}"]
         return ", ".join(said)
+
+
+class ArithmeticFact(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One thing that a probe found out about a machine's arithmetic."""
+
+    name: str
+    """``probe: what it looked at``, with shape and dtype. Facts with equal names are compared."""
+    value: str
+    """The answer in words."""
+    verified: bool
+    """The answer was checked against the machine itself."""
+    unit: str | None = None
+    """Unit of ``numbers``."""
+    numbers: dict[str, float] = {}
+    """The answer in numbers, where there are any."""
+    digest: str | None = None
+    """Equal for equal answers. Set where the words do not hold all of the answer (a tree, a table
+    of outputs)."""
+    evidence: str | None = None
+    """How the answer was checked, or why there is none."""
+
+    @property
+    def probe(self) -> str:
+        """``order`` of ``order: sum …``."""
+        return self.name.partition(": ")[0]
+
+    @property
+    def subject(self) -> str:
+        """What follows the probe's name."""
+        return self.name.partition(": ")[2]
+
+    @property
+    def answer(self) -> tuple[str, str | None]:
+        """Equal for equal findings."""
+        return (self.value, self.digest)

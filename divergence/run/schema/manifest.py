@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.engine import (
+    ArithmeticFact,
     Calibration,
     CodeNote,
     CompiledNote,

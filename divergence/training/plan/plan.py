@@ -15,7 +15,7 @@ import msgspec
 
 from divergence.errors import DivergenceError, UsageError, first_line
 from divergence.layout import size
-from divergence.options.rates import link_rate
+from divergence.options.commands import link_rate
 from divergence.options.train import PlanOptions
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import tensor_plan

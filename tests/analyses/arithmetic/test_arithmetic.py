@@ -10,7 +10,7 @@ import pytest
 
 from divergence.analyses.arithmetic.find import find
 from divergence.comparison.facts import expected_w, explain_arithmetic
-from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import (
     Environment,
     Manifest,

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from divergence.analyses.blocks.evidence import only_in
 from divergence.analyses.blocks.looks import controls, one_step
+from divergence.analyses.blocks.onset import only_in
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.results.sites import PromptRatio, SiteResult
 from divergence.numerics.floor import spread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from divergence.analyses.blocks.evidence import estimated_evidence, unmeasured_evidence
+from divergence.analyses.blocks.find import estimated_evidence, unmeasured_evidence
 
 
 def site(step, *, error=None, at_least=None, rel_l2=None, identical=False):

@@ -8,7 +8,7 @@ import pytest
 
 from divergence.analyses.code.find import explain
 from divergence.analyses.operators.find import finding_of
-from divergence.comparison.answer import Answer
+from divergence.comparison.analysis import Answer
 from divergence.comparison.api import compare
 from divergence.comparison.decide import decide, explained
 from divergence.comparison.preflight.code import other_code, replaced_in

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from divergence.analyses.operators.find import behind_operator
-from divergence.comparison.facts import Explained
+from divergence.comparison.facts import Explained, subjects_of
 from divergence.comparison.results.operators import OperatorResult
-from divergence.run.schema.arithmetic import ArithmeticFact, subjects_of
+from divergence.run.schema.engine import ArithmeticFact
 
 
 def fact(name: str, value: str) -> ArithmeticFact:

@@ -14,7 +14,7 @@ from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
-from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import ArithmeticFact
 
 BLOCKS = {
     "llama": "model.layers.1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.errors import UsageError
-from divergence.options.rates import link_rate
+from divergence.options.commands import link_rate
 from divergence.training.plan.states import Piece
 from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from divergence.analyses.blocks.evidence import checks_of
+from divergence.analyses.blocks.onset import checks_of
 from divergence.comparison.decide import RANK, check, confidence_of
 from divergence.comparison.results.findings import Check
 
@@ -30,8 +30,7 @@ def test_high_needs_every_check_and_free_runs_alone_are_low():
 
 def test_a_truth_that_agrees_does_not_lower_the_confidence_of_a_fault():
     """Far over the limit of the difference, just over that of the truth: high, as without one."""
-    from divergence.analyses.blocks.blame import Blame
-    from divergence.analyses.blocks.units import Unit
+    from divergence.analyses.blocks.units import Blame, Unit
 
     unit = Unit("h.3:out", "anchored", "prefill", ("block",), between=5.0)
     assert confidence_of(checks_of(unit)) == "high"

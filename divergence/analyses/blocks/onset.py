@@ -1,0 +1,279 @@
+"""Onset: the claim that an error is made somewhere, with what it rests on.
+
+The first flagged unit in execution order is the onset, and its evidence says by how much it is
+beyond which limit. Where most of its kind are, the claim is about a family (blocks.suspects).
+"""
+
+from __future__ import annotations
+
+from divergence.analyses.blocks.suspects import Escalation, Family, find_family, next_commands
+from divergence.analyses.blocks.units import TABLES, Blame, Unit
+from divergence.comparison.analysis import Measured
+from divergence.comparison.decide import check
+from divergence.comparison.results.findings import Check, Evidence, Finding, figure
+from divergence.comparison.results.sites import onset_at, order_of
+from divergence.words import SideOrBoth, letter
+
+__all__ = ["below_floor", "checks_of", "made_at", "only_in", "unit_evidence"]
+
+
+def made_at(
+    measured: Measured, units: list[Unit], flagged: list[Unit], escalation: Escalation
+) -> Finding:
+    """An error beyond the limit, at one site or at most of a kind."""
+    family = find_family(units, flagged)
+    first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
+    table = None if family is None else _table_behind(measured, family, flagged)
+    if table is not None:
+        first, family = table, None
+    evidence = [unit_evidence(first)]
+    if table is not None:
+        evidence.append(
+            Evidence(text="the blocks read this table, and an engine did not let it be replaced")
+        )
+    if not measured.anchored:
+        evidence.append(
+            Evidence(
+                text="judged from free runs alone: what each block adds to the "
+                "error that came in, against a rounding model"
+            )
+        )
+    evidence += _where(first, units)
+    evidence += escalation.beside(first)
+    side = _side(flagged)
+    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
+    made = "is made at" if measured.anchored and first.pass_ != "free" else "seems to be made at"
+    summary = f"the error {made} {first.first.site}{by}{_only(first, by)}"
+    if family is not None:
+        side = _side(family.members)
+        evidence = [_family_evidence(family), *evidence]
+        what = "a kernel or a precision setting, not one layer"
+        what = "what is special there?" if only_in(first) else what
+        summary = (
+            f"every {family.name} differs by more than rounding, from {first.first.site} "
+            f"on{only_in(first)}: {what}"
+        )
+    else:
+        evidence += _others(flagged, first)
+    return Finding(
+        claim="error_made_here" if family is None else "error_everywhere_of_kind",
+        kind="localized" if family is None else "systematic",
+        summary=summary,
+        onset=onset_at(first.first),
+        place=min(order_of(unit.first) for unit in flagged),
+        equal_inputs=any(unit.pass_ != "free" for unit in flagged),
+        side=side,
+        rests_on=checks_of(first),
+        evidence=evidence,
+        next=next_commands(measured, first, escalation),
+    )
+
+
+def below_floor(measured: Measured, escalation: Escalation) -> Finding:
+    """Nothing beyond the floor of the runs' dtype, but something in float32."""
+    flagged = escalation.flagged
+    family = find_family(escalation.units, flagged)
+    first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
+    side = escalation.side
+    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
+    below = "below the floor of the runs' own dtype, but far above float32's"
+    return Finding(
+        claim="error_below_floor",
+        kind="systematic" if family else "localized",
+        summary=f"every {family.name} is off, {below}: a wrong formula or wrong data, not one layer"
+        if family
+        else f"the error is made at {first.first.site}{by}{_only(first, by)}: {below}",
+        onset=onset_at(first.first),
+        place=order_of(first.first),
+        equal_inputs=True,
+        rests_on=checks_of(first),
+        side=side,
+        evidence=[
+            unit_evidence(first),
+            Evidence(
+                text="escalated pass: the same inputs in float32; what coarse kernels of the runs' "
+                "dtype do vanishes there, so this is a wrong formula or wrong data"
+            ),
+            *_others(flagged, first),
+        ],
+        next=next_commands(measured, first, escalation),
+    )
+
+
+def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Unit | None:
+    """The rotary table that makes a whole kind differ: it is off itself, and an input of a block
+    on one side, which the other does not show, so that no anchored pass could replace it."""
+    block, side = family.members[0].results[0].block, family.members[0].side
+    unseen = [one for one in measured.alignment.unmatched if one.site.startswith(f"{block}:in.")]
+    for unit in sorted(flagged, key=lambda unit: order_of(unit.first)):
+        if TABLES not in (unit.results[0].kind or "").lower() or unit.side != side:
+            continue
+        for one in unseen:
+            run = measured.reference if one.side == "reference" else measured.candidate
+            sites = (unit.site, one.site)
+            records = [run.find(("free", one.sample, one.step, site)) for site in sites]
+            digests = {record and (record.xxh3 or record.fold) for record in records}
+            if len(digests) == 1 and None not in digests:
+                return unit
+    return None
+
+
+def _only(unit: Unit, by: str) -> str:
+    where = only_in(unit)
+    return f",{where}" if by and where else where
+
+
+def _side(flagged: list[Unit]) -> SideOrBoth | None:
+    """The side all flagged units agree on; both where they do not."""
+    sides = {unit.side for unit in flagged if unit.side is not None}
+    if not sides:
+        return None
+    return sides.pop() if len(sides) == 1 else "both"
+
+
+def _family_evidence(family: Family) -> Evidence:
+    low = min(unit.limit_usage for unit in family.members)
+    return Evidence(
+        text=f"{len(family.members)} of {family.num_all} {family.name} are beyond their limit, "
+        f"the least by {low:.1f} ×",
+        values={"num_flagged": len(family.members), "least": low},
+    )
+
+
+def _others(flagged: list[Unit], first: Unit) -> list[Evidence]:
+    mine = first.results[0].block or first.site
+    others = sorted({unit.results[0].block or unit.site for unit in flagged} - {mine})
+    if not others:
+        return []
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return [Evidence(text=f"also beyond the limit: {', '.join(others[:4])}{more}")]
+
+
+def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
+    """What feeds the onset passes; and whether it shows in decode steps alone."""
+    texts: list[str] = []
+    healthy = [unit for unit in units if unit.why is None]
+    if first.results[0].role == "inner" and first.pass_ != "free":
+        place, block = first.results[0].order, first.results[0].block
+        inside = (u for u in healthy if u.phase == first.phase and u.results[0].block == block)
+        before = [unit for unit in inside if unit.results[0].order < place]
+        if before:
+            last = max(before, key=lambda unit: unit.results[0].order)
+            texts.append(f"the last site before it in this block that passes: {last.site}")
+    if first.phase == "decode":
+        same = [u for u in units if u.site == first.site and u.phase == "prefill"]
+        if same and all(unit.why is None for unit in same):
+            texts.append(
+                "the prefill passes there: look at what is kept between steps (KV cache, "
+                "positions, recurrent state) and at kernels for one token"
+            )
+    return [Evidence(text=text) for text in texts]
+
+
+def only_in(unit: Unit) -> str:
+    """`` in prompt 2 alone (of 8)``, where not all forwards are beyond their limit; begins with a
+    space if there is anything to say."""
+    beyond = {look.place for look in unit.beyond}
+    everywhere = {look.place for look in unit.looks}
+    if not beyond or beyond == everywhere:
+        return ""
+    samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
+    steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
+    parts = []
+    if samples != all_samples:
+        parts.append(_some("prompt", samples, len(all_samples)))
+    since = ""
+    if steps != all_steps:
+        if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
+            since = f" from decode step {min(steps)} on"
+        else:
+            parts.append(_some("decode step", steps, len(all_steps)))
+    return (f" in {' and '.join(parts)}" if parts else "") + since
+
+
+def _some(what: str, numbers: set[int], total: int) -> str:
+    shown = [str(number) for number in sorted(numbers)]
+    if len(shown) == 1:
+        return f"{what} {shown[0]} alone (of {total})"
+    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
+
+
+def unit_evidence(unit: Unit) -> Evidence:
+    """Why a unit is flagged."""
+    if unit.blame is not None:
+        return _blame_evidence(unit, unit.blame)
+    worst = unit.first
+    if unit.why in ("token", "sink"):
+        what, ratio = ("one token", unit.worst)
+        if unit.why == "sink":
+            what, ratio = ("one sink token", unit.sink)
+        return Evidence(
+            text=f"{unit.site}: {what}'s error is {figure(ratio)} × what rounding "
+            f"makes (alarm at {unit.worst_limit:.1f} ×), token {worst.worst_position}",
+            values={"ratio": ratio, "limit": unit.worst_limit},
+        )
+    if unit.why == "forward":
+        look = max(unit.beyond, key=lambda one: one.usage)
+        forward = f"step {look.result.step}" if look.result.step else look.result.phase
+        return Evidence(
+            text=f"{unit.site}: in prompt {look.sample} ({forward}) the typical token's error is "
+            f"{figure(look.typical)} × what rounding makes (alarm at {look.limit:.1f} × for the "
+            f"largest of {len(unit.looks)} forwards); over all of them {figure(unit.typical)} ×",
+            values={"ratio": look.typical, "limit": look.limit, "num_looks": len(unit.looks)},
+        )
+    control = f", elsewhere of its kind {unit.control:.2f} ×" if unit.num_siblings else ""
+    rounding = "float32 rounding" if unit.pass_ == "escalated" else "rounding"
+    return Evidence(
+        text=f"{unit.site} ({unit.phase}): the typical token's error is {figure(unit.typical)} × "
+        f"what {rounding} makes{control} (alarm at {unit.limit:.1f} ×); rel L2 {worst.rel_l2:.2e}",
+        values={"ratio": unit.typical, "control": unit.control, "limit": unit.limit},
+    )
+
+
+_OTHER = {"candidate": "reference", "reference": "candidate"}
+
+
+def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
+    values = {"value": blame.value, "control": blame.control, "limit": blame.limit}
+    truth = unit.first.truth
+    if truth is not None:
+        values["reference_error"] = truth.reference_error
+        values["candidate_error"] = truth.candidate_error
+    place = f"{unit.site} ({unit.phase})"
+    if blame.why == "both":
+        text = f"{place}: both are {figure(blame.value)} × what rounding makes away from the truth"
+        return Evidence(text=f"{text} (alarm at {blame.limit:.1f} ×)", values=values)
+    far = f"{place}: {letter(blame.side)}'s error is {{}} {letter(_OTHER[blame.side])}'s"
+    held = f"; elsewhere of its kind {blame.control:.2f} × (alarm at {blame.limit:.1f} ×)"
+    if blame.why == "typical" and blame.detail:
+        held = f", like {blame.detail} (alarm at {blame.limit:.1f} ×)"
+    times = f"{figure(blame.value)} ×"
+    where = f"at step {blame.at.step}" if blame.at.step else f"in the {blame.at.phase}"
+    prompt = blame.at.sample if blame.place is None else blame.place[0]
+    looks = f" for the largest of {len(unit.looks)} forwards)" if unit.looks else ")"
+    text = {
+        "typical": far.format(times) + held,
+        "forward": f"{far.format(times)} {where}, prompt {prompt}{held.removesuffix(')')}{looks}",
+        "token": f"{far.format(times)} at one token {where}{held}",
+        "sink": f"{far.format(times)} at a sink token {where}{held}",
+        "channel": f"{far.format(times)} in one channel{held}",
+        "gain": f"{place}: {blame.detail} in {letter(blame.side)}, {blame.value:.0f} standard "
+        f"deviations off the blocks of its kind (limit {blame.limit:.0f})",
+    }[blame.why]
+    if truth is not None and blame.why == "typical":
+        errors = (truth.reference_error, truth.candidate_error)
+        mine, other = errors if blame.side == "reference" else errors[::-1]
+        text += f"; median token off by {mine:.2e} and {other:.2e}"
+    return Evidence(text=text, values=values)
+
+
+def checks_of(unit: Unit) -> list[Check]:
+    """Equal inputs, and an error clearly over its limit."""
+    return [
+        check("anchored", unit.pass_ != "free", "no anchored pass (capture --like)"),
+        check(
+            "clear", unit.margin > 2,
+            f"{unit.margin:.1f} × its limit; above 2 × it would be high",
+        ),
+    ]  # fmt: skip

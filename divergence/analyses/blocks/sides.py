@@ -1,0 +1,211 @@
+"""Sides: which side of a unit is wrong, by the truth.
+
+Each side's own error is held against the siblings' (blocks.blame). A difference of the two sides
+counts only where one of them is the farther from what is right: two equally good answers may
+differ. What all of a kind shares no comparison among them would show: their own median is held
+against its limit, over all forwards and in each.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import replace
+
+from divergence.analyses.blocks.blame import forward_controls, least_of, questions, usages
+from divergence.analyses.blocks.looks import FEW_ROWS, Controls
+from divergence.analyses.blocks.units import (
+    TABLES,
+    Blame,
+    Unit,
+    block_outputs,
+    families_of,
+    medians,
+)
+from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.measure.truth import SamplesBySite
+from divergence.comparison.measure.truth_stats import TruthStats, stats_of
+from divergence.numerics.floor import Thresholds, spread
+from divergence.run.schema.site import PHASES
+from divergence.words import Side
+
+__all__ = ["blame_units"]
+
+
+def blame_units(
+    units: list[Unit], truth_samples: SamplesBySite, routed: frozenset[str], thresholds: Thresholds
+) -> list[Unit]:
+    """Hold every unit that the truth has samples of against it. Returns those that are excused:
+    beyond a limit of the two sides' difference, and equally near the truth."""
+    judged: list[Unit] = []
+    for unit in units:
+        samples = truth_samples.find(unit.pass_, unit.site, unit.phase)
+        if samples is None or unit.pass_ == "free" or _no_measure(unit):
+            continue
+        unit.stats = samples.once(stats_of)
+        if unit.stats is not None:
+            judged.append(unit)
+    block_w = _block_w(judged, thresholds)
+    at_blocks = {phase: _block_forwards(judged, phase, thresholds) for phase in PHASES}
+    excused: list[Unit] = []
+    for family in families_of(judged):
+        held = [Controls(at_blocks[family[0].phase], 1.0) for _ in family]
+        if len(family) >= 3:
+            held = forward_controls(_stats_of(family), thresholds)
+        for unit, forwards in zip(family, held, strict=True):
+            others = _stats_of(other for other in family if other is not unit)
+            assert unit.stats is not None
+            answers = questions(
+                unit.stats,
+                others,
+                lone_w=block_w.get(unit.phase),
+                forwards=forwards,
+                routed=unit.results[0].block in routed,
+                widened=unit.widened,
+                thresholds=thresholds,
+            )
+            suspected = {look.place for look in unit.beyond}
+            apart = _use_looks(unit, others, forwards, routed, thresholds)
+            unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
+            unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
+            if unit.blame is None and unit.why is not None:
+                unit.blame = _confirmed(unit, answers, thresholds)
+                if unit.why == "forward":
+                    sure = [at for at in suspected if apart.get(at, 0) >= thresholds.truth_confirm]
+                    unit.blame = unit.blame if sure else None
+                    for look in unit.looks:
+                        if look.place in sure:
+                            look.usage = max(look.usage, apart[look.place])
+                if unit.blame is None:
+                    excused.append(unit)
+            unit.why = None if unit.blame is None else unit.blame.why
+            if unit.why is None:
+                for look in unit.looks:
+                    look.usage = min(look.usage, 1.0)
+        _blame_family(family, thresholds)
+        if all(unit.results[0].block not in routed for unit in family):
+            _blame_forwards(family, thresholds)
+    return excused
+
+
+def _stats_of(units: Iterable[Unit]) -> list[TruthStats]:
+    """Of units that were judged against the truth: each has them."""
+    return [unit.stats for unit in units if unit.stats is not None]
+
+
+def _no_measure(unit: Unit) -> bool:
+    """A rotary table is computed from float32 angles whatever the dtype: in two dtypes its
+    distances from the truth have nothing to do with either's rounding."""
+    first = unit.results[0]
+    two_dtypes = first.reference_dtype != first.candidate_dtype
+    return TABLES in (first.kind or "").lower() and two_dtypes
+
+
+def _use_looks(
+    unit: Unit,
+    others: list[TruthStats],
+    forwards: Controls,
+    routed: frozenset[str],
+    thresholds: Thresholds,
+) -> dict[PromptStep, float]:
+    """Each look of what the truth judges uses the limits of the truth. Returns how far the W of
+    each is from its control, in either direction."""
+    assert unit.stats is not None
+    family = [unit.stats, *others] if len(others) >= 2 else []
+    is_routed = unit.results[0].block in routed
+    by_place = usages(unit.stats, family, forwards, is_routed, unit.widened, thresholds)
+    for look in unit.looks:
+        if look.place in by_place:
+            excess, _, limit = by_place[look.place]
+            look.usage = max(excess, 1 / max(excess, 1e-300)) / limit
+    return {place: max(excess, 1 / max(excess, 1e-300)) for place, (excess, *_) in by_place.items()}
+
+
+def _confirmed(unit: Unit, answers: list[Blame], thresholds: Thresholds) -> Blame | None:
+    """The sides differ by more than the siblings', over all or in one forward: one of them must be
+    the farther off there, too."""
+    answer = next((answer for answer in answers if answer.why == unit.why), None)
+    if unit.why not in ("typical", "forward") or answer is None:
+        return None
+    if answer.value / answer.control < thresholds.truth_confirm:
+        return None
+    return replace(answer, limit=thresholds.truth_confirm)
+
+
+def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
+    """All of one kind: their own median W, which no comparison among them would show."""
+    if len(family) < 3:
+        return
+    family_stats = _stats_of(family)
+    least = least_of(family_stats, thresholds)
+    ratios = [stats.w(least) for stats in family_stats]
+    middle = statistics.median(ratios)
+    limit = thresholds.truth_systematic
+    if max(middle, 1 / middle) <= limit * max(unit.widened for unit in family):
+        return
+    side: Side = "candidate" if middle > 1 else "reference"
+    for unit, ratio in zip(family, ratios, strict=True):
+        value = ratio if middle > 1 else 1 / ratio
+        if value > limit / thresholds.truth_confirm:
+            unit.blame = Blame(
+                side, "typical", value, 1.0, limit, unit.results[0], "all of its kind"
+            )
+            unit.why = "typical"
+            unit.limit_usage = max(unit.limit_usage, value / limit)
+
+
+def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
+    """One forward in all of one kind: their median W there, beside that of the others."""
+    if len(family) < 3:
+        return
+    family_stats = _stats_of(family)
+    least = least_of(family_stats, thresholds)
+    places = [place for place in family_stats[0].forwards
+              if all(place in s.forwards for s in family_stats)]  # fmt: skip
+    if len(places) < 2:
+        return
+    middle = {at: statistics.median(s.forwards[at].w(least) for s in family_stats) for at in places}
+    widened = max(unit.widened for unit in family)
+    for place in places:
+        usual = statistics.median(middle[other] for other in places if other != place)
+        over = middle[place] / max(usual, 1e-300)
+        rows = sum(s.forwards[place].num_rows for s in family_stats)
+        if rows < FEW_ROWS or (over > 1) != (middle[place] > 1):
+            continue
+        numbers = sum(s.forwards[place].num_values for s in family_stats)
+        width = spread(numbers, num_looks=len(places))
+        limit = thresholds.truth_systematic * width * widened
+        if max(over, 1 / max(over, 1e-300)) <= limit:
+            continue
+        side: Side = "candidate" if over > 1 else "reference"
+        for unit, stats in zip(family, family_stats, strict=True):
+            own = stats.forwards[place].w(least) / max(usual, 1e-300)
+            value = own if over > 1 else 1 / max(own, 1e-300)
+            if value <= limit / thresholds.truth_confirm or unit.why == "typical":
+                continue
+            at = stats.forwards[place].result
+            unit.blame = Blame(side, "forward", value, 1.0, limit, at, "all of its kind", place)
+            unit.why = "forward"
+            unit.limit_usage = max(unit.limit_usage, value / limit)
+            for look in unit.looks:
+                if look.place == place:
+                    look.usage = max(look.usage, value / limit, 1.0 + 1e-9)
+
+
+def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:
+    """By phase, the median W of the blocks' outputs."""
+    ratios: list[tuple[str, float]] = []
+    for phase in PHASES:
+        blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
+        least = least_of(blocks, thresholds)
+        ratios += [(phase, stats.w(least)) for stats in blocks]
+    return medians(ratios)
+
+
+def _block_forwards(
+    units: list[Unit], phase: str, thresholds: Thresholds
+) -> dict[PromptStep, float]:
+    """The same for each forward."""
+    blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
+    least = least_of(blocks, thresholds)
+    return medians((at, f.w(least)) for stats in blocks for at, f in stats.forwards.items())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from divergence.errors import first_line
 from divergence.run.schema.arithmetic import ArithmeticFact
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Notebook"]
 

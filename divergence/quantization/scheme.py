@@ -14,6 +14,7 @@ A weight W (N, K) has output channels N; activations (..., K) have a token in ea
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Literal
 
@@ -141,8 +142,6 @@ def _named(name: str) -> Scheme:
 
 
 def _near(name: str, known: list[str]) -> str:
-    import difflib
-
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(SCHEMES)}"
 

@@ -11,8 +11,8 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from msgspec.structs import asdict, replace
 
 from divergence.errors import ModelError, UsageError
@@ -54,9 +54,6 @@ from divergence.run.schema.layout import expanded
 from divergence.run.storage.location import location_of
 from divergence.run.unshard import unsharded
 from divergence.words import Progress, silent
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["DryRun", "Progress", "capture", "plan_capture", "truth"]
 
@@ -236,8 +233,6 @@ def truth(
 
     Raises what ``capture`` raises, and UsageError for a run that is a truth itself.
     """
-    import torch
-
     options = options_of(TruthOptions, locals())
     plain_wishes(force=force, command=command)
     recorded = unsharded(Run.open(run))

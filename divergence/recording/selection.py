@@ -18,17 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from divergence.config import BUILTIN_SITES, expand_sites
 from divergence.errors import UsageError
 from divergence.recording.model.structure import is_routing, routing_modules
 from divergence.run.schema.manifest import ModuleNote, StoreMode
 from divergence.run.schema.site import CODES, ROOT, compile_patterns, did_you_mean, join_site
-
-if TYPE_CHECKING:
-    import torch
-
 
 __all__ = [
     "OPERATORS", "SiteSelection", "check_operators", "narrowed", "select_positions",

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,9 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from divergence.errors import UsageError, first_line
-
-if TYPE_CHECKING:
-    from divergence.recording.engines.codes import Codes
+from divergence.recording.engines.codes import Codes
 
 __all__ = ["Widening", "check_device"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,10 +33,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import did_you_mean, is_operator_site, module_of, natural_key
 from divergence.run.storage.location import folder_of
-from divergence.words import silent
-
-if TYPE_CHECKING:
-    from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["FILES", "Reproducer", "repro"]
 

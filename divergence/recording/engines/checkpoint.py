@@ -17,7 +17,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from divergence.errors import ModelError
 from divergence.recording.engines.load import is_gguf, load_model
@@ -25,9 +27,6 @@ from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
 from divergence.run.trust import recorded_attention, recorded_revision
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Weights", "check_data_alone"]
 

@@ -21,21 +21,25 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
 from divergence.errors import UsageError
-from divergence.run.schema.manifest import EngineNote, EngineValue
+from divergence.recording.engines.generate import GroupResult
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.placement import DeviceMap
+from divergence.recording.hooks.modules import Recorder
+from divergence.recording.ranks.processes import Ranks
+from divergence.run.schema.manifest import (
+    EngineNote,
+    EngineValue,
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+    SampleTokens,
+)
 from divergence.run.schema.site import did_you_mean
-
-if TYPE_CHECKING:
-    from divergence.recording.engines.generate import GroupResult
-    from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.engines.placement import DeviceMap
-    from divergence.recording.hooks.modules import Recorder
-    from divergence.recording.ranks.processes import Ranks
-    from divergence.run.schema.manifest import Manifest, ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["BUILT_IN", "DEFAULT", "QUANTIZE", "Engine", "EngineOptions", "Feature", "Loading",
            "Session", "engine_named", "given_options", "options_for", "refuse_lacking"]  # fmt: skip

@@ -12,16 +12,14 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from divergence.errors import ModelError
 from divergence.recording.engines.load import LoadedModel
-
-if TYPE_CHECKING:
-    from divergence.recording.ranks.processes import Ranks
-    from divergence.run.schema.manifest import SampleTokens
+from divergence.recording.ranks.processes import Ranks
+from divergence.run.schema.manifest import SampleTokens
 
 __all__ = [
     "GroupResult", "can_generate", "check_ids", "choices", "control", "failures", "generate",

@@ -16,8 +16,11 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from divergence.numerics.formats import format_named, format_of
 from divergence.recording.engines.load import LoadedModel
@@ -26,11 +29,6 @@ from divergence.recording.model.code import code_notes
 from divergence.recording.model.quantization import quantization_of
 from divergence.run.schema.fingerprint import digest_json, digest_many, digest_tensor, digest_text
 from divergence.run.schema.manifest import CodeNote, ConfigValue, ModelIdentity
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
 
 __all__ = ["MAX_CONFIG_BYTES", "chat_example", "config_values", "identify", "tokenizer_digest",
            "without_home"]  # fmt: skip

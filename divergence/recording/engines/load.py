@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.recording.engines.codes import Codes, dequantize
@@ -28,15 +30,14 @@ from divergence.recording.engines.placement import (
     input_device,
     why_not,
 )
+from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Task
 from divergence.run.trust import ATTENTION
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from divergence.recording.ranks.processes import Ranks
 
 __all__ = [
     "LoadedModel", "empty_model", "is_gguf", "load_model", "load_tokenizer", "register_operators",
@@ -223,8 +224,6 @@ def empty_model(
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """The model's structure on torch's meta device: shapes without weights."""
-    import torch
-
     config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     config._attn_implementation = attn_implementation  # as in load_model
     kind = resolve_task(config, task)

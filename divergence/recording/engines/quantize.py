@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -40,11 +40,8 @@ from divergence.run.schema.engine import (
     QuantizedNumbers,
     QuantizedScheme,
 )
-from divergence.run.schema.manifest import SampleTokens
+from divergence.run.schema.manifest import Manifest, ModelIdentity, SampleTokens
 from divergence.run.schema.site import starred
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import Manifest, ModelIdentity
 
 __all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "quantised_cache"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -15,11 +15,15 @@ from divergence.recording.engines.load import LoadedModel, load_model
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.structure import describe_modules
 from divergence.recording.storage import about_bytes
-from divergence.run.schema.manifest import EngineNote, EngineValue
+from divergence.run.schema.manifest import (
+    EngineNote,
+    EngineValue,
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+    SampleTokens,
+)
 from divergence.run.schema.site import escape_path
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import Manifest, ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["TorchSession", "TransformersEngine", "loaded_by_transformers"]
 

@@ -16,8 +16,9 @@ Caches of other kinds than keys and values, whole or of a sliding window, are no
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,13 +32,9 @@ from divergence.recording.engines.generate import (
     inputs,
 )
 from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.rows import HeldSink, Rows, agree
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from divergence.recording.hooks.modules import Recorder
-    from divergence.run.schema.manifest import SampleTokens
+from divergence.run.schema.manifest import SampleTokens
 
 __all__ = ["Together"]
 

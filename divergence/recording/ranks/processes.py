@@ -31,6 +31,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
+
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.kernels import set_device
 from divergence.run.command import quoted
@@ -118,9 +121,6 @@ class Ranks:
 
     def __init__(self, mesh: Mesh, device: str, *, backend: str | None = None) -> None:
         """``backend``: of the process group, where it is not the device's usual one."""
-        import torch
-        import torch.distributed as dist
-
         if not dist.is_available():
             raise UsageError("this torch was built without torch.distributed", hint="leave --mesh")
         self.mesh = mesh
@@ -151,8 +151,6 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in order of ranks. A barrier: all ranks must call it."""
-        import torch.distributed as dist
-
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
@@ -163,8 +161,6 @@ class Ranks:
         ``together``: ranks must make equally many forwards (FSDP gathers weights from all): who
         has nothing left then runs a batch that ``owns`` is false of. All ranks call this once.
         """
-        import torch.distributed as dist
-
         count = math.prod(self.sizes.get(name, 1) for name in DATA_AXES)
         self.dealt = 1 < count <= len(groups)
         self._mine = {group[0] for group in groups}
@@ -193,9 +189,6 @@ class Ranks:
     def agree(self, tokens: list[int]) -> list[int]:
         """The tokens chosen by the first of the ranks with the same prompts: fed to all, so that
         ranks which differ still run the same steps."""
-        import torch
-        import torch.distributed as dist
-
         agreed = torch.tensor(tokens, dtype=torch.int64)
         dist.broadcast(agreed, src=self._speaker, group=self._alike)
         return agreed.tolist()
@@ -256,8 +249,6 @@ class Ranks:
 
     def _first_word(self, text: str | None) -> str | None:
         """The note of the rank that failed first; ``text`` where no other has left one."""
-        import torch.distributed as dist
-
         try:
             store = dist.distributed_c10d._get_default_store()
             if text is not None:
@@ -281,8 +272,6 @@ class _ToldToStopError(ModelError):
 
 def _leave() -> None:
     """Takes the group down at exit; torch complains otherwise."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -290,8 +279,6 @@ def _leave() -> None:
 
 def _own_device(device: str) -> str:
     """Of several accelerators in a node, the one of this process."""
-    import torch
-
     kind, _, index = device.partition(":")
     if kind == "cpu" or index:
         return device

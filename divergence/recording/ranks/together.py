@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
+from divergence.recording.ranks.processes import Ranks
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
+from divergence.run.schema.manifest import Manifest
 from divergence.run.storage.location import Url, archive_kind, location_of
-
-if TYPE_CHECKING:
-    import os
-
-    from divergence.recording.ranks.processes import Ranks
-    from divergence.run.schema.manifest import Manifest
-    from divergence.run.writing.writer import RunWriter
+from divergence.run.writing.writer import RunWriter
 
 __all__ = ["closed", "on_all", "own_part", "started"]
 

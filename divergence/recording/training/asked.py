@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+import torch
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
@@ -13,19 +13,15 @@ from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of, recorded_in
 from divergence.options.train import TrainOptions
+from divergence.recording.engines.engine import Session
 from divergence.recording.prompts import Prompt, collect_prompts
+from divergence.recording.ranks.processes import Ranks
 from divergence.recording.training.labels import LABEL_HINT, read_labels
 from divergence.recording.training.zero import stage_of
 from divergence.run.reader import Run
 from divergence.run.schema.engine import Training
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
 from divergence.training.policies.reading import read_policy
-
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.recording.engines.engine import Session
-    from divergence.recording.ranks.processes import Ranks
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from divergence.errors import UsageError
+from divergence.recording.ranks.processes import Ranks
 from divergence.recording.training.reduction import ORDERS, reduced
 from divergence.recording.training.zero import DividedOptimizer, check_reduced
 from divergence.run.schema.engine import Training
-
-if TYPE_CHECKING:
-    from divergence.recording.ranks.processes import Ranks
 
 __all__ = ["OPTIMIZERS", "Named", "Stepping", "Update"]
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from divergence.errors import ModelError, UsageError
+from divergence.recording.engines.engine import Feature, Session
 from divergence.recording.engines.generate import GroupResult, failures, inputs
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.modules import Recorder
 from divergence.recording.training.labels import check_labels, label_rows
 from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.precision import cast_buffers
@@ -19,14 +22,15 @@ from divergence.recording.training.recorder import TrainRecorder, parameters_of
 from divergence.recording.training.zero import gathered_once
 from divergence.run.schema.contents import num_labels
 from divergence.run.schema.engine import StepPrecision, Training
-from divergence.run.schema.manifest import NO_LABEL, ModuleNote
+from divergence.run.schema.manifest import (
+    NO_LABEL,
+    EngineNote,
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+    SampleTokens,
+)
 from divergence.run.schema.site import LOSS
-
-if TYPE_CHECKING:
-    from divergence.recording.engines.engine import Feature, Session
-    from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.hooks.modules import Recorder
-    from divergence.run.schema.manifest import EngineNote, Manifest, ModelIdentity, SampleTokens
 
 __all__ = ["NextTokenLoss", "TrainingSession", "leaves", "wide_parameters"]
 

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from divergence.errors import ModelError, UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.options.capture import CaptureOptions
-    from divergence.recording.ranks.processes import Ranks
+from divergence.options.capture import CaptureOptions
+from divergence.recording.ranks.processes import Ranks
 
 __all__ = ["DividedOptimizer", "check_reduced", "check_stage", "gathered_once", "stage_of"]
 

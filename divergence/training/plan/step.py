@@ -12,6 +12,7 @@ stay from the forward to the end of the backward.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -121,8 +122,6 @@ def _run(
 
 def _loss(module: Any, task: str, ids: torch.Tensor) -> torch.Tensor:
     """Of the model where it computes one, else the sum of its first output."""
-    import inspect
-
     known = inspect.signature(module.forward).parameters
     inputs: dict[str, Any] = {"input_ids": ids}
     if "use_cache" in known:

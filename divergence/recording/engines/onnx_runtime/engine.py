@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -20,11 +20,8 @@ from divergence.recording.engines.onnx_runtime.model import model_of
 from divergence.recording.engines.onnx_runtime.pieces import LEVELS, Runtime
 from divergence.recording.engines.sessions import TorchSession, blocks_of
 from divergence.run.schema.layout import expanded
-from divergence.run.schema.manifest import EngineNote
+from divergence.run.schema.manifest import EngineNote, ModelIdentity, ModuleNote, SampleTokens
 from divergence.run.schema.site import did_you_mean
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["OnnxEngine", "OnnxOptions", "OnnxSession", "check_level", "installed", "provider_for"]
 

@@ -11,6 +11,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from divergence.errors import ModelError, first_line
 from divergence.numerics.formats import format_named
 
@@ -77,8 +80,6 @@ def data_file(tensor: Any, folder: Path) -> tuple[Path, int, int | None]:
 def tensor_of(tensor: Any, folder: Path) -> Any:
     """The values as a torch tensor that must not be written to; None for a type that torch does not
     have (4-bit numbers, text)."""
-    import numpy as np
-    import torch
     from onnx import numpy_helper
 
     name = _DTYPES.get(tensor.data_type)

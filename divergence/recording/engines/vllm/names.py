@@ -15,17 +15,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from divergence.config import config_names, decode, find_config, load_toml
 from divergence.errors import UsageError
 from divergence.recording.model.structure import describe_modules
 from divergence.run.schema.site import ROOT, did_you_mean, escape_path
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["ModuleMap", "Place", "map_for", "parameters_of", "places_of"]
 

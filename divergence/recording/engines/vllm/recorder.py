@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,8 @@ from divergence.recording.engines.vllm.views import head_hooked, table_viewed, v
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.recording.model.structure import routing_modules
+from divergence.run.schema.manifest import ModuleNote, SampleTokens
 from divergence.run.schema.site import ROOT
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import ModuleNote, SampleTokens
 
 __all__ = ["VllmRecorder"]
 

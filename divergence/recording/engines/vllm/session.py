@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,11 +16,14 @@ from divergence.recording.engines.vllm.names import Place
 from divergence.recording.engines.vllm.recorder import VllmRecorder
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.structure import describe_modules, output_paths, routing_modules
-from divergence.run.schema.manifest import EngineNote, EngineValue
+from divergence.run.schema.manifest import (
+    EngineNote,
+    EngineValue,
+    ModelIdentity,
+    ModuleNote,
+    SampleTokens,
+)
 from divergence.run.schema.site import ROOT
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["Tokens", "VllmSession"]
 

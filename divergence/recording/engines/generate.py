@@ -18,6 +18,7 @@ import torch
 
 from divergence.errors import ModelError
 from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.patch import patched
 from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.manifest import SampleTokens
 
@@ -109,11 +110,8 @@ def _prefill(
 
     known = inspect.signature(model.forward).parameters
     more = {_POSITIONS: mask.cumsum(-1).sub(1).clamp(min=0)} if _POSITIONS in known else {}
-    handle = head.register_forward_pre_hook(deciding, prepend=True)  # before what records it
-    try:
+    with head.register_forward_pre_hook(deciding, prepend=True):  # before what records it
         logits = model(input_ids=ids, attention_mask=mask, **more).logits
-    finally:
-        handle.remove()
     made = control(forced, 1, set(), loaded.ranks)
     fed: list[list[int]] = [[] for _ in samples]
     if forced is None or forced[0]:
@@ -228,9 +226,8 @@ def generate(
         decoder_start_token_id=own.decoder_start_token_id,
     )
     known = inspect.signature(model.forward).parameters
-    model.generation_config = plain  # generate() fills gaps from here; keep it equally plain
     more = {} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}
-    try:
+    with patched(model, "generation_config", plain):  # generate() fills gaps from there
         return model.generate(
             inputs=ids,
             attention_mask=mask,
@@ -239,8 +236,6 @@ def generate(
             **more,
             **({} if cache is None else {"past_key_values": cache}),
         )
-    finally:
-        model.generation_config = own
 
 
 def control(forced: list[list[int]] | None, count: int, ends: set[int], ranks: Ranks | None) -> Any:

@@ -30,6 +30,7 @@ from divergence.recording.engines.placement import (
     input_device,
     why_not,
 )
+from divergence.recording.hooks.patch import patched
 from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Task
@@ -283,11 +284,14 @@ def _no_bars() -> Iterator[None]:
 
     shown, made = logging.is_progress_bar_enabled(), tqdm.__init__
     logging.disable_progress_bar()
-    tqdm.__init__ = lambda bar, *args, **how: made(bar, *args, **how | {"disable": True})
+
+    def without(bar: Any, *args: Any, **how: Any) -> None:
+        made(bar, *args, **how | {"disable": True})
+
     try:
-        yield
+        with patched(tqdm, "__init__", without):
+            yield
     finally:
-        tqdm.__init__ = made
         if shown:
             with warnings.catch_warnings():  # HF_HUB_DISABLE_PROGRESS_BARS has the last word
                 warnings.simplefilter("ignore")

@@ -33,6 +33,7 @@ from divergence.recording.engines.generate import GroupResult, run_group
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.sessions import TorchSession, loaded_by_transformers
 from divergence.recording.hooks.modules import Recorder
+from divergence.recording.hooks.patch import patched
 from divergence.run.schema.engine import (
     EngineNote,
     EngineValue,
@@ -223,11 +224,8 @@ def quantised_cache(quantizer: Quantizer | None) -> Iterator[set[int]]:
         key, value = _through(key, quantizer), _through(value, quantizer)
         return original(self, key, value, layer, *args, **kw)
 
-    kind.update = update
-    try:
+    with patched(kind, "update", update):
         yield filled
-    finally:
-        kind.update = original
 
 
 def _through(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:

@@ -121,16 +121,13 @@ class _Group:
         """Feed what the cache lacks up to ``step``'s token; the logits (B, num_steps, V)."""
         upto = self.num_prompt + step
         parts: list[torch.Tensor] = []
-        hook = self._model.register_forward_hook(
+        with self._model.register_forward_hook(
             lambda module, args, output: parts.append(output.logits)
-        )
-        try:
+        ):
             generate(
                 self._loaded, self._ids[:, :upto], self._mask[:, :upto], 1,
                 num_logits=num_steps, cache=self._cache,
             )  # fmt: skip
-        finally:
-            hook.remove()
         self._num_fed = upto
         return parts[-1][:, -num_steps:]
 

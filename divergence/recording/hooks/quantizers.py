@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from divergence.quantization.linear import Watch, watchable
+from divergence.recording.hooks.patch import patched
 from divergence.run.schema.site import escape_path
 
 __all__ = ["quantizes", "watched"]
@@ -86,11 +87,8 @@ def _watched_library(
             # the same tensor: where operators are recorded, the next one takes what this one gave
             return result.copy_(_by_scale(torch.mul, codes, scale, args))
 
-    library.forward_quantize = forward_quantize
-    try:
+    with patched(library, "forward_quantize", forward_quantize):
         yield
-    finally:
-        library.forward_quantize = original
 
 
 def _scale(library: Any, module: Any, value: torch.Tensor, args: Any) -> torch.Tensor:

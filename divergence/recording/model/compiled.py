@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from divergence.recording.hooks.patch import patched
 from divergence.recording.model.source import layers
 from divergence.recording.model.structure import inside
 from divergence.run.schema.manifest import CompiledNote
@@ -88,15 +89,11 @@ def hooked(
         before, after = torch._dynamo.disable(before), torch._dynamo.disable(after)
     inner = module.__dict__.get("_compiled_call_impl")
     if inner is None:
-        handles = [
+        with (
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True),
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         return
 
     def around(*args: Any, **kwargs: Any) -> Any:
@@ -107,11 +104,8 @@ def hooked(
         new = after(module, args, kwargs, output)
         return output if new is None else new
 
-    module._compiled_call_impl = around
-    try:
+    with patched(module, "_compiled_call_impl", around):
         yield
-    finally:
-        module._compiled_call_impl = inner
 
 
 class CompiledWatch:

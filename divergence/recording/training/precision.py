@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from divergence.recording.training.optimizer import Named, Update
 from divergence.run.schema.engine import StepPrecision, Training
 
-__all__ = ["cast_buffers", "precision_of"]
+__all__ = ["precision_of"]
 
 
 def precision_of(
@@ -63,20 +62,3 @@ def _of_fsdp(model: torch.nn.Module) -> tuple[str | None, str | None]:
             one, two = (None if d is None else str(d).removeprefix("torch.") for d in named)
             return one, two
     return None, None
-
-
-@contextmanager
-def cast_buffers(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Floating-point buffers in ``dtype``, and on exit the old ones. None: as they are."""
-    old: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
-    if dtype is not None:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                    old.append((module, name, buffer))
-                    module._buffers[name] = buffer.to(dtype)
-    try:
-        yield
-    finally:
-        for module, name, buffer in old:
-            module._buffers[name] = buffer

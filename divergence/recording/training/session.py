@@ -15,9 +15,9 @@ from divergence.recording.engines.engine import Feature, Session
 from divergence.recording.engines.generate import GroupResult, failures, inputs
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks.modules import Recorder
+from divergence.recording.hooks.patch import swapped
 from divergence.recording.training.labels import check_labels, label_rows
 from divergence.recording.training.optimizer import Stepping
-from divergence.recording.training.precision import cast_buffers
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
 from divergence.recording.training.zero import gathered_once
 from divergence.run.schema.contents import num_labels
@@ -32,7 +32,7 @@ from divergence.run.schema.manifest import (
 )
 from divergence.run.schema.site import LOSS
 
-__all__ = ["NextTokenLoss", "TrainingSession", "leaves", "wide_parameters"]
+__all__ = ["NextTokenLoss", "TrainingSession", "leaves"]
 
 
 class NextTokenLoss(torch.nn.Module):
@@ -234,43 +234,26 @@ def _in_training(model: torch.nn.Module, training: Training) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def wide_parameters(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """The parameters as leaves of ``dtype``: torch gives a gradient its parameter's dtype, so those
-    of a wide pass would be rounded. None: as they are. On exit the old ones are back."""
-    if dtype is None:
-        yield
-        return
-    wide: dict[int, torch.nn.Parameter] = {}
-    own: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dtype != dtype:
-                own.append((module, name, parameter))
-    try:
-        for module, name, parameter in own:
-            if id(parameter) not in wide:
-                new = torch.nn.Parameter(
-                    parameter.detach().to(dtype), requires_grad=parameter.requires_grad
-                )
-                wide[id(parameter)] = new
-            module._parameters[name] = wide[id(parameter)]
-        yield
-    finally:
-        for module, name, parameter in own:
-            module._parameters[name] = parameter
-
-
-@contextlib.contextmanager
 def leaves(model: torch.nn.Module, dtype: torch.dtype | None, training: Training) -> Iterator[None]:
-    """``wide_parameters``, with their old values on exit: an optimizer's step is no part of the
-    next pass. Buffers are cast as ``training`` has it, but for a wide pass."""
-    buffers = None if dtype is not None else training.buffer_dtype
+    """The parameters as leaves of ``dtype``: torch gives a gradient its parameter's dtype, so those
+    of a wide pass would be rounded. None: as they are, and buffers as ``training`` has them. On
+    exit all is as before: an optimizer's step is no part of the next pass."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if dtype is not None and isinstance(tensor, torch.nn.Parameter):
+            wide = tensor.detach().to(dtype)
+            same = tensor.dtype == dtype
+            return tensor if same else torch.nn.Parameter(wide, tensor.requires_grad)
+        cast = dtype is None and training.buffer_dtype is not None
+        if cast and tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
+            return tensor.to(getattr(torch, str(training.buffer_dtype)))
+        return tensor
+
     held = []
     if training.optimizer is not None:
         held = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     try:
-        cast = cast_buffers(model, None if buffers is None else getattr(torch, buffers))
-        with wide_parameters(model, dtype), cast:
+        with swapped(model, leaf):
             yield
     finally:
         with torch.no_grad():

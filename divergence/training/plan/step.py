@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from divergence.recording.hooks.patch import swapped
 from divergence.training.plan.live import LiveBytes
 from divergence.training.plan.result import Activations
 
@@ -74,7 +75,7 @@ def run_step(
 
     Raises what the model raises where its forward needs values.
     """
-    with FakeTensorMode(), _fake_weights(module), _training(module, checkpointing, dropout):
+    with FakeTensorMode(), swapped(module, _fake), _training(module, checkpointing, dropout):
         return _run(module, task, (batch, tokens), layout, autocast, checkpointing)
 
 
@@ -92,14 +93,16 @@ def _run(
     if autocast is not None:
         low = torch.autocast("cpu", getattr(torch, autocast))  # type: ignore[assignment]
     with contextlib.ExitStack() as stack:
-        for path in layout.reduced:
-            stack.enter_context(_removed(module.get_submodule(path), counted.forward))
-        for path in layout.gathered:
-            stack.enter_context(_removed(module.get_submodule(path), counted.gather))
-        for path in layout.shared:
-            stack.enter_context(_removed(module.get_submodule(path), counted.backward))
+        for paths, count in (
+            (layout.reduced, counted.forward),
+            (layout.gathered, counted.gather),
+            (layout.shared, counted.backward),
+        ):
+            for path in paths:
+                stack.enter_context(module.get_submodule(path).register_forward_hook(count))
         for path in layout.blocks if _drops_mask(module, task) else ():
-            stack.enter_context(_unmasked(module.get_submodule(path)))
+            block = module.get_submodule(path)
+            stack.enter_context(block.register_forward_pre_hook(_without_mask, with_kwargs=True))
         ranks = stack.enter_context(_Sharing(module, live, layout).installed())
         with live:
             with low:
@@ -285,15 +288,6 @@ def _rows_bytes(parameter: torch.Tensor, num_ranks: int) -> int:
     return parameter.nbytes // max(rows, 1) * -(-rows // num_ranks)
 
 
-@contextlib.contextmanager
-def _removed(module: torch.nn.Module, hook: Any) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _drops_mask(module: Any, task: str) -> bool:
     """Of sequences without pads transformers leaves the mask out, and sdpa knows itself what is
     causal. Whether there are pads it cannot see on fake tensors, and makes a mask of T × T."""
@@ -305,45 +299,20 @@ def _drops_mask(module: Any, task: str) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _unmasked(block: torch.nn.Module) -> Iterator[None]:
-    def without(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
-            kwargs = {**kwargs, "attention_mask": None}
-        return args, kwargs
-
-    handle = block.register_forward_pre_hook(without, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _without_mask(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A pre-hook that takes a mask of T × T away."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
+        kwargs = {**kwargs, "attention_mask": None}
+    return args, kwargs
 
 
-@contextlib.contextmanager
-def _fake_weights(module: torch.nn.Module) -> Iterator[None]:
-    """Fake tensors on the CPU in place of those on the meta device: operators then choose what they
-    save as on a device (attention without its matrix, for one)."""
-    places: list[tuple[dict[str, Any], str, Any]] = []
-    made: dict[int, Any] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    if isinstance(tensor, torch.nn.Parameter):
-                        fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = fake
-                places.append((held, name, tensor))
-    for held, name, tensor in places:
-        held[name] = made[id(tensor)]
-    try:
-        yield
-    finally:
-        for held, name, tensor in places:
-            held[name] = tensor
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU in place of the meta device: operators then choose what they save as on a device
+    (attention without its matrix, for one)."""
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    whole = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(fake, tensor.requires_grad) if whole else fake
 
 
 @contextlib.contextmanager

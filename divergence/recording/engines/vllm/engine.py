@@ -29,6 +29,7 @@ from divergence.recording.engines.vllm.names import map_for, parameters_of, plac
 from divergence.recording.engines.vllm.session import VllmSession
 from divergence.recording.engines.vllm.weights import identity_of
 from divergence.recording.engines.vllm.worker import EXTENSION, FORMAT, register_loader
+from divergence.recording.hooks.patch import patched
 from divergence.run.command import command_line
 
 __all__ = ["VllmEngine", "VllmOptions"]
@@ -310,14 +311,14 @@ def _generation_config(loading: Loading) -> Any:
 def _surroundings(variables: Mapping[str, str]) -> Iterator[None]:
     """With these variables; afterwards the process has its own again, and the number of its threads
     can be set as before (vLLM takes that away on a CPU)."""
-    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    before = dict(os.environ)
     for name, value in variables.items():
         if name not in _QUIET or name not in os.environ:
             os.environ[name] = value
     try:
-        yield
+        with patched(torch, "set_num_threads", torch.set_num_threads):
+            yield
     finally:
-        torch.set_num_threads = set_num_threads
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
@@ -329,15 +330,16 @@ def _let_go(llm: Any | None, *, with_group: bool) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     destroy = torch.distributed.destroy_process_group
-    if not with_group:  # it ends the default group, whoever made it
-        torch.distributed.destroy_process_group = lambda group=None: (
-            None if group is None else destroy(group)
-        )
-    try:
-        with contextlib.suppress(Exception):  # it is done with, whatever it has to say
-            if llm is None:
-                cleanup_dist_env_and_memory()
-            else:
-                llm.llm_engine.engine_core.shutdown()
-    finally:
-        torch.distributed.destroy_process_group = destroy
+
+    def without_default(group: Any = None) -> None:
+        if with_group or group is not None:  # it ends the default group, whoever made it
+            destroy(group)
+
+    with (
+        patched(torch.distributed, "destroy_process_group", without_default),
+        contextlib.suppress(Exception),  # it is done with, whatever it has to say
+    ):
+        if llm is None:
+            cleanup_dist_env_and_memory()
+        else:
+            llm.llm_engine.engine_core.shutdown()

@@ -179,12 +179,8 @@ class VllmRecorder(Recorder):
 
         head = next((path for path in self._heads & self._hooked if path in self._places), None)
         pair = None if head is None else (self._pre_hook(head, ()), self._post_hook(head))
-        handle = self._model.register_forward_pre_hook(first, with_kwargs=True)
-        try:
-            with head_hooked(
-                self._model, head=pair, after_root=self._post_hook(ROOT), through=self._last,
-                choose=lambda logits: self._end_parts(self._forward.requests, logits),
-            ):  # fmt: skip
-                yield
-        finally:
-            handle.remove()
+        with self._model.register_forward_pre_hook(first, with_kwargs=True), head_hooked(
+            self._model, head=pair, after_root=self._post_hook(ROOT), through=self._last,
+            choose=lambda logits: self._end_parts(self._forward.requests, logits),
+        ):  # fmt: skip
+            yield

@@ -25,7 +25,6 @@ from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.engine import (
     DEFAULT,
     QUANTIZE,
-    Loading,
     Session,
     engine_named,
     options_for,
@@ -357,7 +356,5 @@ def _session(request: Request, device: str, ranks: Ranks | None) -> Session:
     """The model, loaded by the engine that was asked for."""
     engine = engine_named(request.engine, built_in_alone=not request.engine_named)
     options = options_for(engine, request.engine_options)
-    loading = Loading(
-        request.model, device=device, device_map=request.device_map, ranks=ranks, **request.loading
-    )
+    loading = dataclasses.replace(request.loading, device=device, ranks=ranks)
     return engine.load(loading, options)

@@ -21,6 +21,7 @@ from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of
 from divergence.recording.engines.engine import DEFAULT, given_options
+from divergence.recording.engines.load import Loading
 from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
 from divergence.recording.prompts import Prompt, padded_right_alone
 from divergence.recording.selection import select_positions, step_selected
@@ -74,10 +75,11 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     substitutes: dict[str, Substitute]
 
     @property
-    def loading(self) -> dict[str, Any]:
-        """What a loading and ``empty_model`` are told alike."""
-        names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code")
-        return {name: getattr(self, name) for name in names}
+    def loading(self) -> Loading:
+        """How the model is loaded, but for the device and the ranks that are there."""
+        names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code",
+                 "device_map")  # fmt: skip
+        return Loading(self.model, **{name: getattr(self, name) for name in names})
 
     @property
     def regrouped(self) -> bool:

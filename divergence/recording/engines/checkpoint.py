@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from divergence.errors import ModelError
-from divergence.recording.engines.load import is_gguf, load_model
+from divergence.recording.engines.load import Loading, is_gguf, load_model
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
@@ -144,7 +144,7 @@ class Weights:
     def _in_model(self, name: str) -> torch.Tensor | None:
         if self._loaded is None:
             model = self._manifest.model
-            module = load_model(
+            module = load_model(Loading(
                 self._source,
                 task=model.task,
                 # whose code is trusted is read at the revision that the user sees, not the run's
@@ -152,7 +152,7 @@ class Weights:
                 dtype=model.dtype,
                 attn_implementation=recorded_attention(self._manifest) or "eager",
                 trust_remote_code=self._trust,
-            ).module
+            )).module  # fmt: skip
             self._loaded = dict(module.named_parameters(remove_duplicate=False))
             self._loaded |= dict(module.named_buffers(remove_duplicate=False))
         loaded = self._loaded.get(name)

@@ -20,17 +20,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
 from divergence.errors import UsageError
 from divergence.recording.engines.generate import GroupResult
-from divergence.recording.engines.load import LoadedModel
-from divergence.recording.engines.placement import DeviceMap
+from divergence.recording.engines.load import LoadedModel, Loading
 from divergence.recording.hooks.modules import Recorder
-from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.manifest import (
     EngineNote,
     EngineValue,
@@ -62,24 +59,6 @@ Feature = Literal["anchor", "escalate", "whole", "operators", "plants", "batch",
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of an engine: bool, int, float, str, and ``X | None``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """Which model, and how it is to be loaded."""
-
-    source: str
-    """A directory, a file that the engine reads, or an id of the hub."""
-    device: str
-    task: str = "auto"
-    revision: str | None = None
-    dtype: str | None = None
-    """None: the checkpoint's own."""
-    attn_implementation: str = "eager"
-    trust_remote_code: bool = False
-    device_map: DeviceMap | None = None
-    ranks: Ranks | None = None
-    """The processes that the model is divided among; all of them load."""
 
 
 class Session(Protocol):

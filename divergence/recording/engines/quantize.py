@@ -30,8 +30,8 @@ from divergence.quantization.model import (
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.engines.engine import EngineOptions, Loading
 from divergence.recording.engines.generate import GroupResult, run_group
-from divergence.recording.engines.load import LoadedModel
-from divergence.recording.engines.sessions import TorchSession, loaded_by_transformers
+from divergence.recording.engines.load import LoadedModel, load_model
+from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.patch import patched
 from divergence.run.schema.engine import (
@@ -77,7 +77,7 @@ class QuantizeEngine:
                 "--engine quantize runs on one device",
                 hint="leave out --mesh and --device-map",
             )
-        loaded = loaded_by_transformers(loading)
+        loaded = load_model(loading)
         use_plain_experts(loaded.module)
         return QuantizeSession(loaded, msgspec.structs.asdict(options), scheme=scheme)
 

@@ -25,7 +25,10 @@ from divergence.run.schema.manifest import (
 )
 from divergence.run.schema.site import escape_path
 
-__all__ = ["TorchSession", "TransformersEngine", "loaded_by_transformers"]
+__all__ = ["TorchSession", "TransformersEngine", "blocks_of", "loaded_by_transformers"]
+
+loaded_by_transformers = load_model
+"""Under the name that engines of other packages import (docs/extending.md)."""
 
 
 class TorchSession:
@@ -97,22 +100,7 @@ class TransformersEngine:
     Options: ClassVar[type[EngineOptions]] = EngineOptions
 
     def load(self, loading: Loading, options: EngineOptions) -> TorchSession:
-        return TorchSession(loaded_by_transformers(loading))
-
-
-def loaded_by_transformers(loading: Loading) -> LoadedModel:
-    """The model and its tokenizer. Raises ModelError and UsageError."""
-    return load_model(
-        loading.source,
-        task=loading.task,
-        revision=loading.revision,
-        dtype=loading.dtype,
-        device=loading.device,
-        device_map=loading.device_map,
-        attn_implementation=loading.attn_implementation,
-        trust_remote_code=loading.trust_remote_code,
-        ranks=loading.ranks,
-    )
+        return TorchSession(load_model(loading))
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -17,6 +17,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -80,10 +81,7 @@ class VllmEngine:
     Options: ClassVar[type[EngineOptions]] = VllmOptions
 
     def load(self, loading: Loading, options: VllmOptions) -> VllmSession:
-        twin = empty_model(
-            loading.source, task=loading.task, revision=loading.revision, dtype=loading.dtype,
-            trust_remote_code=loading.trust_remote_code,
-        )  # fmt: skip
+        twin = empty_model(replace(loading, attn_implementation="eager"))
         _check(loading, options, twin)
         family = str(getattr(twin.module.config, "model_type", ""))
         name_map = map_for(family, options.name_map)
@@ -118,10 +116,9 @@ class VllmEngine:
         except BaseException:
             closing.close()
             raise
-        loaded = LoadedModel(
-            source=twin.source, revision=twin.revision, task=twin.task, module=module,
-            tokenizer=twin.tokenizer, device=torch.device(loading.device),
-            trust_remote_code=twin.trust_remote_code, twin=twin.module, ranks=loading.ranks,
+        loaded = replace(
+            twin, module=module, device=torch.device(loading.device), twin=twin.module,
+            ranks=loading.ranks,
         )  # fmt: skip
         return VllmSession(
             loaded, msgspec.structs.asdict(options), llm=llm, runner=runner, places=shown["places"],

@@ -15,8 +15,7 @@ These take the call's arguments by name, floating-point ones widened already. In
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +32,10 @@ from divergence.ops.allowed import (
     suite_function,
 )
 from divergence.ops.arguments import check_names, decoded, fitted, laid_out
-from divergence.ops.backward import BACKWARD_DEFINITIONS
+from divergence.ops.backward import BACKWARD_DEFINITIONS, attention_scores
 from divergence.ops.bounds import Checking, check_bounds
+from divergence.ops.fitting import Bound
+from divergence.recording.hooks.arguments import written_arguments
 from divergence.recording.hooks.dataflow import tensors_in
 from divergence.recording.widening import Widening
 from divergence.run.schema.fingerprint import plain_tensor
@@ -87,7 +88,8 @@ def execute_ports(
     check_operator(operator)
     check_bounds(operator, bound)
     results = _run(call, operator, args, kwargs, bound, device, compute_dtype)
-    return _by_port(results, _written(operator, bound), call.operator)
+    written = [one for name in written_arguments(operator) for one in tensors_in(bound.get(name))]
+    return _by_port(results, written, call.operator)
 
 
 def _prepared(
@@ -162,17 +164,6 @@ def _suite(
     return _by_port(results, [], call.operator)
 
 
-def _written(operator: torch._ops.OpOverload, bound: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operator writes to, in the order of its arguments."""
-    written: list[torch.Tensor] = []
-    for argument in operator._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = bound.get(argument.name)
-            items = value if isinstance(value, list) else [value]
-            written += [item for item in items if isinstance(item, torch.Tensor)]
-    return written
-
-
 def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     """The tensors of the results as capture numbers them; what was written where none is given."""
     tensors = tensors_in(results) or written
@@ -182,28 +173,17 @@ def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, 
     return {port: plain_tensor(one.detach()) for port, one in zip(ports, tensors, strict=True)}
 
 
-Bound = Mapping[str, Any]
 Definition = Callable[[Bound, Sequence[Operand]], Any]
 
 
 def _attention(bound: Bound, _: Sequence[Operand]) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, logsumexp). q (B, H, T, D), k and v (B, G, S, D) with H a multiple of G."""
     query, key, value = bound["query"], bound["key"], bound["value"]
-    if bound.get("dropout_p"):
-        raise NotImplementedError("attention with dropout")
     groups = query.shape[-3] // key.shape[-3]
     if groups > 1:
         key = key.repeat_interleave(groups, dim=-3)
         value = value.repeat_interleave(groups, dim=-3)
-    scale = bound.get("scale")
-    scores = query @ key.transpose(-2, -1)  # (B, H, T, S)
-    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if bound.get("is_causal"):
-        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~kept, -math.inf)
-    mask = bound.get("attn_mask", bound.get("attn_bias"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    scores = attention_scores(bound, query, key)[0]
     return torch.softmax(scores, -1) @ value, scores.logsumexp(-1)
 
 

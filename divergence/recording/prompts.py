@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
-from divergence.recording.training.labels import Label, check_labels, labels_of
+from divergence.recording.training.labels import Label, check_labels, labels_of, read_text
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import SampleTokens
 
@@ -98,12 +98,7 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
     """Read a prompts file. Raises PromptError naming file and line."""
     path = expanded(path)
     hint = "a prompts file is .txt (a prompt a line) or .jsonl with text, messages or input_ids"
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=hint) from error
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+    content = read_text(path, hint)
     # Not splitlines(): that also splits at U+2028 and its like, which JSON has inside strings.
     lines = [line.removesuffix("\r") for line in content.split("\n")]
     suffix = path.suffix.lower()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,8 @@ from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.manifest import SampleTokens
 
 __all__ = [
-    "GroupResult", "can_generate", "check_ids", "choices", "control", "failures", "generate",
-    "inputs", "pad_id", "padded_right", "run_group",
+    "GroupResult", "can_generate", "check_ids", "choices", "control", "ends_of", "failures",
+    "generate", "inputs", "pad_id", "padded_right", "run_group",
 ]  # fmt: skip
 
 _TOP = 5
@@ -172,16 +172,21 @@ def _decode(
     forced: list[list[int]] | None,
     num_logits: int | None,
 ) -> GroupResult:
-    model: Any = loaded.module
-    eos = model.generation_config.eos_token_id if forced is None else None
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    ends = ends_of(loaded, forced)
     made = control(forced, count, ends, loaded.ranks)
-    output = generate(loaded, ids, mask, count, eos=eos, control=made, num_logits=num_logits)
+    output = generate(loaded, ids, mask, count, ends=ends, control=made, num_logits=num_logits)
     num_steps = len(made.chosen)
     before, fed_ids = output.tensor_split([output.shape[1] - num_steps], dim=1)
     generated = fed_ids.tolist()
     decoder = before.tolist() if loaded.task == "encoder-decoder" else [[] for _ in generated]
     return GroupResult(generated, choices(made, generated, ends), decoder, made.seen)
+
+
+def ends_of(loaded: LoadedModel, forced: list[list[int]] | None) -> set[int]:
+    """The tokens after which a sample has ended; none where tokens are forced."""
+    model: Any = loaded.module
+    eos = model.generation_config.eos_token_id if forced is None else None
+    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 def choices(control: Any, generated: list[list[int]], ends: set[int]) -> list[list[int]]:
@@ -201,7 +206,7 @@ def generate(
     count: int,
     *,
     control: Any = None,
-    eos: int | list[int] | None = None,
+    ends: Collection[int] = (),
     num_logits: int | None = None,
     with_cache: bool = False,
     cache: Any = None,
@@ -220,7 +225,7 @@ def generate(
         use_cache=loaded.use_cache,
         prefill_chunk_size=loaded.prefill_chunk,
         return_dict_in_generate=with_cache,
-        eos_token_id=eos,
+        eos_token_id=sorted(ends) or None,
         pad_token_id=pad,
         bos_token_id=own.bos_token_id,
         decoder_start_token_id=own.decoder_start_token_id,

@@ -70,14 +70,9 @@ class TorchSession:
         return Recorder(self.loaded.module, notes, **how)
 
     def run_group(
-        self,
-        recorder: Recorder,
-        samples: list[SampleTokens],
-        *,
-        max_new_tokens: int,
-        forced: list[list[int]] | None = None,
-        num_logits: int | None = None,
-    ) -> GroupResult:
+        self, recorder: Recorder, samples: list[SampleTokens], *, max_new_tokens: int,
+        forced: list[list[int]] | None = None, num_logits: int | None = None,
+    ) -> GroupResult:  # fmt: skip
         return run_group(
             self.loaded, samples, max_new_tokens=max_new_tokens, forced=forced,
             num_logits=num_logits,

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 __all__ = [
-    "argument_names", "as_json", "as_word", "draws_random_numbers", "input_leaves", "map_inputs",
-    "map_output", "named_arguments", "operator_name", "output_leaves", "written_arguments",
+    "argument_names", "as_json", "as_word", "bound_arguments", "draws_random_numbers",
+    "input_leaves", "map_inputs", "map_output", "named_arguments", "operator_name", "output_leaves", "written_arguments",
 ]  # fmt: skip
 
 Leaf = tuple[str, torch.Tensor]
@@ -160,6 +160,13 @@ def operator_name(func: Any) -> str:
 def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that were given, by the schema's names."""
     return dict(zip(_argument_names(func), args, strict=False)) | kwargs
+
+
+def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, defaults too."""
+    arguments = func._schema.arguments
+    defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    return defaults | named_arguments(func, args, kwargs)
 
 
 @functools.cache

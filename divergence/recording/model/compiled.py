@@ -61,13 +61,19 @@ def compiled_regions(model: torch.nn.Module) -> dict[str, str]:
     """Path of each module that was given to ``torch.compile`` → backend."""
     regions = {}
     for path, module in model.named_modules():
-        forward = module.__dict__.get("forward", type(module).forward)
-        for one in (module.__dict__.get("_compiled_call_impl"), forward):
-            disabled = getattr(one, "_torchdynamo_disable", False)
-            if hasattr(one, "_torchdynamo_orig_callable") and not disabled:
-                regions[path or ROOT] = backend_of(one)
-                break
+        if (call := _compiled_call(module)) is not None:
+            regions[path or ROOT] = backend_of(call)
     return regions
+
+
+def _compiled_call(module: torch.nn.Module) -> Any:
+    """What torch.compile made of the module, or of its forward; None where nothing."""
+    forward = module.__dict__.get("forward", type(module).forward)
+    for one in (module.__dict__.get("_compiled_call_impl"), forward):
+        disabled = getattr(one, "_torchdynamo_disable", False)
+        if hasattr(one, "_torchdynamo_orig_callable") and not disabled:
+            return one
+    return None
 
 
 @contextlib.contextmanager
@@ -275,10 +281,9 @@ class _Limits(logging.Handler):
 
 def compiler_of(module: Any) -> str | None:
     """``torch.compile`` and its backend, where the module or its forward was given to it."""
-    forward = module.__dict__.get("forward", type(module).forward)
-    for one in (module.__dict__.get("_compiled_call_impl"), forward):
-        if one is not None and hasattr(one, "_torchdynamo_orig_callable"):
-            return f"torch.compile ({backend_of(one)})"
+    call = _compiled_call(module)
+    if call is not None:
+        return f"torch.compile ({backend_of(call)})"
     return "torch.compile" if "_orig_mod" in module._modules else None
 
 

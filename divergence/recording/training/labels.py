@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LABEL_HINT", "Label", "LabelLine", "check_labels", "label_rows", "labels_of", "read_labels",
+    "read_text",
 ]  # fmt: skip
 
 Label = Annotated[int, msgspec.Meta(ge=NO_LABEL, le=2**63 - 1)]
@@ -56,19 +57,20 @@ def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine
     return "labels", [_line(line, f"labels[{number}]") for number, line in enumerate(written)]
 
 
+def read_text(path: Path, hint: str) -> str:
+    """A file of prompts or labels. Raises PromptError."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=hint) from error
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+
+
 def _read(path: str | Path) -> list[LabelLine]:
     path = expanded(path)
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=LABEL_HINT) from error
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}", hint=LABEL_HINT) from error
-    return [
-        _line(line, f"{path}, line {number}")
-        for number, line in enumerate(content.splitlines(), 1)
-        if line.strip()
-    ]
+    lines = enumerate(read_text(path, LABEL_HINT).splitlines(), 1)
+    return [_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def _line(line: str | bytes, where: str) -> LabelLine:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.training.optimizer import Named, Update
 from divergence.run.schema.engine import StepPrecision, Training
 
@@ -36,11 +36,7 @@ def precision_of(
 
 
 def _usual(tensors: Iterable[torch.Tensor]) -> str | None:
-    """The dtype of most numbers."""
-    counts: Counter[str] = Counter()
-    for tensor in tensors:
-        counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-    return counts.most_common(1)[0][0] if counts else None
+    return usual_dtype((str(one.dtype).removeprefix("torch."), one.numel()) for one in tensors)
 
 
 def _reduction(training: Training, gradients: list[torch.Tensor]) -> str | None:

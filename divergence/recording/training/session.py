@@ -17,6 +17,7 @@ from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.patch import swapped
 from divergence.recording.training.labels import check_labels, label_rows
+from divergence.recording.training.mode import training_mode
 from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
 from divergence.recording.training.zero import gathered_once
@@ -116,15 +117,7 @@ class TrainingSession:
         """Of the free pass, once it is made."""
         return None if self._recorded is None else self._recorded.precision
 
-    def run_group(
-        self,
-        recorder: Recorder,
-        samples: list[SampleTokens],
-        *,
-        max_new_tokens: int,
-        forced: list[list[int]] | None = None,
-        num_logits: int | None = None,
-    ) -> GroupResult:
+    def run_group(self, recorder: Recorder, samples: list[SampleTokens], **_: Any) -> GroupResult:
         """Forward and backward of one micro-batch."""
         assert isinstance(recorder, TrainRecorder)
         loaded = self.loaded
@@ -137,7 +130,7 @@ class TrainingSession:
             if not ranks.owns(recorder.sample):  # it runs for the others' sake, who wait for it
                 share = 0.0
             _add_up(model, dealt=ranks.dealt)
-        with failures(loaded, samples, 0), torch.enable_grad(), _in_training(model, self._training):
+        with failures(loaded, samples, 0), torch.enable_grad(), self._in_training(model):
             with self._autocast(ids.device.type):
                 output = model(input_ids=ids, attention_mask=mask, **_beside(model, mask))
                 loss = self._loss(output.logits, labels, self._num_labels)
@@ -145,6 +138,11 @@ class TrainingSession:
         self.losses.append(float(loss.detach().sum()))
         none: list[list[int]] = [[] for _ in samples]
         return GroupResult(none, none, none)
+
+    def _in_training(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Training mode where something of the step needs it."""
+        dropout, again = self._training.dropout, self._training.gradient_checkpointing
+        return training_mode(model, on=dropout or again, dropout=dropout, checkpointing=again)
 
     def _autocast(self, device: str) -> contextlib.AbstractContextManager[Any]:
         if self._training.autocast is None:
@@ -187,50 +185,6 @@ def _refuse(inner: Session, training: Training) -> None:
     if fixed or loaded.codes is not None:
         raise ModelError("--train: a quantised model has codes, which have no gradient",
                          hint="give the checkpoint that it was quantised from")  # fmt: skip
-
-
-def _checkpoint(model: Any, *, on: bool = True) -> None:
-    """Switch checkpointing of blocks, by the name that this release of transformers has for it."""
-    switch, kind = "enable" if on else "disable", "activation"
-    if not hasattr(model, f"{kind}_checkpointing_{switch}"):
-        kind = "gradient"
-    change = getattr(model, f"{kind}_checkpointing_{switch}", None)
-    if change is None:
-        raise UsageError(f"--gradient-checkpointing: {type(model).__name__} has none")
-    change(**({f"{kind}_checkpointing_kwargs": {"use_reentrant": False}} if on else {}))
-
-
-@contextlib.contextmanager
-def _in_training(model: torch.nn.Module, training: Training) -> Iterator[None]:
-    """Training mode where something of the step needs it, dropout off unless it is asked for."""
-    was = model.training
-    rates: dict[Any, float] = {m: m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
-    others = {
-        (m, name): float(value)
-        for m in model.modules()
-        for name, value in vars(m).items()
-        if "dropout" in name and isinstance(value, float) and value
-    }
-    needs = training.dropout or training.gradient_checkpointing
-    if needs:
-        model.train()
-    if not training.dropout:
-        for module in rates:
-            module.p = 0.0
-        for module, name in others:
-            setattr(module, name, 0.0)
-    if training.gradient_checkpointing:
-        _checkpoint(model)
-    try:
-        yield
-    finally:
-        if training.gradient_checkpointing:
-            _checkpoint(model, on=False)
-        for module, rate in rates.items():
-            module.p = rate
-        for (module, name), rate in others.items():
-            setattr(module, name, rate)
-        model.train(was)
 
 
 @contextlib.contextmanager

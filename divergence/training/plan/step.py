@@ -21,12 +21,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from divergence.recording.hooks.patch import swapped
+from divergence.recording.training.mode import training_mode
 from divergence.training.plan.live import LiveBytes
 from divergence.training.plan.result import Activations
 
 __all__ = ["Layout", "Stepped", "run_step"]
-
-_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "dropout_prob")
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +74,8 @@ def run_step(
 
     Raises what the model raises where its forward needs values.
     """
-    with FakeTensorMode(), swapped(module, _fake), _training(module, checkpointing, dropout):
+    mode = training_mode(module, dropout=dropout, checkpointing=checkpointing)
+    with FakeTensorMode(), swapped(module, _fake), mode:
         return _run(module, task, (batch, tokens), layout, autocast, checkpointing)
 
 
@@ -313,28 +313,3 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     whole = isinstance(tensor, torch.nn.Parameter)
     return torch.nn.Parameter(fake, tensor.requires_grad) if whole else fake
-
-
-@contextlib.contextmanager
-def _training(module: Any, checkpointing: bool, dropout: bool) -> Iterator[None]:
-    before = module.training
-    module.train()
-    silenced: list[tuple[Any, str, float]] = []
-    for part in () if dropout else module.modules():
-        names = ("p",) if isinstance(part, torch.nn.Dropout) else _DROPOUTS
-        for name in names:
-            if isinstance(value := getattr(part, name, None), float):
-                silenced.append((part, name, value))
-                setattr(part, name, 0.0)
-    name = "activation" if hasattr(module, "activation_checkpointing_enable") else "gradient"
-    if checkpointing:
-        how = {f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
-        getattr(module, f"{name}_checkpointing_enable")(**how)
-    try:
-        yield
-    finally:
-        if checkpointing:
-            getattr(module, f"{name}_checkpointing_disable")()
-        for part, name, value in silenced:
-            setattr(part, name, value)
-        module.train(before)

@@ -178,14 +178,9 @@ class OnnxSession(TorchSession):
         )
 
     def run_group(
-        self,
-        recorder: Any,
-        samples: list[SampleTokens],
-        *,
-        max_new_tokens: int,
-        forced: list[list[int]] | None = None,
-        num_logits: int | None = None,
-    ) -> GroupResult:
+        self, recorder: Any, samples: list[SampleTokens], *, max_new_tokens: int,
+        forced: list[list[int]] | None = None, **_: Any,
+    ) -> GroupResult:  # fmt: skip
         count = max_new_tokens if forced is None else len(forced[0])
         with failures(self.loaded, samples, count), torch.no_grad():
             result = decode(self.loaded, self._graph, recorder, samples, count, forced)

@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from divergence.recording.engines.generate import GroupResult, choices, control, inputs, pad_id
+from divergence.recording.engines.generate import (
+    GroupResult,
+    choices,
+    control,
+    ends_of,
+    inputs,
+    pad_id,
+)
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.onnx_runtime.graph import Graph, Port
 from divergence.recording.engines.onnx_runtime.pieces import Piece, Runtime
@@ -256,9 +263,7 @@ def decode(
     if loaded.task == "encoder" or count == 0:
         recorder.forward(feeds(graph, ids, mask))
         return GroupResult([[] for _ in samples], [[] for _ in samples], [[] for _ in samples])
-    config: Any = loaded.module.generation_config
-    eos = config.eos_token_id if forced is None else None
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    ends = ends_of(loaded, forced)
     made = control(forced, count, ends, None)
     num_prompt, ended = ids.shape[1], torch.zeros(len(samples), dtype=torch.bool)
     for _ in range(count):

@@ -45,7 +45,7 @@ from divergence.recording.passes import (
 )
 from divergence.recording.prompts import group_samples, token_texts, tokenize
 from divergence.recording.ranks.divided import Division
-from divergence.recording.ranks.together import closed, on_all, own_part
+from divergence.recording.ranks.processes import closed, on_all, own_part
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.storage import storage

@@ -12,8 +12,7 @@ from divergence.numerics.summaries.sketch import sketch_tensor
 from divergence.numerics.summaries.summary import summarize
 from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
 from divergence.recording.ranks.divided import LocalKeeper
-from divergence.recording.ranks.processes import Ranks
-from divergence.recording.ranks.together import started
+from divergence.recording.ranks.processes import Ranks, started
 from divergence.recording.request import Request
 from divergence.run.schema.manifest import Manifest, SampleTokens, StoreMode
 from divergence.run.schema.site import escape_path

@@ -107,7 +107,7 @@ def repro(
     try:
         operands = operand_values(source, one, weights)
         expected = {port: source.read(record) for port, record in one.results.items()}
-        true, made_by = _truth(source, true_run, one, operands, notes, asked)
+        true, made_by = _truth(true_run, one, operands, notes, asked)
         sides = [_side(source, expected, true, expected)]
         if other is not None:
             sides.append(_other_side(source, other, one, operands, expected, true))
@@ -215,7 +215,7 @@ def _check_folder(out: Path, *, force: bool) -> None:
 
 
 def _truth(
-    source: Run, true_run: Run | None, one: RecordedCall, operands: list[torch.Tensor],
+    true_run: Run | None, one: RecordedCall, operands: list[torch.Tensor],
     notes: list[str], asked: frozenset[str],
 ) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
     """The right results by port and what computed them; empty where that cannot be had.

@@ -26,7 +26,8 @@ import torch
 
 __all__ = [
     "argument_names", "as_json", "as_word", "bound_arguments", "draws_random_numbers",
-    "input_leaves", "map_inputs", "map_output", "named_arguments", "operator_name", "output_leaves", "written_arguments",
+    "input_leaves", "map_inputs", "map_output", "named_arguments", "operator_name",
+    "output_leaves", "written_arguments",
 ]  # fmt: skip
 
 Leaf = tuple[str, torch.Tensor]

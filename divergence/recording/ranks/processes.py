@@ -14,6 +14,8 @@ all ranks, which is a check of its own: the ranks then must agree bit for bit.
 Beside the model's own communication the ranks talk through a gloo group of their own, with a
 timeout. A rank that fails leaves a note in torchrun's store, so that the others, whose next
 collective breaks, can say who stopped and why.
+
+All write one run: the first rank begins it, and it is read when all have closed their part.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -37,9 +39,16 @@ import torch.distributed as dist
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.kernels import set_device
 from divergence.run.command import quoted
-from divergence.run.schema.manifest import Mesh, MeshAxis
+from divergence.run.reader import Run
+from divergence.run.schema.layout import MANIFEST
+from divergence.run.schema.manifest import Manifest, Mesh, MeshAxis
+from divergence.run.storage.location import Url, archive_kind, location_of
+from divergence.run.writing.writer import RunWriter
 
-__all__ = ["AXES", "PeerStoppedError", "Ranks", "joined", "parse_mesh", "start_ranks"]
+__all__ = [
+    "AXES", "PeerStoppedError", "Ranks", "closed", "joined", "on_all", "own_part", "parse_mesh",
+    "start_ranks", "started",
+]  # fmt: skip
 
 AXES = ("pp", "dp", "fsdp", "tp")
 DATA_AXES = ("dp", "fsdp")
@@ -302,3 +311,47 @@ def _backend(device: str) -> str:
             f"no way is known for several ranks to communicate on {kind}", hint="--device cpu"
         )
     return f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
+
+
+@contextlib.contextmanager
+def started(ranks: Ranks | None, make: Callable[[], RunWriter]) -> Iterator[RunWriter]:
+    """The writer. Of several ranks the first starts, the others when the directory is there."""
+    if ranks is not None and not ranks.is_first:
+        ranks.gather(None)
+    with make() as writer:
+        if ranks is not None and ranks.is_first:
+            ranks.gather(None)
+        # inside the writer, so that a run which ends early says which rank ended it
+        with contextlib.nullcontext() if ranks is None else ranks.watched():
+            yield writer
+
+
+def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
+    """The counts of all ranks, added. A barrier: all ranks must call it."""
+    if ranks is None:
+        return list(counts)
+    return [sum(column) for column in zip(*ranks.gather(counts), strict=True)]
+
+
+def closed(
+    ranks: Ranks, manifest: Manifest, out: str | os.PathLike[str] | Url, note: Callable[[str], None]
+) -> Run:
+    """The run, once all ranks have closed their part. Nodes without a common disk each hold some
+    of its files, and nobody can read it yet: then the manifest alone."""
+    ranks.gather(None)
+    place = location_of(out)
+    end = place if isinstance(place, Url) or archive_kind(place) is not None else place / MANIFEST
+    if all(ranks.gather(isinstance(end, Url) or end.exists())):
+        return Run.open(place)
+    note(
+        f"the ranks have no disk in common: {place} can be read when the files of all nodes are "
+        "copied into one directory"
+    )
+    return Run(place, manifest, [])
+
+
+def own_part(run: Run, rank: int) -> Run:
+    """The records that this rank has written so far."""
+    if run.manifest.mesh is not None:
+        run.records = [record for record in run.records if record.rank == rank]
+    return run

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from divergence.errors import DumpError, UsageError
+from divergence.errors import DumpError, UsageError, first_line
 
 __all__ = ["Curves", "is_losses", "read_losses"]
 
@@ -79,9 +79,7 @@ def read_losses(path: str) -> Curves:
     if place.is_dir() and (place / STATE).is_file():
         place = place / STATE
     if place.is_dir() or EVENTS in place.name:
-        from divergence.training.curves.tensorboard import scalars
-
-        _take(found, scalars(place), where=path)
+        _take(found, _scalars(place), where=path)
     elif place.stat().st_size > MAX_BYTES:
         raise DumpError(f"{place.stat().st_size:,} bytes are more than a curve takes", where=path)
     elif place.suffix.lower() == ".json":
@@ -170,6 +168,36 @@ def _state(path: Path) -> Iterable[Row]:
     for number, row in enumerate(rows):
         if "train_runtime" not in row:  # the summary at the end: a mean over all steps
             yield f"log_history[{number}]", row
+
+
+def _scalars(place: Path) -> Iterable[Row]:
+    """TensorBoard's event files, a file or a folder of them, through its own reader. Raises
+    UsageError without the package."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.util import tensor_util
+    except ImportError as error:
+        raise UsageError(
+            "event files are read with tensorboard, which is not installed", where=str(place),
+            hint='pip install "divergence-debug[tensorboard]", or export the scalar as CSV',
+        ) from error  # fmt: skip
+    everything = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1}
+    try:
+        events = EventAccumulator(str(place), size_guidance=everything)
+        events.Reload()
+        tags = events.Tags()
+    except Exception as error:  # a damaged file: whatever its reader raises
+        raise DumpError(
+            f"the event files cannot be read: {first_line(error)}", where=str(place)
+        ) from error
+    for tag in tags["scalars"]:
+        for event in events.Scalars(tag):
+            yield f"{tag} at step {event.step}", {"step": event.step, tag: event.value}
+    for tag in tags["tensors"]:  # as TensorFlow 2 writes a scalar
+        for event in events.Tensors(tag):
+            value = tensor_util.make_ndarray(event.tensor_proto)
+            if value.size == 1 and value.dtype.kind in "fiu":
+                yield f"{tag} at step {event.step}", {"step": event.step, tag: float(value)}
 
 
 def _events(folder: Path) -> list[Path]:

@@ -73,45 +73,6 @@ def check_device(device: str, dtype: torch.dtype) -> None:
         ) from error
 
 
-class Widening:
-    """``with Widening(torch.float64, weights=model.parameters()): model(...)``.
-
-    ``weights``: tensors whose widened form may be kept, ``keep_bytes`` of them in all, until
-    the end of the ``with`` block. ``codes``: what some of them were dequantised from.
-    ``num_rounded`` counts in-place writes into a narrow tensor that the model owned before: they
-    had to be rounded, so the result is not wide throughout. torch's default dtype is process-wide:
-    other threads see the wide one meanwhile.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        *,
-        weights: Iterable[torch.Tensor] = (),
-        keep_bytes: int = 0,
-        codes: Codes | None = None,
-    ) -> None:
-        self.num_rounded = 0
-        self._dispatch = _WideOperators(self, dtype, codes)
-        self._functions = _SameDtype(self._dispatch.wider)
-        self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
-
-    def __enter__(self) -> Widening:
-        self._default = torch.get_default_dtype()
-        if self._default in self._dispatch.wider:
-            torch.set_default_dtype(self._dtype)
-        self._dispatch.keep(self._weights, self._keep_bytes)
-        self._dispatch.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._functions.__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
-        self._dispatch.__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
-        self._dispatch.keep((), 0)
-        torch.set_default_dtype(self._default)
-
-
 _Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -139,17 +100,35 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-class _WideOperators(TorchDispatchMode):
-    """Below autograd and composite operators: what really computes."""
+class Widening(TorchDispatchMode):
+    """``with Widening(torch.float64, weights=model.parameters()): model(...)``.
 
-    def __init__(self, owner: Widening, dtype: torch.dtype, codes: Codes | None) -> None:
+    ``weights``: tensors whose widened form may be kept, ``keep_bytes`` of them in all, until
+    the end of the ``with`` block. ``codes``: what some of them were dequantised from.
+    ``num_rounded`` counts in-place writes into a narrow tensor that the model owned before: they
+    had to be rounded, so the result is not wide throughout. torch's default dtype is process-wide:
+    other threads see the wide one meanwhile.
+
+    The mode works below autograd and composite operators: there is what really computes.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        weights: Iterable[torch.Tensor] = (),
+        keep_bytes: int = 0,
+        codes: Codes | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self.num_rounded = 0
         self._codes = codes
         self._coded = {} if codes is None else codes.by_storage()
         narrow = _ORDER[: _ORDER.index(dtype)]
         self.wider = dict.fromkeys(narrow, dtype)
         self.wider |= {_COMPLEX[one]: _COMPLEX[dtype] for one in narrow if one in _COMPLEX}
-        self._owner, self._dtype = owner, dtype
+        self._functions = _SameDtype(self.wider)
+        self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
         self._own: dict[Any, Callable[..., torch.Tensor]] = {
             aten.mm.default: self._mm,
             aten.addmm.default: self._addmm,
@@ -162,7 +141,22 @@ class _WideOperators(TorchDispatchMode):
         if fallback is not None:
             self._own[fallback.default] = self._grouped_mm
 
-    def keep(self, weights: Iterable[torch.Tensor], keep_bytes: int) -> None:
+    def __enter__(self) -> Widening:
+        self._default = torch.get_default_dtype()
+        if self._default in self.wider:
+            torch.set_default_dtype(self._dtype)
+        self._keep(self._weights, self._keep_bytes)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._functions.__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
+        self._keep((), 0)
+        torch.set_default_dtype(self._default)
+
+    def _keep(self, weights: Iterable[torch.Tensor], keep_bytes: int) -> None:
         """Forget what was kept; from now on keep ``keep_bytes`` of these weights, widened."""
         self._room_bytes = keep_bytes
         storages = [weight.untyped_storage() for weight in weights] if keep_bytes else []
@@ -259,7 +253,7 @@ class _WideOperators(TorchDispatchMode):
         result = func(*new_args, **new_kwargs)
         for narrow, wide in rounded:
             narrow.copy_(wide)
-            self._owner.num_rounded += 1
+            self.num_rounded += 1
         return tree_map_only(torch.Tensor, original, result) if rounded else result
 
     def _mm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:

@@ -161,10 +161,8 @@ class Weights:
 
 def _files(root: Path) -> dict[str, Path]:
     """Tensor name → file; ``""`` → the only file."""
-    try:
-        if (root / _SINGLE).is_file():
-            return {"": root / _SINGLE}
-        named = json.loads((root / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {name: root / file for name, file in named.items() if Path(file).name == file}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return {}
+    if (root / _SINGLE).is_file():
+        return {"": root / _SINGLE}
+    named = _json(root / _INDEX).get("weight_map")
+    places = named.items() if isinstance(named, dict) else ()
+    return {name: root / file for name, file in places if Path(str(file)).name == file}

@@ -25,32 +25,11 @@ from divergence.recording.request import Request
 from divergence.run.schema.site import escape_path
 from divergence.training.plan.result import TrainingPlan
 from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
-from divergence.training.plan.step import Layout, Stepped, run_step
+from divergence.training.plan.step import Layout, Stepped, Wanted, run_step
 from divergence.training.plan.tensor_parallel import GATHERED, REDUCED, SHARED, shrink
 from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
 
 __all__ = ["Wanted", "plan_request", "plan_training"]
-
-
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked, in the words of the options."""
-
-    batch: int
-    """Sequences of one forward on a rank."""
-    tokens: int
-    """Of each sequence."""
-    mesh: str | None = None
-    zero: int | None = None
-    optimizer: str | None = None
-    main_weights: bool | None = None
-    autocast: str | None = None
-    gradient_checkpointing: bool = False
-    dropout: bool = False
-    accumulates: bool = False
-    """Do several micro-batches make a step, so that gradients stay between them?"""
-    link_rate: str | None = None
-    capture_bytes: int = 0
-    dump_bytes: int = 0
 
 
 def plan_request(
@@ -233,18 +212,7 @@ def _steps(loaded: LoadedModel, wanted: Wanted, layout: Layout) -> tuple[list[St
     steps = []
     for checkpointing in ways:
         try:
-            steps.append(
-                run_step(
-                    module,
-                    task=loaded.task,
-                    batch=wanted.batch,
-                    tokens=wanted.tokens,
-                    layout=layout,
-                    autocast=wanted.autocast,
-                    checkpointing=checkpointing,
-                    dropout=wanted.dropout,
-                )
-            )
+            steps.append(run_step(loaded, wanted, layout, checkpointing=checkpointing))
         except DivergenceError:
             raise
         except Exception as error:  # whatever an architecture raises without values

@@ -150,9 +150,9 @@ def fused_elementwise(call: Elementwise) -> str:
     )
 
 
-def _there(call: Elementwise, device: str) -> Elementwise:
+def _there(call: Callable[..., torch.Tensor], device: str) -> Callable[..., torch.Tensor]:
     """The same on ``device``."""
-    return lambda b, c: call(b.to(device), c.to(device)).cpu()
+    return lambda *given: call(*(one.to(device) for one in given)).cpu()
 
 
 def probe_fused(notebook: Notebook, device: str) -> None:
@@ -318,12 +318,8 @@ def probe_rows(
             ),
         }
         for name, call in calls.items():
-            there = partial(_on, device, call)
+            there = _there(call, device)
             _probe_batches(notebook, name, format_of(dtype).name, there, x, few=few)
-
-
-def _on(device: str, call: Unary, rows: torch.Tensor) -> torch.Tensor:
-    return call(rows.to(device)).cpu()
 
 
 def _probe_batches(

@@ -21,7 +21,6 @@ from divergence.collectives.running import LEAST_RUNS, Recorder, Work, chosen_wo
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
-from divergence.options.rates import link_rate
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.new_run import provenance
@@ -42,6 +41,7 @@ from divergence.run.schema.manifest import (
 from divergence.run.schema.site import compile_patterns
 from divergence.run.trust import recorded_seed
 from divergence.run.writing.writer import RunWriter
+from divergence.training.plan.traffic import link_rate
 from divergence.words import Progress, silent
 
 __all__ = ["capture_collectives", "plan_collectives"]

@@ -15,7 +15,6 @@ import msgspec
 
 from divergence.errors import DivergenceError, UsageError, first_line
 from divergence.layout import size
-from divergence.options.rates import link_rate
 from divergence.options.train import PlanOptions
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import tensor_plan
@@ -27,7 +26,7 @@ from divergence.training.plan.result import TrainingPlan
 from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
 from divergence.training.plan.step import Layout, Stepped, Wanted, run_step
 from divergence.training.plan.tensor_parallel import GATHERED, REDUCED, SHARED, shrink
-from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
+from divergence.training.plan.traffic import gradient_traffic, link_rate, tensor_traffic
 
 __all__ = ["Wanted", "plan_request", "plan_training"]
 

@@ -21,13 +21,15 @@ left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
+from divergence.errors import UsageError
 from divergence.training.plan.result import Collective
 from divergence.training.plan.states import Piece
 
-__all__ = ["gradient_traffic", "tensor_traffic"]
+__all__ = ["gradient_traffic", "link_rate", "tensor_traffic"]
 
 _FACTOR = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
 
@@ -90,3 +92,19 @@ def _some(
 def _bytes(pieces: Sequence[Piece], rows: int) -> int:
     """Rows are padded, so that all ranks have equally many."""
     return sum(piece.rows_numel(rows) * rows * piece.itemsize for piece in pieces)
+
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bits?)(?:/s|ps)", re.IGNORECASE)
+
+
+def link_rate(text: str) -> float:
+    """The stated rate of a link in bytes a second: of ``50GB/s``, ``25GiB/s``, ``400Gb/s``,
+    ``100Mbps``. Raises UsageError."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(
+            f"--link-rate {text!r} is no rate", hint="for example 50GB/s, 25GiB/s or 400Gbit/s"
+        )
+    power = " kmgt".index(match[2].lower() or " ")
+    rate = float(match[1]) * float((1024 if match[3] else 1000) ** power)
+    return rate if match[4] == "B" else rate / 8  # b and bit, as in 400Gb/s

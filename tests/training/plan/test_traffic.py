@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from divergence.errors import UsageError
-from divergence.options.rates import link_rate
 from divergence.training.plan.states import Piece
-from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
+from divergence.training.plan.traffic import gradient_traffic, link_rate, tensor_traffic
 
 BLOCK = Piece(name="block.w", shape=(96, 10), itemsize=4)
 HEAD = Piece(name="head.w", shape=(16, 10), itemsize=4)

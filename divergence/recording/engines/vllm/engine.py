@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
+import transformers
 
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.recording.engines.engine import EngineOptions, Loading
@@ -279,26 +280,18 @@ def _facts(llm: Any, module: torch.nn.Module, variables: Mapping[str, str]) -> d
         "max model length": str(config.model_config.max_model_len),
         "block size": str(cache.block_size),
         "cache dtype": str(cache.cache_dtype),
-        "transformers": _transformers_version(),
+        "transformers": transformers.__version__,
     } | {name: value for name, value in variables.items() if name not in _QUIET}
-
-
-def _transformers_version() -> str:
-    import transformers
-
-    return transformers.__version__
 
 
 def _generation_config(loading: Loading) -> Any:
     """The model's own, as transformers takes it: which tokens end a sample, which is padding."""
-    from transformers import AutoConfig, GenerationConfig
-
-    source = os.path.expanduser(loading.source)
+    source, kind = os.path.expanduser(loading.source), transformers.GenerationConfig
     try:
-        return GenerationConfig.from_pretrained(source, revision=loading.revision or "main")
+        return kind.from_pretrained(source, revision=loading.revision or "main")
     except OSError:  # it has none
-        return GenerationConfig.from_model_config(
-            AutoConfig.from_pretrained(
+        return kind.from_model_config(
+            transformers.AutoConfig.from_pretrained(
                 source, revision=loading.revision, trust_remote_code=loading.trust_remote_code
             )
         )

@@ -238,7 +238,9 @@ def tokens_of(client: Client, route: Route, question: Question) -> list[int] | N
 
 def _body(client: Client, route: Route, question: Question) -> dict[str, Any]:
     """Raises EndpointError where the conversation cannot be rendered."""
-    messages = None if question.messages is None else [dict(one) for one in question.messages]
+    messages = (
+        None if question.messages is None else [dict(message) for message in question.messages]
+    )
     if route == "prompt":
         asked = {"messages": messages} if messages else {"prompt": question.text or ""}
         return {"model": question.model, **asked}

@@ -71,7 +71,7 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
         )  # fmt: skip
         text = prompt.text
         if prompt.messages is not None:
-            text = "\n".join(f"{one.role}: {one.content}" for one in prompt.messages)
+            text = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages)
         for answer in _drawn(question, options.answers):
             found.append(Asked(question=answer, free=answer, text=text, ids=prompt.input_ids))
     kinds = {one.question.messages is not None for one in found}
@@ -89,7 +89,7 @@ def _drawn(question: Question, answers: int) -> list[Question]:
 
 def _messages(prompt: Prompt, options: CaptureOptions) -> list[dict[str, str]] | None:
     if prompt.messages is not None:
-        return [{"role": one.role, "content": one.content} for one in prompt.messages]
+        return [{"role": message.role, "content": message.content} for message in prompt.messages]
     if not options.chat:
         return None
     if prompt.text is None:

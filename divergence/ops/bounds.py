@@ -72,7 +72,7 @@ def check_bounds(operator: torch._ops.OpOverload, bound: Bound) -> None:
 def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
     """Refuse a call whose results take more than half of the free memory."""
     if torch.Tag.pointwise in operator.tags:
-        shapes = [reversed(one.shape) for one in _tensors(bound.values())]
+        shapes = [reversed(tensor.shape) for tensor in _tensors(bound.values())]
         widest = map(max, itertools.zip_longest(*shapes, fillvalue=1))
         if 8 * math.prod(widest) <= SMALL_BYTES:
             return  # as much as its operands broadcast to, and no more
@@ -82,13 +82,13 @@ def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
             results = operator(**_all_on_meta(bound))
     except Exception:  # nothing was computed: a kernel of its own, or what the kernel refuses too
         return
-    needed = sum(one.numel() * max(one.itemsize, 8) for one in _tensors(results))
+    needed = sum(tensor.numel() * max(tensor.itemsize, 8) for tensor in _tensors(results))
     if needed > SMALL_BYTES and needed > _most_bytes(bound):
         raise Unsafe(f"{_short(operator)} would give {needed >> 20:,} MiB: it does not fit here")
 
 
 def _most_bytes(bound: Bound) -> int:
-    device = next((one.device for one in _tensors(bound.values())), torch.device("cpu"))
+    device = next((tensor.device for tensor in _tensors(bound.values())), torch.device("cpu"))
     return free_bytes(device) // 2 or MAX_BYTES
 
 

@@ -101,14 +101,14 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
     if sites:
         matches = compile_patterns(sites)
         kept = [
-            one
-            for one in calls
-            if any(matches(record.site) for record in one.results.values()) or one.path in sites
+            call
+            for call in calls
+            if any(matches(record.site) for record in call.results.values()) or call.path in sites
         ]
         if not kept:
             raise UsageError(
                 f"no operator at {', '.join(sites)} in {run.path}",
-                hint=did_you_mean(sites[0], {one.first.site for one in calls})
+                hint=did_you_mean(sites[0], {call.first.site for call in calls})
                 or f"`{command_line('inspect', run.path, v=True)}` lists the sites",
             )
         calls = kept

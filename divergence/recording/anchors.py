@@ -38,7 +38,8 @@ __all__ = ["can_anchor", "recorded_inputs", "repeated_tokens", "unpadded"]
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
     """The same prompts without padding."""
     return [
-        SampleTokens(text=one.text, prompt_ids=one.prompt_ids, labels=one.labels) for one in samples
+        SampleTokens(text=sample.text, prompt_ids=sample.prompt_ids, labels=sample.labels)
+        for sample in samples
     ]
 
 

@@ -91,7 +91,7 @@ def record(
     notes = describe_modules(module)
     selection = SiteSelection([sites] if isinstance(sites, str) else list(sites), notes)
     identity = _identity(module)
-    device = next((str(one.device) for one in module.parameters()), "cpu")
+    device = next((str(parameter.device) for parameter in module.parameters()), "cpu")
     manifest = Manifest(
         **provenance(device, label=label, command=None),
         model=identity,
@@ -168,7 +168,7 @@ def _identity(module: torch.nn.Module) -> ModelIdentity:
         task="encoder",
         config_digest="",
         dtype=usual_dtype((format_of(one.dtype).name, one.numel()) for one in floats) or "float32",
-        num_parameters=sum(one.numel() for one in module.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         digest=digest_many(digests),
         digests=digests,
     )

@@ -85,9 +85,8 @@ class Execution:
         loaded = self.loaded = session.loaded
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
         self.samples, self.groups, self.forced = self._tokens()
-        session.settle(
-            self.samples, self.forced, None if request.like is None else request.like.manifest
-        )
+        like = None if request.like is None else request.like.manifest
+        session.settle(self.samples, self.forced, like)
         self.notes = session.notes()
         self.selection = SiteSelection(request.sites, self.notes)
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
@@ -98,7 +97,7 @@ class Execution:
         places = asked.places_of(self.notes, self.training)
         check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
         check_forwards(request, session)
-        first = self.samples if request.like is None else request.like.manifest.tokens.samples
+        first = self.samples if like is None else like.tokens.samples
         session.check_ids(first, request.max_new_tokens)
         refuse_lacking(
             session, plants=bool(request.plants), pads_right=padded_right(loaded, self.samples),
@@ -133,19 +132,21 @@ class Execution:
         ) as (writer, self.keeper), watch.watching():  # fmt: skip
             remembering = RememberingSink(writer) if request.repeat > 1 else None
             num_substituted = 0
-            for one in passes:
-                free = one.name == "free"
+            for made_pass in passes:
+                free = made_pass.name == "free"
                 anchor = None
-                if one.anchored and request.like is not None:
+                if made_pass.anchored and request.like is not None:
                     anchor = recorded_inputs(request.like, self.samples, self.groups)
-                if one.whole:
+                if made_pass.whole:
                     rank = 0 if self.ranks is None else self.ranks.rank
                     own = own_part(Run.open(writer.flush()), rank)
                     own.set_fallback(request.like)
                     anchor = own_inputs(own)
-                recorder = self._recorder(remembering or writer if free else writer, one, anchor)
-                self._run_pass(recorder, one, writer if free else None)
-                self._check_pass(recorder, one, manifest)
+                recorder = self._recorder(
+                    remembering or writer if free else writer, made_pass, anchor
+                )
+                self._run_pass(recorder, made_pass, writer if free else None)
+                self._check_pass(recorder, made_pass, manifest)
                 if recorder.operators is not None:
                     num_substituted += recorder.operators.num_substituted
                     for reason, count in recorder.operators.skipped.items():
@@ -245,16 +246,16 @@ class Execution:
 
     def _plan(self, passes: list[Pass]) -> Plan:
         request = self.request
-        anchored = any(one.anchored for one in passes)
+        anchored = any(made_pass.anchored for made_pass in passes)
         kept = self.selection.hooked | asked.owners_of(self.loaded.structure, self.training)
         like = None if request.like is None else request.like.manifest.id
         return Plan(
-            passes=[one.name for one in passes],
+            passes=[made_pass.name for made_pass in passes],
             **{**recorded_in(request, "plan", CaptureOptions), "sites": self.selection.sites},
             only_changed=like if request.only_changed else None,
             anchored_to=like if anchored else None,
             plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
-            substitutes=[str(one) for one in request.substitutes.values()],
+            substitutes=[str(substitute) for substitute in request.substitutes.values()],
             logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
             modules={
                 path: note
@@ -264,24 +265,23 @@ class Execution:
         )
 
     def _manifest(self, plan: Plan, command: str | None) -> Manifest:
-        request = self.request
+        request, like = self.request, self.request.like
         identity = self.session.identity(
             lambda done, total, name: self.on_progress("digest", done, total, name)
         )
-        if request.like is not None:
-            for text in unlike(request.like.manifest, identity, self.session.note(), self.notes):
+        if like is not None:
+            for text in unlike(like.manifest, identity, self.session.note(), self.notes):
                 self._note(text)
         manifest = Manifest(
             **provenance(
                 self.device, label=request.label, command=command,
-                like=None if request.like is None else request.like.manifest,
+                like=None if like is None else like.manifest,
             ),
             model=identity,
             engine=self.session.note(),
             tokens=Tokens(
-                samples=self.samples,
-                groups=self.groups,
-                forced_by=None if request.like is None else request.like.manifest.id,
+                samples=self.samples, groups=self.groups,
+                forced_by=None if like is None else like.manifest.id,
             ),
             settings=Settings(
                 **recorded_in(request, "settings", CaptureOptions),
@@ -391,10 +391,10 @@ class Execution:
         result = Repeatability(num_runs=self.request.repeat)
         for number in range(1, self.request.repeat):
             self.on_progress("repeat", number, self.request.repeat - 1, "")
-            forced = self.forced or [sample.generated_ids for sample in self.samples]
             recorder = self._recorder(RepeatSink(first, result), Pass("free"))
             run_pass(
                 self.session, recorder, self.samples, self.own_groups,
-                max_new_tokens=self.request.max_new_tokens, forced=forced,
+                max_new_tokens=self.request.max_new_tokens,
+                forced=self.forced or [sample.generated_ids for sample in self.samples],
             )  # fmt: skip
         return result

@@ -192,7 +192,9 @@ def widened(one: Pass, loaded: LoadedModel, training: Training) -> Iterator[Wide
             yield None
             return
         # a tensor class that holds codes has no memory of its own
-        weights = [one for one in loaded.module.parameters() if not hasattr(one, "qdata")]
+        weights = [
+            parameter for parameter in loaded.module.parameters() if not hasattr(parameter, "qdata")
+        ]
         needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
         room = free_bytes(loaded.device) // 2
         keep = needed if needed <= room and not training.train else 0

@@ -243,7 +243,7 @@ def _tokenize(prompt: Prompt, tokenizer: Any, chat: bool, number: int) -> Sample
     if chat and messages is None:
         messages = (Message(role="user", content=text or ""),)
     if messages is not None:
-        text = _render(tokenizer, [msgspec.structs.asdict(one) for one in messages], number)
+        text = _render(tokenizer, [msgspec.structs.asdict(message) for message in messages], number)
     ids = list(tokenizer(text, add_special_tokens=messages is None)["input_ids"])
     if not ids:
         raise PromptError(f"prompt {number} has no tokens: {text!r}")

@@ -148,7 +148,7 @@ def _calls_at(
     """The calls of one site, in the order of capture. Raises UsageError with what is there."""
     calls = recorded_calls(run, pass_)
     path = site.partition(":")[0]
-    at_site = [one for one in calls if one.path == path]
+    at_site = [call for call in calls if call.path == path]
     if not at_site:
         raise _no_operator(run, site, calls)
     chosen = [
@@ -168,7 +168,7 @@ def _calls_at(
 
 
 def _no_operator(run: Run, site: str, calls: list[RecordedCall]) -> UsageError:
-    paths = sorted({one.path for one in calls}, key=natural_key)
+    paths = sorted({call.path for call in calls}, key=natural_key)
     if not is_operator_site(site):
         module = module_of(site)
         inside = [p for p in paths if module_of(p) == module]
@@ -267,15 +267,15 @@ def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
     """The call whose first result differs most between the two runs."""
     pass_ = _pass_of(other, source, calls[0].first.pass_)
     best: tuple[float, RecordedCall] | None = None
-    for one in calls:
-        record = _find(other, pass_, one.first)
+    for call in calls:
+        record = _find(other, pass_, call.first)
         if record is None:
             continue
-        apart = difference(other.read(record), source.read(one.first))
+        apart = difference(other.read(record), source.read(call.first))
         size = float("inf") if apart is None else apart.rel_l2
         size = float("inf") if size != size else size
         if best is None or size > best[0]:
-            best = size, one
+            best = size, call
     if best is None:
         paths = {r.site.partition(":")[0] for r in other.records if r.pass_ == pass_}
         raise UsageError(

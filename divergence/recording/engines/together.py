@@ -173,16 +173,16 @@ def _states(model: torch.nn.Module) -> _States:
     with _disable_current_modes():  # as stored, not widened
         return [
             (
-                one,
-                dict(one.__dict__),
-                dict(one._buffers),
+                module,
+                dict(module.__dict__),
+                dict(module._buffers),
                 {
                     name: buffer.clone()
-                    for name, buffer in one._buffers.items()
+                    for name, buffer in module._buffers.items()
                     if buffer is not None and buffer.dtype != torch.bool
                 },
             )
-            for one in model.modules()
+            for module in model.modules()
         ]
 
 

@@ -166,7 +166,11 @@ def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name, defaults too."""
     arguments = func._schema.arguments
-    defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    defaults = {
+        argument.name: argument.default_value
+        for argument in arguments
+        if argument.has_default_value()
+    }
     return defaults | named_arguments(func, args, kwargs)
 
 

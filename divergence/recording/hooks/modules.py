@@ -186,7 +186,7 @@ class Recorder:
 
     def _pre_hook(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
         anchors = self._anchor is not None and path != ROOT and self._notes[path].role != "inner"
-        plants = [one for one in self._plants if one.path == path and one.port.startswith("in")]
+        plants = [plant for plant in self._plants if plant.is_at(path, "in")]
         plain = not (anchors or plants)
 
         def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,7 +214,7 @@ class Recorder:
         return pre_hook
 
     def _post_hook(self, path: str) -> Callable[..., Any]:
-        plants = [one for one in self._plants if one.path == path and one.port.startswith("out")]
+        plants = [plant for plant in self._plants if plant.is_at(path, "out")]
         recent = self._recent
         is_block = self._notes[path].role == "block"
 

@@ -69,6 +69,10 @@ class Plant:
     step: int | None = None
     """The one forward that gets the fault; None for all."""
 
+    def is_at(self, path: str, side: str) -> bool:
+        """Whether it is in what a module takes (``in``) or gives (``out``)."""
+        return self.path == path and self.port.startswith(side)
+
     def meets(self, forward: int) -> bool:
         """Whether that forward gets it."""
         sample, step = divmod(forward, FORWARDS)

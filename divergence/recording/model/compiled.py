@@ -159,7 +159,7 @@ class CompiledWatch:
         among = [
             path
             for path in self._regions
-            if inside(path, operators) or any(inside(one, (path,)) for one in operators)
+            if inside(path, operators) or any(inside(root, (path,)) for root in operators)
         ]
         if among:
             told.append(

@@ -83,8 +83,10 @@ def _has_matrix(module: nn.Module) -> bool:
     """Has it weights that schemes are for? Embeddings are looked up, not multiplied."""
     if isinstance(module, nn.Embedding):
         return False
-    return any(one.ndim >= 2 and one.is_floating_point() for one in module._parameters.values()
-               if one is not None)  # fmt: skip
+    return any(
+        weight is not None and weight.ndim >= 2 and weight.is_floating_point()
+        for weight in module._parameters.values()
+    )
 
 
 def _of_module(module: nn.Module) -> _Numbers:

@@ -113,7 +113,7 @@ class Division:
     def plants(self, plants: Sequence[Plant]) -> list[Plant]:
         """Those that this rank gets."""
         rank = self.ranks.rank
-        return [one for one in plants if one.rank in (None, rank) and self.has(one.path)]
+        return [plant for plant in plants if plant.rank in (None, rank) and self.has(plant.path)]
 
     def answers(self, sample: int, site: str) -> bool:
         """Is this tensor this rank's to record?"""

@@ -50,7 +50,7 @@ def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine
     if isinstance(labels, str | Path):
         return str(labels), _read(labels)
     try:
-        plain = [one.tolist() if hasattr(one, "tolist") else one for one in labels]
+        plain = [label.tolist() if hasattr(label, "tolist") else label for label in labels]
         written = [msgspec.json.encode(one) for one in plain]
     except TypeError as error:  # no list, or what JSON has no word for
         raise PromptError(f"not labels: {error}", where="labels", hint=LABEL_HINT) from error
@@ -108,7 +108,7 @@ def check_labels(samples: Sequence[SampleTokens], vocab: int | None = None) -> N
                 f"prompt {number} has {count} tokens and {len(labels)} labels",
                 hint=f"a label for each token, {NO_LABEL} where it has none",
             )
-        used = [one for one in labels[1:] if one != NO_LABEL]
+        used = [label for label in labels[1:] if label != NO_LABEL]
         if not used:
             raise PromptError(
                 f"prompt {number}: no token has a label (the first token's is never used)",

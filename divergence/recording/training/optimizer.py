@@ -206,8 +206,8 @@ class Stepping:
         name = self.training.optimizer
         assert name is not None  # asked where a step is made
         how: dict[str, Any] = {"lr": self.training.learning_rate}
-        matrices = [one for one in parameters if one.ndim > 1]
-        rest = [one for one in parameters if one.ndim <= 1]
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        rest = [parameter for parameter in parameters if parameter.ndim <= 1]
         groups: list[dict[str, Any]] = [
             {"params": matrices, "weight_decay": self.training.weight_decay},
             {"params": rest, "weight_decay": 0.0},

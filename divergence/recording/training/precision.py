@@ -26,7 +26,7 @@ def precision_of(
         parameters=compute or own or "none",
         gradients=_usual(gradients),
         reduction=sent or _reduction(training, gradients),
-        buffers=_usual(one for one in model.buffers() if one.is_floating_point()),
+        buffers=_usual(buffer for buffer in model.buffers() if buffer.is_floating_point()),
     )
     if made is not None:
         known.main_weights = _usual(one for *_, one in made.named)
@@ -36,7 +36,9 @@ def precision_of(
 
 
 def _usual(tensors: Iterable[torch.Tensor]) -> str | None:
-    return usual_dtype((str(one.dtype).removeprefix("torch."), one.numel()) for one in tensors)
+    return usual_dtype(
+        (str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors
+    )
 
 
 def _reduction(training: Training, gradients: list[torch.Tensor]) -> str | None:

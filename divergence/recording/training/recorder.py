@@ -271,7 +271,7 @@ class TrainRecorder(Recorder):
             self.operators.enters(called, gradient, site)
 
     def _planted(self, where: str, port: str, tensor: torch.Tensor) -> torch.Tensor:
-        plants = [one for one in self._plants if one.path == where]
+        plants = [plant for plant in self._plants if plant.path == where]
         return self._planter(plants)(port, tensor) if plants else tensor
 
     # --- the step -------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def check_reduced(parameters: Sequence[torch.nn.Parameter], ranks: Ranks | None)
     does not pass where FSDP waits for it."""
     if ranks is None or "fsdp" not in ranks.sizes:
         return
-    own = [one.grad for one in parameters if one.grad is not None]
+    own = [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole = sum(not hasattr(one, "device_mesh") for one in own)
     if whole:
         raise ModelError(

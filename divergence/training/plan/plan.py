@@ -38,7 +38,7 @@ def plan_request(
     """``shapes``: (sequences, tokens) of each micro-batch of the prompts. ``forward_bytes``: what a
     capture of their forwards alone would write."""
     batch, tokens = max(shapes, key=math.prod)
-    weights = sum(one.nbytes for one in loaded.module.parameters())
+    weights = sum(parameter.nbytes for parameter in loaded.module.parameters())
     copies = 1 if request.optimizer is None else 5  # gradient, the optimizer's, update, moments
     wanted = Wanted(
         batch=planned.micro_batch_size or batch,
@@ -70,7 +70,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     count = _dividing(axes, zero)
     optimizer = wanted.optimizer or "adamw"
     module: Any = loaded.module
-    num_parameters = sum(one.numel() for one in module.parameters())
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
     styles: dict[str, str] = {}
     if axes.get("tp", 1) > 1:
         styles = tensor_plan(module)

@@ -187,11 +187,11 @@ class _Sharing:
         taken: set[int] = set()
         self._groups: list[list[torch.nn.Parameter]] = []
         for block in blocks:
-            own = [one for one in block.parameters() if id(one) not in taken]
+            own = [parameter for parameter in block.parameters() if id(parameter) not in taken]
             taken |= {id(one) for one in own}
             self._groups.append(own)
         self._blocks = blocks
-        self._rest = [one for one in module.parameters() if id(one) not in taken]
+        self._rest = [parameter for parameter in module.parameters() if id(parameter) not in taken]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[_Sharing]:
@@ -202,8 +202,8 @@ class _Sharing:
             if self._layout.divides_parameters:
                 live.hold("rest", _bytes(self._rest))
             else:
-                for one in trained:
-                    stack.enter_context(one.register_post_accumulate_grad_hook(self._take))
+                for parameter in trained:
+                    stack.enter_context(parameter.register_post_accumulate_grad_hook(self._take))
             for number, block in enumerate(self._blocks if self._layout.divides_parameters else ()):
                 before, after = partial(self._gather, number), partial(self._let_go, number)
                 stack.enter_context(block.register_forward_pre_hook(before))
@@ -264,7 +264,7 @@ class _Sharing:
 
     def _reduce(self, key: object, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Whole gradients → one flat buffer → this rank's rows. The buffer stays to the next."""
-        whole = [one for one in parameters if one.grad is not None]
+        whole = [parameter for parameter in parameters if parameter.grad is not None]
         if not whole:
             return
         self._live.release("scattered")
@@ -276,7 +276,7 @@ class _Sharing:
 
 
 def _bytes(parameters: Sequence[torch.Tensor]) -> int:
-    return sum(one.nbytes for one in parameters)
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _rows_bytes(parameter: torch.Tensor, num_ranks: int) -> int:

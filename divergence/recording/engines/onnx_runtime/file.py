@@ -43,11 +43,11 @@ def read_model(path: Path) -> Any:
     graph = model.graph
     if not graph.node or not graph.output or not graph.input:
         raise _broken(path, "there is no graph in it")
-    for one in graph.initializer:
-        if one.data_location == _EXTERNAL:
-            data_file(one, path.parent)
-        elif one.data_type in _DTYPES and _size(one) and not _has_values(one):
-            raise _broken(path, f"the weight {one.name} has no values")
+    for tensor in graph.initializer:
+        if tensor.data_location == _EXTERNAL:
+            data_file(tensor, path.parent)
+        elif tensor.data_type in _DTYPES and _size(tensor) and not _has_values(tensor):
+            raise _broken(path, f"the weight {tensor.name} has no values")
     return model
 
 

@@ -69,7 +69,7 @@ def map_for(model_type: str, given: str | None = None) -> ModuleMap | None:
     if given is not None:
         return _read(given)
     maps = (_read(name) for name in config_names(_FOLDER))
-    return next((one for one in maps if model_type in one.models), None)
+    return next((name_map for name_map in maps if model_type in name_map.models), None)
 
 
 def places_of(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from divergence.endpoints.protocols import Question
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
-from divergence.options.option import fields_of
+from divergence.options.option import given_options
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.run.reader import Run
 from divergence.run.writing.scores import BY_TEXT, DRAWN
@@ -39,8 +39,8 @@ class Asked:
 
 def check_options(options: CaptureOptions) -> None:
     """Raises UsageError for what means nothing to a server."""
-    for field in fields_of(CaptureOptions):
-        if field.name not in _TAKEN and field.is_given(getattr(options, field.name)):
+    for field in given_options(options):
+        if field.name not in _TAKEN:
             raise UsageError(
                 f"{field.option.names[0]} means nothing to a server: it runs the model by itself",
                 hint="--prompt, --prompts, --chat, --max-new-tokens, --seed, --top-logprobs, "

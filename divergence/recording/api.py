@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.commands import SERVER, TruthOptions
-from divergence.options.option import fields_of
+from divergence.options.option import given_options
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
@@ -45,6 +45,8 @@ from divergence.recording.suites import (
     truth_of_suite,
     wants_suite,
 )
+from divergence.recording.training.asked import training_of
+from divergence.recording.training.session import TrainingSession
 from divergence.recording.training.zero import check_stage
 from divergence.recording.widening import check_device
 from divergence.recording.wishes import options_of, plain_wishes
@@ -202,8 +204,8 @@ def capture(
 
 
 def _refuse_of_servers(options: CaptureOptions) -> None:
-    for field in fields_of(CaptureOptions):
-        if field.option.panel == SERVER and field.is_given(getattr(options, field.name)):
+    for field in given_options(options):
+        if field.option.panel == SERVER:
             raise UsageError(f"{field.option.names[0]} needs --endpoint URL")
 
 
@@ -324,7 +326,7 @@ def _execute(
                 session.loaded, use_cache=request.use_cache, prefill_chunk=request.prefill_chunk
             )
             if request.train:
-                session = in_training(session, request)
+                session = TrainingSession(session, training_of(request, loaded.ranks))
             execution = Execution(
                 request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )
@@ -342,14 +344,6 @@ def _hint_at_the_model(error: ModelError, request: Request) -> None:
         error.hint = f"name the model that {request.engine} is to load: --model DIR"
     elif not path.exists():
         error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
-
-
-def in_training(session: Session, request: Request) -> Session:
-    """The same model, of which a training step is recorded."""
-    from divergence.recording.training.asked import training_of
-    from divergence.recording.training.session import TrainingSession
-
-    return TrainingSession(session, training_of(request, session.loaded.ranks))
 
 
 def _session(request: Request, device: str, ranks: Ranks | None) -> Session:

@@ -23,7 +23,7 @@ from divergence.recording.engines.placement import map_text
 from divergence.recording.engines.together import Together
 from divergence.recording.hooks.forwards import USUAL, Forwards
 from divergence.recording.hooks.modules import Recorder
-from divergence.recording.hooks.plant import check_places, substitute_from
+from divergence.recording.hooks.plant import check_fired, check_places
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
@@ -184,7 +184,7 @@ class Execution:
             )
         if one.name != "free":
             return
-        recorder.check_plants()
+        check_fired(self.plants, recorder.fired)
         if num_emitted == 0:
             raise UsageError(
                 "nothing was recorded: no tensor passed the chosen sites, steps and positions",
@@ -339,7 +339,7 @@ class Execution:
             else Forwards(
                 cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
             ),
-            substitute=substitute_from(request.substitutes) if request.substitutes else None,
+            substitutes=request.substitutes,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,
         )

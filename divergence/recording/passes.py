@@ -36,6 +36,7 @@ from divergence.recording.hooks.sink import Anchor
 from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected
+from divergence.recording.training.session import leaves
 from divergence.recording.widening import Widening
 from divergence.run.process_tuning import frozen_heap, quick_thread_switches
 from divergence.run.reader import Run
@@ -181,12 +182,8 @@ def why_not_whole(
 def widened(one: Pass, loaded: LoadedModel, training: Training) -> Iterator[Widening | None]:
     """The dtype that a pass computes in. Widened weights are kept if there is ample room; those of
     a training step are wide for its length, since their gradients are as wide as they are."""
-    from divergence.recording.widening import Widening
-
     with contextlib.ExitStack() as stack:
         if training.train:
-            from divergence.recording.training.session import leaves
-
             stack.enter_context(leaves(loaded.module, one.compute_dtype, training))
         if one.compute_dtype is None:
             yield None

@@ -256,43 +256,43 @@ class Widening(TorchDispatchMode):
             self.num_rounded += 1
         return tree_map_only(torch.Tensor, original, result) if rounded else result
 
-    def _mm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    def _mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """(M, K) × (K, N). A large narrow matrix on the right goes by column slices."""
-        if not self._in_slices(two):
-            return torch.mm(self._wide(one), self._wide(two))
-        one = self._wide(one)
-        step = max(1, SLICE_NUMEL // max(1, two.shape[0]))
-        parts = [torch.mm(one, self._wide(part)) for part in two.split(step, dim=1)]
+        if not self._in_slices(right):
+            return torch.mm(self._wide(left), self._wide(right))
+        left = self._wide(left)
+        step = max(1, SLICE_NUMEL // max(1, right.shape[0]))
+        parts = [torch.mm(left, self._wide(part)) for part in right.split(step, dim=1)]
         return torch.cat(parts, dim=1)
 
     def _addmm(
         self,
         bias: torch.Tensor,
-        one: torch.Tensor,
-        two: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
         *,
         beta: float = 1,
         alpha: float = 1,
     ) -> torch.Tensor:
-        if not self._in_slices(two):
-            wide = (self._wide(bias), self._wide(one), self._wide(two))
+        if not self._in_slices(right):
+            wide = (self._wide(bias), self._wide(left), self._wide(right))
             return torch.addmm(*wide, beta=beta, alpha=alpha)
-        product = alpha * self._mm(one, two)
+        product = alpha * self._mm(left, right)
         if beta == 0:
             return product
         total: torch.Tensor = beta * self._wide(bias) + product
         return total
 
-    def _bmm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    def _bmm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """(B, M, K) × (B, K, N): B experts may be large together. They go one by one."""
-        if not self._in_slices(two):
-            return torch.bmm(self._wide(one), self._wide(two))
-        return torch.stack([self._mm(a, b) for a, b in zip(one, two, strict=True)])
+        if not self._in_slices(right):
+            return torch.bmm(self._wide(left), self._wide(right))
+        return torch.stack([self._mm(a, b) for a, b in zip(left, right, strict=True)])
 
     def _grouped_mm(
         self,
-        one: torch.Tensor,
-        two: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
         offs: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
@@ -302,20 +302,20 @@ class Widening(TorchDispatchMode):
 
         ``offs``: end of each expert's rows. Rows beyond the last end give zeros.
         """
-        if offs is not None and one.ndim == 2 and two.ndim == 2:  # (K, S) × (S, N): of weights
-            one, two, parts, start = self._wide(one), self._wide(two), [], 0
+        if offs is not None and left.ndim == 2 and right.ndim == 2:  # (K, S) × (S, N): of weights
+            left, right, parts, start = self._wide(left), self._wide(right), [], 0
             for end in offs.tolist():
-                parts.append(self._mm(one[:, start:end], two[start:end]))
+                parts.append(self._mm(left[:, start:end], right[start:end]))
                 start = end
             return torch.stack(parts)
-        if offs is None or one.ndim != 2 or two.ndim != 3:
+        if offs is None or left.ndim != 2 or right.ndim != 3:
             raise NotImplementedError("grouped matrix product of this layout in float64")
-        one = self._wide(one)
-        out = one.new_zeros(one.shape[0], two.shape[-1])
+        left = self._wide(left)
+        out = left.new_zeros(left.shape[0], right.shape[-1])
         start = 0
         for expert, end in enumerate(offs.tolist()):
             if end > start:
-                out[start:end] = self._mm(one[start:end], two[expert])
+                out[start:end] = self._mm(left[start:end], right[expert])
                 start = end
         return out if bias is None else out + self._wide(bias)
 

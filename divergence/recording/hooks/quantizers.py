@@ -40,17 +40,14 @@ def quantizes(module: torch.nn.Module) -> bool:
 def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Iterator[None]:
     """``seen`` is asked for each tensor of codes. ``quiet``: a context for operators that are not
     the model's."""
-    simulated = {escape_path(path): watchable(one) for path, one in model.named_modules()}
-    for path, matrix in simulated.items():
-        if matrix is not None:
-            matrix.watch = _told_apart(path, seen, quiet)
-    try:
-        with _watched_library(model, seen, quiet):
-            yield
-    finally:
-        for matrix in simulated.values():
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            matrix = watchable(module)
             if matrix is not None:
-                matrix.watch = None
+                watch = _told_apart(escape_path(path), seen, quiet)
+                stack.enter_context(patched(matrix, "watch", watch))
+        stack.enter_context(_watched_library(model, seen, quiet))
+        yield
 
 
 def _told_apart(path: str, seen: Seen, quiet: Callable[[], Any]) -> Watch:

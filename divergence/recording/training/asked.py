@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from divergence.errors import PromptError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
-from divergence.options.option import fields_of, recorded_in
+from divergence.options.option import fields_of, given_options, recorded_in
 from divergence.options.train import TrainOptions
 from divergence.recording.engines.engine import Session
 from divergence.recording.prompts import Prompt, collect_prompts
@@ -93,8 +93,9 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
     is asked for."""
     train = options.train or (like is not None and like.manifest.training.train)
     if not train:
-        for field in fields_of(TrainOptions):
-            if field.is_given(getattr(options, field.name)):
+        training = {field.name for field in fields_of(TrainOptions)}
+        for field in given_options(options):
+            if field.name in training:
                 raise UsageError(f"{field.option.names[0]} needs --train")
         return options
     refused = {

@@ -31,6 +31,9 @@ from divergence.training.plan.traffic import gradient_traffic, link_rate, tensor
 __all__ = ["Wanted", "plan_request", "plan_training"]
 
 
+_AS_ASKED = ("mesh", "zero", "optimizer", "main_weights", "autocast", "link_rate")
+
+
 def plan_request(
     loaded: LoadedModel, request: Request, planned: PlanOptions,
     shapes: Sequence[tuple[int, int]], *, forward_bytes: int,
@@ -43,15 +46,10 @@ def plan_request(
     wanted = Wanted(
         batch=planned.micro_batch_size or batch,
         tokens=planned.sequence_length or tokens,
-        mesh=request.mesh,
-        zero=request.zero,
-        optimizer=request.optimizer,
-        main_weights=request.main_weights,
-        autocast=request.autocast,
+        **{name: getattr(request, name) for name in _AS_ASKED},
         gradient_checkpointing=bool(request.gradient_checkpointing),
         dropout=bool(request.dropout),
         accumulates=len(shapes) > 1,
-        link_rate=request.link_rate,
         capture_bytes=request.buffer_bytes,
         dump_bytes=2 * forward_bytes + copies * weights,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from divergence.endpoints.protocols import Question
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
-from divergence.options.option import given_options
+from divergence.options.option import given_fields
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.run.reader import Run
 from divergence.run.writing.scores import BY_TEXT, DRAWN
@@ -39,7 +39,7 @@ class Asked:
 
 def check_options(options: CaptureOptions) -> None:
     """Raises UsageError for what means nothing to a server."""
-    for field in given_options(options):
+    for field in given_fields(options):
         if field.name not in _TAKEN:
             raise UsageError(
                 f"{field.option.names[0]} means nothing to a server: it runs the model by itself",
@@ -115,15 +115,14 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
                              hint="capture without --like, from the same prompts")  # fmt: skip
         fed, chosen = sample.generated_ids, sample.chosen_ids
         answer = [*fed, *(chosen[len(fed) :] if chosen[: len(fed)] == fed else ())][:count]
-        ids = tuple(sample.prompt_ids)
+        given = tuple(sample.prompt_ids)
         free = Question(
-            model="", ids=ids, num_tokens=count, seed=seed + again[ids] * drawn, top=top,
+            model="", ids=given, num_tokens=count, seed=seed + again[given] * drawn, top=top,
             temperature=float(drawn),
         )  # fmt: skip
-        again[ids] += 1
-        whole = Question(
-            model="", ids=[*sample.prompt_ids, *answer], num_tokens=1, seed=seed, top=top
-        )
+        again[given] += 1
+        ids = [*sample.prompt_ids, *answer]
+        whole = replace(free, ids=ids, num_tokens=1, seed=seed, temperature=0.0)
         found.append(Asked(
             question=whole if answer else free, free=free, text=sample.text,
             ids=sample.prompt_ids, forced=answer,

@@ -35,7 +35,7 @@ __all__ = [
     "Options",
     "command_options",
     "fields_of",
-    "given_options",
+    "given_fields",
     "kinds_of",
     "parted",
     "recorded_in",
@@ -163,7 +163,7 @@ def fields_of(kind: type[Options]) -> tuple[Field, ...]:
     return tuple(fields)
 
 
-def given_options(options: Options) -> Iterator[Field]:
+def given_fields(options: Options) -> Iterator[Field]:
     """Those that ask for something else than their default."""
     for field in fields_of(type(options)):
         if field.is_given(getattr(options, field.name)):

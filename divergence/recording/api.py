@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.commands import SERVER, TruthOptions
-from divergence.options.option import given_options
+from divergence.options.option import given_fields
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
@@ -31,6 +31,7 @@ from divergence.recording.engines.engine import (
     refuse_lacking,
 )
 from divergence.recording.execution import Execution
+from divergence.recording.hooks.forwards import Forwards
 from divergence.recording.hooks.plant import Plant, Substitute
 from divergence.recording.machine.determinism import cpu_threads, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
@@ -204,7 +205,7 @@ def capture(
 
 
 def _refuse_of_servers(options: CaptureOptions) -> None:
-    for field in given_options(options):
+    for field in given_fields(options):
         if field.option.panel == SERVER:
             raise UsageError(f"{field.option.names[0]} needs --endpoint URL")
 
@@ -322,9 +323,10 @@ def _execute(
                 refuse_lacking(session, prepare=True)
                 module = settled(loaded.module, prepare(loaded.module))
                 session.loaded = dataclasses.replace(loaded, module=module)
-            session.loaded = dataclasses.replace(
-                session.loaded, use_cache=request.use_cache, prefill_chunk=request.prefill_chunk
+            forwards = Forwards(
+                cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
             )
+            session.loaded = dataclasses.replace(session.loaded, forwards=forwards)
             if request.train:
                 session = TrainingSession(session, training_of(request, loaded.ranks))
             execution = Execution(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import torch
 
 from divergence.errors import UsageError
@@ -21,7 +22,7 @@ from divergence.recording.engines.engine import Session, refuse_lacking
 from divergence.recording.engines.generate import GroupResult, padded_right
 from divergence.recording.engines.placement import map_text
 from divergence.recording.engines.together import Together
-from divergence.recording.hooks.forwards import USUAL, Forwards
+from divergence.recording.hooks.forwards import USUAL
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.plant import check_fired, check_places
 from divergence.recording.hooks.sink import Anchor
@@ -156,7 +157,8 @@ class Execution:
                 self._note("no operator was met whose result was to be replaced")
             self.determinism.note_in(manifest.settings)
             manifest.engine, manifest.plan.compiled = self.session.note(), watch.notes()
-            manifest.training = asked.training_made(self.session, self.training)
+            precision = getattr(self.session, "precision", None)  # of the dtypes as they were
+            manifest.training = msgspec.structs.replace(self.training, precision=precision)
             for note in watch.afterwards():
                 self._note(note)
             if remembering is not None:
@@ -334,11 +336,7 @@ class Execution:
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,
             weights=request.weights,
-            forwards=USUAL
-            if one.whole
-            else Forwards(
-                cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
-            ),
+            forwards=USUAL if one.whole else self.loaded.forwards,
             substitutes=request.substitutes,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,

@@ -30,6 +30,7 @@ from divergence.recording.engines.placement import (
     input_device,
     why_not,
 )
+from divergence.recording.hooks.forwards import USUAL, Forwards
 from divergence.recording.hooks.patch import patched
 from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.layout import expanded
@@ -66,10 +67,7 @@ class LoadedModel:
     twin: torch.nn.Module | None = None
     """The structure of the whole model without weights, where it runs on several ranks. ``module``
     may then hold a part of it under other names."""
-    use_cache: bool = True
-    """Decode steps go on from a cache."""
-    prefill_chunk: int | None = None
-    """Tokens of a prompt that are fed at a time; None for all."""
+    forwards: Forwards = USUAL
     codes: Codes | None = None
     """What the checkpoint holds in place of weights, where they were dequantised."""
     quantization: Any = None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from divergence.ops.allowed import Unsafe
+from divergence.ops.allowed import Unsafe, schema_name
 from divergence.ops.backward import BACKWARD_CHECKS
 from divergence.ops.fitting import (
     Bound,
@@ -65,7 +65,7 @@ def check_bounds(operator: torch._ops.OpOverload, bound: Bound) -> None:
         if check is not None:  # kernels of others check what they are given
             check(bound)
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
-        raise Unsafe(f"{_short(operator)} cannot be given this", detail=str(error)) from error
+        raise Unsafe(f"{schema_name(operator)} cannot be given this", detail=str(error)) from error
     check_size(operator, bound)
 
 
@@ -84,7 +84,9 @@ def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
         return
     needed = sum(tensor.numel() * max(tensor.itemsize, 8) for tensor in _tensors(results))
     if needed > SMALL_BYTES and needed > _most_bytes(bound):
-        raise Unsafe(f"{_short(operator)} would give {needed >> 20:,} MiB: it does not fit here")
+        raise Unsafe(
+            f"{schema_name(operator)} would give {needed >> 20:,} MiB: it does not fit here"
+        )
 
 
 def _most_bytes(bound: Bound) -> int:
@@ -111,10 +113,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Iterable) and not isinstance(value, str):
         for item in value:
             yield from _tensors(item)
-
-
-def _short(operator: torch._ops.OpOverload) -> str:
-    return operator._schema.name.replace("::", ".")
 
 
 def _kinds(operator: torch._ops.OpOverload, bound: Bound) -> None:

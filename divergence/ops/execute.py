@@ -25,7 +25,6 @@ from divergence.ops.allowed import (
     Refusal,
     check_namespace,
     check_operator,
-    draws_random_numbers,
     find_operator,
     is_uninitialised,
     short_name,
@@ -35,7 +34,7 @@ from divergence.ops.arguments import check_names, decoded, fitted, laid_out
 from divergence.ops.backward import BACKWARD_DEFINITIONS, attention_scores
 from divergence.ops.bounds import Checking, check_bounds
 from divergence.ops.fitting import Bound
-from divergence.recording.hooks.arguments import written_arguments
+from divergence.recording.hooks.arguments import draws_random_numbers, written_arguments
 from divergence.recording.hooks.dataflow import tensors_in
 from divergence.recording.widening import Widening
 from divergence.run.schema.fingerprint import plain_tensor
@@ -80,7 +79,7 @@ def execute_ports(
     if call.operator.startswith("suite."):
         return _suite(call, laid, device, compute_dtype)
     operator = find_operator(call.operator)
-    args, kwargs = fitted(operator._schema, call.arguments, laid, device)
+    args, kwargs = fitted(operator, call.arguments, laid, device)
     names = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
     bound = dict(zip(names, args, strict=True)) | kwargs
     if draws_random_numbers(operator, bound):

@@ -179,14 +179,16 @@ def _argument_names(func: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
-def draws_random_numbers(func: Any, named: dict[str, Any]) -> bool:
+def draws_random_numbers(func: Any, named: Mapping[str, Any]) -> bool:
     """Does this call draw random numbers? Attention kernels may, but for a dropout of 0 do not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for argument in func._schema.arguments:
-        if argument.name in ("dropout_p", "p") and argument.type.kind() == "FloatType":
-            return bool(named.get(argument.name, argument.default_value))
-    return True
+    given = {one.name: named.get(one.name, one.default_value) for one in func._schema.arguments}
+    if given.get("train") is False or given.get("training") is False:
+        return False
+    chances = [given.get(name) for name in ("dropout_p", "dropout", "p")]
+    numbers = [chance for chance in chances if isinstance(chance, int | float)]
+    return not numbers or any(numbers)
 
 
 def as_json(value: Any) -> Any:

@@ -15,7 +15,8 @@ These take the call's arguments by name, floating-point ones widened already. In
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,33 +115,32 @@ def _prepared(
 
 
 def _run(
-    call: Call,
-    operator: torch._ops.OpOverload,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    bound: dict[str, Any],
-    device: str | torch.device,
-    compute_dtype: torch.dtype | None,
-) -> Any:
+    call: Call, operator: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any],
+    bound: dict[str, Any], device: str | torch.device, compute_dtype: torch.dtype | None,
+) -> Any:  # fmt: skip
+    name, where = short_name(call.operator), torch.device(device).type
+    if compute_dtype is None:
+        with _refusals(f"{name} does not run on {where}"):
+            return operator(*args, **kwargs)
+    dtype = str(compute_dtype).removeprefix("torch.")
+    with _refusals(f"{name} has no {dtype} kernel on {where}"), Widening(compute_dtype):
+        own = _DEFINITIONS.get(call.operator)
+        if own is None:
+            return operator(*args, **kwargs)
+        with Checking():
+            return own(bound, call.operands)
+
+
+@contextlib.contextmanager
+def _refusals(why: str) -> Iterator[None]:
+    """What a kernel raises, as a Refusal."""
     try:
         with torch.no_grad():
-            if compute_dtype is None:
-                return operator(*args, **kwargs)
-            with Widening(compute_dtype):
-                own = _DEFINITIONS.get(call.operator)
-                if own is not None:
-                    with Checking():
-                        return own(bound, call.operands)
-                return operator(*args, **kwargs)
+            yield
+    except torch.OutOfMemoryError as error:
+        raise Refusal("it does not fit into memory", detail=first_line(error)) from error
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
-        text = first_line(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise Refusal("it does not fit into memory", detail=text) from error
-        name, where = short_name(call.operator), torch.device(device).type
-        if compute_dtype is not None:
-            dtype = str(compute_dtype).removeprefix("torch.")
-            raise Refusal(f"{name} has no {dtype} kernel on {where}", detail=text) from error
-        raise Refusal(f"{name} does not run on {where}", detail=text) from error
+        raise Refusal(why, detail=first_line(error)) from error
 
 
 def _suite(
@@ -152,14 +152,8 @@ def _suite(
     """An operator of a suite: its named implementation, or its float64 definition."""
     function = suite_function(call.operator, truth=compute_dtype is not None)
     values = {name: decoded(value, tensors, device) for name, value in call.arguments.items()}
-    try:
-        with torch.no_grad(), Checking():
-            results = function(**values)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        text = first_line(error)
-        raise Refusal(
-            f"{call.operator} does not run on {torch.device(device).type}", detail=text
-        ) from error
+    with _refusals(f"{call.operator} does not run on {torch.device(device).type}"), Checking():
+        results = function(**values)
     return _by_port(results, [], call.operator)
 
 

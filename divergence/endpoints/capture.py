@@ -30,7 +30,7 @@ from divergence.run.schema.site import LOGPROBS
 from divergence.run.storage.location import Location, Url, archive_kind, location_of
 from divergence.run.writing.scores import DRAWN, Source, put_scores, scores_manifest
 from divergence.run.writing.writer import CapturedTensor, RunWriter
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["capture_endpoint"]
 
@@ -48,17 +48,16 @@ def capture_endpoint(
     force: bool,
     command: str | None,
     progress: Progress | None,
-    client: Client | None = None,
 ) -> Run:
     """Raises EndpointError, UsageError, PromptError, RunExistsError and RunWriteError."""
     check_options(options)
-    tell: Progress = progress or (lambda event, done, total, detail: None)
+    tell: Progress = progress or silent
     place = location_of(out)
     asked = asked_of(options, like)
     held = _held(place, asked) if options.resume else None
     if held is None:
         check_output(place, force=force, like=like)
-    client = client or Client(str(options.endpoint))
+    client = Client(str(options.endpoint))
     server = find_server(client)
     chat = options.chat or any(prompt.question.messages for prompt in asked)
     name = None if model is None else str(model)

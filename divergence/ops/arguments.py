@@ -164,7 +164,11 @@ def laid_out(
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major: ``(2, 3, 4)`` → ``(12, 4, 1)``."""
-    return torch.empty(shape, device="meta").stride()
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
 
 
 def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -173,7 +173,8 @@ def load_model(loading: Loading) -> LoadedModel:
     if at_once:
         options["distributed_config"] = division
     quantization = getattr(config, "quantization_config", None)
-    factory = _factory(config, resolve_task(config, loading.task))
+    task = resolve_task(config, loading.task)
+    factory = _factory(config, task)
     try:
         with _no_bars():
             place, file = _parts(loading.source)
@@ -198,7 +199,7 @@ def load_model(loading: Loading) -> LoadedModel:
     with _no_bars():
         codes = dequantize(module, loading.source)
     return replace(
-        _loaded(loading, config, module, input_device(module)),
+        _loaded(loading, task, module, input_device(module)),
         missing=sorted(str(name) for name in told.get("missing_keys", ())),
         ranks=ranks,
         twin=None if ranks is None else empty_model(loading).module,
@@ -210,7 +211,8 @@ def load_model(loading: Loading) -> LoadedModel:
 def empty_model(loading: Loading) -> LoadedModel:
     """The model's structure on torch's meta device: shapes without weights."""
     config = _load_config(loading)
-    factory = _factory(config, resolve_task(config, loading.task))
+    task = resolve_task(config, loading.task)
+    factory = _factory(config, task)
     options: dict[str, Any] = {}
     own_dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if loading.dtype is not None:
@@ -225,15 +227,15 @@ def empty_model(loading: Loading) -> LoadedModel:
             )  # fmt: skip
     except (Exception, SystemExit) as error:  # as in load_model
         raise _attention_error(loading, error) or _model_error(loading, error) from error
-    return _loaded(loading, config, module, torch.device("meta"))
+    return _loaded(loading, task, module, torch.device("meta"))
 
 
 def _loaded(
-    loading: Loading, config: PretrainedConfig, module: torch.nn.Module, device: torch.device
+    loading: Loading, task: Task, module: torch.nn.Module, device: torch.device
 ) -> LoadedModel:
     source, revision, trusted = loading.source, loading.revision, loading.trust_remote_code
     return LoadedModel(
-        source=source, revision=revision, task=resolve_task(config, loading.task),
+        source=source, revision=revision, task=task,
         module=module.eval(), device=device, trust_remote_code=trusted,
         tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trusted),
     )  # fmt: skip

@@ -46,7 +46,7 @@ from benchmarks._machines import SWITCHES, Machine
 from benchmarks._rivals import RULES, block_rows, first_bad
 from benchmarks._trials import Trial, tables
 from divergence.comparison.api import compare
-from divergence.recording.engines.load import load_model
+from divergence.recording.engines.load import Loading, load_model
 from divergence.run.reader import Run
 from tests.models.tiny import build
 
@@ -64,7 +64,7 @@ class Bench:
         self.root, self.a, self.b = root, a, b
         self.architecture, self.dtype = architecture, dtype
         self.model = build(architecture, root / "model", dtype=dtype, num_blocks=NUM_BLOCKS)
-        self.module = load_model(str(self.model), device="cpu").module
+        self.module = load_model(Loading(str(self.model))).module
         self.other = {} if architecture == "mamba" else {"attn_implementation": "sdpa"}
         self.a.run(
             "capture", model=self.model, out=root / "a", prompts=PROMPTS, max_new_tokens=NEW_TOKENS

@@ -120,12 +120,12 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def _plan(how: dict[str, Any]) -> dict[str, int]:
-    from divergence.recording.engines.load import empty_model
+    from divergence.recording.engines.load import Loading, empty_model
     from divergence.training.plan.plan import Wanted, plan_training
 
-    loaded = empty_model(
+    loaded = empty_model(Loading(
         how["model"], dtype=how.get("dtype"), attn_implementation=how.get("attention", "eager")
-    )
+    ))  # fmt: skip
     axis = how.get("axis")
     plan = plan_training(loaded, Wanted(
         batch=how["batch"], tokens=how["tokens"],

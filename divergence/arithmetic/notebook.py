@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Iterator
+
+import torch
 
 from divergence.errors import first_line
 from divergence.run.schema.engine import ArithmeticFact
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Notebook"]
 
@@ -43,9 +43,14 @@ class Notebook:
         )  # fmt: skip
         self.facts.append(fact)
 
-    def absent(self, probe: str, subject: str, error: BaseException) -> None:
-        """A probe that this machine refuses: noted, never fatal."""
-        self.note(probe, subject, "no answer", verified=False, evidence=first_line(error))
+    @contextlib.contextmanager
+    def attempt(self, probe: str, subject: str) -> Iterator[None]:
+        """A probe that this machine refuses is noted, never fatal."""
+        try:
+            yield
+        except (RuntimeError, TypeError) as error:
+            evidence = first_line(error)
+            self.note(probe, subject, "no answer", verified=False, evidence=evidence)
 
     def keep(self, probe: str, subject: str, **ports: torch.Tensor) -> None:
         """Tensors of one probe by port; ``in_x`` becomes the port ``in.x``.

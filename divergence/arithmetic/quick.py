@@ -11,6 +11,7 @@ was found is kept for the process, by device, threads and precision switches.
 from __future__ import annotations
 
 import warnings
+from operator import attrgetter
 
 import torch
 
@@ -90,10 +91,7 @@ def _switches() -> tuple[object, ...]:
                  "backends.cuda.matmul.allow_fp16_accumulation",
                  "npu.matmul.allow_hf32"):  # fmt: skip
         try:
-            value: object = torch
-            for part in name.split("."):
-                value = getattr(value, part)
-            found.append(value)
+            found.append(attrgetter(name)(torch))
         except (AttributeError, RuntimeError, AssertionError, ImportError):
             found.append(None)  # this torch has it not, or refuses to mix two generations of it
     # a tiny product of subnormal numbers: torch.set_flush_denormal has no getter

@@ -88,24 +88,18 @@ def probe_rounding(notebook: Notebook, device: str, dtype: torch.dtype) -> None:
     x = _between(ulp)
     if form.name != "float32":
         subject = f"cast float32 to {form.name}"
-        try:
+        with notebook.attempt("rounding", subject):
             given = torch.from_numpy(x).float()  # exact: at most 10 + 3 bits
             got = given.to(device).to(dtype).cpu()
-        except (RuntimeError, TypeError) as error:
-            notebook.absent("rounding", subject, error)
-            return
-        notebook.note("rounding", subject, rounding_mode(got.double().numpy(), x, ulp))
-        notebook.keep("rounding", subject, **{"in": given, "out": got})
+            notebook.note("rounding", subject, rounding_mode(got.double().numpy(), x, ulp))
+            notebook.keep("rounding", subject, **{"in": given, "out": got})
     subject = f"add {form.name}"
     whole = np.trunc(x / ulp) * ulp
-    try:
+    with notebook.attempt("rounding", subject):
         one, two = torch.from_numpy(whole).to(dtype), torch.from_numpy(x - whole).to(dtype)
         got = (one.to(device) + two.to(device)).cpu()
-    except (RuntimeError, TypeError) as error:
-        notebook.absent("rounding", subject, error)
-        return
-    notebook.note("rounding", subject, rounding_mode(got.double().numpy(), x, ulp))
-    notebook.keep("rounding", subject, **{"in": one, "in_other": two, "out": got})
+        notebook.note("rounding", subject, rounding_mode(got.double().numpy(), x, ulp))
+        notebook.keep("rounding", subject, **{"in": one, "in_other": two, "out": got})
 
 
 def subnormals(scale: Callable[[torch.Tensor, float], torch.Tensor], dtype: torch.dtype) -> str:
@@ -139,10 +133,8 @@ def probe_subnormals(notebook: Notebook, device: str, dtype: torch.dtype) -> Non
 
     for name, call in (("mul", elementwise), ("linear", product)):
         subject = f"{name} {format_of(dtype).name}"
-        try:
+        with notebook.attempt("subnormals", subject):
             notebook.note("subnormals", subject, subnormals(call, dtype))
-        except (RuntimeError, TypeError) as error:
-            notebook.absent("subnormals", subject, error)
 
 
 Elementwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -158,9 +150,9 @@ def fused_elementwise(call: Elementwise) -> str:
     )
 
 
-def _there(call: Elementwise, device: str) -> Elementwise:
+def _there(call: Callable[..., torch.Tensor], device: str) -> Callable[..., torch.Tensor]:
     """The same on ``device``."""
-    return lambda b, c: call(b.to(device), c.to(device)).cpu()
+    return lambda *given: call(*(one.to(device) for one in given)).cpu()
 
 
 def probe_fused(notebook: Notebook, device: str) -> None:
@@ -171,11 +163,8 @@ def probe_fused(notebook: Notebook, device: str) -> None:
         "mul, then add": lambda b, c: b * b + c,
     }
     for name, call in calls.items():
-        try:
-            value = fused_elementwise(_there(call, device))
-            notebook.note("fma", f"{name} float32", value)
-        except (RuntimeError, TypeError) as error:
-            notebook.absent("fma", f"{name} float32", error)
+        with notebook.attempt("fma", f"{name} float32"):
+            notebook.note("fma", f"{name} float32", fused_elementwise(_there(call, device)))
 
 
 FUNCTIONS: dict[str, tuple[Unary, float, bool]] = {
@@ -250,25 +239,22 @@ def probe_elementary(notebook: Notebook, device: str, dtype: torch.dtype, *, cou
         subject = f"{name} {kind}"
         given = inputs_of(name, dtype, count)
         counted = f"{name} n={count} {kind}"
-        try:
+        with notebook.attempt("ulp", counted):
             got = function(given.to(device)).cpu()
             differ, seen = lanes(function, given, device)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            notebook.absent("ulp", counted, error)
-            continue
-        worst = worst_ulp(function, given, got)
-        notebook.note(
-            "ulp", counted, f"{worst:.3g} ulp", unit="ulp", numbers={"worst": worst},
-            digest=digest_tensor(got), evidence=f"the worst of {count} inputs against float64",
-        )  # fmt: skip
-        notebook.note(
-            "lanes", subject,
-            "same bits alone and in a vector" if not differ
-            else "other bits alone than in a vector",
-            numbers={"differ": differ, "seen": seen},
-            evidence=f"{differ} of {seen} elements differ",
-        )  # fmt: skip
-        notebook.keep("ulp", subject, **{"in": given, "out": got})
+            worst = worst_ulp(function, given, got)
+            notebook.note(
+                "ulp", counted, f"{worst:.3g} ulp", unit="ulp", numbers={"worst": worst},
+                digest=digest_tensor(got), evidence=f"the worst of {count} inputs against float64",
+            )  # fmt: skip
+            notebook.note(
+                "lanes", subject,
+                "same bits alone and in a vector" if not differ
+                else "other bits alone than in a vector",
+                numbers={"differ": differ, "seen": seen},
+                evidence=f"{differ} of {seen} elements differ",
+            )  # fmt: skip
+            notebook.keep("ulp", subject, **{"in": given, "out": got})
 
 
 SIZES = tuple(range(1, 18))
@@ -332,12 +318,8 @@ def probe_rows(
             ),
         }
         for name, call in calls.items():
-            there = partial(_on, device, call)
+            there = _there(call, device)
             _probe_batches(notebook, name, format_of(dtype).name, there, x, few=few)
-
-
-def _on(device: str, call: Unary, rows: torch.Tensor) -> torch.Tensor:
-    return call(rows.to(device)).cpu()
 
 
 def _probe_batches(
@@ -345,20 +327,17 @@ def _probe_batches(
 ) -> None:
     sizes = FEW_SIZES if few else SIZES
     subject = f"{name} sizes={len(sizes)} {dtype}"
-    try:
+    with notebook.attempt("rows", subject):
         differ, total = row_share(call, x[:16], every=5 if few else 1)
         groups = batch_groups(call, x, sizes)
-    except (RuntimeError, NotImplementedError) as error:
-        notebook.absent("rows", subject, error)
-        return
-    notebook.note(
-        "rows", subject,
-        "the same bits at M=1 and M=16" if not differ else "other bits at M=1 than at M=16",
-        numbers={"differ": differ, "outputs": total},
-        evidence=f"{differ} of {total} outputs differ",
-    )  # fmt: skip
-    notebook.note(
-        "batch", subject,
-        "invariant" if len(groups) == 1 else f"varies with the batch: {spans(groups)}",
-        numbers={"groups": len(groups), "sizes": len(sizes)},
-    )  # fmt: skip
+        notebook.note(
+            "rows", subject,
+            "the same bits at M=1 and M=16" if not differ else "other bits at M=1 than at M=16",
+            numbers={"differ": differ, "outputs": total},
+            evidence=f"{differ} of {total} outputs differ",
+        )  # fmt: skip
+        notebook.note(
+            "batch", subject,
+            "invariant" if len(groups) == 1 else f"varies with the batch: {spans(groups)}",
+            numbers={"groups": len(groups), "sizes": len(sizes)},
+        )  # fmt: skip

@@ -25,8 +25,7 @@ from divergence.options.commands import link_rate
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.new_run import provenance
-from divergence.recording.ranks.processes import Ranks
-from divergence.recording.ranks.together import closed, started
+from divergence.recording.ranks.processes import Ranks, closed, started
 from divergence.run.command import command_line, quoted
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from divergence.endpoints.answers import Answer, Token
-from divergence.endpoints.capabilities import STEPS, Capabilities
+from divergence.endpoints.capabilities import STEPS, Capabilities, tokens_of
 from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import PROTOCOLS, Question
+from divergence.endpoints.protocols import PROTOCOLS, Answer, Question, Token
 from divergence.endpoints.questions import Asked
-from divergence.endpoints.tokenizing import tokens_of
 from divergence.errors import EndpointError
 
 __all__ = ["ask"]

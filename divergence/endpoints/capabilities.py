@@ -2,23 +2,29 @@
 
 The kind of server comes from what it says of itself (``/v1/models``, ``/version``, ``/props`` ...);
 what it gives from one answer of one token to the first prompt. What it refuses is asked for less.
+
+Where answers do not tell how the server reads a prompt, a route may:
+
+    vLLM, SGLang   POST /tokenize          {prompt} or {messages} -> {tokens: [id]}
+    llama.cpp      POST /apply-template    {messages} -> {prompt}
+                   POST /tokenize          {content, add_special, parse_special} -> {tokens: [id]}
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from divergence.endpoints.answers import Answer
 from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import PROTOCOLS, Protocol, Question
-from divergence.endpoints.tokenizing import Route, route_of
+from divergence.endpoints.protocols import PROTOCOLS, Answer, Protocol, Question
 from divergence.errors import EndpointError, UsageError
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.writing.scores import BY_TEXT
 
-__all__ = ["STEPS", "Capabilities", "find_server", "probe"]
+__all__ = ["STEPS", "Capabilities", "find_server", "probe", "tokens_of"]
+
+Route = Literal["llama.cpp", "prompt"]
 
 STEPS = "token by token"
 """How an answer is scored where prompts are not: each of its tokens is asked for alone."""
@@ -129,7 +135,7 @@ def probe(
     question = dataclasses.replace(question, model=model, num_tokens=1)
     answer, extras = _first_taken(client, protocol, question)
     told = answer.prompt_ids is not None
-    route = None if told or question.ids else route_of(client, server.kind, question)
+    route = None if told or question.ids else _route_of(client, server.kind, question)
     found = Capabilities(
         server=server, model=model, protocol=name, extras=extras, logprobs=answer.has_logprobs,
         num_top=answer.num_top, token_ids=answer.has_ids, tokenizes=route,
@@ -210,3 +216,35 @@ def _text(value: Any, key: str) -> str | None:
 def _dtype(text: str | None) -> str | None:
     name = (text or "").removeprefix("torch.")
     return name if name in _DTYPES else None
+
+
+def _route_of(client: Client, kind: str, question: Question) -> Route | None:
+    """The form that the server takes, found by asking it."""
+    form: Route = "llama.cpp" if kind == "llama.cpp" else "prompt"
+    return form if tokens_of(client, form, question) else None
+
+
+def tokens_of(client: Client, route: Route, question: Question) -> list[int] | None:
+    """The prompt's token ids; None where the server has no such route."""
+    try:
+        answer = client.post("/tokenize", _body(client, route, question))
+    except EndpointError:
+        return None
+    ids = answer.get("tokens")
+    if not isinstance(ids, list) or not ids:
+        return None
+    return ids if all(type(one) is int and one >= 0 for one in ids) else None
+
+
+def _body(client: Client, route: Route, question: Question) -> dict[str, Any]:
+    """Raises EndpointError where the conversation cannot be rendered."""
+    messages = (
+        None if question.messages is None else [dict(message) for message in question.messages]
+    )
+    if route == "prompt":
+        asked = {"messages": messages} if messages else {"prompt": question.text or ""}
+        return {"model": question.model, **asked}
+    text: Any = question.text or ""
+    if messages:
+        text = client.post("/apply-template", {"messages": messages}).get("prompt")
+    return {"content": text, "add_special": True, "parse_special": True}

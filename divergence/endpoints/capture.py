@@ -15,10 +15,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from divergence.endpoints.answers import Answer
 from divergence.endpoints.asking import ask
 from divergence.endpoints.capabilities import Capabilities, find_server, probe
 from divergence.endpoints.client import Client
+from divergence.endpoints.protocols import Answer
 from divergence.endpoints.questions import Asked, asked_of, check_options
 from divergence.endpoints.scoring import Vocabulary, scores_of
 from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
@@ -30,7 +30,7 @@ from divergence.run.schema.site import LOGPROBS
 from divergence.run.storage.location import Location, Url, archive_kind, location_of
 from divergence.run.writing.scores import DRAWN, Source, put_scores, scores_manifest
 from divergence.run.writing.writer import CapturedTensor, RunWriter
-from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["capture_endpoint"]
 
@@ -48,27 +48,26 @@ def capture_endpoint(
     force: bool,
     command: str | None,
     progress: Progress | None,
-    client: Client | None = None,
 ) -> Run:
     """Raises EndpointError, UsageError, PromptError, RunExistsError and RunWriteError."""
     check_options(options)
-    tell: Progress = progress or (lambda event, done, total, detail: None)
+    tell: Progress = progress or silent
     place = location_of(out)
     asked = asked_of(options, like)
     held = _held(place, asked) if options.resume else None
     if held is None:
         check_output(place, force=force, like=like)
-    client = client or Client(str(options.endpoint))
+    client = Client(str(options.endpoint))
     server = find_server(client)
-    chat = options.chat or any(one.question.messages for one in asked)
+    chat = options.chat or any(prompt.question.messages for prompt in asked)
     name = None if model is None else str(model)
     found = probe(client, server, name, asked[0].question, chat=chat)
     tell("taken", 0, None, found.told())
     for text in found.lacks:
         tell("note", 0, None, text)
     if like is not None and not found.forces:
-        asked = [replace(one, question=one.free, forced=()) for one in asked]
-    if any(one.forced for one in asked):
+        asked = [replace(prompt, question=prompt.free, forced=()) for prompt in asked]
+    if any(prompt.forced for prompt in asked):
         found = replace(found, token_ids=True)  # those of the recorded answers
     manifest = _manifest(found, asked, options, like, command)
     if like is not None and found.token_ids:
@@ -148,7 +147,7 @@ def _manifest(
     found: Capabilities, asked: list[Asked], options: CaptureOptions, like: Run | None,
     command: str | None,
 ) -> Manifest:  # fmt: skip
-    tokens = "given" if any(one.forced for one in asked) else "greedy"
+    tokens = "given" if any(prompt.forced for prompt in asked) else "greedy"
     if tokens == "greedy" and asked[0].free.temperature:
         tokens = DRAWN
     source = Source(
@@ -157,8 +156,8 @@ def _manifest(
         seed=options.seed or 0, max_new_tokens=asked[0].free.num_tokens,
     )  # fmt: skip
     samples = [
-        SampleTokens(text=one.text, prompt_ids=list(one.ids or ()) if found.token_ids else [])
-        for one in asked
+        SampleTokens(text=prompt.text, prompt_ids=list(prompt.ids or ()) if found.token_ids else [])
+        for prompt in asked
     ]
     forced_by = like.manifest.id if like is not None and tokens == "given" else None
     return scores_manifest(

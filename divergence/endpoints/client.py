@@ -27,6 +27,7 @@ __all__ = ["KEY_VARIABLE", "Client"]
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
+_TIMEOUT_S, _ATTEMPTS = 600.0, 6
 _MAX_BYTES = 1 << 28
 _CHUNK = 1 << 16
 _SHOWN = 300
@@ -40,16 +41,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class Client:
     """``base``: the address without ``/v1``. Safe to use from several threads."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = 600.0,
-        attempts: int = 6,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.base = _base(url)
-        self._timeout_s, self._attempts, self._sleep = timeout_s, attempts, sleep
+    def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.base, self._sleep = _base(url), sleep
         self._key = os.environ.get(KEY_VARIABLE) or ""
         self._opener = urllib.request.build_opener(_NoRedirect)
         self.num_retries = 0
@@ -64,14 +57,14 @@ class Client:
     def post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
         """The JSON answer, an object. Raises EndpointError: ``status`` is the server's code, or
         None."""
-        for attempt in range(self._attempts):
+        for attempt in range(_ATTEMPTS):
             try:
-                answer = self._once(path, payload, timeout_s=self._timeout_s)
+                answer = self._once(path, payload, timeout_s=_TIMEOUT_S)
                 if isinstance(answer, dict):
                     return answer
                 raise _Failed("the answer is JSON, but no object", status=None, again=True)
             except _Failed as failed:
-                if not failed.again or attempt + 1 == self._attempts:
+                if not failed.again or attempt + 1 == _ATTEMPTS:
                     tries = f" ({attempt + 1} tries)" if attempt else ""
                     raise EndpointError(
                         f"{path}: {failed.text}{tries}", status=failed.status, hint=failed.hint

@@ -14,13 +14,11 @@ response lacks is None, never a guess.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from divergence.endpoints.answers import Answer, Token
-
-__all__ = ["PROTOCOLS", "Protocol", "Question"]
+__all__ = ["PROTOCOLS", "Answer", "Protocol", "Question", "Token"]
 
 _AS_ID = "token_id:"
 
@@ -45,6 +43,48 @@ class Question:
     @property
     def prompt(self) -> str | list[int]:
         return list(self.ids) if self.ids is not None else self.text or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token. ``id``: None where the server tells text alone. ``logprob``: None where it has
+    none. ``top``: the likeliest tokens at its place, without their own lists."""
+
+    id: int | None
+    text: str | None
+    logprob: float | None
+    top: Sequence[Token] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """``prompt_ids``: as the server rendered it; ``num_prompt``: their number, where ids are not
+    told. ``prompt``: the prompt's tokens with their scores, the first one without; empty where the
+    server scores no prompts."""
+
+    text: str = ""
+    tokens: Sequence[Token] = ()
+    prompt_ids: Sequence[int] | None = None
+    num_prompt: int | None = None
+    prompt: Sequence[Token] = ()
+    finish: str | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        return any(token.logprob is not None for token in self.tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        return any(token.logprob is not None for token in self.prompt)
+
+    @property
+    def has_ids(self) -> bool:
+        return bool(self.tokens) and all(token.id is not None for token in self.tokens)
+
+    @property
+    def num_top(self) -> int:
+        """The shortest list of likeliest tokens."""
+        return min((len(token.top) for token in self.tokens), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +131,40 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _at(values: list[Any], number: int) -> Any:
+    return values[number] if number < len(values) else None
+
+
 def _ids(value: Any) -> list[int] | None:
-    found = [_id(one) for one in _list(value)]
-    return [one for one in found if one is not None] if found and None not in found else None
+    ids = [_id(one) for one in _list(value)]
+    return [one for one in ids if one is not None] if ids and None not in ids else None
+
+
+def _ids_of(tokens: list[Token]) -> list[int] | None:
+    return _ids([token.id for token in tokens])
+
+
+def _with_top(own: Token, listed: Iterable[Token]) -> Token:
+    """The token with those that are ``listed`` at its place, the likeliest first."""
+    return replace(own, top=sorted(
+        listed, key=lambda token: -math.inf if token.logprob is None else -token.logprob
+    ))  # fmt: skip
+
+
+def _told(item: Any) -> Token:
+    """``{id, token, logprob}``, in which not all servers tell an id, and TGI says ``text``."""
+    said = _dict(item)
+    named, text = _named(said.get("token", said.get("text")))
+    own = _id(said.get("id"))
+    return Token(named if own is None else own, text, _number(said.get("logprob")))
+
+
+def _rows(items: Any) -> list[Token]:
+    """Tokens of which each has its list beside it."""
+    return [
+        _with_top(_told(item), map(_told, _list(item.get("top_logprobs"))))
+        for item in map(_dict, _list(items))
+    ]
 
 
 # --- OpenAI's routes ----------------------------------------------------------------------------
@@ -142,40 +213,21 @@ def _chat(question: Question) -> dict[str, Any]:
 
 def _of_completions(response: dict[str, Any]) -> Answer:
     choice = _dict(next(iter(_list(response.get("choices"))), None))
-    found = _dict(choice.get("logprobs"))
-    names, values = _list(found.get("tokens")), _list(found.get("token_logprobs"))
-    tops, ids = _list(found.get("top_logprobs")), _ids(choice.get("token_ids"))
+    said = _dict(choice.get("logprobs"))
+    values, tops = _list(said.get("token_logprobs")), _list(said.get("top_logprobs"))
     tokens = []
-    for number, name in enumerate(names):
-        token, text = _named(name)
-        if ids is not None and len(ids) == len(names):
-            token = ids[number]
-        listed = _dict(tops[number] if number < len(tops) else None)
-        top = [Token(*_named(one), _number(value)) for one, value in listed.items()]
-        value = _number(values[number]) if number < len(values) else None
-        tokens.append(Token(token, text, value, _sorted(top)))
+    for number, name in enumerate(_list(said.get("tokens"))):
+        listed = _dict(_at(tops, number)).items()
+        top = [Token(*_named(other), _number(value)) for other, value in listed]
+        tokens.append(_with_top(Token(*_named(name), _number(_at(values, number))), top))
     return _openai_answer(response, choice, tokens, str(choice.get("text") or ""))
 
 
 def _of_chat(response: dict[str, Any]) -> Answer:
     choice = _dict(next(iter(_list(response.get("choices"))), None))
-    content = _list(_dict(choice.get("logprobs")).get("content"))
-    ids = _ids(choice.get("token_ids"))
-    tokens = []
-    for number, item in enumerate(map(_dict, content)):
-        own = _chat_token(item)
-        token = ids[number] if ids is not None and len(ids) == len(content) else own.id
-        top = [_chat_token(_dict(one)) for one in _list(item.get("top_logprobs"))]
-        tokens.append(Token(token, own.text, own.logprob, _sorted(top)))
+    tokens = _rows(_dict(choice.get("logprobs")).get("content"))
     text = _dict(choice.get("message")).get("content")
     return _openai_answer(response, choice, tokens, str(text or ""))
-
-
-def _chat_token(item: dict[str, Any]) -> Token:
-    """llama.cpp writes the id beside the text."""
-    token, text = _named(item.get("token"))
-    return Token(_id(item.get("id")) if token is None else token, text,
-                 _number(item.get("logprob")))  # fmt: skip
 
 
 def _openai_answer(
@@ -183,8 +235,11 @@ def _openai_answer(
 ) -> Answer:
     scored = choice.get("prompt_logprobs") or response.get("prompt_logprobs")
     prompt_ids = _ids(choice.get("prompt_token_ids")) or _ids(response.get("prompt_token_ids"))
-    if not tokens and (ids := _ids(choice.get("token_ids"))):
-        tokens = [Token(one, None, None) for one in ids]
+    ids = _ids(choice.get("token_ids")) or []
+    if not tokens:
+        tokens = [Token(number, None, None) for number in ids]
+    elif len(ids) == len(tokens):
+        tokens = [replace(token, id=one) for token, one in zip(tokens, ids, strict=True)]
     return Answer(
         text=text, tokens=tokens, prompt_ids=prompt_ids,
         num_prompt=_id(_dict(response.get("usage")).get("prompt_tokens")),
@@ -198,21 +253,15 @@ def _prompt_of(scored: list[Any], ids: list[int] | None) -> list[Token]:
     tokens = []
     for number, row in enumerate(scored):
         entries = [
-            Token(int(key), one.get("decoded_token"), _number(one.get("logprob")))
-            for key, one in _dict(row).items()
-            if key.isdecimal() and isinstance(one, dict)
+            Token(int(key), entry.get("decoded_token"), _number(entry.get("logprob")))
+            for key, entry in _dict(row).items()
+            if key.isdecimal() and isinstance(entry, dict)
         ]
-        own = ids[number] if ids is not None and number < len(ids) else None
-        mine = next((one for one in entries if one.id == own), entries[0] if entries else None)
-        if mine is None:
-            tokens.append(Token(own, None, None))
-        else:
-            tokens.append(Token(mine.id, mine.text, mine.logprob, _sorted(entries)))
+        own = _at(ids or [], number)
+        first = entries[0] if entries else Token(own, None, None)
+        mine = next((entry for entry in entries if entry.id == own), first)
+        tokens.append(_with_top(mine, entries))
     return tokens
-
-
-def _sorted(top: list[Token]) -> list[Token]:
-    return sorted(top, key=lambda one: -math.inf if one.logprob is None else -one.logprob)
 
 
 # --- servers' own routes ------------------------------------------------------------------------
@@ -236,19 +285,16 @@ def _of_sglang(response: dict[str, Any]) -> Answer:
 
     def rows(name: str) -> list[Token]:
         tops = _list(said.get(name.replace("token", "top")))
-        found = []
-        for number, entry in enumerate(_list(said.get(f"{name}"))):
-            top = [_entry(one) for one in _list(tops[number] if number < len(tops) else None)]
-            own = _entry(entry)
-            found.append(Token(own.id, own.text, own.logprob, _sorted(top)))
-        return found
+        return [
+            _with_top(_entry(entry), map(_entry, _list(_at(tops, number))))
+            for number, entry in enumerate(_list(said.get(name)))
+        ]
 
     prompt = rows("input_token_logprobs")
-    ids = [token.id for token in prompt if token.id is not None]
     finish = _dict(said.get("finish_reason")).get("type")
     return Answer(
         text=str(response.get("text") or ""), tokens=rows("output_token_logprobs"), prompt=prompt,
-        prompt_ids=ids if ids and len(ids) == len(prompt) else None,
+        prompt_ids=_ids_of(prompt),
         num_prompt=_id(said.get("prompt_tokens")), finish=finish,
     )  # fmt: skip
 
@@ -269,16 +315,7 @@ def _llama(question: Question) -> dict[str, Any]:
 
 
 def _of_llama(response: dict[str, Any]) -> Answer:
-    def token(item: dict[str, Any], top: Sequence[Token] = ()) -> Token:
-        text = item.get("token")
-        return Token(_id(item.get("id")), text if isinstance(text, str) else None,
-                     _number(item.get("logprob")), top)  # fmt: skip
-
-    rows = map(_dict, _list(response.get("completion_probabilities")))
-    tokens = [
-        token(row, _sorted([token(_dict(one)) for one in _list(row.get("top_logprobs"))]))
-        for row in rows
-    ]
+    tokens = _rows(response.get("completion_probabilities"))
     return Answer(
         text=str(response.get("content") or ""), tokens=tokens,
         num_prompt=_id(response.get("tokens_evaluated")), finish=response.get("stop_type"),
@@ -298,21 +335,15 @@ def _tgi(question: Question) -> dict[str, Any]:
 
 def _of_tgi(response: dict[str, Any]) -> Answer:
     details = _dict(response.get("details"))
-
-    def token(item: Any, top: Sequence[Token] = ()) -> Token:
-        one = _dict(item)
-        return Token(_id(one.get("id")), one.get("text"), _number(one.get("logprob")), top)
-
     tops = _list(details.get("top_tokens"))
     tokens = [
-        token(one, _sorted([token(other) for other in _list(tops[n] if n < len(tops) else None)]))
-        for n, one in enumerate(_list(details.get("tokens")))
+        _with_top(_told(item), map(_told, _list(_at(tops, number))))
+        for number, item in enumerate(_list(details.get("tokens")))
     ]
-    prompt = [token(one) for one in _list(details.get("prefill"))]
-    ids = [one.id for one in prompt if one.id is not None]
+    prompt = [_told(item) for item in _list(details.get("prefill"))]
     return Answer(
         text=str(response.get("generated_text") or ""), tokens=tokens, prompt=prompt,
-        prompt_ids=ids if ids and len(ids) == len(prompt) else None,
+        prompt_ids=_ids_of(prompt),
         num_prompt=len(prompt) or None, finish=details.get("finish_reason"),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from divergence.endpoints.protocols import Question
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
-from divergence.options.option import fields_of
+from divergence.options.option import given_fields
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.run.reader import Run
 from divergence.run.writing.scores import BY_TEXT, DRAWN
@@ -39,8 +39,8 @@ class Asked:
 
 def check_options(options: CaptureOptions) -> None:
     """Raises UsageError for what means nothing to a server."""
-    for field in fields_of(CaptureOptions):
-        if field.name not in _TAKEN and field.is_given(getattr(options, field.name)):
+    for field in given_fields(options):
+        if field.name not in _TAKEN:
             raise UsageError(
                 f"{field.option.names[0]} means nothing to a server: it runs the model by itself",
                 hint="--prompt, --prompts, --chat, --max-new-tokens, --seed, --top-logprobs, "
@@ -71,7 +71,7 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
         )  # fmt: skip
         text = prompt.text
         if prompt.messages is not None:
-            text = "\n".join(f"{one.role}: {one.content}" for one in prompt.messages)
+            text = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages)
         for answer in _drawn(question, options.answers):
             found.append(Asked(question=answer, free=answer, text=text, ids=prompt.input_ids))
     kinds = {one.question.messages is not None for one in found}
@@ -89,7 +89,7 @@ def _drawn(question: Question, answers: int) -> list[Question]:
 
 def _messages(prompt: Prompt, options: CaptureOptions) -> list[dict[str, str]] | None:
     if prompt.messages is not None:
-        return [{"role": one.role, "content": one.content} for one in prompt.messages]
+        return [{"role": message.role, "content": message.content} for message in prompt.messages]
     if not options.chat:
         return None
     if prompt.text is None:
@@ -115,15 +115,14 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
                              hint="capture without --like, from the same prompts")  # fmt: skip
         fed, chosen = sample.generated_ids, sample.chosen_ids
         answer = [*fed, *(chosen[len(fed) :] if chosen[: len(fed)] == fed else ())][:count]
-        ids = tuple(sample.prompt_ids)
+        given = tuple(sample.prompt_ids)
         free = Question(
-            model="", ids=ids, num_tokens=count, seed=seed + again[ids] * drawn, top=top,
+            model="", ids=given, num_tokens=count, seed=seed + again[given] * drawn, top=top,
             temperature=float(drawn),
         )  # fmt: skip
-        again[ids] += 1
-        whole = Question(
-            model="", ids=[*sample.prompt_ids, *answer], num_tokens=1, seed=seed, top=top
-        )
+        again[given] += 1
+        ids = [*sample.prompt_ids, *answer]
+        whole = replace(free, ids=ids, num_tokens=1, seed=seed, temperature=0.0)
         found.append(Asked(
             question=whole if answer else free, free=free, text=sample.text,
             ids=sample.prompt_ids, forced=answer,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from divergence.endpoints.answers import Answer, Token
 from divergence.endpoints.capabilities import Capabilities
+from divergence.endpoints.protocols import Answer, Token
 from divergence.endpoints.questions import Asked
 from divergence.errors import EndpointError
 from divergence.run.writing.scores import Scores

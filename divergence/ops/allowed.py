@@ -24,8 +24,8 @@ from divergence.ops.backward import BACKWARD_NAMES
 from divergence.run.schema.site import did_you_mean
 
 __all__ = [
-    "Refusal", "Unsafe", "asked_for", "check_namespace", "check_operator", "draws_random_numbers",
-    "find_operator", "is_uninitialised", "short_name", "suite_function",
+    "Refusal", "Unsafe", "asked_for", "check_namespace", "check_operator",
+    "find_operator", "is_uninitialised", "schema_name", "short_name", "suite_function",
 ]  # fmt: skip
 
 
@@ -58,6 +58,11 @@ def short_name(operator: str) -> str:
     return operator.rpartition(".")[0] or operator
 
 
+def schema_name(operator: torch._ops.OpOverload) -> str:
+    """``aten.mm`` by the schema's own name."""
+    return operator._schema.name.replace("::", ".")
+
+
 def find_operator(name: str) -> torch._ops.OpOverload:
     """The operator of that full name, ``aten.mm.default``. Raises Refusal."""
     if _NAME.fullmatch(name) is None:
@@ -87,16 +92,6 @@ def find_operator(name: str) -> torch._ops.OpOverload:
 def is_uninitialised(name: str) -> bool:
     """Does the operator give memory as it was found?"""
     return short_name(name) in _UNINITIALISED
-
-
-def draws_random_numbers(operator: torch._ops.OpOverload, bound: dict[str, Any]) -> bool:
-    """Does this call draw? Dropout of nothing does not. ``bound``: arguments by name."""
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
-    if bound.get("train") is False or bound.get("training") is False:
-        return False
-    chances = [bound[name] for name in ("dropout_p", "dropout", "p") if name in bound]
-    return not (chances and all(chance == 0 for chance in chances))
 
 
 def suite_function(operator: str, *, truth: bool = False) -> Callable[..., Any]:
@@ -212,7 +207,7 @@ def check_operator(operator: torch._ops.OpOverload) -> None:
 @functools.cache
 def _why_not(operator: torch._ops.OpOverload) -> str | None:
     schema = operator._schema
-    short = schema.name.replace("::", ".")
+    short = schema_name(operator)
     names = {argument.name for argument in schema.arguments}
     if "storage_offset" in names or ("size" in names and "stride" in names):
         return f"{short} sees memory through raw sizes and strides"

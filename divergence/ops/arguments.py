@@ -28,6 +28,7 @@ from divergence.ops.allowed import (
     Refusal,
     Unsafe,
     find_operator,
+    schema_name,
     short_name,
     suite_function,
 )
@@ -86,31 +87,31 @@ def check_names(call: Call) -> None:
 
 
 def fitted(
-    schema: Any, arguments: Mapping[str, Any], tensors: Sequence[Any], device: str | torch.device
+    operator: torch._ops.OpOverload,
+    arguments: Mapping[str, Any],
+    tensors: Sequence[Any],
+    device: str | torch.device,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """(args, kwargs) of a call of the operator with this schema.
+    """(args, kwargs) of a call of the operator, by its schema.
 
     Raises Refusal where one is missing that this torch's operator needs.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for argument in schema.arguments:
+    for argument in operator._schema.arguments:
         if argument.name in arguments:
             value = decoded(arguments[argument.name], tensors, device)
         elif argument.has_default_value():
             value = argument.default_value
         else:
-            raise Refusal(f"{_name(schema)} needs an argument {argument.name!r} in this torch")
+            raise Refusal(
+                f"{schema_name(operator)} needs an argument {argument.name!r} in this torch"
+            )
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:
             args.append(value)
     return args, kwargs
-
-
-def _name(schema: Any) -> str:
-    name: str = schema.name
-    return name.replace("::", ".")
 
 
 ALIGNED_BYTES = 64

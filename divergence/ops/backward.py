@@ -11,16 +11,22 @@ dq = scale · dS·k, dk = scale · dSᵀ·q (Dao et al. 2022, algorithm 4, witho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from divergence.ops.fitting import (
+    Bound,
+    fits,
+    mask_fits,
+    normalized_axes,
+    same_sequences,
+    within,
+)
 from divergence.run.schema.record import Operand
 
-__all__ = ["BACKWARD_CHECKS", "BACKWARD_DEFINITIONS", "BACKWARD_NAMES"]
-
-Bound = Mapping[str, Any]
+__all__ = ["BACKWARD_CHECKS", "BACKWARD_DEFINITIONS", "BACKWARD_NAMES", "attention_scores"]
 
 BACKWARD_NAMES = frozenset(
     """
@@ -32,68 +38,45 @@ BACKWARD_NAMES = frozenset(
 """Of aten, without the overload: those that are not tagged as pointwise."""
 
 
-def _fits(what: bool, why: str) -> None:
-    if not what:
-        raise ValueError(why)
-
-
 def _alike(bound: Bound) -> None:
     """A gradient of its result's shape."""
     shapes = [tuple(bound[name].shape) for name in ("grad_output", "output")]
-    _fits(shapes[0] == shapes[1], f"a gradient {shapes[0]} of {shapes[1]}")
-    _fits(-len(shapes[0]) <= bound["dim"] < max(len(shapes[0]), 1), f"axis {bound['dim']}")
+    fits(shapes[0] == shapes[1], f"a gradient {shapes[0]} of {shapes[1]}")
+    fits(-len(shapes[0]) <= bound["dim"] < max(len(shapes[0]), 1), f"axis {bound['dim']}")
 
 
 def _norm(bound: Bound) -> None:
     """Of the last axes, with a mean and a deviation for each of the rest."""
-    shape, given = tuple(bound["normalized_shape"]), tuple(bound["input"].shape)
-    _fits(0 < len(shape) <= len(given), f"normalized over {len(shape)} axes")
-    _fits(given[-len(shape) :] == shape, f"normalized over {shape}")
-    _fits(tuple(bound["grad_out"].shape) == given, "a gradient of another shape")
+    shape, given = normalized_axes(bound), tuple(bound["input"].shape)
+    fits(tuple(bound["grad_out"].shape) == given, "a gradient of another shape")
     for name in ("mean", "rstd"):
         one = bound.get(name)
-        _fits(one is None or one.numel() == math.prod(given[: -len(shape)]), f"{name} of others")
-    for name in ("weight", "bias"):
-        one = bound.get(name)
-        _fits(one is None or tuple(one.shape) == shape, f"{name} of another shape")
+        fits(one is None or one.numel() == math.prod(given[: -len(shape)]), f"{name} of others")
 
 
 def _embedding(bound: Bound) -> None:
     """A row of the gradient for each index, which is of one of the rows."""
     gradient, indices, size = bound["grad_output"], bound["indices"], bound["num_weights"]
-    _fits(gradient.ndim > 0 and gradient.shape[:-1] == indices.shape, "a gradient of other indices")
-    _inside(indices, size)
-
-
-def _inside(index: torch.Tensor, size: int) -> None:
-    _fits(not index.is_floating_point() and not index.is_complex(), "an index is no integer")
-    if index.numel():
-        least, most = (int(one) for one in torch.aminmax(index.to(torch.int64)))
-        _fits(least >= 0 and most < size, f"indices {least} to {most} into {size}")
+    fits(gradient.ndim > 0 and gradient.shape[:-1] == indices.shape, "a gradient of other indices")
+    within(indices, size, masks=False)
 
 
 def _loss(bound: Bound) -> None:
     """One class for each row, but where it is to be ignored."""
     given, target = bound["self"], bound["target"]
-    _fits(given.ndim in (1, 2) and target.shape == given.shape[:-1], "targets of other rows")
-    _inside(target[target != bound["ignore_index"]], given.shape[-1])
+    fits(given.ndim in (1, 2) and target.shape == given.shape[:-1], "targets of other rows")
+    within(target[target != bound["ignore_index"]], given.shape[-1], masks=False)
 
 
 def _attention(bound: Bound) -> None:
     """g and out (B, H, T, E), logsumexp (B, H, T); the rest as of the forward, of equal heads."""
     query, key, value = (tuple(bound[name].shape) for name in ("query", "key", "value"))
-    _fits(len(query) == len(key) == len(value) == 4, "attention takes four axes")
-    _fits(key[:3] == value[:3], f"keys {key} and values {value}")
-    _fits(query[:2] == key[:2] and query[3] == key[3], f"queries {query}, keys {key}")
+    same_sequences(query, key, value)
+    fits(query[1] == key[1], f"queries {query}, keys {key}")
     for name in ("grad_out", "out"):
-        _fits(tuple(bound[name].shape) == (*query[:3], value[3]), f"{name} of another shape")
-    _fits(tuple(bound["logsumexp"].shape) == query[:3], "logsumexp of another shape")
-    mask = bound.get("attn_mask")
-    if mask is not None:
-        wanted = (*query[:3], key[2])
-        pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
-        fits = mask.ndim <= 4 and all(a in (1, b) for a, b in pairs)
-        _fits(fits, f"a mask {tuple(mask.shape)} for {wanted}")
+        fits(tuple(bound[name].shape) == (*query[:3], value[3]), f"{name} of another shape")
+    fits(tuple(bound["logsumexp"].shape) == query[:3], "logsumexp of another shape")
+    mask_fits(bound.get("attn_mask"), (*query[:3], key[2]))
 
 
 BACKWARD_CHECKS: dict[str, Callable[[Bound], None]] = {
@@ -120,11 +103,10 @@ def _log_softmax(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
     return out
 
 
-def _fused_attention(
-    bound: Bound, _: Sequence[Operand]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(by q, by k, by v)."""
-    gradient, query, key, value = (bound[n] for n in ("grad_out", "query", "key", "value"))
+def attention_scores(
+    bound: Bound, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """(scale·q·kᵀ + mask, scale), the causal mask aligned at the top left as torch defines it."""
     if bound.get("dropout_p"):
         raise NotImplementedError("attention with dropout")
     scale = bound.get("scale")
@@ -133,9 +115,18 @@ def _fused_attention(
     if bound.get("is_causal"):
         kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~kept, -math.inf)
-    mask = bound.get("attn_mask")
+    mask = bound.get("attn_mask", bound.get("attn_bias"))
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores, scale
+
+
+def _fused_attention(
+    bound: Bound, _: Sequence[Operand]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(by q, by k, by v)."""
+    gradient, query, key, value = (bound[n] for n in ("grad_out", "query", "key", "value"))
+    scores, scale = attention_scores(bound, query, key)
     sums = bound["logsumexp"].unsqueeze(-1)
     weights = (scores - sums).exp().masked_fill(~sums.isfinite(), 0.0)
     along = (gradient * bound["out"]).sum(-1, keepdim=True)

@@ -12,15 +12,25 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from divergence.ops.allowed import Unsafe
+from divergence.ops.allowed import Unsafe, schema_name
 from divergence.ops.backward import BACKWARD_CHECKS
+from divergence.ops.fitting import (
+    Bound,
+    fits,
+    mask_fits,
+    normalized_axes,
+    same_sequences,
+    weights_fit,
+    within,
+)
+from divergence.recording.hooks.arguments import bound_arguments
 from divergence.recording.machine.hardware import free_bytes
 
 __all__ = ["Checking", "check_bounds", "check_size"]
@@ -29,8 +39,6 @@ MAX_BYTES = 1 << 34
 """Of one result, where nobody tells how much memory is free."""
 SMALL_BYTES = 1 << 26
 """A result of so many bytes is made without asking."""
-
-Bound = Mapping[str, Any]
 
 
 class Checking(TorchDispatchMode):
@@ -41,7 +49,7 @@ class Checking(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        check_bounds(func, _bound(func, args, kwargs))
+        check_bounds(func, bound_arguments(func, args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -57,14 +65,14 @@ def check_bounds(operator: torch._ops.OpOverload, bound: Bound) -> None:
         if check is not None:  # kernels of others check what they are given
             check(bound)
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
-        raise Unsafe(f"{_short(operator)} cannot be given this", detail=str(error)) from error
+        raise Unsafe(f"{schema_name(operator)} cannot be given this", detail=str(error)) from error
     check_size(operator, bound)
 
 
 def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
     """Refuse a call whose results take more than half of the free memory."""
     if torch.Tag.pointwise in operator.tags:
-        shapes = [reversed(one.shape) for one in _tensors(bound.values())]
+        shapes = [reversed(tensor.shape) for tensor in _tensors(bound.values())]
         widest = map(max, itertools.zip_longest(*shapes, fillvalue=1))
         if 8 * math.prod(widest) <= SMALL_BYTES:
             return  # as much as its operands broadcast to, and no more
@@ -74,13 +82,15 @@ def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
             results = operator(**_all_on_meta(bound))
     except Exception:  # nothing was computed: a kernel of its own, or what the kernel refuses too
         return
-    needed = sum(one.numel() * max(one.itemsize, 8) for one in _tensors(results))
+    needed = sum(tensor.numel() * max(tensor.itemsize, 8) for tensor in _tensors(results))
     if needed > SMALL_BYTES and needed > _most_bytes(bound):
-        raise Unsafe(f"{_short(operator)} would give {needed >> 20:,} MiB: it does not fit here")
+        raise Unsafe(
+            f"{schema_name(operator)} would give {needed >> 20:,} MiB: it does not fit here"
+        )
 
 
 def _most_bytes(bound: Bound) -> int:
-    device = next((one.device for one in _tensors(bound.values())), torch.device("cpu"))
+    device = next((tensor.device for tensor in _tensors(bound.values())), torch.device("cpu"))
     return free_bytes(device) // 2 or MAX_BYTES
 
 
@@ -105,24 +115,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = func._schema.arguments
-    names = [one.name for one in arguments if not one.kwarg_only]
-    defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
-    return defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def _short(operator: torch._ops.OpOverload) -> str:
-    return operator._schema.name.replace("::", ".")
-
-
 def _kinds(operator: torch._ops.OpOverload, bound: Bound) -> None:
     """Torch takes any number for a dtype, a layout or a memory format."""
     for argument in operator._schema.arguments:
         kind = next((k for k in _KINDS if k in str(getattr(argument, "real_type", ""))), None)
         value = bound.get(argument.name)
         if kind is not None and value is not None:
-            _fits(isinstance(value, _KINDS[kind]), f"{argument.name} is {value!r}")
+            fits(isinstance(value, _KINDS[kind]), f"{argument.name} is {value!r}")
 
 
 _KINDS = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
@@ -131,31 +130,17 @@ _KINDS = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": tor
 def _lists(bound: Bound) -> None:
     """As many tensors in each list."""
     lengths = {len(value) for value in bound.values() if isinstance(value, list | tuple)}
-    _fits(len(lengths) == 1 and lengths != {0}, "lists of several lengths")
-
-
-def _fits(what: bool, why: str) -> None:
-    if not what:
-        raise ValueError(why)
-
-
-def _within(index: torch.Tensor, size: int, *, low: int = 0) -> None:
-    """Every index from ``low`` to ``size - 1``; booleans are masks, not indices."""
-    if index.dtype in (torch.bool, torch.uint8) or index.numel() == 0:
-        return
-    _fits(not index.is_floating_point() and not index.is_complex(), "an index is no integer")
-    least, most = (int(one) for one in torch.aminmax(index.to(torch.int64)))
-    _fits(low <= least and most < size, f"indices {least} to {most} into {size}")
+    fits(len(lengths) == 1 and lengths != {0}, "lists of several lengths")
 
 
 def _embedding(bound: Bound) -> None:
-    _within(bound["indices"], bound["weight"].shape[0])
+    within(bound["indices"], bound["weight"].shape[0])
 
 
 def _along(bound: Bound, *, negative: bool = False) -> None:
     """``index`` along ``dim`` of ``self``; counted from the end where it is ``negative``."""
     size = (bound["self"].shape or (1,))[bound["dim"]]
-    _within(bound["index"], size, low=-size if negative else 0)
+    within(bound["index"], size, low=-size if negative else 0)
 
 
 def _index(bound: Bound) -> None:
@@ -163,17 +148,17 @@ def _index(bound: Bound) -> None:
     shape, axis = bound["self"].shape, 0
     for index in bound["indices"]:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            _fits(index.shape == shape[axis : axis + index.ndim], "a mask of another shape")
+            fits(index.shape == shape[axis : axis + index.ndim], "a mask of another shape")
             axis += index.ndim
             continue
         if index is not None:
-            _within(index, shape[axis], low=-shape[axis])
+            within(index, shape[axis], low=-shape[axis])
         axis += 1
 
 
 def _take(bound: Bound) -> None:
     size = bound["self"].numel()
-    _within(bound["index"], size, low=-size)
+    within(bound["index"], size, low=-size)
 
 
 def _ends(bound: Bound) -> None:
@@ -184,58 +169,48 @@ def _ends(bound: Bound) -> None:
         return
     size = two.shape[1] if one.ndim == 3 else one.shape[0 if two.ndim == 3 else 1]
     groups = one.shape[0] if one.ndim == 3 else two.shape[0] if two.ndim == 3 else offs.numel()
-    _fits(tuple(offs.shape) == (groups,), f"{offs.numel()} ends of {groups} groups")
-    _within(offs, size + 1)
-    _fits(bool((offs[1:] >= offs[:-1]).all()), "ends of groups do not ascend")
+    fits(tuple(offs.shape) == (groups,), f"{offs.numel()} ends of {groups} groups")
+    within(offs, size + 1)
+    fits(bool((offs[1:] >= offs[:-1]).all()), "ends of groups do not ascend")
 
 
 def _repeats(bound: Bound) -> None:
     repeats = bound["repeats"]
     if isinstance(repeats, torch.Tensor) and repeats.numel():
-        _fits(int(repeats.min()) >= 0, "negative repeats")
+        fits(int(repeats.min()) >= 0, "negative repeats")
         source, dim, given = bound.get("self"), bound.get("dim"), bound.get("output_size")
         rows = repeats.numel()
         if source is not None and rows == 1:
             rows = source.numel() if dim is None else source.shape[dim]
         size = int(repeats.to(torch.float64).sum()) * (rows if repeats.numel() == 1 else 1)
         _counted(8 * size * (1 if source is None else max(source.numel() // max(rows, 1), 1)))
-        _fits(given is None or given == size, f"output_size {given}, and {size} are repeated")
+        fits(given is None or given == size, f"output_size {given}, and {size} are repeated")
 
 
 def _bincount(bound: Bound) -> None:
     values = bound["self"]
-    _within(values, 1 << 62)
+    within(values, 1 << 62)
     _counted(8 * max(int(values.max()) if values.numel() else 0, bound.get("minlength") or 0))
 
 
 def _counted(needed_bytes: int) -> None:
-    _fits(needed_bytes <= max(SMALL_BYTES, _most_bytes({})), f"{needed_bytes >> 20:,} MiB")
+    fits(needed_bytes <= max(SMALL_BYTES, _most_bytes({})), f"{needed_bytes >> 20:,} MiB")
 
 
 def _searched(bound: Bound) -> None:
     sorter = bound.get("sorter")
     if sorter is not None:
-        _within(sorter, sorter.shape[-1])
-        _fits(sorter.shape == bound["sorted_sequence"].shape, "a sorter of another shape")
+        within(sorter, sorter.shape[-1])
+        fits(sorter.shape == bound["sorted_sequence"].shape, "a sorter of another shape")
 
 
 def _attention(bound: Bound) -> None:
     """q (B, H, T, D), k (B, G, S, D), v (B, G, S, E), H a multiple of G, mask (B, H, T, S)."""
     query, key, value = (bound[name].shape for name in ("query", "key", "value"))
     mask = bound.get("attn_mask", bound.get("attn_bias"))
-    _same_sequences(query, key, value)
-    _fits(key[1] > 0 and query[1] % key[1] == 0, f"{query[1]} heads for {key[1]}")
-    if mask is not None:
-        wanted = (query[0], query[1], query[2], key[2])
-        _fits(mask.ndim <= 4, f"a mask of {mask.ndim} axes")
-        pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
-        _fits(all(a in (1, b) for a, b in pairs), f"a mask {tuple(mask.shape)} for {wanted}")
-
-
-def _same_sequences(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:
-    _fits(len(query) == len(key) == len(value) == 4, "attention takes four axes")
-    _fits(key[:3] == value[:3], f"keys {tuple(key)} and values {tuple(value)}")
-    _fits(query[0] == key[0] and query[3] == key[3], f"queries {tuple(query)}, keys {tuple(key)}")
+    same_sequences(query, key, value)
+    fits(key[1] > 0 and query[1] % key[1] == 0, f"{query[1]} heads for {key[1]}")
+    mask_fits(mask, (query[0], query[1], query[2], key[2]))
 
 
 def _forward(bound: Bound) -> None:
@@ -243,66 +218,52 @@ def _forward(bound: Bound) -> None:
     lengths = ("cum_seq", "cu_seq", "seqused", "block_table", "seqlen_k")
     packed = [name for name in bound if bound[name] is not None
               and any(word in name for word in lengths)]  # fmt: skip
-    _fits(not packed, f"{', '.join(packed)} given")
+    fits(not packed, f"{', '.join(packed)} given")
     shapes = [bound[name].transpose(1, 2).shape for name in ("query", "key", "value")]
-    _same_sequences(*shapes)
-    _fits(shapes[1][1] > 0 and shapes[0][1] % shapes[1][1] == 0, "heads do not divide")
+    same_sequences(*shapes)
+    fits(shapes[1][1] > 0 and shapes[0][1] % shapes[1][1] == 0, "heads do not divide")
     bias = bound.get("bias", bound.get("attn_bias"))
     wanted = (*shapes[0][:3], shapes[1][2])
-    _fits(bias is None or tuple(bias.shape) == wanted, "a bias of another shape")
-
-
-def _norm(bound: Bound) -> None:
-    """The last axes are normalized, by weights of their shape."""
-    shape = tuple(bound["normalized_shape"])
-    _fits(0 < len(shape) <= bound["input"].ndim, f"normalized over {len(shape)} axes")
-    _fits(tuple(bound["input"].shape[-len(shape) :]) == shape, f"normalized over {shape}")
-    _weights(bound, shape)
+    fits(bias is None or tuple(bias.shape) == wanted, "a bias of another shape")
 
 
 def _group_norm(bound: Bound) -> None:
     count, channels = bound["N"], bound["C"]
-    _fits(bound["input"].numel() == count * channels * bound["HxW"], "N, C and HxW are another's")
-    _fits(bound["group"] > 0 and channels % bound["group"] == 0, f"{bound['group']} groups")
-    _weights(bound, (channels,))
+    fits(bound["input"].numel() == count * channels * bound["HxW"], "N, C and HxW are another's")
+    fits(bound["group"] > 0 and channels % bound["group"] == 0, f"{bound['group']} groups")
+    weights_fit(bound, (channels,))
 
 
 def _batch_norm(bound: Bound) -> None:
     """Channels are the second axis; statistics are given, or computed."""
     shape = bound["input"].shape
-    _fits(len(shape) >= 2 and bound["input"].numel() > 0, f"an input {tuple(shape)}")
+    fits(len(shape) >= 2 and bound["input"].numel() > 0, f"an input {tuple(shape)}")
     statistics = [bound.get("running_mean"), bound.get("running_var")]
     given = all(one is not None for one in statistics)
-    _fits(given or bound.get("training", False), "statistics are neither given nor computed")
+    fits(given or bound.get("training", False), "statistics are neither given nor computed")
     for one in (*statistics, bound.get("weight"), bound.get("bias")):
-        _fits(one is None or tuple(one.shape) == (shape[1],), f"{shape[1]} channels")
+        fits(one is None or tuple(one.shape) == (shape[1],), f"{shape[1]} channels")
 
 
 def _weight_norm(bound: Bound) -> None:
     """One length for each slice along the first or the last axis."""
     v, g, dim = bound["v"], bound["g"], bound["dim"]
-    _fits(v.numel() > 0 and v.dtype == g.dtype, "of no elements, or of two dtypes")
-    _fits(dim in (0, v.ndim - 1) and g.numel() == v.shape[dim], f"lengths {tuple(g.shape)}")
-
-
-def _weights(bound: Bound, shape: tuple[int, ...]) -> None:
-    for name in ("weight", "bias"):
-        given = bound.get(name)
-        _fits(given is None or tuple(given.shape) == shape, f"{name} of another shape")
+    fits(v.numel() > 0 and v.dtype == g.dtype, "of no elements, or of two dtypes")
+    fits(dim in (0, v.ndim - 1) and g.numel() == v.shape[dim], f"lengths {tuple(g.shape)}")
 
 
 def _fourier(bound: Bound) -> None:
     """Each axis once; a one-sided spectrum holds half the points and one."""
     one, dims = bound["self"], bound["dim"]
     known = {dim % one.ndim for dim in dims if -one.ndim <= dim < one.ndim}
-    _fits(len(known) == len(dims) > 0, f"axes {dims} of {one.ndim}")
+    fits(len(known) == len(dims) > 0, f"axes {dims} of {one.ndim}")
     last = bound.get("last_dim_size")
     if last is not None:
-        _fits(last > 0 and one.shape[dims[-1]] == last // 2 + 1, f"{last} points")
-    _fits(one.is_complex() == ("onesided" not in bound), "an input of another kind")
+        fits(last > 0 and one.shape[dims[-1]] == last // 2 + 1, f"{last} points")
+    fits(one.is_complex() == ("onesided" not in bound), "an input of another kind")
 
 
-_CHECKS: dict[str, Callable[[Bound], None]] = {
+_CHECKS: dict[str, Callable[[Bound], object]] = {
     **BACKWARD_CHECKS,
     **dict.fromkeys(("index_select", "index_add", "index_copy", "index_reduce", "gather", "scatter",
                      "scatter_add", "scatter_reduce"), _along),
@@ -312,7 +273,7 @@ _CHECKS: dict[str, Callable[[Bound], None]] = {
     **{f"_scaled_dot_product_{name}": _attention for name in (
         "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
         "fused_attention_overrideable")},
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), normalized_axes),
     **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), _fourier),
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "batch_norm",
                      "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",

@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.ops.allowed import Refusal
 from divergence.ops.arguments import contiguous_stride, span_of
+from divergence.recording.engines.checkpoint import Weights
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.contents import call_passes
 from divergence.run.schema.record import Call, Operand, PassName, Record
 from divergence.run.schema.site import compile_patterns, did_you_mean
-
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.recording.engines.checkpoint import Weights
 
 __all__ = ["RecordedCall", "operand_value", "operand_values", "recorded_calls", "replayable_pass"]
 
@@ -104,14 +101,14 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
     if sites:
         matches = compile_patterns(sites)
         kept = [
-            one
-            for one in calls
-            if any(matches(record.site) for record in one.results.values()) or one.path in sites
+            call
+            for call in calls
+            if any(matches(record.site) for record in call.results.values()) or call.path in sites
         ]
         if not kept:
             raise UsageError(
                 f"no operator at {', '.join(sites)} in {run.path}",
-                hint=did_you_mean(sites[0], {one.first.site for one in calls})
+                hint=did_you_mean(sites[0], {call.first.site for call in calls})
                 or f"`{command_line('inspect', run.path, v=True)}` lists the sites",
             )
         calls = kept

@@ -15,8 +15,8 @@ These take the call's arguments by name, floating-point ones widened already. In
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,16 @@ from divergence.ops.allowed import (
     Refusal,
     check_namespace,
     check_operator,
-    draws_random_numbers,
     find_operator,
     is_uninitialised,
     short_name,
     suite_function,
 )
 from divergence.ops.arguments import check_names, decoded, fitted, laid_out
-from divergence.ops.backward import BACKWARD_DEFINITIONS
+from divergence.ops.backward import BACKWARD_DEFINITIONS, attention_scores
 from divergence.ops.bounds import Checking, check_bounds
+from divergence.ops.fitting import Bound
+from divergence.recording.hooks.arguments import draws_random_numbers, written_arguments
 from divergence.recording.hooks.dataflow import tensors_in
 from divergence.recording.widening import Widening
 from divergence.run.schema.fingerprint import plain_tensor
@@ -79,7 +80,7 @@ def execute_ports(
     if call.operator.startswith("suite."):
         return _suite(call, laid, device, compute_dtype)
     operator = find_operator(call.operator)
-    args, kwargs = fitted(operator._schema, call.arguments, laid, device)
+    args, kwargs = fitted(operator, call.arguments, laid, device)
     names = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
     bound = dict(zip(names, args, strict=True)) | kwargs
     if draws_random_numbers(operator, bound):
@@ -87,7 +88,8 @@ def execute_ports(
     check_operator(operator)
     check_bounds(operator, bound)
     results = _run(call, operator, args, kwargs, bound, device, compute_dtype)
-    return _by_port(results, _written(operator, bound), call.operator)
+    written = [one for name in written_arguments(operator) for one in tensors_in(bound.get(name))]
+    return _by_port(results, written, call.operator)
 
 
 def _prepared(
@@ -113,33 +115,32 @@ def _prepared(
 
 
 def _run(
-    call: Call,
-    operator: torch._ops.OpOverload,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    bound: dict[str, Any],
-    device: str | torch.device,
-    compute_dtype: torch.dtype | None,
-) -> Any:
+    call: Call, operator: torch._ops.OpOverload, args: list[Any], kwargs: dict[str, Any],
+    bound: dict[str, Any], device: str | torch.device, compute_dtype: torch.dtype | None,
+) -> Any:  # fmt: skip
+    name, where = short_name(call.operator), torch.device(device).type
+    if compute_dtype is None:
+        with _refusals(f"{name} does not run on {where}"):
+            return operator(*args, **kwargs)
+    dtype = str(compute_dtype).removeprefix("torch.")
+    with _refusals(f"{name} has no {dtype} kernel on {where}"), Widening(compute_dtype):
+        own = _DEFINITIONS.get(call.operator)
+        if own is None:
+            return operator(*args, **kwargs)
+        with Checking():
+            return own(bound, call.operands)
+
+
+@contextlib.contextmanager
+def _refusals(why: str) -> Iterator[None]:
+    """What a kernel raises, as a Refusal."""
     try:
         with torch.no_grad():
-            if compute_dtype is None:
-                return operator(*args, **kwargs)
-            with Widening(compute_dtype):
-                own = _DEFINITIONS.get(call.operator)
-                if own is not None:
-                    with Checking():
-                        return own(bound, call.operands)
-                return operator(*args, **kwargs)
+            yield
+    except torch.OutOfMemoryError as error:
+        raise Refusal("it does not fit into memory", detail=first_line(error)) from error
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
-        text = first_line(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise Refusal("it does not fit into memory", detail=text) from error
-        name, where = short_name(call.operator), torch.device(device).type
-        if compute_dtype is not None:
-            dtype = str(compute_dtype).removeprefix("torch.")
-            raise Refusal(f"{name} has no {dtype} kernel on {where}", detail=text) from error
-        raise Refusal(f"{name} does not run on {where}", detail=text) from error
+        raise Refusal(why, detail=first_line(error)) from error
 
 
 def _suite(
@@ -151,26 +152,9 @@ def _suite(
     """An operator of a suite: its named implementation, or its float64 definition."""
     function = suite_function(call.operator, truth=compute_dtype is not None)
     values = {name: decoded(value, tensors, device) for name, value in call.arguments.items()}
-    try:
-        with torch.no_grad(), Checking():
-            results = function(**values)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        text = first_line(error)
-        raise Refusal(
-            f"{call.operator} does not run on {torch.device(device).type}", detail=text
-        ) from error
+    with _refusals(f"{call.operator} does not run on {torch.device(device).type}"), Checking():
+        results = function(**values)
     return _by_port(results, [], call.operator)
-
-
-def _written(operator: torch._ops.OpOverload, bound: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operator writes to, in the order of its arguments."""
-    written: list[torch.Tensor] = []
-    for argument in operator._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = bound.get(argument.name)
-            items = value if isinstance(value, list) else [value]
-            written += [item for item in items if isinstance(item, torch.Tensor)]
-    return written
 
 
 def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -182,28 +166,17 @@ def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, 
     return {port: plain_tensor(one.detach()) for port, one in zip(ports, tensors, strict=True)}
 
 
-Bound = Mapping[str, Any]
 Definition = Callable[[Bound, Sequence[Operand]], Any]
 
 
 def _attention(bound: Bound, _: Sequence[Operand]) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, logsumexp). q (B, H, T, D), k and v (B, G, S, D) with H a multiple of G."""
     query, key, value = bound["query"], bound["key"], bound["value"]
-    if bound.get("dropout_p"):
-        raise NotImplementedError("attention with dropout")
     groups = query.shape[-3] // key.shape[-3]
     if groups > 1:
         key = key.repeat_interleave(groups, dim=-3)
         value = value.repeat_interleave(groups, dim=-3)
-    scale = bound.get("scale")
-    scores = query @ key.transpose(-2, -1)  # (B, H, T, S)
-    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if bound.get("is_causal"):
-        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~kept, -math.inf)
-    mask = bound.get("attn_mask", bound.get("attn_bias"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    scores = attention_scores(bound, query, key)[0]
     return torch.softmax(scores, -1) @ value, scores.logsumexp(-1)
 
 

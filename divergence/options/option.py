@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
@@ -35,6 +35,7 @@ __all__ = [
     "Options",
     "command_options",
     "fields_of",
+    "given_fields",
     "kinds_of",
     "parted",
     "recorded_in",
@@ -160,6 +161,13 @@ def fields_of(kind: type[Options]) -> tuple[Field, ...]:
         type_, options = parted(hints[field.name])
         fields.append(Field(name=field.name, type=type_, default=field.default, options=options))
     return tuple(fields)
+
+
+def given_fields(options: Options) -> Iterator[Field]:
+    """Those that ask for something else than their default."""
+    for field in fields_of(type(options)):
+        if field.is_given(getattr(options, field.name)):
+            yield field
 
 
 def recorded_in(options: Options, part: str, kind: type[Options]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -96,22 +96,18 @@ def watching(
 
         return hook
 
-    handles = [
-        module.register_forward_hook(seen(path))
-        for path, module in model.named_modules()
-        if "norm" in type(module).__name__.lower() or "norm" in path.rpartition(".")[2].lower()
-    ]
     watches = {name: kind() for name in targets}
     install({
         name: (target, [_Watched(w, watches[name], norms) for w in target.matrices])
         for name, target in targets.items()
     })  # fmt: skip
-    try:
+    with ExitStack() as stack:
+        stack.callback(uninstall, model)
+        for path, module in model.named_modules():
+            kind_and_name = type(module).__name__.lower(), path.rpartition(".")[2].lower()
+            if any("norm" in one for one in kind_and_name):
+                stack.enter_context(module.register_forward_hook(seen(path)))
         yield watches
-    finally:
-        uninstall(model)
-        for handle in handles:
-            handle.remove()
 
 
 def calibration_of(

@@ -21,6 +21,7 @@ import msgspec
 
 from divergence.errors import UsageError
 from divergence.numerics.quantizers import Quantizer
+from divergence.run.schema.site import did_you_mean
 
 __all__ = ["SCHEMES", "Scheme", "scheme_named"]
 
@@ -136,15 +137,8 @@ def _named(name: str) -> Scheme:
         base = SCHEMES[match[1]]
         group = Quantizer(format="int4", per="group", group=int(match[2]))
         return msgspec.structs.replace(base, name=name, weights=group)
-    known = [*SCHEMES, *_SAME]
-    raise UsageError(f"there is no scheme {name!r}", hint=_near(name, known))
-
-
-def _near(name: str, known: list[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(SCHEMES)}"
+    near = did_you_mean(name, [*SCHEMES, *_SAME], count=2)
+    raise UsageError(f"there is no scheme {name!r}", hint=near or f"one of {', '.join(SCHEMES)}")
 
 
 def _joined(one: Scheme, two: Scheme) -> Scheme:

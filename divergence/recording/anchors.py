@@ -17,12 +17,14 @@ A tensor that cannot be put together is left as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from divergence.recording.engines.generate import pad_id
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.prompts import group_samples
+from divergence.recording.request import Request
 from divergence.recording.selection import step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
@@ -30,18 +32,14 @@ from divergence.run.schema.manifest import ModuleNote, SampleTokens, Tokens
 from divergence.run.schema.record import PassName
 from divergence.run.schema.site import module_of, of_parameter
 
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.recording.request import Request
-
 __all__ = ["can_anchor", "recorded_inputs", "repeated_tokens", "unpadded"]
 
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
     """The same prompts without padding."""
     return [
-        SampleTokens(text=one.text, prompt_ids=one.prompt_ids, labels=one.labels) for one in samples
+        SampleTokens(text=sample.text, prompt_ids=sample.prompt_ids, labels=sample.labels)
+        for sample in samples
     ]
 
 
@@ -84,8 +82,6 @@ class _RecordedRows:
     def __call__(self, sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
         """``own`` (B, ...) with the recorded rows in it; of the last tokens alone (B, n, ...) where
         no more were recorded. None where nothing was, or it does not fit."""
-        import torch
-
         if of_parameter(site):  # of all prompts together, recorded behind the first
             record = self._run.find(("free", sample, step, site))
             if record is None or not self._run.has_bytes(record):

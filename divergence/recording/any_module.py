@@ -11,7 +11,6 @@ pass, so places are seen in free runs.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from msgspec import structs
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
 from divergence.options.capture import CaptureOptions
+from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.structure import describe_modules
 from divergence.recording.new_run import check_output, provenance
@@ -91,7 +91,7 @@ def record(
     notes = describe_modules(module)
     selection = SiteSelection([sites] if isinstance(sites, str) else list(sites), notes)
     identity = _identity(module)
-    device = next((str(one.device) for one in module.parameters()), "cpu")
+    device = next((str(parameter.device) for parameter in module.parameters()), "cpu")
     manifest = Manifest(
         **provenance(device, label=label, command=None),
         model=identity,
@@ -161,17 +161,14 @@ def _identity(module: torch.nn.Module) -> ModelIdentity:
     """Class and weights. Equal weights have equal digests, as in a capture."""
     state = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
     digests = {name: digest_tensor(tensor) for name, tensor in state.items()}
-    counts: Counter[str] = Counter()
-    for tensor in state.values():
-        if tensor.is_floating_point():
-            counts[format_of(tensor.dtype).name] += tensor.numel()
+    floats = [one for one in state.values() if one.is_floating_point()]
     return ModelIdentity(
         source=type(module).__qualname__,
         model_class=type(module).__name__,
         task="encoder",
         config_digest="",
-        dtype=counts.most_common(1)[0][0] if counts else "float32",
-        num_parameters=sum(one.numel() for one in module.parameters()),
+        dtype=usual_dtype((format_of(one.dtype).name, one.numel()) for one in floats) or "float32",
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         digest=digest_many(digests),
         digests=digests,
     )

@@ -11,27 +11,27 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from msgspec.structs import asdict, replace
 
 from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.commands import SERVER, TruthOptions
-from divergence.options.option import fields_of
+from divergence.options.option import given_fields
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.engine import (
     DEFAULT,
     QUANTIZE,
-    Loading,
     Session,
     engine_named,
     options_for,
     refuse_lacking,
 )
 from divergence.recording.execution import Execution
+from divergence.recording.hooks.forwards import Forwards
 from divergence.recording.hooks.plant import Plant, Substitute
 from divergence.recording.machine.determinism import cpu_threads, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
@@ -46,6 +46,8 @@ from divergence.recording.suites import (
     truth_of_suite,
     wants_suite,
 )
+from divergence.recording.training.asked import training_of
+from divergence.recording.training.session import TrainingSession
 from divergence.recording.training.zero import check_stage
 from divergence.recording.widening import check_device
 from divergence.recording.wishes import options_of, plain_wishes
@@ -54,9 +56,6 @@ from divergence.run.schema.layout import expanded
 from divergence.run.storage.location import location_of
 from divergence.run.unshard import unsharded
 from divergence.words import Progress, silent
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["DryRun", "Progress", "capture", "plan_capture", "truth"]
 
@@ -206,8 +205,8 @@ def capture(
 
 
 def _refuse_of_servers(options: CaptureOptions) -> None:
-    for field in fields_of(CaptureOptions):
-        if field.option.panel == SERVER and field.is_given(getattr(options, field.name)):
+    for field in given_fields(options):
+        if field.option.panel == SERVER:
             raise UsageError(f"{field.option.names[0]} needs --endpoint URL")
 
 
@@ -236,8 +235,6 @@ def truth(
 
     Raises what ``capture`` raises, and UsageError for a run that is a truth itself.
     """
-    import torch
-
     options = options_of(TruthOptions, locals())
     plain_wishes(force=force, command=command)
     recorded = unsharded(Run.open(run))
@@ -326,11 +323,12 @@ def _execute(
                 refuse_lacking(session, prepare=True)
                 module = settled(loaded.module, prepare(loaded.module))
                 session.loaded = dataclasses.replace(loaded, module=module)
-            session.loaded = dataclasses.replace(
-                session.loaded, use_cache=request.use_cache, prefill_chunk=request.prefill_chunk
+            forwards = Forwards(
+                cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
             )
+            session.loaded = dataclasses.replace(session.loaded, forwards=forwards)
             if request.train:
-                session = in_training(session, request)
+                session = TrainingSession(session, training_of(request, loaded.ranks))
             execution = Execution(
                 request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )
@@ -350,19 +348,9 @@ def _hint_at_the_model(error: ModelError, request: Request) -> None:
         error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
 
 
-def in_training(session: Session, request: Request) -> Session:
-    """The same model, of which a training step is recorded."""
-    from divergence.recording.training.asked import training_of
-    from divergence.recording.training.session import TrainingSession
-
-    return TrainingSession(session, training_of(request, session.loaded.ranks))
-
-
 def _session(request: Request, device: str, ranks: Ranks | None) -> Session:
     """The model, loaded by the engine that was asked for."""
     engine = engine_named(request.engine, built_in_alone=not request.engine_named)
     options = options_for(engine, request.engine_options)
-    loading = Loading(
-        request.model, device=device, device_map=request.device_map, ranks=ranks, **request.loading
-    )
+    loading = dataclasses.replace(request.loading, device=device, ranks=ranks)
     return engine.load(loading, options)

@@ -23,7 +23,7 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.summaries.sketch import sketch_bytes
 from divergence.options.capture import CaptureOptions
 from divergence.recording.anchors import can_anchor, unpadded
-from divergence.recording.engines.load import LoadedModel, empty_model
+from divergence.recording.engines.load import LoadedModel, Loading, empty_model
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import ShapeKeeper
 from divergence.recording.model.structure import describe_modules, output_paths
@@ -127,7 +127,7 @@ def plan_capture(
         return _plan_suite(model, like=like, options=chosen)
     request = resolve_request(model, like=like, options=chosen)
     refuse_of_collectives(chosen, planned=bool(request.train))
-    loaded = empty_model(request.model, **request.loading)
+    loaded = empty_model(request.loading)
     if request.like is None:
         samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
     else:
@@ -318,7 +318,9 @@ def plantable_module(
 
     Raises ModelError for a model that cannot be found or loaded, and for one without blocks.
     """
-    module = empty_model(str(model), dtype=dtype, trust_remote_code=trust_remote_code).module
+    module = empty_model(
+        Loading(str(model), dtype=dtype, trust_remote_code=trust_remote_code)
+    ).module
     notes = describe_modules(module)
     blocks = [path for path, note in notes.items() if note.role == "block"]
     if not blocks:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import torch
 
 from divergence.errors import UsageError
@@ -21,9 +22,9 @@ from divergence.recording.engines.engine import Session, refuse_lacking
 from divergence.recording.engines.generate import GroupResult, padded_right
 from divergence.recording.engines.placement import map_text
 from divergence.recording.engines.together import Together
-from divergence.recording.hooks.forwards import USUAL, Forwards
+from divergence.recording.hooks.forwards import USUAL
 from divergence.recording.hooks.modules import Recorder
-from divergence.recording.hooks.plant import check_places, substitute_from
+from divergence.recording.hooks.plant import check_fired, check_places
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
@@ -45,7 +46,7 @@ from divergence.recording.passes import (
 )
 from divergence.recording.prompts import group_samples, token_texts, tokenize
 from divergence.recording.ranks.divided import Division
-from divergence.recording.ranks.together import closed, on_all, own_part
+from divergence.recording.ranks.processes import closed, on_all, own_part
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.storage import storage
@@ -85,9 +86,8 @@ class Execution:
         loaded = self.loaded = session.loaded
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
         self.samples, self.groups, self.forced = self._tokens()
-        session.settle(
-            self.samples, self.forced, None if request.like is None else request.like.manifest
-        )
+        like = None if request.like is None else request.like.manifest
+        session.settle(self.samples, self.forced, like)
         self.notes = session.notes()
         self.selection = SiteSelection(request.sites, self.notes)
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
@@ -98,7 +98,7 @@ class Execution:
         places = asked.places_of(self.notes, self.training)
         check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
         check_forwards(request, session)
-        first = self.samples if request.like is None else request.like.manifest.tokens.samples
+        first = self.samples if like is None else like.tokens.samples
         session.check_ids(first, request.max_new_tokens)
         refuse_lacking(
             session, plants=bool(request.plants), pads_right=padded_right(loaded, self.samples),
@@ -133,19 +133,21 @@ class Execution:
         ) as (writer, self.keeper), watch.watching():  # fmt: skip
             remembering = RememberingSink(writer) if request.repeat > 1 else None
             num_substituted = 0
-            for one in passes:
-                free = one.name == "free"
+            for made_pass in passes:
+                free = made_pass.name == "free"
                 anchor = None
-                if one.anchored and request.like is not None:
+                if made_pass.anchored and request.like is not None:
                     anchor = recorded_inputs(request.like, self.samples, self.groups)
-                if one.whole:
+                if made_pass.whole:
                     rank = 0 if self.ranks is None else self.ranks.rank
                     own = own_part(Run.open(writer.flush()), rank)
                     own.set_fallback(request.like)
                     anchor = own_inputs(own)
-                recorder = self._recorder(remembering or writer if free else writer, one, anchor)
-                self._run_pass(recorder, one, writer if free else None)
-                self._check_pass(recorder, one, manifest)
+                recorder = self._recorder(
+                    remembering or writer if free else writer, made_pass, anchor
+                )
+                self._run_pass(recorder, made_pass, writer if free else None)
+                self._check_pass(recorder, made_pass, manifest)
                 if recorder.operators is not None:
                     num_substituted += recorder.operators.num_substituted
                     for reason, count in recorder.operators.skipped.items():
@@ -155,7 +157,8 @@ class Execution:
                 self._note("no operator was met whose result was to be replaced")
             self.determinism.note_in(manifest.settings)
             manifest.engine, manifest.plan.compiled = self.session.note(), watch.notes()
-            manifest.training = asked.training_made(self.session, self.training)
+            precision = getattr(self.session, "precision", None)  # of the dtypes as they were
+            manifest.training = msgspec.structs.replace(self.training, precision=precision)
             for note in watch.afterwards():
                 self._note(note)
             if remembering is not None:
@@ -183,7 +186,7 @@ class Execution:
             )
         if one.name != "free":
             return
-        recorder.check_plants()
+        check_fired(self.plants, recorder.fired)
         if num_emitted == 0:
             raise UsageError(
                 "nothing was recorded: no tensor passed the chosen sites, steps and positions",
@@ -245,16 +248,16 @@ class Execution:
 
     def _plan(self, passes: list[Pass]) -> Plan:
         request = self.request
-        anchored = any(one.anchored for one in passes)
+        anchored = any(made_pass.anchored for made_pass in passes)
         kept = self.selection.hooked | asked.owners_of(self.loaded.structure, self.training)
         like = None if request.like is None else request.like.manifest.id
         return Plan(
-            passes=[one.name for one in passes],
+            passes=[made_pass.name for made_pass in passes],
             **{**recorded_in(request, "plan", CaptureOptions), "sites": self.selection.sites},
             only_changed=like if request.only_changed else None,
             anchored_to=like if anchored else None,
             plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
-            substitutes=[str(one) for one in request.substitutes.values()],
+            substitutes=[str(substitute) for substitute in request.substitutes.values()],
             logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
             modules={
                 path: note
@@ -264,24 +267,23 @@ class Execution:
         )
 
     def _manifest(self, plan: Plan, command: str | None) -> Manifest:
-        request = self.request
+        request, like = self.request, self.request.like
         identity = self.session.identity(
             lambda done, total, name: self.on_progress("digest", done, total, name)
         )
-        if request.like is not None:
-            for text in unlike(request.like.manifest, identity, self.session.note(), self.notes):
+        if like is not None:
+            for text in unlike(like.manifest, identity, self.session.note(), self.notes):
                 self._note(text)
         manifest = Manifest(
             **provenance(
                 self.device, label=request.label, command=command,
-                like=None if request.like is None else request.like.manifest,
+                like=None if like is None else like.manifest,
             ),
             model=identity,
             engine=self.session.note(),
             tokens=Tokens(
-                samples=self.samples,
-                groups=self.groups,
-                forced_by=None if request.like is None else request.like.manifest.id,
+                samples=self.samples, groups=self.groups,
+                forced_by=None if like is None else like.manifest.id,
             ),
             settings=Settings(
                 **recorded_in(request, "settings", CaptureOptions),
@@ -334,12 +336,8 @@ class Execution:
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,
             weights=request.weights,
-            forwards=USUAL
-            if one.whole
-            else Forwards(
-                cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
-            ),
-            substitute=substitute_from(request.substitutes) if request.substitutes else None,
+            forwards=USUAL if one.whole else self.loaded.forwards,
+            substitutes=request.substitutes,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,
         )
@@ -391,10 +389,10 @@ class Execution:
         result = Repeatability(num_runs=self.request.repeat)
         for number in range(1, self.request.repeat):
             self.on_progress("repeat", number, self.request.repeat - 1, "")
-            forced = self.forced or [sample.generated_ids for sample in self.samples]
             recorder = self._recorder(RepeatSink(first, result), Pass("free"))
             run_pass(
                 self.session, recorder, self.samples, self.own_groups,
-                max_new_tokens=self.request.max_new_tokens, forced=forced,
+                max_new_tokens=self.request.max_new_tokens,
+                forced=self.forced or [sample.generated_ids for sample in self.samples],
             )  # fmt: skip
         return result

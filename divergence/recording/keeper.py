@@ -27,7 +27,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -41,12 +41,10 @@ from divergence.numerics.summaries.sketch import (
     sketch_tensor,
     sum_dtype_name,
 )
+from divergence.run.schema.manifest import StoreMode
 from divergence.run.writing.buffer import Buffer, Slot
 from divergence.run.writing.captured_tensor import CapturedTensor, Reduced
 from divergence.run.writing.writer import RunWriter
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import StoreMode
 
 __all__ = [
     "BufferKeeper", "CopyKeeper", "DeviceCopies", "Event", "Keeper", "Recent", "ReducedKeeper",

@@ -19,36 +19,33 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.summaries.fold import folds_of
 from divergence.recording.engines.engine import Session
 from divergence.recording.engines.generate import GroupResult
+from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.together import Together
 from divergence.recording.hooks.modules import Recorder
+from divergence.recording.hooks.plant import Plant
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.machine.hardware import free_bytes
-from divergence.recording.selection import step_selected
+from divergence.recording.request import Request
+from divergence.recording.selection import SiteSelection, step_selected
+from divergence.recording.training.session import leaves
+from divergence.recording.widening import Widening
 from divergence.run.process_tuning import frozen_heap, quick_thread_switches
 from divergence.run.reader import Run
+from divergence.run.schema.engine import Training
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.manifest import ModuleNote, Repeatability, SampleTokens
 from divergence.run.schema.record import PassName
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
-
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.hooks.plant import Plant
-    from divergence.recording.request import Request
-    from divergence.recording.selection import SiteSelection
-    from divergence.recording.widening import Widening
-    from divergence.run.schema.engine import Training
 
 __all__ = [
     "Pass", "RememberingSink", "RepeatSink", "TensorKey", "check_forwards", "own_inputs",
@@ -146,8 +143,6 @@ def why_not_whole(
     request: Request, task: str, selection: SiteSelection, notes: Mapping[str, ModuleNote]
 ) -> str | None:
     """None if this capture can make a whole pass, else why it cannot."""
-    import torch
-
     if task == "encoder":
         return "an encoder makes no decode steps"
     if not request.use_cache:
@@ -187,18 +182,16 @@ def why_not_whole(
 def widened(one: Pass, loaded: LoadedModel, training: Training) -> Iterator[Widening | None]:
     """The dtype that a pass computes in. Widened weights are kept if there is ample room; those of
     a training step are wide for its length, since their gradients are as wide as they are."""
-    from divergence.recording.widening import Widening
-
     with contextlib.ExitStack() as stack:
         if training.train:
-            from divergence.recording.training.session import leaves
-
             stack.enter_context(leaves(loaded.module, one.compute_dtype, training))
         if one.compute_dtype is None:
             yield None
             return
         # a tensor class that holds codes has no memory of its own
-        weights = [one for one in loaded.module.parameters() if not hasattr(one, "qdata")]
+        weights = [
+            parameter for parameter in loaded.module.parameters() if not hasattr(parameter, "qdata")
+        ]
         needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
         room = free_bytes(loaded.device) // 2
         keep = needed if needed <= room and not training.train else 0
@@ -240,8 +233,6 @@ def own_inputs(run: Run) -> Anchor:
 
     None where a site was not seen in every step, or where its tensors are not made of rows.
     """
-    import torch
-
     samples = run.manifest.tokens.samples
 
     def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:

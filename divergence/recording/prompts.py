@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
-from divergence.recording.training.labels import Label, check_labels, labels_of
+from divergence.recording.training.labels import Label, check_labels, labels_of, read_text
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import SampleTokens
 
@@ -98,12 +98,7 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
     """Read a prompts file. Raises PromptError naming file and line."""
     path = expanded(path)
     hint = "a prompts file is .txt (a prompt a line) or .jsonl with text, messages or input_ids"
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=hint) from error
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+    content = read_text(path, hint)
     # Not splitlines(): that also splits at U+2028 and its like, which JSON has inside strings.
     lines = [line.removesuffix("\r") for line in content.split("\n")]
     suffix = path.suffix.lower()
@@ -248,7 +243,7 @@ def _tokenize(prompt: Prompt, tokenizer: Any, chat: bool, number: int) -> Sample
     if chat and messages is None:
         messages = (Message(role="user", content=text or ""),)
     if messages is not None:
-        text = _render(tokenizer, [msgspec.structs.asdict(one) for one in messages], number)
+        text = _render(tokenizer, [msgspec.structs.asdict(message) for message in messages], number)
     ids = list(tokenizer(text, add_special_tokens=messages is None)["input_ids"])
     if not ids:
         raise PromptError(f"prompt {number} has no tokens: {text!r}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -21,14 +21,15 @@ from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of
 from divergence.recording.engines.engine import DEFAULT, given_options
+from divergence.recording.engines.load import Loading
 from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
 from divergence.recording.prompts import Prompt, padded_right_alone
-from divergence.recording.selection import select_positions, step_selected
+from divergence.recording.selection import chosen_store, select_positions, step_selected
 from divergence.recording.training.asked import prompts_of, without_decoding
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
-from divergence.run.schema.site import LOGPROBS, ROOT, did_you_mean, join_site
+from divergence.run.schema.site import LOGPROBS, ROOT, join_site
 from divergence.run.storage.location import Location
 from divergence.run.trust import (
     recorded_attention,
@@ -74,10 +75,11 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     substitutes: dict[str, Substitute]
 
     @property
-    def loading(self) -> dict[str, Any]:
-        """What a loading and ``empty_model`` are told alike."""
-        names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code")
-        return {name: getattr(self, name) for name in names}
+    def loading(self) -> Loading:
+        """How the model is loaded, but for the device and the ranks that are there."""
+        names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code",
+                 "device_map")  # fmt: skip
+        return Loading(self.model, **{name: getattr(self, name) for name in names})
 
     @property
     def regrouped(self) -> bool:
@@ -129,24 +131,36 @@ def resolve_request(
             hint="--mesh with torchrun, or --device-map in one process",
         )
     decided: dict[str, Any] = {
-        "plants": [one if isinstance(one, Plant) else parse_plant(one) for one in options.plants],
+        "plants": [
+            plant if isinstance(plant, Plant) else parse_plant(plant) for plant in options.plants
+        ],
         "substitutes": parse_substitutes(options.substitutes or {}),
         "buffer_bytes": buffer_bytes(options.buffer),
     }
+    name = None if model is None else str(model)
     if like is not None:
-        name = None if model is None else str(model)
         decided |= _like(_repeatable(like, options), name, options)
-        return _unhooked(Request(**{**asdict(options), **decided}))
+    else:
+        decided |= _fresh(name, options)
+    request = Request(**{**asdict(options), **decided})
+    if request.hooks:
+        return request
+    # what the model returns alone, in the free pass
+    return replace(request, sites=[join_site(ROOT, "out")], anchor=False)
+
+
+def _fresh(model: str | None, options: CaptureOptions) -> dict[str, Any]:
+    """What is decided where no run is repeated."""
     if model is None:
         raise UsageError(
             "no model given",
             hint="divergence capture MODEL -o RUN, or divergence capture --like RUN -o RUN2",
         )
-    if max_new_tokens is None:
-        max_new_tokens = _DEFAULT_MAX_NEW_TOKENS
+    num = options.max_new_tokens
+    max_new_tokens = _DEFAULT_MAX_NEW_TOKENS if num is None else num
     _check_steps(options.steps, max_new_tokens)
-    decided |= {
-        "model": str(model),
+    return {
+        "model": model,
         "engine": options.engine or DEFAULT,
         "engine_options": given_options(options.engine_options),
         "attn_implementation": options.attn_implementation or "eager",
@@ -158,16 +172,8 @@ def resolve_request(
         "sites": list(options.sites) or ["blocks"],
         "deterministic": options.deterministic is not False,
         "seed": options.seed or 0,
-        "store": _chosen_store(options.store, only_changed=options.only_changed, like=None),
+        "store": chosen_store(options.store, only_changed=options.only_changed, like=None),
     }
-    return _unhooked(Request(**{**asdict(options), **decided}))
-
-
-def _unhooked(request: Request) -> Request:
-    """Without hooks: what the model returns alone, in the free pass."""
-    if request.hooks:
-        return request
-    return replace(request, sites=[join_site(ROOT, "out")], anchor=False)
 
 
 def _repeatable(like: Run, options: CaptureOptions) -> Run:
@@ -192,7 +198,7 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
     manifest holds it is taken from there."""
     recorded = run.manifest
     overrides: list[Override] = []
-    store = _chosen_store(options.store, only_changed=options.only_changed, like=run)
+    store = chosen_store(options.store, only_changed=options.only_changed, like=run)
     options = replace(options, store=store)
 
     def choose(
@@ -316,40 +322,6 @@ def _check_steps(steps: str | None, max_new_tokens: int) -> None:
             hint=f"with --max-new-tokens {max_new_tokens} there "
             + (f"are the steps 0 (the prefill) to {count - 1}" if count > 1 else "is step 0 alone"),
         )
-
-
-_STORES: tuple[StoreMode, ...] = get_args(StoreMode)
-
-
-def _chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> StoreMode:
-    """The mode: as asked for, else that of the run to be repeated, else ``full``.
-
-    Raises UsageError for a mode that there is none of, and for ``only_changed`` without a run that
-    has digests, or with a mode that keeps no bytes anyhow.
-    """
-    if store is not None and store not in _STORES:
-        raise UsageError(
-            f"--store {store}: there are {', '.join(_STORES)}",
-            hint=did_you_mean(store, _STORES, count=1) or "full keeps every byte",
-        )
-    if not only_changed:
-        recorded = like.manifest.plan.store if like is not None else "full"
-        return recorded if store is None else store
-    if like is None:
-        raise UsageError(
-            "--only-changed needs --like: the run whose bytes need not be stored again",
-            hint="divergence capture --like RUN -o OTHER --only-changed",
-        )
-    if store not in (None, "full"):
-        raise UsageError(
-            f"--only-changed keeps bytes, and --store {store} keeps none", hint="leave out --store"
-        )
-    if not any(record.xxh3 or record.fold for record in like.records):
-        raise UsageError(
-            f"--only-changed: {like.path} holds no digest to tell by what has changed",
-            hint="leave out --only-changed",
-        )
-    return "full"
 
 
 def taken(request: Request) -> str:

@@ -18,21 +18,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import get_args
+
+import torch
 
 from divergence.config import BUILTIN_SITES, expand_sites
 from divergence.errors import UsageError
 from divergence.recording.model.structure import is_routing, routing_modules
+from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, StoreMode
 from divergence.run.schema.site import CODES, ROOT, compile_patterns, did_you_mean, join_site
 
-if TYPE_CHECKING:
-    import torch
-
-
 __all__ = [
-    "OPERATORS", "SiteSelection", "check_operators", "narrowed", "select_positions",
-    "step_selected",
+    "OPERATORS", "SiteSelection", "check_operators", "chosen_store", "narrowed",
+    "select_positions", "step_selected",
 ]  # fmt: skip
 
 OPERATORS = "ops@"
@@ -139,6 +138,40 @@ def check_operators(selection: SiteSelection, *, store: StoreMode, only_changed:
         f"{given} keeps not all bytes, and operators (ops@) are run again from theirs",
         hint="capture operators in a run of their own, with --store full",
     )
+
+
+_STORES: tuple[StoreMode, ...] = get_args(StoreMode)
+
+
+def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> StoreMode:
+    """The mode: as asked for, else that of the run to be repeated, else ``full``.
+
+    Raises UsageError for a mode that there is none of, and for ``only_changed`` without a run that
+    has digests, or with a mode that keeps no bytes anyhow.
+    """
+    if store is not None and store not in _STORES:
+        raise UsageError(
+            f"--store {store}: there are {', '.join(_STORES)}",
+            hint=did_you_mean(store, _STORES, count=1) or "full keeps every byte",
+        )
+    if not only_changed:
+        recorded = like.manifest.plan.store if like is not None else "full"
+        return recorded if store is None else store
+    if like is None:
+        raise UsageError(
+            "--only-changed needs --like: the run whose bytes need not be stored again",
+            hint="divergence capture --like RUN -o OTHER --only-changed",
+        )
+    if store not in (None, "full"):
+        raise UsageError(
+            f"--only-changed keeps bytes, and --store {store} keeps none", hint="leave out --store"
+        )
+    if not any(record.xxh3 or record.fold for record in like.records):
+        raise UsageError(
+            f"--only-changed: {like.path} holds no digest to tell by what has changed",
+            hint="leave out --only-changed",
+        )
+    return "full"
 
 
 _RANGE = re.compile(r"(-?[0-9]{1,18})(?:-([0-9]{1,18}))?")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,18 +12,14 @@ from divergence.numerics.summaries.sketch import sketch_tensor
 from divergence.numerics.summaries.summary import summarize
 from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
 from divergence.recording.ranks.divided import LocalKeeper
-from divergence.recording.ranks.together import started
-from divergence.run.schema.manifest import Manifest, StoreMode
+from divergence.recording.ranks.processes import Ranks, started
+from divergence.recording.request import Request
+from divergence.run.schema.manifest import Manifest, SampleTokens, StoreMode
 from divergence.run.schema.site import escape_path
+from divergence.run.storage.location import Location
 from divergence.run.writing.buffer import Buffer, Limits
 from divergence.run.writing.reduction import reducer_for, wants_fold
 from divergence.run.writing.writer import RunWriter
-
-if TYPE_CHECKING:
-    from divergence.recording.ranks.processes import Ranks
-    from divergence.recording.request import Request
-    from divergence.run.schema.manifest import SampleTokens
-    from divergence.run.storage.location import Location
 
 __all__ = ["about_bytes", "storage"]
 

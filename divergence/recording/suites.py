@@ -13,7 +13,7 @@ from typing import Any
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.commands import TruthOptions
-from divergence.options.option import Options, fields_of
+from divergence.options.option import Options, given_fields
 from divergence.recording.new_run import check_output
 from divergence.run.command import command_line
 from divergence.run.reader import Run
@@ -117,10 +117,9 @@ def suite_of(model: str | Path | None) -> str | None:
 def refuse_options(options: Options, *, collectives: bool = False) -> None:
     """Raise UsageError for an option that means something to a model only, or to ``collectives``
     only."""
-    for field in fields_of(type(options)):
+    for field in given_fields(options):
         name = field.option.names[0]
-        known = field.option.suite and (collectives or name not in _OF_COLLECTIVES)
-        if not known and field.is_given(getattr(options, field.name)):
+        if not field.option.suite or (name in _OF_COLLECTIVES and not collectives):
             raise _meaningless(name)
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,9 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from divergence.errors import UsageError, first_line
-
-if TYPE_CHECKING:
-    from divergence.recording.engines.codes import Codes
+from divergence.recording.engines.codes import Codes
 
 __all__ = ["Widening", "check_device"]
 
@@ -75,45 +73,6 @@ def check_device(device: str, dtype: torch.dtype) -> None:
         ) from error
 
 
-class Widening:
-    """``with Widening(torch.float64, weights=model.parameters()): model(...)``.
-
-    ``weights``: tensors whose widened form may be kept, ``keep_bytes`` of them in all, until
-    the end of the ``with`` block. ``codes``: what some of them were dequantised from.
-    ``num_rounded`` counts in-place writes into a narrow tensor that the model owned before: they
-    had to be rounded, so the result is not wide throughout. torch's default dtype is process-wide:
-    other threads see the wide one meanwhile.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        *,
-        weights: Iterable[torch.Tensor] = (),
-        keep_bytes: int = 0,
-        codes: Codes | None = None,
-    ) -> None:
-        self.num_rounded = 0
-        self._dispatch = _WideOperators(self, dtype, codes)
-        self._functions = _SameDtype(self._dispatch.wider)
-        self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
-
-    def __enter__(self) -> Widening:
-        self._default = torch.get_default_dtype()
-        if self._default in self._dispatch.wider:
-            torch.set_default_dtype(self._dtype)
-        self._dispatch.keep(self._weights, self._keep_bytes)
-        self._dispatch.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._functions.__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
-        self._dispatch.__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
-        self._dispatch.keep((), 0)
-        torch.set_default_dtype(self._default)
-
-
 _Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -141,17 +100,35 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-class _WideOperators(TorchDispatchMode):
-    """Below autograd and composite operators: what really computes."""
+class Widening(TorchDispatchMode):
+    """``with Widening(torch.float64, weights=model.parameters()): model(...)``.
 
-    def __init__(self, owner: Widening, dtype: torch.dtype, codes: Codes | None) -> None:
+    ``weights``: tensors whose widened form may be kept, ``keep_bytes`` of them in all, until
+    the end of the ``with`` block. ``codes``: what some of them were dequantised from.
+    ``num_rounded`` counts in-place writes into a narrow tensor that the model owned before: they
+    had to be rounded, so the result is not wide throughout. torch's default dtype is process-wide:
+    other threads see the wide one meanwhile.
+
+    The mode works below autograd and composite operators: there is what really computes.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        weights: Iterable[torch.Tensor] = (),
+        keep_bytes: int = 0,
+        codes: Codes | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self.num_rounded = 0
         self._codes = codes
         self._coded = {} if codes is None else codes.by_storage()
         narrow = _ORDER[: _ORDER.index(dtype)]
         self.wider = dict.fromkeys(narrow, dtype)
         self.wider |= {_COMPLEX[one]: _COMPLEX[dtype] for one in narrow if one in _COMPLEX}
-        self._owner, self._dtype = owner, dtype
+        self._functions = _SameDtype(self.wider)
+        self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
         self._own: dict[Any, Callable[..., torch.Tensor]] = {
             aten.mm.default: self._mm,
             aten.addmm.default: self._addmm,
@@ -164,7 +141,22 @@ class _WideOperators(TorchDispatchMode):
         if fallback is not None:
             self._own[fallback.default] = self._grouped_mm
 
-    def keep(self, weights: Iterable[torch.Tensor], keep_bytes: int) -> None:
+    def __enter__(self) -> Widening:
+        self._default = torch.get_default_dtype()
+        if self._default in self.wider:
+            torch.set_default_dtype(self._dtype)
+        self._keep(self._weights, self._keep_bytes)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._functions.__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
+        self._keep((), 0)
+        torch.set_default_dtype(self._default)
+
+    def _keep(self, weights: Iterable[torch.Tensor], keep_bytes: int) -> None:
         """Forget what was kept; from now on keep ``keep_bytes`` of these weights, widened."""
         self._room_bytes = keep_bytes
         storages = [weight.untyped_storage() for weight in weights] if keep_bytes else []
@@ -261,46 +253,46 @@ class _WideOperators(TorchDispatchMode):
         result = func(*new_args, **new_kwargs)
         for narrow, wide in rounded:
             narrow.copy_(wide)
-            self._owner.num_rounded += 1
+            self.num_rounded += 1
         return tree_map_only(torch.Tensor, original, result) if rounded else result
 
-    def _mm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    def _mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """(M, K) × (K, N). A large narrow matrix on the right goes by column slices."""
-        if not self._in_slices(two):
-            return torch.mm(self._wide(one), self._wide(two))
-        one = self._wide(one)
-        step = max(1, SLICE_NUMEL // max(1, two.shape[0]))
-        parts = [torch.mm(one, self._wide(part)) for part in two.split(step, dim=1)]
+        if not self._in_slices(right):
+            return torch.mm(self._wide(left), self._wide(right))
+        left = self._wide(left)
+        step = max(1, SLICE_NUMEL // max(1, right.shape[0]))
+        parts = [torch.mm(left, self._wide(part)) for part in right.split(step, dim=1)]
         return torch.cat(parts, dim=1)
 
     def _addmm(
         self,
         bias: torch.Tensor,
-        one: torch.Tensor,
-        two: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
         *,
         beta: float = 1,
         alpha: float = 1,
     ) -> torch.Tensor:
-        if not self._in_slices(two):
-            wide = (self._wide(bias), self._wide(one), self._wide(two))
+        if not self._in_slices(right):
+            wide = (self._wide(bias), self._wide(left), self._wide(right))
             return torch.addmm(*wide, beta=beta, alpha=alpha)
-        product = alpha * self._mm(one, two)
+        product = alpha * self._mm(left, right)
         if beta == 0:
             return product
         total: torch.Tensor = beta * self._wide(bias) + product
         return total
 
-    def _bmm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    def _bmm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """(B, M, K) × (B, K, N): B experts may be large together. They go one by one."""
-        if not self._in_slices(two):
-            return torch.bmm(self._wide(one), self._wide(two))
-        return torch.stack([self._mm(a, b) for a, b in zip(one, two, strict=True)])
+        if not self._in_slices(right):
+            return torch.bmm(self._wide(left), self._wide(right))
+        return torch.stack([self._mm(a, b) for a, b in zip(left, right, strict=True)])
 
     def _grouped_mm(
         self,
-        one: torch.Tensor,
-        two: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
         offs: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
@@ -310,20 +302,20 @@ class _WideOperators(TorchDispatchMode):
 
         ``offs``: end of each expert's rows. Rows beyond the last end give zeros.
         """
-        if offs is not None and one.ndim == 2 and two.ndim == 2:  # (K, S) × (S, N): of weights
-            one, two, parts, start = self._wide(one), self._wide(two), [], 0
+        if offs is not None and left.ndim == 2 and right.ndim == 2:  # (K, S) × (S, N): of weights
+            left, right, parts, start = self._wide(left), self._wide(right), [], 0
             for end in offs.tolist():
-                parts.append(self._mm(one[:, start:end], two[start:end]))
+                parts.append(self._mm(left[:, start:end], right[start:end]))
                 start = end
             return torch.stack(parts)
-        if offs is None or one.ndim != 2 or two.ndim != 3:
+        if offs is None or left.ndim != 2 or right.ndim != 3:
             raise NotImplementedError("grouped matrix product of this layout in float64")
-        one = self._wide(one)
-        out = one.new_zeros(one.shape[0], two.shape[-1])
+        left = self._wide(left)
+        out = left.new_zeros(left.shape[0], right.shape[-1])
         start = 0
         for expert, end in enumerate(offs.tolist()):
             if end > start:
-                out[start:end] = self._mm(one[start:end], two[expert])
+                out[start:end] = self._mm(left[start:end], right[expert])
                 start = end
         return out if bias is None else out + self._wide(bias)
 

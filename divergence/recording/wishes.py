@@ -37,8 +37,8 @@ def options_of(kind: type[_T], given: Mapping[str, Any]) -> _T:
 def plan_options(given: dict[str, Any]) -> PlanOptions:
     """Those of the plan of a training step, taken out of ``given``."""
     fields = fields_of(PlanOptions)
-    values = {one.name: given.pop(one.name) for one in fields if one.name in given}
-    types = {one.name: one.type for one in fields}
+    values = {field.name: given.pop(field.name) for field in fields if field.name in given}
+    types = {field.name: field.type for field in fields}
     return PlanOptions(**{name: _plain(name, value, types[name]) for name, value in values.items()})
 
 

@@ -148,7 +148,7 @@ def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[i
         (
             "prefill" if what == "step" and not number else str(number),
             "-" if site.identical else site.site, decimal(site.rel_l2), times(site.ratio),
-            share(site.usage), f"{sum(one.flagged for one in groups[number]):,}",
+            share(site.usage), f"{sum(result.flagged for result in groups[number]):,}",
         )
         for number, site in zip(numbers, worst, strict=True)
     ]  # fmt: skip

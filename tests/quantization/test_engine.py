@@ -8,7 +8,7 @@ from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.quantization.model import chosen, targets_of
 from divergence.recording.api import capture, truth
-from divergence.recording.engines.load import load_model
+from divergence.recording.engines.load import Loading, load_model
 
 PROMPTS = ["one two three four five", "six seven eight nine"]
 WISHES = {"prompts": PROMPTS, "max_new_tokens": 2, "probe": False}
@@ -83,7 +83,7 @@ def test_other_architectures(tiny_model, tmp_path, architecture, part, number):
     folder = tiny_model(architecture, num_blocks=2)
     run = capture(folder, out=tmp_path / "a", **(WISHES | {"max_new_tokens": 1}))
     q = quantised(run, tmp_path / "q", scheme="w8a8")
-    model = load_model(str(folder), device="cpu").module
+    model = load_model(Loading(str(folder))).module
     targets = targets_of(model)
     of_part = [one for one in chosen(targets, []) if one.part == part]
     assert len(of_part) == number
@@ -93,7 +93,7 @@ def test_other_architectures(tiny_model, tmp_path, architecture, part, number):
 
 
 def test_routers_and_heads_are_kept(tiny_model):
-    model = load_model(str(tiny_model("qwen3-moe", num_blocks=2)), device="cpu").module
+    model = load_model(Loading(str(tiny_model("qwen3-moe", num_blocks=2)))).module
     targets = targets_of(model)
     kept = {one.part for one in targets.values()} - {one.part for one in chosen(targets, [])}
     assert kept == {"router", "head"}

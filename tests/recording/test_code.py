@@ -14,7 +14,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from divergence.recording.engines.load import load_model
+from divergence.recording.engines.load import Loading, load_model
 from divergence.recording.model.code import FUNCTIONAL, code_notes
 from divergence.recording.model.replacement import wrappers_of
 from divergence.recording.model.source import digest_of, innermost, syntax_of
@@ -69,12 +69,12 @@ def plugin(tmp_path_factory):
 
 @pytest.fixture
 def model(llama):
-    return load_model(str(llama)).module
+    return load_model(Loading(str(llama))).module
 
 
 @pytest.fixture(scope="module")
 def healthy(llama):
-    return code_notes(load_model(str(llama)).module)
+    return code_notes(load_model(Loading(str(llama))).module)
 
 
 def line_of(name: str) -> int:
@@ -92,11 +92,9 @@ def line_of(name: str) -> int:
 )
 def test_nothing_is_replaced_in_a_healthy_model(architecture, tiny_model):
     """Of no architecture, in no class; and two loads of it run the same code."""
-    folder = str(tiny_model(architecture))
-    one, two = (
-        code_notes(load_model(folder, trust_remote_code=architecture == "remote-code").module)
-        for _ in range(2)
-    )
+    trusted = architecture == "remote-code"
+    loading = Loading(str(tiny_model(architecture)), trust_remote_code=trusted)
+    one, two = (code_notes(load_model(loading).module) for _ in range(2))
     assert one == two
     assert not any(n.replaced or n.wrapped or n.compiled or n.odd for n in one.values())
     assert all(note.functions["forward"] for note in one.values())

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from divergence.recording.engines.load import _model_error
+from divergence.recording.engines.load import Loading, _model_error
 from divergence.recording.machine.determinism import deterministic_settings
 from divergence.recording.machine.environment import VARIABLES
 
@@ -163,6 +163,6 @@ def test_other_warnings_go_where_the_user_sends_them():
 
 def test_a_package_that_does_not_import_is_no_damaged_file(tmp_path):
     error = ImportError("libhccl.so: cannot open shared object file", name="torch_npu")
-    told = _model_error(str(tmp_path), error, None)
+    told = _model_error(Loading(str(tmp_path)), error)
     assert "damaged" not in str(told) + (told.hint or "")
     assert "importing torch_npu" in told.hint

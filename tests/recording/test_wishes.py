@@ -147,8 +147,8 @@ def test_the_progress_bars_of_transformers_come_back(enabled, llama, monkeypatch
     """A notebook that has them keeps them."""
     from transformers.utils import logging
 
-    from divergence.recording.engines.load import load_model
+    from divergence.recording.engines.load import Loading, load_model
 
     monkeypatch.setattr(logging, "_tqdm_active", enabled)
-    load_model(str(llama))
+    load_model(Loading(str(llama)))
     assert logging.is_progress_bar_enabled() is enabled

@@ -9,6 +9,7 @@ a run like any other, made by the engine ``quantize``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from divergence.experiments.quantization.trials import Trials
 from divergence.options.capture import CaptureOptions
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.api import capture
-from divergence.recording.engines.engine import Loading
 from divergence.recording.engines.quantize import (
     QuantizeEngine,
     QuantizeOptions,
@@ -225,9 +225,7 @@ def session_of(
     place = resolve_device(device)
     with deterministic_settings(place.partition(":")[0], seed=request.seed):
         tell("load", 0, None, request.model)
-        session = QuantizeEngine().load(
-            Loading(request.model, device=place, **request.loading), options
-        )
+        session = QuantizeEngine().load(dataclasses.replace(request.loading, device=place), options)
         with contextlib.closing(session):
             session.check_ids(base.manifest.tokens.samples, 0)
             session.calibrate(base.manifest.tokens.samples)

@@ -202,7 +202,10 @@ def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
 
 def _signature(call: Call) -> str:
     """``bfloat16 14x64, 64x64``."""
-    shapes = [f"{one.dtype} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in call.operands]
+    shapes = [
+        f"{operand.dtype} {'x'.join(map(str, operand.shape)) or 'scalar'}"
+        for operand in call.operands
+    ]
     return ", ".join(shapes[:3]) + (f" and {len(shapes) - 3} more" if len(shapes) > 3 else "")
 
 

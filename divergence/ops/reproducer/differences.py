@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from divergence.numerics.formats import format_of
 from divergence.numerics.pairs.ulp import NAN_DISTANCE, ulp_distance
@@ -22,9 +22,6 @@ from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.record import Call, operand_indices
 from divergence.run.schema.scalars import other_scalars, scalar_words
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Difference", "difference", "store_error", "what_differs"]
 
@@ -45,8 +42,6 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     """Of ``a`` from ``b``; None where their shapes differ."""
     if a.shape != b.shape:
         return None
-    import torch
-
     a, b = a.reshape(-1), b.reshape(-1)
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     one, two = a.to(wide), b.to(wide)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,10 +33,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import did_you_mean, is_operator_site, module_of, natural_key
 from divergence.run.storage.location import folder_of
-from divergence.words import silent
-
-if TYPE_CHECKING:
-    from divergence.words import Progress
+from divergence.words import Progress, silent
 
 __all__ = ["FILES", "Reproducer", "repro"]
 
@@ -110,7 +107,7 @@ def repro(
     try:
         operands = operand_values(source, one, weights)
         expected = {port: source.read(record) for port, record in one.results.items()}
-        true, made_by = _truth(source, true_run, one, operands, notes, asked)
+        true, made_by = _truth(true_run, one, operands, notes, asked)
         sides = [_side(source, expected, true, expected)]
         if other is not None:
             sides.append(_other_side(source, other, one, operands, expected, true))
@@ -151,7 +148,7 @@ def _calls_at(
     """The calls of one site, in the order of capture. Raises UsageError with what is there."""
     calls = recorded_calls(run, pass_)
     path = site.partition(":")[0]
-    at_site = [one for one in calls if one.path == path]
+    at_site = [call for call in calls if call.path == path]
     if not at_site:
         raise _no_operator(run, site, calls)
     chosen = [
@@ -171,7 +168,7 @@ def _calls_at(
 
 
 def _no_operator(run: Run, site: str, calls: list[RecordedCall]) -> UsageError:
-    paths = sorted({one.path for one in calls}, key=natural_key)
+    paths = sorted({call.path for call in calls}, key=natural_key)
     if not is_operator_site(site):
         module = module_of(site)
         inside = [p for p in paths if module_of(p) == module]
@@ -218,7 +215,7 @@ def _check_folder(out: Path, *, force: bool) -> None:
 
 
 def _truth(
-    source: Run, true_run: Run | None, one: RecordedCall, operands: list[torch.Tensor],
+    true_run: Run | None, one: RecordedCall, operands: list[torch.Tensor],
     notes: list[str], asked: frozenset[str],
 ) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
     """The right results by port and what computed them; empty where that cannot be had.
@@ -270,15 +267,15 @@ def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
     """The call whose first result differs most between the two runs."""
     pass_ = _pass_of(other, source, calls[0].first.pass_)
     best: tuple[float, RecordedCall] | None = None
-    for one in calls:
-        record = _find(other, pass_, one.first)
+    for call in calls:
+        record = _find(other, pass_, call.first)
         if record is None:
             continue
-        apart = difference(other.read(record), source.read(one.first))
+        apart = difference(other.read(record), source.read(call.first))
         size = float("inf") if apart is None else apart.rel_l2
         size = float("inf") if size != size else size
         if best is None or size > best[0]:
-            best = size, one
+            best = size, call
     if best is None:
         paths = {r.site.partition(":")[0] for r in other.records if r.pass_ == pass_}
         raise UsageError(

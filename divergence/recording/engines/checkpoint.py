@@ -17,17 +17,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from divergence.errors import ModelError
-from divergence.recording.engines.load import is_gguf, load_model
+from divergence.recording.engines.load import Loading, is_gguf, load_model
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
 from divergence.run.trust import recorded_attention, recorded_revision
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Weights", "check_data_alone"]
 
@@ -145,7 +144,7 @@ class Weights:
     def _in_model(self, name: str) -> torch.Tensor | None:
         if self._loaded is None:
             model = self._manifest.model
-            module = load_model(
+            module = load_model(Loading(
                 self._source,
                 task=model.task,
                 # whose code is trusted is read at the revision that the user sees, not the run's
@@ -153,7 +152,7 @@ class Weights:
                 dtype=model.dtype,
                 attn_implementation=recorded_attention(self._manifest) or "eager",
                 trust_remote_code=self._trust,
-            ).module
+            )).module  # fmt: skip
             self._loaded = dict(module.named_parameters(remove_duplicate=False))
             self._loaded |= dict(module.named_buffers(remove_duplicate=False))
         loaded = self._loaded.get(name)
@@ -162,10 +161,8 @@ class Weights:
 
 def _files(root: Path) -> dict[str, Path]:
     """Tensor name → file; ``""`` → the only file."""
-    try:
-        if (root / _SINGLE).is_file():
-            return {"": root / _SINGLE}
-        named = json.loads((root / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {name: root / file for name, file in named.items() if Path(file).name == file}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return {}
+    if (root / _SINGLE).is_file():
+        return {"": root / _SINGLE}
+    named = _json(root / _INDEX).get("weight_map")
+    places = named.items() if isinstance(named, dict) else ()
+    return {name: root / file for name, file in places if Path(str(file)).name == file}

@@ -14,14 +14,12 @@ quotients and zero points are wide, its codes the nearest integers of those (tie
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from divergence.errors import ModelError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["Codes", "dequantize"]
 

@@ -20,8 +20,8 @@ import torch
 from divergence.errors import ModelError, UsageError, first_line
 from divergence.recording.engines.engine import EngineOptions, Loading
 from divergence.recording.engines.generate import GroupResult
-from divergence.recording.engines.load import LoadedModel
-from divergence.recording.engines.sessions import TorchSession, blocks_of, loaded_by_transformers
+from divergence.recording.engines.load import LoadedModel, load_model
+from divergence.recording.engines.sessions import TorchSession, blocks_of
 from divergence.recording.hooks.modules import Recorder
 from divergence.run.schema.manifest import EngineValue, SampleTokens
 from divergence.run.schema.site import did_you_mean
@@ -54,7 +54,7 @@ class CompileEngine:
 
     def load(self, loading: Loading, options: CompileOptions) -> CompileSession:
         _check(options, loading)
-        loaded = loaded_by_transformers(loading)
+        loaded = load_model(loading)
         blocks = blocks_of(loaded.module)
         if not blocks:
             raise UsageError(

@@ -20,22 +20,23 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
 from divergence.errors import UsageError
-from divergence.run.schema.manifest import EngineNote, EngineValue
+from divergence.recording.engines.generate import GroupResult
+from divergence.recording.engines.load import LoadedModel, Loading
+from divergence.recording.hooks.modules import Recorder
+from divergence.run.schema.manifest import (
+    EngineNote,
+    EngineValue,
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+    SampleTokens,
+)
 from divergence.run.schema.site import did_you_mean
-
-if TYPE_CHECKING:
-    from divergence.recording.engines.generate import GroupResult
-    from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.engines.placement import DeviceMap
-    from divergence.recording.hooks.modules import Recorder
-    from divergence.recording.ranks.processes import Ranks
-    from divergence.run.schema.manifest import Manifest, ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["BUILT_IN", "DEFAULT", "QUANTIZE", "Engine", "EngineOptions", "Feature", "Loading",
            "Session", "engine_named", "given_options", "options_for", "refuse_lacking"]  # fmt: skip
@@ -58,24 +59,6 @@ Feature = Literal["anchor", "escalate", "whole", "operators", "plants", "batch",
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of an engine: bool, int, float, str, and ``X | None``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """Which model, and how it is to be loaded."""
-
-    source: str
-    """A directory, a file that the engine reads, or an id of the hub."""
-    device: str
-    task: str = "auto"
-    revision: str | None = None
-    dtype: str | None = None
-    """None: the checkpoint's own."""
-    attn_implementation: str = "eager"
-    trust_remote_code: bool = False
-    device_map: DeviceMap | None = None
-    ranks: Ranks | None = None
-    """The processes that the model is divided among; all of them load."""
 
 
 class Session(Protocol):

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from divergence.errors import ModelError
 from divergence.recording.engines.load import LoadedModel
-
-if TYPE_CHECKING:
-    from divergence.recording.ranks.processes import Ranks
-    from divergence.run.schema.manifest import SampleTokens
+from divergence.recording.hooks.patch import patched
+from divergence.recording.ranks.processes import Ranks
+from divergence.run.schema.manifest import SampleTokens
 
 __all__ = [
-    "GroupResult", "can_generate", "check_ids", "choices", "control", "failures", "generate",
-    "inputs", "pad_id", "padded_right", "run_group",
+    "GroupResult", "can_generate", "check_ids", "choices", "control", "ends_of", "failures",
+    "generate", "inputs", "pad_id", "padded_right", "run_group",
 ]  # fmt: skip
 
 _TOP = 5
@@ -111,11 +110,8 @@ def _prefill(
 
     known = inspect.signature(model.forward).parameters
     more = {_POSITIONS: mask.cumsum(-1).sub(1).clamp(min=0)} if _POSITIONS in known else {}
-    handle = head.register_forward_pre_hook(deciding, prepend=True)  # before what records it
-    try:
+    with head.register_forward_pre_hook(deciding, prepend=True):  # before what records it
         logits = model(input_ids=ids, attention_mask=mask, **more).logits
-    finally:
-        handle.remove()
     made = control(forced, 1, set(), loaded.ranks)
     fed: list[list[int]] = [[] for _ in samples]
     if forced is None or forced[0]:
@@ -176,16 +172,21 @@ def _decode(
     forced: list[list[int]] | None,
     num_logits: int | None,
 ) -> GroupResult:
-    model: Any = loaded.module
-    eos = model.generation_config.eos_token_id if forced is None else None
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    ends = ends_of(loaded, forced)
     made = control(forced, count, ends, loaded.ranks)
-    output = generate(loaded, ids, mask, count, eos=eos, control=made, num_logits=num_logits)
+    output = generate(loaded, ids, mask, count, ends=ends, control=made, num_logits=num_logits)
     num_steps = len(made.chosen)
     before, fed_ids = output.tensor_split([output.shape[1] - num_steps], dim=1)
     generated = fed_ids.tolist()
     decoder = before.tolist() if loaded.task == "encoder-decoder" else [[] for _ in generated]
     return GroupResult(generated, choices(made, generated, ends), decoder, made.seen)
+
+
+def ends_of(loaded: LoadedModel, forced: list[list[int]] | None) -> set[int]:
+    """The tokens after which a sample has ended; none where tokens are forced."""
+    model: Any = loaded.module
+    eos = model.generation_config.eos_token_id if forced is None else None
+    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 def choices(control: Any, generated: list[list[int]], ends: set[int]) -> list[list[int]]:
@@ -205,7 +206,7 @@ def generate(
     count: int,
     *,
     control: Any = None,
-    eos: int | list[int] | None = None,
+    ends: Collection[int] = (),
     num_logits: int | None = None,
     with_cache: bool = False,
     cache: Any = None,
@@ -221,18 +222,17 @@ def generate(
         do_sample=False,
         num_beams=1,
         max_new_tokens=count,
-        use_cache=loaded.use_cache,
-        prefill_chunk_size=loaded.prefill_chunk,
+        use_cache=loaded.forwards.cached,
+        prefill_chunk_size=loaded.forwards.chunk,
         return_dict_in_generate=with_cache,
-        eos_token_id=eos,
+        eos_token_id=sorted(ends) or None,
         pad_token_id=pad,
         bos_token_id=own.bos_token_id,
         decoder_start_token_id=own.decoder_start_token_id,
     )
     known = inspect.signature(model.forward).parameters
-    model.generation_config = plain  # generate() fills gaps from here; keep it equally plain
     more = {} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}
-    try:
+    with patched(model, "generation_config", plain):  # generate() fills gaps from there
         return model.generate(
             inputs=ids,
             attention_mask=mask,
@@ -241,8 +241,6 @@ def generate(
             **more,
             **({} if cache is None else {"past_key_values": cache}),
         )
-    finally:
-        model.generation_config = own
 
 
 def control(forced: list[list[int]] | None, count: int, ends: set[int], ranks: Ranks | None) -> Any:

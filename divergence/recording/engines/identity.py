@@ -16,8 +16,11 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from divergence.numerics.formats import format_named, format_of
 from divergence.recording.engines.load import LoadedModel
@@ -27,13 +30,8 @@ from divergence.recording.model.quantization import quantization_of
 from divergence.run.schema.fingerprint import digest_json, digest_many, digest_tensor, digest_text
 from divergence.run.schema.manifest import CodeNote, ConfigValue, ModelIdentity
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
-
 __all__ = ["MAX_CONFIG_BYTES", "chat_example", "config_values", "identify", "tokenizer_digest",
-           "without_home"]  # fmt: skip
+           "usual_dtype", "without_home"]  # fmt: skip
 
 _VOLATILE = {
     # What does not change the numbers that the weights stand for, or is recorded elsewhere.
@@ -69,10 +67,7 @@ def identify(
     pipeline = ranks is not None and "pp" in ranks.sizes
     if ranks is not None and pipeline:
         sizes = {key: size for part in ranks.gather(sizes) for key, size in part.items()}
-    counts: Counter[str] = Counter()
-    for held_in, count in sizes.values():
-        counts[held_in] += count
-    dtype = counts.most_common(1)[0][0] if counts else "float32"  # of most weights
+    dtype = usual_dtype(sizes.values()) or "float32"
     silent = ranks is not None and not (pipeline or ranks.is_first)
     for number, (name, tensor) in enumerate(_stored(loaded, whole=True)):
         if on_parameter is not None:
@@ -120,6 +115,14 @@ def identify(
         chat_example=chat_example(tokenizer),
         **_size_facts(loaded.structure, tokenizer),
     )
+
+
+def usual_dtype(sizes: Iterable[tuple[str, int]]) -> str | None:
+    """The dtype of most numbers. ``sizes``: (dtype, how many numbers) of each tensor."""
+    counts: Counter[str] = Counter()
+    for dtype, numel in sizes:
+        counts[dtype] += numel
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def _stored(loaded: LoadedModel, *, whole: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

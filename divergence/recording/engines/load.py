@@ -13,8 +13,10 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
@@ -28,19 +30,20 @@ from divergence.recording.engines.placement import (
     input_device,
     why_not,
 )
+from divergence.recording.hooks.forwards import USUAL, Forwards
+from divergence.recording.hooks.patch import patched
+from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Task
 from divergence.run.trust import ATTENTION
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from divergence.recording.ranks.processes import Ranks
 
 __all__ = [
-    "LoadedModel", "empty_model", "is_gguf", "load_model", "load_tokenizer", "register_operators",
-    "resolve_task",
+    "LoadedModel", "Loading", "empty_model", "is_gguf", "load_model", "load_tokenizer",
+    "register_operators", "resolve_task",
 ]  # fmt: skip
 
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
@@ -64,10 +67,7 @@ class LoadedModel:
     twin: torch.nn.Module | None = None
     """The structure of the whole model without weights, where it runs on several ranks. ``module``
     may then hold a part of it under other names."""
-    use_cache: bool = True
-    """Decode steps go on from a cache."""
-    prefill_chunk: int | None = None
-    """Tokens of a prompt that are fed at a time; None for all."""
+    forwards: Forwards = USUAL
     codes: Codes | None = None
     """What the checkpoint holds in place of weights, where they were dequantised."""
     quantization: Any = None
@@ -79,18 +79,39 @@ class LoadedModel:
         return self.module if self.twin is None else self.twin
 
 
-def _load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Which model, and how it is to be loaded."""
+
+    source: str
+    """A directory, a file that the engine reads, or an id of the hub."""
+    device: str = "cpu"
+    task: str = "auto"
+    revision: str | None = None
+    dtype: str | None = None
+    """None: the checkpoint's own."""
+    attn_implementation: str = "eager"
+    trust_remote_code: bool = False
+    device_map: DeviceMap | None = None
+    ranks: Ranks | None = None
+    """The processes that the model is divided among; all of them load."""
+
+
+def _load_config(loading: Loading) -> PretrainedConfig:
     """The model's config alone. Raises ModelError for no such model and for damaged configs."""
     from transformers import AutoConfig
 
-    _check_source(source)
+    _check_source(loading.source)
     try:
-        place, file = _parts(source)
-        return cast("PretrainedConfig", AutoConfig.from_pretrained(
-            place, revision=revision, trust_remote_code=trust_remote_code, **file
+        place, file = _parts(loading.source)
+        config = cast("PretrainedConfig", AutoConfig.from_pretrained(
+            place, revision=loading.revision, trust_remote_code=loading.trust_remote_code, **file
         ))  # fmt: skip
     except (Exception, SystemExit) as error:  # a config and its code may do anything
-        raise _model_error(source, error, revision) from error
+        raise _model_error(loading, error) from error
+    # a config.json may name attention too, also a kernel of the hub, and would come before options
+    config._attn_implementation = loading.attn_implementation
+    return config
 
 
 def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
@@ -129,131 +150,95 @@ def load_tokenizer(
         return None
 
 
-def load_model(
-    source: str,
-    *,
-    task: str = "auto",
-    revision: str | None = None,
-    dtype: str | None = None,
-    device: str = "cpu",
-    device_map: DeviceMap | None = None,
-    attn_implementation: str = "eager",
-    trust_remote_code: bool = False,
-    ranks: Ranks | None = None,
-) -> LoadedModel:
-    """Load model and tokenizer. ``dtype`` None keeps the checkpoint's. ``ranks``: divide it among
-    them; all must ask.
+def load_model(loading: Loading) -> LoadedModel:
+    """Load model and tokenizer.
 
     Raises ModelError (no such model, no weights, not loadable, does not fit) and
     UsageError (unknown dtype or attention implementation).
     """
-    config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    # a config.json may name attention too, also a kernel of the hub, and would come before options
-    config._attn_implementation = attn_implementation
-    kind, quantization = resolve_task(config, task), getattr(config, "quantization_config", None)
+    config, ranks = _load_config(loading), loading.ranks
     options: dict[str, Any] = {
         "config": config,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
+        "revision": loading.revision,
+        "trust_remote_code": loading.trust_remote_code,
         "weights_only": True,  # of pickled weights: tensors and plain containers, no calls
-        "dtype": "auto" if dtype is None else _model_dtype(dtype),
-        "attn_implementation": attn_implementation,
+        "dtype": "auto" if loading.dtype is None else _model_dtype(loading.dtype),
+        "attn_implementation": loading.attn_implementation,
         "output_loading_info": True,
     }
-    if device_map is not None:
-        options["device_map"] = device_map_of(device_map)
+    if loading.device_map is not None:
+        options["device_map"] = device_map_of(loading.device_map)
     division = None if ranks is None else distribution(ranks)
     at_once = division is not None and ranks is not None and as_loaded(ranks)
     if at_once:
         options["distributed_config"] = division
-    factory = _factory(config, kind)
+    quantization = getattr(config, "quantization_config", None)
+    task = resolve_task(config, loading.task)
+    factory = _factory(config, task)
     try:
         with _no_bars():
-            place, file = _parts(source)
-            module, loading = factory.from_pretrained(place, **options, **file)
+            place, file = _parts(loading.source)
+            module, told = factory.from_pretrained(place, **options, **file)
         if ranks is not None and division is not None and not at_once:
             module = divide(module, division, ranks)
     except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
         name = (config.architectures or [""])[0]
         raise (
-            _attention_error(error, attn_implementation)
+            _attention_error(loading, error)
             or why_not(name, error, ranks)
-            or _model_error(source, error, revision)
+            or _model_error(loading, error)
         ) from error
-    module.eval()
-    if device_map is None and division is None:
+    if loading.device_map is None and division is None:
         try:
-            module.to(device)
+            module.to(loading.device)
         except RuntimeError as error:  # out of memory is a RuntimeError on every backend
             raise ModelError(
-                f"the model does not fit on {device}: {first_line(error, most=300)}",
+                f"the model does not fit on {loading.device}: {first_line(error, most=300)}",
                 hint="use --device-map auto, a smaller --dtype, or --device cpu",
             ) from error
     with _no_bars():
-        codes = dequantize(module, source)
-    twin = None
-    if ranks is not None:
-        twin = empty_model(
-            source, task=kind, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation,
-        ).module  # fmt: skip
-    return LoadedModel(
-        source=source,
-        revision=revision,
-        task=kind,
-        module=module,
-        tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code),
-        device=input_device(module),
-        trust_remote_code=trust_remote_code,
-        missing=sorted(str(name) for name in loading.get("missing_keys", ())),
+        codes = dequantize(module, loading.source)
+    return replace(
+        _loaded(loading, task, module, input_device(module)),
+        missing=sorted(str(name) for name in told.get("missing_keys", ())),
         ranks=ranks,
-        twin=twin,
+        twin=None if ranks is None else empty_model(loading).module,
         codes=codes,
         quantization=quantization,
     )
 
 
-def empty_model(
-    source: str,
-    *,
-    task: str = "auto",
-    revision: str | None = None,
-    dtype: str | None = None,
-    attn_implementation: str = "eager",
-    trust_remote_code: bool = False,
-) -> LoadedModel:
+def empty_model(loading: Loading) -> LoadedModel:
     """The model's structure on torch's meta device: shapes without weights."""
-    import torch
-
-    config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    config._attn_implementation = attn_implementation  # as in load_model
-    kind = resolve_task(config, task)
-    factory = _factory(config, kind)
+    config = _load_config(loading)
+    task = resolve_task(config, loading.task)
+    factory = _factory(config, task)
     options: dict[str, Any] = {}
     own_dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    if dtype is not None:
-        options["dtype"] = _model_dtype(dtype)
+    if loading.dtype is not None:
+        options["dtype"] = _model_dtype(loading.dtype)
     elif own_dtype is not None:
         options["dtype"] = format_named(str(own_dtype)).torch_dtype
     try:
         with torch.device("meta"):
             module = factory.from_config(
-                config, attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code, **options,
+                config, attn_implementation=loading.attn_implementation,
+                trust_remote_code=loading.trust_remote_code, **options,
             )  # fmt: skip
     except (Exception, SystemExit) as error:  # as in load_model
-        raise (
-            _attention_error(error, attn_implementation) or _model_error(source, error, revision)
-        ) from error
+        raise _attention_error(loading, error) or _model_error(loading, error) from error
+    return _loaded(loading, task, module, torch.device("meta"))
+
+
+def _loaded(
+    loading: Loading, task: Task, module: torch.nn.Module, device: torch.device
+) -> LoadedModel:
+    source, revision, trusted = loading.source, loading.revision, loading.trust_remote_code
     return LoadedModel(
-        source=source,
-        revision=revision,
-        task=kind,
-        module=module.eval(),
-        tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code),
-        device=torch.device("meta"),
-        trust_remote_code=trust_remote_code,
-    )
+        source=source, revision=revision, task=task,
+        module=module.eval(), device=device, trust_remote_code=trusted,
+        tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trusted),
+    )  # fmt: skip
 
 
 def _factory(config: PretrainedConfig, task: Task) -> Any:
@@ -284,11 +269,14 @@ def _no_bars() -> Iterator[None]:
 
     shown, made = logging.is_progress_bar_enabled(), tqdm.__init__
     logging.disable_progress_bar()
-    tqdm.__init__ = lambda bar, *args, **how: made(bar, *args, **how | {"disable": True})
+
+    def without(bar: Any, *args: Any, **how: Any) -> None:
+        made(bar, *args, **how | {"disable": True})
+
     try:
-        yield
+        with patched(tqdm, "__init__", without):
+            yield
     finally:
-        tqdm.__init__ = made
         if shown:
             with warnings.catch_warnings():  # HF_HUB_DISABLE_PROGRESS_BARS has the last word
                 warnings.simplefilter("ignore")
@@ -335,7 +323,8 @@ def _check_source(source: str) -> None:
         )
 
 
-def _attention_error(error: BaseException, implementation: str) -> UsageError | None:
+def _attention_error(loading: Loading, error: BaseException) -> UsageError | None:
+    implementation = loading.attn_implementation
     text = str(error).lower()
     named = "attn_implementation" in text or "attention implementation" in text
     if not named and (implementation == "eager" or "attention" not in text):
@@ -347,10 +336,10 @@ def _attention_error(error: BaseException, implementation: str) -> UsageError | 
     )
 
 
-def _model_error(source: str, error: BaseException, revision: str | None) -> DivergenceError:
+def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
     if isinstance(error, DivergenceError):
         return error  # says what it is: a rank that was told to stop meanwhile
-    text = str(error)
+    source, revision, text = loading.source, loading.revision, str(error)
     if "trust_remote_code" in text:
         at = "" if revision is None else f" at {revision}"
         return ModelError(

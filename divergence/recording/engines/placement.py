@@ -18,17 +18,15 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from divergence.errors import ModelError, UsageError
 from divergence.recording.machine.environment import accelerator_type
+from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.site import escape_path
-
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.recording.ranks.processes import Ranks
 
 __all__ = [
     "DeviceMap", "as_loaded", "device_map_of", "distribution", "divide", "input_device", "map_text",
@@ -76,8 +74,6 @@ def map_text(given: DeviceMap | None) -> str | None:
 
 def input_device(module: torch.nn.Module) -> torch.device:
     """Where token ids are put: with the first weight that is anywhere; hooks move them on."""
-    import torch
-
     device = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
     return torch.device("cpu") if device is None else device
 
@@ -175,8 +171,6 @@ def divide(module: Any, config: Any, ranks: Ranks) -> Any:
 def _untie(module: Any) -> bool:
     """Give the output matrix a name of its own where it is the embedding: the plan looks for both,
     since it expects a model that is still to be filled. Was it the embedding?"""
-    import torch
-
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", head):
         return False

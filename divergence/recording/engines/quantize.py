@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -30,9 +30,10 @@ from divergence.quantization.model import (
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.engines.engine import EngineOptions, Loading
 from divergence.recording.engines.generate import GroupResult, run_group
-from divergence.recording.engines.load import LoadedModel
-from divergence.recording.engines.sessions import TorchSession, loaded_by_transformers
+from divergence.recording.engines.load import LoadedModel, load_model
+from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.hooks.modules import Recorder
+from divergence.recording.hooks.patch import patched
 from divergence.run.schema.engine import (
     EngineNote,
     EngineValue,
@@ -40,11 +41,8 @@ from divergence.run.schema.engine import (
     QuantizedNumbers,
     QuantizedScheme,
 )
-from divergence.run.schema.manifest import SampleTokens
+from divergence.run.schema.manifest import Manifest, ModelIdentity, SampleTokens
 from divergence.run.schema.site import starred
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import Manifest, ModelIdentity
 
 __all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "quantised_cache"]
 
@@ -79,7 +77,7 @@ class QuantizeEngine:
                 "--engine quantize runs on one device",
                 hint="leave out --mesh and --device-map",
             )
-        loaded = loaded_by_transformers(loading)
+        loaded = load_model(loading)
         use_plain_experts(loaded.module)
         return QuantizeSession(loaded, msgspec.structs.asdict(options), scheme=scheme)
 
@@ -226,11 +224,8 @@ def quantised_cache(quantizer: Quantizer | None) -> Iterator[set[int]]:
         key, value = _through(key, quantizer), _through(value, quantizer)
         return original(self, key, value, layer, *args, **kw)
 
-    kind.update = update
-    try:
+    with patched(kind, "update", update):
         yield filled
-    finally:
-        kind.update = original
 
 
 def _through(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -15,13 +15,20 @@ from divergence.recording.engines.load import LoadedModel, load_model
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.structure import describe_modules
 from divergence.recording.storage import about_bytes
-from divergence.run.schema.manifest import EngineNote, EngineValue
+from divergence.run.schema.manifest import (
+    EngineNote,
+    EngineValue,
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+    SampleTokens,
+)
 from divergence.run.schema.site import escape_path
 
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import Manifest, ModelIdentity, ModuleNote, SampleTokens
+__all__ = ["TorchSession", "TransformersEngine", "blocks_of", "loaded_by_transformers"]
 
-__all__ = ["TorchSession", "TransformersEngine", "loaded_by_transformers"]
+loaded_by_transformers = load_model
+"""Under the name that engines of other packages import (docs/extending.md)."""
 
 
 class TorchSession:
@@ -63,14 +70,9 @@ class TorchSession:
         return Recorder(self.loaded.module, notes, **how)
 
     def run_group(
-        self,
-        recorder: Recorder,
-        samples: list[SampleTokens],
-        *,
-        max_new_tokens: int,
-        forced: list[list[int]] | None = None,
-        num_logits: int | None = None,
-    ) -> GroupResult:
+        self, recorder: Recorder, samples: list[SampleTokens], *, max_new_tokens: int,
+        forced: list[list[int]] | None = None, num_logits: int | None = None,
+    ) -> GroupResult:  # fmt: skip
         return run_group(
             self.loaded, samples, max_new_tokens=max_new_tokens, forced=forced,
             num_logits=num_logits,
@@ -93,22 +95,7 @@ class TransformersEngine:
     Options: ClassVar[type[EngineOptions]] = EngineOptions
 
     def load(self, loading: Loading, options: EngineOptions) -> TorchSession:
-        return TorchSession(loaded_by_transformers(loading))
-
-
-def loaded_by_transformers(loading: Loading) -> LoadedModel:
-    """The model and its tokenizer. Raises ModelError and UsageError."""
-    return load_model(
-        loading.source,
-        task=loading.task,
-        revision=loading.revision,
-        dtype=loading.dtype,
-        device=loading.device,
-        device_map=loading.device_map,
-        attn_implementation=loading.attn_implementation,
-        trust_remote_code=loading.trust_remote_code,
-        ranks=loading.ranks,
-    )
+        return TorchSession(load_model(loading))
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

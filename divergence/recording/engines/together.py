@@ -16,8 +16,9 @@ Caches of other kinds than keys and values, whole or of a sliding window, are no
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,13 +32,9 @@ from divergence.recording.engines.generate import (
     inputs,
 )
 from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.rows import HeldSink, Rows, agree
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from divergence.recording.hooks.modules import Recorder
-    from divergence.run.schema.manifest import SampleTokens
+from divergence.run.schema.manifest import SampleTokens
 
 __all__ = ["Together"]
 
@@ -124,16 +121,13 @@ class _Group:
         """Feed what the cache lacks up to ``step``'s token; the logits (B, num_steps, V)."""
         upto = self.num_prompt + step
         parts: list[torch.Tensor] = []
-        hook = self._model.register_forward_hook(
+        with self._model.register_forward_hook(
             lambda module, args, output: parts.append(output.logits)
-        )
-        try:
+        ):
             generate(
                 self._loaded, self._ids[:, :upto], self._mask[:, :upto], 1,
                 num_logits=num_steps, cache=self._cache,
             )  # fmt: skip
-        finally:
-            hook.remove()
         self._num_fed = upto
         return parts[-1][:, -num_steps:]
 
@@ -179,16 +173,16 @@ def _states(model: torch.nn.Module) -> _States:
     with _disable_current_modes():  # as stored, not widened
         return [
             (
-                one,
-                dict(one.__dict__),
-                dict(one._buffers),
+                module,
+                dict(module.__dict__),
+                dict(module._buffers),
                 {
                     name: buffer.clone()
-                    for name, buffer in one._buffers.items()
+                    for name, buffer in module._buffers.items()
                     if buffer is not None and buffer.dtype != torch.bool
                 },
             )
-            for one in model.modules()
+            for module in model.modules()
         ]
 
 

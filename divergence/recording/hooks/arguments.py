@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 __all__ = [
-    "argument_names", "as_json", "as_word", "draws_random_numbers", "input_leaves", "map_inputs",
-    "map_output", "named_arguments", "operator_name", "output_leaves", "written_arguments",
+    "argument_names", "as_json", "as_word", "bound_arguments", "draws_random_numbers",
+    "input_leaves", "map_inputs", "map_output", "named_arguments", "operator_name",
+    "output_leaves", "written_arguments",
 ]  # fmt: skip
 
 Leaf = tuple[str, torch.Tensor]
@@ -162,19 +163,32 @@ def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return dict(zip(_argument_names(func), args, strict=False)) | kwargs
 
 
+def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, defaults too."""
+    arguments = func._schema.arguments
+    defaults = {
+        argument.name: argument.default_value
+        for argument in arguments
+        if argument.has_default_value()
+    }
+    return defaults | named_arguments(func, args, kwargs)
+
+
 @functools.cache
 def _argument_names(func: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
-def draws_random_numbers(func: Any, named: dict[str, Any]) -> bool:
+def draws_random_numbers(func: Any, named: Mapping[str, Any]) -> bool:
     """Does this call draw random numbers? Attention kernels may, but for a dropout of 0 do not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for argument in func._schema.arguments:
-        if argument.name in ("dropout_p", "p") and argument.type.kind() == "FloatType":
-            return bool(named.get(argument.name, argument.default_value))
-    return True
+    given = {one.name: named.get(one.name, one.default_value) for one in func._schema.arguments}
+    if given.get("train") is False or given.get("training") is False:
+        return False
+    chances = [given.get(name) for name in ("dropout_p", "dropout", "p")]
+    numbers = [chance for chance in chances if isinstance(chance, int | float)]
+    return not numbers or any(numbers)
 
 
 def as_json(value: Any) -> Any:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from divergence.recording.hooks.patch import patched
 from divergence.recording.hooks.sink import Anchor
 
 __all__ = ["USUAL", "Chunks", "Forwards", "called_through", "recorded_rows", "repeated"]
@@ -129,10 +130,9 @@ def _rows_so_far(
     return torch.cat(held, dim=1) if len(shapes) == 1 else None
 
 
-@contextlib.contextmanager
 def called_through(
     model: torch.nn.Module, post: Callable[[Any, Any, Any, Any], Any]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """What the model returns, seen by no hook: its ``forward`` is called through another one."""
     forward = model.forward
 
@@ -142,11 +142,7 @@ def called_through(
         post(model, args, kwargs, output)
         return output
 
-    model.forward = watched
-    try:
-        yield
-    finally:
-        del model.forward
+    return patched(model, "forward", watched)
 
 
 def repeated(tell: Callable[[Any], None] | None, times: int) -> Callable[[Any], None] | None:

@@ -30,7 +30,7 @@ from divergence.recording.hooks.forwards import (
     repeated,
 )
 from divergence.recording.hooks.operators import OperatorRecorder
-from divergence.recording.hooks.plant import FORWARDS, Plant, check_fired
+from divergence.recording.hooks.plant import FORWARDS, Plant, Substitute, substituted
 from divergence.recording.hooks.quantizers import watched
 from divergence.recording.hooks.rows import Rows
 from divergence.recording.hooks.sink import Anchor, Sink
@@ -75,7 +75,7 @@ class Recorder:
         flat: Callable[[str, str, torch.Tensor], bool] | None = None,
         operators: set[str] | None = None,
         weights: bool = False,
-        substitute: Callable[[PassName, int, int, str], torch.Tensor | None] | None = None,
+        substitutes: Mapping[str, Substitute] | None = None,
         forwards: Forwards = USUAL,
     ) -> None:
         self._model, self._notes = model, notes
@@ -101,8 +101,10 @@ class Recorder:
                 keep=self._keep,
                 weights=weights,
                 substitute=None
-                if substitute is None
-                else lambda site: substitute(self._pass, self._sample, self._step, site),
+                if not substitutes
+                else lambda site: substituted(
+                    substitutes, self._pass, self._sample, self._step, site
+                ),
             )
             self._hooked |= {path for path in notes if inside(path, operators)}
         self._forwards = forwards
@@ -186,7 +188,7 @@ class Recorder:
 
     def _pre_hook(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
         anchors = self._anchor is not None and path != ROOT and self._notes[path].role != "inner"
-        plants = [one for one in self._plants if one.path == path and one.port.startswith("in")]
+        plants = [plant for plant in self._plants if plant.is_at(path, "in")]
         plain = not (anchors or plants)
 
         def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,7 +216,7 @@ class Recorder:
         return pre_hook
 
     def _post_hook(self, path: str) -> Callable[..., Any]:
-        plants = [one for one in self._plants if one.path == path and one.port.startswith("out")]
+        plants = [plant for plant in self._plants if plant.is_at(path, "out")]
         recent = self._recent
         is_block = self._notes[path].role == "block"
 
@@ -395,6 +397,3 @@ class Recorder:
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:
         """Operators that this recorder runs itself are not the model's."""
         return contextlib.nullcontext() if self.operators is None else self.operators.paused()
-
-    def check_plants(self) -> None:
-        check_fired(self._plants, self.fired)

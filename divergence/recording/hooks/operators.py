@@ -122,22 +122,17 @@ class OperatorRecorder(TorchDispatchMode):
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Module hooks on; off again, and this mode too, on any exit."""
-        handles = []
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._leave() if self._entered else None)
             for path, module in self._modules():
                 if not inside(path, self._roots):
                     continue
                 push = self._push(path, argument_names(module))
-                handles.append(module.register_forward_pre_hook(push, with_kwargs=True))
+                stack.enter_context(module.register_forward_pre_hook(push, with_kwargs=True))
                 # also after an exception, which a model may catch (a fast path that is not there)
                 pop = self._pop(path)
-                handles.append(module.register_forward_hook(pop, always_call=True))
+                stack.enter_context(module.register_forward_hook(pop, always_call=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            if self._entered:
-                self._leave()
 
     def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         for name, module in self._model.named_modules():

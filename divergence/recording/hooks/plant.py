@@ -28,7 +28,7 @@ from divergence.run.schema.site import did_you_mean, is_operator_site, one_or_mo
 
 __all__ = [
     "FAULTS", "FORWARDS", "Plant", "Substitute", "check_fired", "check_places", "parse_plant",
-    "parse_substitutes", "substitute_from",
+    "parse_substitutes", "substituted",
 ]  # fmt: skip
 
 FORWARDS = 100_003
@@ -68,6 +68,10 @@ class Plant:
     """The one prompt that gets the fault; None for all."""
     step: int | None = None
     """The one forward that gets the fault; None for all."""
+
+    def is_at(self, path: str, side: str) -> bool:
+        """Whether it is in what a module takes (``in``) or gives (``out``)."""
+        return self.path == path and self.port.startswith(side)
 
     def meets(self, forward: int) -> bool:
         """Whether that forward gets it."""
@@ -344,17 +348,13 @@ def _opened(site: str, source: str | Path | Run) -> Substitute:
     return Substitute(Run.open(source), site)
 
 
-def substitute_from(
-    substitutes: Mapping[str, Substitute],
-) -> Callable[[str, int, int, str], torch.Tensor | None]:
-    """``(pass, sample, step, site)`` → the tensor to put there, or None."""
-
-    def substitute(pass_: str, sample: int, step: int, site: str) -> torch.Tensor | None:
-        path, _, port = site.rpartition(":")
-        found = substitutes.get(path)
-        return None if found is None else found.find(pass_, sample, step, port)
-
-    return substitute
+def substituted(
+    substitutes: Mapping[str, Substitute], pass_: str, sample: int, step: int, site: str
+) -> torch.Tensor | None:
+    """What is put in the place of a result in that forward, or None."""
+    path, _, port = site.rpartition(":")
+    known = substitutes.get(path)
+    return None if known is None else known.find(pass_, sample, step, port)
 
 
 def check_fired(plants: Sequence[Plant], fired: Collection[str]) -> None:

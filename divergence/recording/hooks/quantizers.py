@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from divergence.quantization.linear import Watch, watchable
+from divergence.recording.hooks.patch import patched
 from divergence.run.schema.site import escape_path
 
 __all__ = ["quantizes", "watched"]
@@ -39,17 +40,14 @@ def quantizes(module: torch.nn.Module) -> bool:
 def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Iterator[None]:
     """``seen`` is asked for each tensor of codes. ``quiet``: a context for operators that are not
     the model's."""
-    simulated = {escape_path(path): watchable(one) for path, one in model.named_modules()}
-    for path, matrix in simulated.items():
-        if matrix is not None:
-            matrix.watch = _told_apart(path, seen, quiet)
-    try:
-        with _watched_library(model, seen, quiet):
-            yield
-    finally:
-        for matrix in simulated.values():
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            matrix = watchable(module)
             if matrix is not None:
-                matrix.watch = None
+                watch = _told_apart(escape_path(path), seen, quiet)
+                stack.enter_context(patched(matrix, "watch", watch))
+        stack.enter_context(_watched_library(model, seen, quiet))
+        yield
 
 
 def _told_apart(path: str, seen: Seen, quiet: Callable[[], Any]) -> Watch:
@@ -86,11 +84,8 @@ def _watched_library(
             # the same tensor: where operators are recorded, the next one takes what this one gave
             return result.copy_(_by_scale(torch.mul, codes, scale, args))
 
-    library.forward_quantize = forward_quantize
-    try:
+    with patched(library, "forward_quantize", forward_quantize):
         yield
-    finally:
-        library.forward_quantize = original
 
 
 def _scale(library: Any, module: Any, value: torch.Tensor, args: Any) -> torch.Tensor:

@@ -38,7 +38,7 @@ class HeldSink:
 
     @property
     def num_bytes(self) -> int:
-        return sum({id(one): one.nbytes for one in self.tensors.values()}.values())
+        return sum({id(tensor): tensor.nbytes for tensor in self.tensors.values()}.values())
 
 
 class Rows:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from divergence.run.schema.record import Call, PassName, Placement
 from divergence.run.writing.captured_tensor import CapturedTensor
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Anchor", "Sink"]
 

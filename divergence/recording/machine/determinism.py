@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import numpy
+import torch
+
 from divergence.errors import first_line
 from divergence.run.schema.manifest import Settings, Switch, SwitchStatus
 
@@ -125,8 +128,6 @@ workspaces; ``strict`` keeps the order of reductions as well (CANN)."""
 @contextlib.contextmanager
 def cpu_threads(num: int | None) -> Iterator[None]:
     """torch computes on ``num`` threads of the CPU; None for as many as it has."""
-    import torch
-
     before = torch.get_num_threads()
     try:
         if num is not None:
@@ -155,9 +156,6 @@ _ONE_THREAD = threading.RLock()
 
 @contextlib.contextmanager
 def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determinism]:
-    import numpy
-    import torch
-
     state = Determinism()
     undo: list[tuple[str, object]] = []
     variables: dict[str, str | None] = {}
@@ -206,8 +204,6 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
 
 
 def _wanted(device_type: str) -> list[tuple[str, object]]:
-    import torch
-
     wanted = [
         pair
         for table in (_LEGACY, _ATTRIBUTES)
@@ -236,8 +232,6 @@ _UNREADABLE = "unreadable"
 
 def _now(name: str) -> object:
     """Raises AttributeError where this torch has no such switch."""
-    import torch
-
     try:
         if name == _FUNCTION:
             return torch.get_float32_matmul_precision()
@@ -250,8 +244,6 @@ def _now(name: str) -> object:
 
 
 def _write(name: str, value: object) -> None:
-    import torch
-
     if name == _FUNCTION:
         torch.set_float32_matmul_precision(str(value))
         return
@@ -298,8 +290,6 @@ def _look(state: Determinism, name: str) -> None:
 
 
 def _set_variables(device_type: str, state: Determinism, saved: dict[str, str | None]) -> None:
-    import torch
-
     module = getattr(torch, device_type, None)
     started = bool(getattr(module, "is_initialized", bool)())
     for name, value in _VARIABLES.get(device_type, ()):
@@ -322,8 +312,6 @@ def _collected_warnings(state: Determinism) -> Iterator[None]:
     """Keep what torch warns of while the block runs: operators "without a deterministic
     implementation", and those that "fall back to run on the CPU" (torch_npu, MPS, XPU), each time
     and not once a process; pass on the others."""
-    import torch
-
     always = torch.is_warn_always_enabled()
     with warnings.catch_warnings():
         pass_on = warnings.showwarning

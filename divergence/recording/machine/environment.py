@@ -14,6 +14,8 @@ import platform
 import re
 from pathlib import Path
 
+import torch
+
 from divergence.errors import UsageError
 from divergence.recording.machine.hardware import cpu_model, cpu_name, torch_build
 from divergence.run.schema.manifest import Environment
@@ -125,8 +127,6 @@ def resolve_device(name: str = "auto") -> str:
     ``cuda`` is also the name of ROCm devices, as in torch. An index (``cuda:1``) is kept.
     Raises UsageError for a name torch does not know and for a device that is not there.
     """
-    import torch
-
     kind, _, index = name.partition(":")
     if kind not in DEVICE_TYPES:
         known = f"known: {', '.join(DEVICE_TYPES)} (ROCm devices are called cuda, as in torch)"
@@ -163,8 +163,6 @@ def resolve_device(name: str = "auto") -> str:
 
 def collect_environment(device: str = "auto", *, label: str | None = None) -> Environment:
     """Describe this machine as seen through ``device`` (see resolve_device)."""
-    import torch
-
     device = resolve_device(device)
     kind = device.partition(":")[0]
     cpu, capability = cpu_name(), torch.backends.cpu.get_cpu_capability()
@@ -206,8 +204,6 @@ def _load_npu(*, required: bool) -> None:
 
 def accelerator_type() -> str | None:
     """Type of the available accelerator, or None."""
-    import torch
-
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()
@@ -216,8 +212,6 @@ def accelerator_type() -> str | None:
 
 def _accelerator_facts(kind: str, device: str) -> tuple[str, int, str | None, str | None]:
     """(name, count, driver, runtime) of an accelerator; what cannot be asked is None."""
-    import torch
-
     if kind == "mps":
         chip = _asked(torch.backends.mps, "get_name") or f"Apple {platform.processor() or 'GPU'}"
         return chip, 1, platform.mac_ver()[0] or None, None
@@ -274,8 +268,6 @@ def _first_match(path: Path, pattern: str) -> str | None:
 
 def _versions() -> dict[str, str]:
     versions = {name: text for name in PACKAGES if (text := _installed(name)) is not None}
-    import torch
-
     versions["torch"] = str(torch.__version__)  # with the build, e.g. 2.13.0+cpu
     cudnn = _asked(torch.backends.cudnn, "version")
     if cudnn not in (None, "None"):

@@ -15,10 +15,8 @@ import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 __all__ = ["cpu_model", "cpu_name", "free_bytes", "torch_build"]
 
@@ -84,8 +82,6 @@ def cpu_model() -> str | None:
 
 def torch_build() -> dict[str, str]:
     """Compiler and linear algebra of this torch, by name; what it does not tell is left out."""
-    import torch
-
     text = torch.__config__.show()
     build = {}
     for name, pattern in _BUILD:
@@ -136,8 +132,6 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that can be taken on ``device`` now; 0 where nobody tells."""
-    import torch
-
     if device.type != "cpu":
         asked = getattr(getattr(torch, device.type, None), "mem_get_info", None)
         try:  # of CUDA, torch_npu, XPU; a driver may refuse to tell

@@ -17,7 +17,10 @@ import ast
 import types
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from divergence.recording.model.compiled import compiler_of, listed
 from divergence.recording.model.replacement import (
@@ -46,9 +49,6 @@ from divergence.run.schema.fingerprint import digest_many, digest_text
 from divergence.run.schema.manifest import CodeNote
 from divergence.run.schema.site import ROOT, starred
 from divergence.run.trust import ATTENTION
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["FUNCTIONAL", "code_notes"]
 
@@ -254,8 +254,6 @@ class _Reader:
                 self.replaced.append(f"{name} was replaced by {put_by(innermost(value))}")
             return
         if isinstance(value, type):
-            import torch
-
             autograd = issubclass(value, torch.autograd.Function)
             value = _plain(value.__dict__.get("forward")) if autograd else None
             name += ".forward"

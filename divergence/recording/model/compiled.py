@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from divergence.recording.hooks.patch import patched
 from divergence.recording.model.source import layers
 from divergence.recording.model.structure import inside
 from divergence.run.schema.manifest import CompiledNote
@@ -60,13 +61,19 @@ def compiled_regions(model: torch.nn.Module) -> dict[str, str]:
     """Path of each module that was given to ``torch.compile`` → backend."""
     regions = {}
     for path, module in model.named_modules():
-        forward = module.__dict__.get("forward", type(module).forward)
-        for one in (module.__dict__.get("_compiled_call_impl"), forward):
-            disabled = getattr(one, "_torchdynamo_disable", False)
-            if hasattr(one, "_torchdynamo_orig_callable") and not disabled:
-                regions[path or ROOT] = backend_of(one)
-                break
+        if (call := _compiled_call(module)) is not None:
+            regions[path or ROOT] = backend_of(call)
     return regions
+
+
+def _compiled_call(module: torch.nn.Module) -> Any:
+    """What torch.compile made of the module, or of its forward; None where nothing."""
+    forward = module.__dict__.get("forward", type(module).forward)
+    for one in (module.__dict__.get("_compiled_call_impl"), forward):
+        disabled = getattr(one, "_torchdynamo_disable", False)
+        if hasattr(one, "_torchdynamo_orig_callable") and not disabled:
+            return one
+    return None
 
 
 @contextlib.contextmanager
@@ -88,15 +95,11 @@ def hooked(
         before, after = torch._dynamo.disable(before), torch._dynamo.disable(after)
     inner = module.__dict__.get("_compiled_call_impl")
     if inner is None:
-        handles = [
+        with (
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True),
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         return
 
     def around(*args: Any, **kwargs: Any) -> Any:
@@ -107,11 +110,8 @@ def hooked(
         new = after(module, args, kwargs, output)
         return output if new is None else new
 
-    module._compiled_call_impl = around
-    try:
+    with patched(module, "_compiled_call_impl", around):
         yield
-    finally:
-        module._compiled_call_impl = inner
 
 
 class CompiledWatch:
@@ -159,7 +159,7 @@ class CompiledWatch:
         among = [
             path
             for path in self._regions
-            if inside(path, operators) or any(inside(one, (path,)) for one in operators)
+            if inside(path, operators) or any(inside(root, (path,)) for root in operators)
         ]
         if among:
             told.append(
@@ -281,10 +281,9 @@ class _Limits(logging.Handler):
 
 def compiler_of(module: Any) -> str | None:
     """``torch.compile`` and its backend, where the module or its forward was given to it."""
-    forward = module.__dict__.get("forward", type(module).forward)
-    for one in (module.__dict__.get("_compiled_call_impl"), forward):
-        if one is not None and hasattr(one, "_torchdynamo_orig_callable"):
-            return f"torch.compile ({backend_of(one)})"
+    call = _compiled_call(module)
+    if call is not None:
+        return f"torch.compile ({backend_of(call)})"
     return "torch.compile" if "_orig_mod" in module._modules else None
 
 

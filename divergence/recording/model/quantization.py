@@ -10,14 +10,13 @@ module holds any, and the note says so: such a run is one of plain floating-poin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from torch import nn
 
 from divergence.recording.model.replacement import quantized_by
 from divergence.run.schema.engine import QuantizationNote, QuantizedNumbers, QuantizedScheme
 from divergence.run.schema.site import escape_path, starred
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["quantization_of"]
 
@@ -82,12 +81,12 @@ def _places(paths: Iterable[str]) -> list[str]:
 
 def _has_matrix(module: nn.Module) -> bool:
     """Has it weights that schemes are for? Embeddings are looked up, not multiplied."""
-    from torch import nn
-
     if isinstance(module, nn.Embedding):
         return False
-    return any(one.ndim >= 2 and one.is_floating_point() for one in module._parameters.values()
-               if one is not None)  # fmt: skip
+    return any(
+        weight is not None and weight.ndim >= 2 and weight.is_floating_point()
+        for weight in module._parameters.values()
+    )
 
 
 def _of_module(module: nn.Module) -> _Numbers:

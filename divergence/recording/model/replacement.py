@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
+import torch
+
 from divergence.recording.model.source import (
     declared,
     file_of,
@@ -171,8 +173,6 @@ def _source_module(node: ast.ImportFrom, package: str) -> types.ModuleType | Non
 
 
 def replaced_in_torch() -> Iterator[tuple[str, Any]]:
-    import torch
-
     holders = {"torch": torch, "torch.nn.functional": torch.nn.functional,
                "torch.Tensor": torch.Tensor}  # fmt: skip
     for holder, names in _TORCH_FUNCTIONS.items():
@@ -188,8 +188,6 @@ def replaced_in_torch() -> Iterator[tuple[str, Any]]:
 def kernels_replaced() -> list[str]:
     """Operators of torch whose kernel another registration (``torch.library``, an extension in C++)
     stands in place of, with the dispatch key; those without values (``Meta``) do not count."""
-    import torch
-
     kernels = []
     for name in _OPERATORS:
         try:

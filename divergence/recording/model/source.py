@@ -102,7 +102,7 @@ def declared(file: str | None, qualname: str) -> ast.AST | None:
     body: list[ast.stmt] = tree.body
     node: ast.AST | None = None
     for name in qualname.split("."):
-        node = next((one for one in _statements(body) if _binds(one, name)), None)
+        node = next((statement for statement in _statements(body) if _binds(statement, name)), None)
         if node is None:
             return None
         body = getattr(node, "body", []) if isinstance(node, ast.ClassDef) else []
@@ -196,7 +196,7 @@ def _binds(node: ast.stmt, name: str) -> bool:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return node.name == name
     if isinstance(node, ast.Assign):
-        return any(isinstance(one, ast.Name) and one.id == name for one in node.targets)
+        return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
     if isinstance(node, ast.AnnAssign):
         return isinstance(node.target, ast.Name) and node.target.id == name and bool(node.value)
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -221,7 +221,7 @@ def _index(file: str) -> dict[tuple[str, int], list[Any]]:
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, _FUNCTIONS):
             decorators = getattr(node, "decorator_list", [])
-            line = min([node.lineno, *(one.lineno for one in decorators)])
+            line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
             by_place.setdefault((getattr(node, "name", "<lambda>"), line), []).append(node)
     return by_place
 

@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from divergence.run.schema.manifest import ModuleNote, ModuleRole
 from divergence.run.schema.site import ROOT, escape_path
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 __all__ = [
     "by_token", "describe_modules", "inside", "is_routing", "output_paths", "routing_modules",
@@ -87,8 +85,6 @@ def output_paths(model: nn.Module) -> set[str]:
 
 
 def _block_lists(model: nn.Module) -> dict[str, nn.Module]:
-    from torch import nn
-
     lists: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:

@@ -8,28 +8,24 @@ else in a capture goes on as if this rank were alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 
 from divergence.errors import UsageError
 from divergence.recording.dry_run import forward_shapes
+from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import tensor_plan
+from divergence.recording.hooks.plant import Plant
+from divergence.recording.hooks.sink import Sink
 from divergence.recording.ranks.placement import TensorPlacement
-from divergence.recording.selection import step_selected
+from divergence.recording.ranks.processes import Ranks
+from divergence.recording.request import Request
+from divergence.recording.selection import SiteSelection, step_selected
 from divergence.run.schema.manifest import Environment, Manifest, ModuleNote, SampleTokens
 from divergence.run.schema.site import ROOT, escape_path, module_of, of_parameter, split_site
 from divergence.run.writing.captured_tensor import CapturedTensor
-
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.hooks.plant import Plant
-    from divergence.recording.hooks.sink import Sink
-    from divergence.recording.ranks.processes import Ranks
-    from divergence.recording.request import Request
-    from divergence.recording.selection import SiteSelection
 
 __all__ = ["Division", "LocalKeeper", "check_request"]
 
@@ -117,7 +113,7 @@ class Division:
     def plants(self, plants: Sequence[Plant]) -> list[Plant]:
         """Those that this rank gets."""
         rank = self.ranks.rank
-        return [one for one in plants if one.rank in (None, rank) and self.has(one.path)]
+        return [plant for plant in plants if plant.rank in (None, rank) and self.has(plant.path)]
 
     def answers(self, sample: int, site: str) -> bool:
         """Is this tensor this rank's to record?"""

@@ -14,6 +14,8 @@ all ranks, which is a check of its own: the ranks then must agree bit for bit.
 Beside the model's own communication the ranks talk through a gloo group of their own, with a
 timeout. A rank that fails leaves a note in torchrun's store, so that the others, whose next
 collective breaks, can say who stopped and why.
+
+All write one run: the first rank begins it, and it is read when all have closed their part.
 """
 
 from __future__ import annotations
@@ -28,15 +30,25 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
 
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.kernels import set_device
 from divergence.run.command import quoted
-from divergence.run.schema.manifest import Mesh, MeshAxis
+from divergence.run.reader import Run
+from divergence.run.schema.layout import MANIFEST
+from divergence.run.schema.manifest import Manifest, Mesh, MeshAxis
+from divergence.run.storage.location import Url, archive_kind, location_of
+from divergence.run.writing.writer import RunWriter
 
-__all__ = ["AXES", "PeerStoppedError", "Ranks", "joined", "parse_mesh", "start_ranks"]
+__all__ = [
+    "AXES", "PeerStoppedError", "Ranks", "closed", "joined", "on_all", "own_part", "parse_mesh",
+    "start_ranks", "started",
+]  # fmt: skip
 
 AXES = ("pp", "dp", "fsdp", "tp")
 DATA_AXES = ("dp", "fsdp")
@@ -118,9 +130,6 @@ class Ranks:
 
     def __init__(self, mesh: Mesh, device: str, *, backend: str | None = None) -> None:
         """``backend``: of the process group, where it is not the device's usual one."""
-        import torch
-        import torch.distributed as dist
-
         if not dist.is_available():
             raise UsageError("this torch was built without torch.distributed", hint="leave --mesh")
         self.mesh = mesh
@@ -151,8 +160,6 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in order of ranks. A barrier: all ranks must call it."""
-        import torch.distributed as dist
-
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
@@ -163,8 +170,6 @@ class Ranks:
         ``together``: ranks must make equally many forwards (FSDP gathers weights from all): who
         has nothing left then runs a batch that ``owns`` is false of. All ranks call this once.
         """
-        import torch.distributed as dist
-
         count = math.prod(self.sizes.get(name, 1) for name in DATA_AXES)
         self.dealt = 1 < count <= len(groups)
         self._mine = {group[0] for group in groups}
@@ -193,9 +198,6 @@ class Ranks:
     def agree(self, tokens: list[int]) -> list[int]:
         """The tokens chosen by the first of the ranks with the same prompts: fed to all, so that
         ranks which differ still run the same steps."""
-        import torch
-        import torch.distributed as dist
-
         agreed = torch.tensor(tokens, dtype=torch.int64)
         dist.broadcast(agreed, src=self._speaker, group=self._alike)
         return agreed.tolist()
@@ -256,8 +258,6 @@ class Ranks:
 
     def _first_word(self, text: str | None) -> str | None:
         """The note of the rank that failed first; ``text`` where no other has left one."""
-        import torch.distributed as dist
-
         try:
             store = dist.distributed_c10d._get_default_store()
             if text is not None:
@@ -281,8 +281,6 @@ class _ToldToStopError(ModelError):
 
 def _leave() -> None:
     """Takes the group down at exit; torch complains otherwise."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -290,8 +288,6 @@ def _leave() -> None:
 
 def _own_device(device: str) -> str:
     """Of several accelerators in a node, the one of this process."""
-    import torch
-
     kind, _, index = device.partition(":")
     if kind == "cpu" or index:
         return device
@@ -315,3 +311,47 @@ def _backend(device: str) -> str:
             f"no way is known for several ranks to communicate on {kind}", hint="--device cpu"
         )
     return f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
+
+
+@contextlib.contextmanager
+def started(ranks: Ranks | None, make: Callable[[], RunWriter]) -> Iterator[RunWriter]:
+    """The writer. Of several ranks the first starts, the others when the directory is there."""
+    if ranks is not None and not ranks.is_first:
+        ranks.gather(None)
+    with make() as writer:
+        if ranks is not None and ranks.is_first:
+            ranks.gather(None)
+        # inside the writer, so that a run which ends early says which rank ended it
+        with contextlib.nullcontext() if ranks is None else ranks.watched():
+            yield writer
+
+
+def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
+    """The counts of all ranks, added. A barrier: all ranks must call it."""
+    if ranks is None:
+        return list(counts)
+    return [sum(column) for column in zip(*ranks.gather(counts), strict=True)]
+
+
+def closed(
+    ranks: Ranks, manifest: Manifest, out: str | os.PathLike[str] | Url, note: Callable[[str], None]
+) -> Run:
+    """The run, once all ranks have closed their part. Nodes without a common disk each hold some
+    of its files, and nobody can read it yet: then the manifest alone."""
+    ranks.gather(None)
+    place = location_of(out)
+    end = place if isinstance(place, Url) or archive_kind(place) is not None else place / MANIFEST
+    if all(ranks.gather(isinstance(end, Url) or end.exists())):
+        return Run.open(place)
+    note(
+        f"the ranks have no disk in common: {place} can be read when the files of all nodes are "
+        "copied into one directory"
+    )
+    return Run(place, manifest, [])
+
+
+def own_part(run: Run, rank: int) -> Run:
+    """The records that this rank has written so far."""
+    if run.manifest.mesh is not None:
+        run.records = [record for record in run.records if record.rank == rank]
+    return run

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+import torch
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
-from divergence.options.option import fields_of, recorded_in
+from divergence.options.option import fields_of, given_fields, recorded_in
 from divergence.options.train import TrainOptions
 from divergence.recording.prompts import Prompt, collect_prompts
+from divergence.recording.ranks.processes import Ranks
 from divergence.recording.training.labels import LABEL_HINT, read_labels
 from divergence.recording.training.zero import stage_of
 from divergence.run.reader import Run
@@ -21,17 +22,11 @@ from divergence.run.schema.engine import Training
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
 from divergence.training.policies.reading import read_policy
 
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.recording.engines.engine import Session
-    from divergence.recording.ranks.processes import Ranks
-
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = {"adamw": 0.01, "sgd": 0.0}
 
 __all__ = [
-    "owners_of", "places_of", "prompts_of", "training_made", "training_of", "without_decoding",
+    "owners_of", "places_of", "prompts_of", "training_of", "without_decoding",
 ]  # fmt: skip
 
 
@@ -46,11 +41,6 @@ def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training
     if options.reduce_dtype is not None:  # with --mesh the library of the ranks chooses
         given["reduce_order"] = None if options.mesh else options.reduce_order or "ring"
     return Training(**{name: value for name, value in given.items() if value is not None})
-
-
-def training_made(session: Session, training: Training) -> Training:
-    """With the dtypes in which the step was made."""
-    return replace(training, precision=getattr(session, "precision", None))
 
 
 def _or(value: float | None, default: float) -> float:
@@ -97,8 +87,9 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
     is asked for."""
     train = options.train or (like is not None and like.manifest.training.train)
     if not train:
-        for field in fields_of(TrainOptions):
-            if field.is_given(getattr(options, field.name)):
+        training = {field.name for field in fields_of(TrainOptions)}
+        for field in given_fields(options):
+            if field.name in training:
                 raise UsageError(f"{field.option.names[0]} needs --train")
         return options
     refused = {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LABEL_HINT", "Label", "LabelLine", "check_labels", "label_rows", "labels_of", "read_labels",
+    "read_text",
 ]  # fmt: skip
 
 Label = Annotated[int, msgspec.Meta(ge=NO_LABEL, le=2**63 - 1)]
@@ -49,26 +50,27 @@ def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine
     if isinstance(labels, str | Path):
         return str(labels), _read(labels)
     try:
-        plain = [one.tolist() if hasattr(one, "tolist") else one for one in labels]
+        plain = [label.tolist() if hasattr(label, "tolist") else label for label in labels]
         written = [msgspec.json.encode(one) for one in plain]
     except TypeError as error:  # no list, or what JSON has no word for
         raise PromptError(f"not labels: {error}", where="labels", hint=LABEL_HINT) from error
     return "labels", [_line(line, f"labels[{number}]") for number, line in enumerate(written)]
 
 
+def read_text(path: Path, hint: str) -> str:
+    """A file of prompts or labels. Raises PromptError."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=hint) from error
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+
+
 def _read(path: str | Path) -> list[LabelLine]:
     path = expanded(path)
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=LABEL_HINT) from error
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}", hint=LABEL_HINT) from error
-    return [
-        _line(line, f"{path}, line {number}")
-        for number, line in enumerate(content.splitlines(), 1)
-        if line.strip()
-    ]
+    lines = enumerate(read_text(path, LABEL_HINT).splitlines(), 1)
+    return [_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def _line(line: str | bytes, where: str) -> LabelLine:
@@ -106,7 +108,7 @@ def check_labels(samples: Sequence[SampleTokens], vocab: int | None = None) -> N
                 f"prompt {number} has {count} tokens and {len(labels)} labels",
                 hint=f"a label for each token, {NO_LABEL} where it has none",
             )
-        used = [one for one in labels[1:] if one != NO_LABEL]
+        used = [label for label in labels[1:] if label != NO_LABEL]
         if not used:
             raise PromptError(
                 f"prompt {number}: no token has a label (the first token's is never used)",

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from divergence.errors import UsageError
+from divergence.recording.ranks.processes import Ranks
 from divergence.recording.training.reduction import ORDERS, reduced
 from divergence.recording.training.zero import DividedOptimizer, check_reduced
 from divergence.run.schema.engine import Training
-
-if TYPE_CHECKING:
-    from divergence.recording.ranks.processes import Ranks
 
 __all__ = ["OPTIMIZERS", "Named", "Stepping", "Update"]
 
@@ -208,8 +206,8 @@ class Stepping:
         name = self.training.optimizer
         assert name is not None  # asked where a step is made
         how: dict[str, Any] = {"lr": self.training.learning_rate}
-        matrices = [one for one in parameters if one.ndim > 1]
-        rest = [one for one in parameters if one.ndim <= 1]
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        rest = [parameter for parameter in parameters if parameter.ndim <= 1]
         groups: list[dict[str, Any]] = [
             {"params": matrices, "weight_decay": self.training.weight_decay},
             {"params": rest, "weight_decay": 0.0},

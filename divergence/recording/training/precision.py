@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.training.optimizer import Named, Update
 from divergence.run.schema.engine import StepPrecision, Training
 
-__all__ = ["cast_buffers", "precision_of"]
+__all__ = ["precision_of"]
 
 
 def precision_of(
@@ -27,7 +26,7 @@ def precision_of(
         parameters=compute or own or "none",
         gradients=_usual(gradients),
         reduction=sent or _reduction(training, gradients),
-        buffers=_usual(one for one in model.buffers() if one.is_floating_point()),
+        buffers=_usual(buffer for buffer in model.buffers() if buffer.is_floating_point()),
     )
     if made is not None:
         known.main_weights = _usual(one for *_, one in made.named)
@@ -37,11 +36,9 @@ def precision_of(
 
 
 def _usual(tensors: Iterable[torch.Tensor]) -> str | None:
-    """The dtype of most numbers."""
-    counts: Counter[str] = Counter()
-    for tensor in tensors:
-        counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-    return counts.most_common(1)[0][0] if counts else None
+    return usual_dtype(
+        (str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors
+    )
 
 
 def _reduction(training: Training, gradients: list[torch.Tensor]) -> str | None:
@@ -63,20 +60,3 @@ def _of_fsdp(model: torch.nn.Module) -> tuple[str | None, str | None]:
             one, two = (None if d is None else str(d).removeprefix("torch.") for d in named)
             return one, two
     return None, None
-
-
-@contextmanager
-def cast_buffers(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Floating-point buffers in ``dtype``, and on exit the old ones. None: as they are."""
-    old: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
-    if dtype is not None:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                    old.append((module, name, buffer))
-                    module._buffers[name] = buffer.to(dtype)
-    try:
-        yield
-    finally:
-        for module, name, buffer in old:
-            module._buffers[name] = buffer

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -38,11 +38,9 @@ from divergence.recording.model.compiled import compiled_regions, hooked
 from divergence.recording.training.operators import TrainingOperators
 from divergence.recording.training.optimizer import Named, Stepping, Update
 from divergence.recording.training.precision import precision_of
+from divergence.run.schema.engine import StepPrecision
+from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, ROOT, escape_path, join_site
-
-if TYPE_CHECKING:
-    from divergence.run.schema.engine import StepPrecision
-    from divergence.run.schema.manifest import ModuleNote
 
 __all__ = ["TrainRecorder", "parameters_of"]
 
@@ -273,7 +271,7 @@ class TrainRecorder(Recorder):
             self.operators.enters(called, gradient, site)
 
     def _planted(self, where: str, port: str, tensor: torch.Tensor) -> torch.Tensor:
-        plants = [one for one in self._plants if one.path == where]
+        plants = [plant for plant in self._plants if plant.path == where]
         return self._planter(plants)(port, tensor) if plants else tensor
 
     # --- the step -------------------------------------------------------------------------------

@@ -5,30 +5,35 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from divergence.errors import ModelError, UsageError
+from divergence.recording.engines.engine import Feature, Session
 from divergence.recording.engines.generate import GroupResult, failures, inputs
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.modules import Recorder
+from divergence.recording.hooks.patch import swapped
 from divergence.recording.training.labels import check_labels, label_rows
+from divergence.recording.training.mode import training_mode
 from divergence.recording.training.optimizer import Stepping
-from divergence.recording.training.precision import cast_buffers
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
 from divergence.recording.training.zero import gathered_once
 from divergence.run.schema.contents import num_labels
 from divergence.run.schema.engine import StepPrecision, Training
-from divergence.run.schema.manifest import NO_LABEL, ModuleNote
+from divergence.run.schema.manifest import (
+    NO_LABEL,
+    EngineNote,
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+    SampleTokens,
+)
 from divergence.run.schema.site import LOSS
 
-if TYPE_CHECKING:
-    from divergence.recording.engines.engine import Feature, Session
-    from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.hooks.modules import Recorder
-    from divergence.run.schema.manifest import EngineNote, Manifest, ModelIdentity, SampleTokens
-
-__all__ = ["NextTokenLoss", "TrainingSession", "leaves", "wide_parameters"]
+__all__ = ["NextTokenLoss", "TrainingSession", "leaves"]
 
 
 class NextTokenLoss(torch.nn.Module):
@@ -112,15 +117,7 @@ class TrainingSession:
         """Of the free pass, once it is made."""
         return None if self._recorded is None else self._recorded.precision
 
-    def run_group(
-        self,
-        recorder: Recorder,
-        samples: list[SampleTokens],
-        *,
-        max_new_tokens: int,
-        forced: list[list[int]] | None = None,
-        num_logits: int | None = None,
-    ) -> GroupResult:
+    def run_group(self, recorder: Recorder, samples: list[SampleTokens], **_: Any) -> GroupResult:
         """Forward and backward of one micro-batch."""
         assert isinstance(recorder, TrainRecorder)
         loaded = self.loaded
@@ -133,7 +130,7 @@ class TrainingSession:
             if not ranks.owns(recorder.sample):  # it runs for the others' sake, who wait for it
                 share = 0.0
             _add_up(model, dealt=ranks.dealt)
-        with failures(loaded, samples, 0), torch.enable_grad(), _in_training(model, self._training):
+        with failures(loaded, samples, 0), torch.enable_grad(), self._in_training(model):
             with self._autocast(ids.device.type):
                 output = model(input_ids=ids, attention_mask=mask, **_beside(model, mask))
                 loss = self._loss(output.logits, labels, self._num_labels)
@@ -141,6 +138,11 @@ class TrainingSession:
         self.losses.append(float(loss.detach().sum()))
         none: list[list[int]] = [[] for _ in samples]
         return GroupResult(none, none, none)
+
+    def _in_training(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Training mode where something of the step needs it."""
+        dropout, again = self._training.dropout, self._training.gradient_checkpointing
+        return training_mode(model, on=dropout or again, dropout=dropout, checkpointing=again)
 
     def _autocast(self, device: str) -> contextlib.AbstractContextManager[Any]:
         if self._training.autocast is None:
@@ -185,88 +187,27 @@ def _refuse(inner: Session, training: Training) -> None:
                          hint="give the checkpoint that it was quantised from")  # fmt: skip
 
 
-def _checkpoint(model: Any, *, on: bool = True) -> None:
-    """Switch checkpointing of blocks, by the name that this release of transformers has for it."""
-    switch, kind = "enable" if on else "disable", "activation"
-    if not hasattr(model, f"{kind}_checkpointing_{switch}"):
-        kind = "gradient"
-    change = getattr(model, f"{kind}_checkpointing_{switch}", None)
-    if change is None:
-        raise UsageError(f"--gradient-checkpointing: {type(model).__name__} has none")
-    change(**({f"{kind}_checkpointing_kwargs": {"use_reentrant": False}} if on else {}))
-
-
-@contextlib.contextmanager
-def _in_training(model: torch.nn.Module, training: Training) -> Iterator[None]:
-    """Training mode where something of the step needs it, dropout off unless it is asked for."""
-    was = model.training
-    rates: dict[Any, float] = {m: m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
-    others = {
-        (m, name): float(value)
-        for m in model.modules()
-        for name, value in vars(m).items()
-        if "dropout" in name and isinstance(value, float) and value
-    }
-    needs = training.dropout or training.gradient_checkpointing
-    if needs:
-        model.train()
-    if not training.dropout:
-        for module in rates:
-            module.p = 0.0
-        for module, name in others:
-            setattr(module, name, 0.0)
-    if training.gradient_checkpointing:
-        _checkpoint(model)
-    try:
-        yield
-    finally:
-        if training.gradient_checkpointing:
-            _checkpoint(model, on=False)
-        for module, rate in rates.items():
-            module.p = rate
-        for (module, name), rate in others.items():
-            setattr(module, name, rate)
-        model.train(was)
-
-
-@contextlib.contextmanager
-def wide_parameters(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """The parameters as leaves of ``dtype``: torch gives a gradient its parameter's dtype, so those
-    of a wide pass would be rounded. None: as they are. On exit the old ones are back."""
-    if dtype is None:
-        yield
-        return
-    wide: dict[int, torch.nn.Parameter] = {}
-    own: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dtype != dtype:
-                own.append((module, name, parameter))
-    try:
-        for module, name, parameter in own:
-            if id(parameter) not in wide:
-                new = torch.nn.Parameter(
-                    parameter.detach().to(dtype), requires_grad=parameter.requires_grad
-                )
-                wide[id(parameter)] = new
-            module._parameters[name] = wide[id(parameter)]
-        yield
-    finally:
-        for module, name, parameter in own:
-            module._parameters[name] = parameter
-
-
 @contextlib.contextmanager
 def leaves(model: torch.nn.Module, dtype: torch.dtype | None, training: Training) -> Iterator[None]:
-    """``wide_parameters``, with their old values on exit: an optimizer's step is no part of the
-    next pass. Buffers are cast as ``training`` has it, but for a wide pass."""
-    buffers = None if dtype is not None else training.buffer_dtype
+    """The parameters as leaves of ``dtype``: torch gives a gradient its parameter's dtype, so those
+    of a wide pass would be rounded. None: as they are, and buffers as ``training`` has them. On
+    exit all is as before: an optimizer's step is no part of the next pass."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if dtype is not None and isinstance(tensor, torch.nn.Parameter):
+            wide = tensor.detach().to(dtype)
+            same = tensor.dtype == dtype
+            return tensor if same else torch.nn.Parameter(wide, tensor.requires_grad)
+        cast = dtype is None and training.buffer_dtype is not None
+        if cast and tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
+            return tensor.to(getattr(torch, str(training.buffer_dtype)))
+        return tensor
+
     held = []
     if training.optimizer is not None:
         held = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     try:
-        cast = cast_buffers(model, None if buffers is None else getattr(torch, buffers))
-        with wide_parameters(model, dtype), cast:
+        with swapped(model, leaf):
             yield
     finally:
         with torch.no_grad():

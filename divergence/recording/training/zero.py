@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from divergence.errors import ModelError, UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from divergence.options.capture import CaptureOptions
-    from divergence.recording.ranks.processes import Ranks
+from divergence.options.capture import CaptureOptions
+from divergence.recording.ranks.processes import Ranks
 
 __all__ = ["DividedOptimizer", "check_reduced", "check_stage", "gathered_once", "stage_of"]
 
@@ -86,7 +84,7 @@ def check_reduced(parameters: Sequence[torch.nn.Parameter], ranks: Ranks | None)
     does not pass where FSDP waits for it."""
     if ranks is None or "fsdp" not in ranks.sizes:
         return
-    own = [one.grad for one in parameters if one.grad is not None]
+    own = [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole = sum(not hasattr(one, "device_mesh") for one in own)
     if whole:
         raise ModelError(

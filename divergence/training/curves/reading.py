@@ -13,7 +13,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +170,9 @@ def _state(path: Path) -> Iterable[Row]:
             yield f"log_history[{number}]", row
 
 
-def _scalars(place: Path) -> Iterator[Row]:
-    """Rows of one value each, from TensorBoard's file or folder of files, through its own reader.
-    Raises UsageError without the package."""
+def _scalars(place: Path) -> Iterable[Row]:
+    """TensorBoard's event files, a file or a folder of them, through its own reader. Raises
+    UsageError without the package."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util import tensor_util

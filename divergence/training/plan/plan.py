@@ -25,32 +25,14 @@ from divergence.recording.request import Request
 from divergence.run.schema.site import escape_path
 from divergence.training.plan.result import TrainingPlan
 from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
-from divergence.training.plan.step import Layout, Stepped, run_step
+from divergence.training.plan.step import Layout, Stepped, Wanted, run_step
 from divergence.training.plan.tensor_parallel import GATHERED, REDUCED, SHARED, shrink
 from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
 
 __all__ = ["Wanted", "plan_request", "plan_training"]
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked, in the words of the options."""
-
-    batch: int
-    """Sequences of one forward on a rank."""
-    tokens: int
-    """Of each sequence."""
-    mesh: str | None = None
-    zero: int | None = None
-    optimizer: str | None = None
-    main_weights: bool | None = None
-    autocast: str | None = None
-    gradient_checkpointing: bool = False
-    dropout: bool = False
-    accumulates: bool = False
-    """Do several micro-batches make a step, so that gradients stay between them?"""
-    link_rate: str | None = None
-    capture_bytes: int = 0
-    dump_bytes: int = 0
+_AS_ASKED = ("mesh", "zero", "optimizer", "main_weights", "autocast", "link_rate")
 
 
 def plan_request(
@@ -60,20 +42,15 @@ def plan_request(
     """``shapes``: (sequences, tokens) of each micro-batch of the prompts. ``forward_bytes``: what a
     capture of their forwards alone would write."""
     batch, tokens = max(shapes, key=math.prod)
-    weights = sum(one.nbytes for one in loaded.module.parameters())
+    weights = sum(parameter.nbytes for parameter in loaded.module.parameters())
     copies = 1 if request.optimizer is None else 5  # gradient, the optimizer's, update, moments
     wanted = Wanted(
         batch=planned.micro_batch_size or batch,
         tokens=planned.sequence_length or tokens,
-        mesh=request.mesh,
-        zero=request.zero,
-        optimizer=request.optimizer,
-        main_weights=request.main_weights,
-        autocast=request.autocast,
+        **{name: getattr(request, name) for name in _AS_ASKED},
         gradient_checkpointing=bool(request.gradient_checkpointing),
         dropout=bool(request.dropout),
         accumulates=len(shapes) > 1,
-        link_rate=request.link_rate,
         capture_bytes=request.buffer_bytes,
         dump_bytes=2 * forward_bytes + copies * weights,
     )
@@ -92,7 +69,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     count = _dividing(axes, zero)
     optimizer = wanted.optimizer or "adamw"
     module: Any = loaded.module
-    num_parameters = sum(one.numel() for one in module.parameters())
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
     styles: dict[str, str] = {}
     if axes.get("tp", 1) > 1:
         styles = tensor_plan(module)
@@ -233,18 +210,7 @@ def _steps(loaded: LoadedModel, wanted: Wanted, layout: Layout) -> tuple[list[St
     steps = []
     for checkpointing in ways:
         try:
-            steps.append(
-                run_step(
-                    module,
-                    task=loaded.task,
-                    batch=wanted.batch,
-                    tokens=wanted.tokens,
-                    layout=layout,
-                    autocast=wanted.autocast,
-                    checkpointing=checkpointing,
-                    dropout=wanted.dropout,
-                )
-            )
+            steps.append(run_step(loaded, wanted, layout, checkpointing=checkpointing))
         except DivergenceError:
             raise
         except Exception as error:  # whatever an architecture raises without values

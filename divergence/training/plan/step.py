@@ -12,19 +12,43 @@ stay from the forward to the end of the backward.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.patch import swapped
+from divergence.recording.training.mode import training_mode
 from divergence.training.plan.live import LiveBytes
 from divergence.training.plan.result import Activations
 
-__all__ = ["Layout", "Stepped", "run_step"]
+__all__ = ["Layout", "Stepped", "Wanted", "run_step"]
 
-_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "dropout_prob")
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked, in the words of the options."""
+
+    batch: int
+    """Sequences of one forward on a rank."""
+    tokens: int
+    """Of each sequence."""
+    mesh: str | None = None
+    zero: int | None = None
+    optimizer: str | None = None
+    main_weights: bool | None = None
+    autocast: str | None = None
+    gradient_checkpointing: bool = False
+    dropout: bool = False
+    accumulates: bool = False
+    """Do several micro-batches make a step, so that gradients stay between them?"""
+    link_rate: str | None = None
+    capture_bytes: int = 0
+    dump_bytes: int = 0
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +70,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Are the gradients there from the start, in DDP's buckets or from earlier?"""
         return self.accumulates or (self.zero < 2 and self.num_ranks > 1)
 
+    @property
+    def divides_parameters(self) -> bool:
+        return self.zero == 3 and self.num_ranks > 1
+
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True):
     activations: Activations
@@ -59,50 +87,37 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_step(
-    module: torch.nn.Module,
-    *,
-    task: str,
-    batch: int,
-    tokens: int,
-    layout: Layout,
-    autocast: str | None = None,
-    checkpointing: bool = False,
-    dropout: bool = False,
+    loaded: LoadedModel, wanted: Wanted, layout: Layout, *, checkpointing: bool
 ) -> Stepped:
-    """``module`` lies on the meta device and is left there. Shapes (batch, tokens).
+    """The model lies on the meta device and is left there.
 
     Raises what the model raises where its forward needs values.
     """
-    with FakeTensorMode(), _fake_weights(module), _training(module, checkpointing, dropout):
-        return _run(module, task, (batch, tokens), layout, autocast, checkpointing)
-
-
-def _run(
-    module: Any, task: str, shape: tuple[int, int], layout: Layout, autocast: str | None,
-    checkpointing: bool,
-) -> Stepped:  # fmt: skip
+    module: Any = loaded.module
     live = LiveBytes()
-    for tensor in (*module.parameters(), *module.buffers()):
-        live.leave_out(tensor)
-    ids = torch.zeros(*shape, dtype=torch.long)
-    live.leave_out(ids)
     counted = _Reduced()
     low = contextlib.nullcontext()
-    if autocast is not None:
-        low = torch.autocast("cpu", getattr(torch, autocast))  # type: ignore[assignment]
-    with contextlib.ExitStack() as stack:
-        for path in layout.reduced:
-            stack.enter_context(_removed(module.get_submodule(path), counted.forward))
-        for path in layout.gathered:
-            stack.enter_context(_removed(module.get_submodule(path), counted.gather))
-        for path in layout.shared:
-            stack.enter_context(_removed(module.get_submodule(path), counted.backward))
-        for path in layout.blocks if _drops_mask(module, task) else ():
-            stack.enter_context(_unmasked(module.get_submodule(path)))
+    if wanted.autocast is not None:
+        low = torch.autocast("cpu", getattr(torch, wanted.autocast))  # type: ignore[assignment]
+    mode = training_mode(module, dropout=wanted.dropout, checkpointing=checkpointing)
+    with FakeTensorMode(), swapped(module, _fake), mode, contextlib.ExitStack() as stack:
+        ids = torch.zeros(wanted.batch, wanted.tokens, dtype=torch.long)
+        for tensor in (*module.parameters(), *module.buffers(), ids):
+            live.leave_out(tensor)
+        for paths, count in (
+            (layout.reduced, counted.forward),
+            (layout.gathered, counted.gather),
+            (layout.shared, counted.backward),
+        ):
+            for path in paths:
+                stack.enter_context(module.get_submodule(path).register_forward_hook(count))
+        for path in layout.blocks if _drops_mask(loaded) else ():
+            block = module.get_submodule(path)
+            stack.enter_context(block.register_forward_pre_hook(_without_mask, with_kwargs=True))
         ranks = stack.enter_context(_Sharing(module, live, layout).installed())
         with live:
             with low:
-                loss = _loss(module, task, ids)
+                loss = _loss(loaded, ids)
             saved, gathered = live.now - live.held, ranks.gathered_bytes
             ranks.backward = True
             loss.backward()
@@ -119,17 +134,16 @@ def _run(
     )  # fmt: skip
 
 
-def _loss(module: Any, task: str, ids: torch.Tensor) -> torch.Tensor:
+def _loss(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
     """Of the model where it computes one, else the sum of its first output."""
-    import inspect
-
+    module: Any = loaded.module
     known = inspect.signature(module.forward).parameters
     inputs: dict[str, Any] = {"input_ids": ids}
     if "use_cache" in known:
         inputs["use_cache"] = False
     if "labels" in known:
         inputs["labels"] = ids
-    elif task == "encoder-decoder":
+    elif loaded.task == "encoder-decoder":
         inputs["decoder_input_ids"] = ids
     result = module(**inputs)
     loss = getattr(result, "loss", None)
@@ -173,44 +187,37 @@ class _Sharing:
         taken: set[int] = set()
         self._groups: list[list[torch.nn.Parameter]] = []
         for block in blocks:
-            own = [one for one in block.parameters() if id(one) not in taken]
+            own = [parameter for parameter in block.parameters() if id(parameter) not in taken]
             taken |= {id(one) for one in own}
             self._groups.append(own)
         self._blocks = blocks
-        self._rest = [one for one in module.parameters() if id(one) not in taken]
+        self._rest = [parameter for parameter in module.parameters() if id(parameter) not in taken]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[_Sharing]:
-        zero, live, count = self._layout.zero, self._live, self._layout.num_ranks
-        divided = zero == 3 and count > 1
-        handles: list[Any] = []
-        trained = [one for one in self._module.parameters() if one.requires_grad]
+        live, trained = self._live, [p for p in self._module.parameters() if p.requires_grad]
         if self._layout.stays:
-            live.hold("gradients", sum(self._own_bytes(one) for one in trained))
-        if not divided:
-            handles += [one.register_post_accumulate_grad_hook(self._take) for one in trained]
-        else:
-            live.hold("rest", _bytes(self._rest))
-            for number, block in enumerate(self._blocks):
-                before, after = self._before(number), self._after(number)
-                handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(block.register_forward_hook(after, with_kwargs=True))
-        try:
+            live.hold("gradients", sum(map(self._own_bytes, trained)))
+        with contextlib.ExitStack() as stack:
+            if self._layout.divides_parameters:
+                live.hold("rest", _bytes(self._rest))
+            else:
+                for parameter in trained:
+                    stack.enter_context(parameter.register_post_accumulate_grad_hook(self._take))
+            for number, block in enumerate(self._blocks if self._layout.divides_parameters else ()):
+                before, after = partial(self._gather, number), partial(self._let_go, number)
+                stack.enter_context(block.register_forward_pre_hook(before))
+                stack.enter_context(block.register_forward_hook(after, with_kwargs=True))
             yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-            for one in trained:
-                one.grad = None
 
     @property
     def gathered_bytes(self) -> int:
         """Between forward and backward."""
-        return _bytes(self._rest) if self._layout.zero == 3 and self._layout.num_ranks > 1 else 0
+        return _bytes(self._rest) if self._layout.divides_parameters else 0
 
     def finish(self) -> None:
         """The last gradients, behind the backward."""
-        if self._layout.zero == 3 and self._layout.num_ranks > 1:
+        if self._layout.divides_parameters:
             for number in range(len(self._groups)):  # whose input has no gradient
                 self._scatter(number)
             self._reduce("rest", self._rest)
@@ -222,18 +229,12 @@ class _Sharing:
 
     def _own_bytes(self, parameter: torch.Tensor) -> int:
         """Of its gradient, on this rank."""
-        zero, count = self._layout.zero, self._layout.num_ranks
-        if zero == 3 and count > 1:
+        count = self._layout.num_ranks
+        if self._layout.divides_parameters:
             return _rows_bytes(parameter, count)
-        return -(-parameter.nbytes // (count if zero == 2 else 1))
+        return -(-parameter.nbytes // (count if self._layout.zero == 2 else 1))
 
-    def _before(self, number: int) -> Any:
-        def gather(_block: Any, _args: Any, _kwargs: Any) -> None:
-            self._gather(number)
-
-        return gather
-
-    def _gather(self, number: int) -> None:
+    def _gather(self, number: int, *_: Any) -> None:
         """Through a flat buffer into the parameters."""
         size = _bytes(self._groups[number])
         if not self.backward:
@@ -241,19 +242,16 @@ class _Sharing:
         self._live.hold(("block", number), size)
         self._live.release("buffer")
 
-    def _after(self, number: int) -> Any:
-        def let_go(_block: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if self.backward:
-                return  # checkpointing's second forward
-            self._live.release(("block", number))
-            first = output if isinstance(output, torch.Tensor) else output[0]
-            if first.requires_grad:
-                first.register_hook(lambda _: self._begin(number))
-            given = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(given, torch.Tensor) and given.requires_grad:
-                given.register_hook(lambda _: self._scatter(number))
-
-        return let_go
+    def _let_go(self, number: int, _block: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self.backward:
+            return  # checkpointing's second forward
+        self._live.release(("block", number))
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        if first.requires_grad:
+            first.register_hook(lambda _: self._begin(number))
+        given = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(given, torch.Tensor) and given.requires_grad:
+            given.register_hook(lambda _: self._scatter(number))
 
     def _begin(self, number: int) -> None:
         self._gather(number)
@@ -266,7 +264,7 @@ class _Sharing:
 
     def _reduce(self, key: object, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Whole gradients → one flat buffer → this rank's rows. The buffer stays to the next."""
-        whole = [one for one in parameters if one.grad is not None]
+        whole = [parameter for parameter in parameters if parameter.grad is not None]
         if not whole:
             return
         self._live.release("scattered")
@@ -278,7 +276,7 @@ class _Sharing:
 
 
 def _bytes(parameters: Sequence[torch.Tensor]) -> int:
-    return sum(one.nbytes for one in parameters)
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _rows_bytes(parameter: torch.Tensor, num_ranks: int) -> int:
@@ -286,87 +284,28 @@ def _rows_bytes(parameter: torch.Tensor, num_ranks: int) -> int:
     return parameter.nbytes // max(rows, 1) * -(-rows // num_ranks)
 
 
-@contextlib.contextmanager
-def _removed(module: torch.nn.Module, hook: Any) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _drops_mask(module: Any, task: str) -> bool:
+def _drops_mask(loaded: LoadedModel) -> bool:
     """Of sequences without pads transformers leaves the mask out, and sdpa knows itself what is
     causal. Whether there are pads it cannot see on fake tensors, and makes a mask of T × T."""
-    config = getattr(module, "config", None)
+    config = getattr(loaded.module, "config", None)
     return (
-        task == "causal-lm"
+        loaded.task == "causal-lm"
         and getattr(config, "_attn_implementation", None) == "sdpa"
         and not getattr(config, "sliding_window", None)
     )
 
 
-@contextlib.contextmanager
-def _unmasked(block: torch.nn.Module) -> Iterator[None]:
-    def without(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
-            kwargs = {**kwargs, "attention_mask": None}
-        return args, kwargs
-
-    handle = block.register_forward_pre_hook(without, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _without_mask(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A pre-hook that takes a mask of T × T away."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
+        kwargs = {**kwargs, "attention_mask": None}
+    return args, kwargs
 
 
-@contextlib.contextmanager
-def _fake_weights(module: torch.nn.Module) -> Iterator[None]:
-    """Fake tensors on the CPU in place of those on the meta device: operators then choose what they
-    save as on a device (attention without its matrix, for one)."""
-    places: list[tuple[dict[str, Any], str, Any]] = []
-    made: dict[int, Any] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    if isinstance(tensor, torch.nn.Parameter):
-                        fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = fake
-                places.append((held, name, tensor))
-    for held, name, tensor in places:
-        held[name] = made[id(tensor)]
-    try:
-        yield
-    finally:
-        for held, name, tensor in places:
-            held[name] = tensor
-
-
-@contextlib.contextmanager
-def _training(module: Any, checkpointing: bool, dropout: bool) -> Iterator[None]:
-    before = module.training
-    module.train()
-    silenced: list[tuple[Any, str, float]] = []
-    for part in () if dropout else module.modules():
-        names = ("p",) if isinstance(part, torch.nn.Dropout) else _DROPOUTS
-        for name in names:
-            if isinstance(value := getattr(part, name, None), float):
-                silenced.append((part, name, value))
-                setattr(part, name, 0.0)
-    name = "activation" if hasattr(module, "activation_checkpointing_enable") else "gradient"
-    if checkpointing:
-        how = {f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
-        getattr(module, f"{name}_checkpointing_enable")(**how)
-    try:
-        yield
-    finally:
-        if checkpointing:
-            getattr(module, f"{name}_checkpointing_disable")()
-        for part, name, value in silenced:
-            setattr(part, name, value)
-        module.train(before)
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU in place of the meta device: operators then choose what they save as on a device
+    (attention without its matrix, for one)."""
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    whole = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(fake, tensor.requires_grad) if whole else fake

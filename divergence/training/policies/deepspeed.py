@@ -28,53 +28,45 @@ SECTIONS = ("bf16", "bfloat16", "fp16", "zero_optimization", "communication_data
 def read(config: Mapping[str, Any]) -> Policy:
     """Raises UsageError for values that leave a dtype open (``auto``) or contradict each other."""
     said: list[str] = []
-    bf16 = _section(config, "bf16" if "bf16" in config else "bfloat16")
-    fp16, autocast = _section(config, "fp16"), _section(config, "torch_autocast")
-    zero = _section(config, "zero_optimization")
-    on = [
-        name for name, section in (("bf16", bf16), ("fp16", fp16), ("torch_autocast", autocast))
-        if _flag(section, name, "enabled")
-    ]  # fmt: skip
+    bf16 = "bf16" if "bf16" in config else "bfloat16"
+    switches = {"bf16": bf16, "fp16": "fp16", "torch_autocast": "torch_autocast"}
+    on = [name for name, section in switches.items() if _at(config, f"{section}.enabled")]
     if len(on) > 1:
         raise UsageError(f"DeepSpeed's configuration enables {' and '.join(on)}: only one of them")
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(on[0] if on else "", "float32")
     said += [f"{name}.enabled" for name in on]
     options: dict[str, Any] = {"dtype": dtype}
     if on == ["torch_autocast"]:
-        options["autocast"] = named_dtype(
-            _plain(autocast.get("dtype", "bfloat16"), "torch_autocast.dtype"),
-            "torch_autocast.dtype",
-        )
+        place = "torch_autocast.dtype"
+        options["autocast"] = named_dtype(_at(config, place, "bfloat16"), place)
     place = "zero_optimization.stage"
-    stage = int(number(_plain(zero.get("stage", 0), place), place))
-    sent = config.get("communication_data_type")
-    if sent is not None:
-        name = "communication_data_type"
-        options["reduce_dtype"] = named_dtype(_plain(sent, name), name)
-        said.append(f"{name}={sent}")
-    elif on != ["torch_autocast"]:  # there each parameter's gradient may have its own
-        options["reduce_dtype"] = dtype
-    added = _section(config, "data_types").get("grad_accum_dtype")
-    if added is not None:
-        name = "data_types.grad_accum_dtype"
-        options["accumulate_dtype"] = named_dtype(_plain(added, name), name)
-        said.append(f"{name}={added}")
-    else:
+    stage = int(number(_at(config, place, 0), place))
+    for option, place in (
+        ("reduce_dtype", "communication_data_type"),
+        ("accumulate_dtype", "data_types.grad_accum_dtype"),
+    ):
+        value = _at(config, place)
+        if value is not None:
+            options[option] = named_dtype(value, place)
+            said.append(f"{place}={value}")
+    if on != ["torch_autocast"]:  # there each parameter's gradient may have its own
+        options.setdefault("reduce_dtype", dtype)
+    if "accumulate_dtype" not in options:
         wide = dtype == "bfloat16" and stage == 0
         options["accumulate_dtype"] = "float32" if wide else dtype
         said += [f"zero_optimization.stage={stage}"] if dtype == "bfloat16" else []
     if half(dtype):
-        section, switch = (bf16, "bf16") if dtype == "bfloat16" else (fp16, "fp16")
+        switch = on[0]
         without = f"{switch}_master_weights_and_grads"
-        options["main_weights"] = not _flag(section, switch, without)
+        options["main_weights"] = not _at(config, f"{switches[switch]}.{without}")
         if not options["main_weights"]:
             said.append(f"{switch}.{without}")
-            narrow = _flag(section, switch, "bf16_optimizer_states")
+            narrow = _at(config, f"{switches[switch]}.bf16_optimizer_states")
             options["moments_dtype"] = dtype if narrow else "float32"
             said += [f"{switch}.bf16_optimizer_states"] if narrow else []
     if dtype == "float16":
         place = "fp16.loss_scale"
-        scale = number(_plain(fp16.get("loss_scale", 0), place), place)
+        scale = number(_at(config, place, 0), place)
         if scale:
             options["loss_scale"] = scale
             said.append(f"{place}={scale:g}")
@@ -85,22 +77,16 @@ def read(config: Mapping[str, Any]) -> Policy:
     return Policy(framework="DeepSpeed", options=options, switches=tuple(said))
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name, {})
+def _at(config: Mapping[str, Any], place: str, default: Any = None) -> Any:
+    """The value of ``key``, or of ``section.key``."""
+    name, dot, key = place.partition(".")
+    section = config.get(name, {}) if dot else config
     if not isinstance(section, Mapping):
         raise UsageError(f"DeepSpeed's configuration: {name} is no section, but {section!r}")
-    return section
-
-
-def _flag(section: Mapping[str, Any], name: str, key: str) -> bool:
-    return bool(_plain(section.get(key, False), f"{name}.{key}"))
-
-
-def _plain(value: Any, where: str) -> Any:
-    """The value, where it is one."""
+    value = section.get(key if dot else name, default)
     if value == "auto":
         raise UsageError(
-            f"DeepSpeed's configuration leaves {where} open (auto): the trainer decides it",
+            f"DeepSpeed's configuration leaves {place} open (auto): the trainer decides it",
             hint="write the value that the trainer puts there",
         )
     return value

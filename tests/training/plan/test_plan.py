@@ -8,20 +8,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from divergence.errors import ModelError, UsageError
 from divergence.recording.api import plan_capture
-from divergence.recording.engines.load import empty_model, load_model
+from divergence.recording.engines.load import Loading, empty_model, load_model
 from divergence.training.plan.plan import Wanted, plan_training
 
 BATCH, TOKENS = 2, 48
 
 
 def plan_of(model, *, dtype=None, attention="eager", **wanted):
-    loaded = empty_model(str(model), dtype=dtype, attn_implementation=attention)
+    loaded = empty_model(Loading(str(model), dtype=dtype, attn_implementation=attention))
     return plan_training(loaded, Wanted(batch=BATCH, tokens=TOKENS, **wanted))
 
 
 def measured_peak(model, *, checkpointing=False, autocast=None):
     """Bytes of one forward and backward beside the parameters, by torch's own profiler."""
-    module = load_model(str(model), dtype="float32").module.train()
+    module = load_model(Loading(str(model), dtype="float32")).module.train()
     if checkpointing:
         module.activation_checkpointing_enable({"use_reentrant": False})
     ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
@@ -112,7 +112,7 @@ def test_a_division_that_is_not_known_is_refused(tiny_model):
 
 def test_the_model_is_left_as_it_was(llama):
     """On the meta device, in evaluation."""
-    loaded = empty_model(str(llama))
+    loaded = empty_model(Loading(str(llama)))
     plan_training(loaded, Wanted(batch=1, tokens=8))
     assert not loaded.module.training
     assert {one.device.type for one in loaded.module.parameters()} == {"meta"}
@@ -147,7 +147,7 @@ def test_fused_attention_holds_no_square(llama):
     saved = {}
     for attention in ("sdpa", "eager"):
         for tokens in (128, 256):
-            loaded = empty_model(str(llama), attn_implementation=attention)
+            loaded = empty_model(Loading(str(llama), attn_implementation=attention))
             plan = plan_training(loaded, Wanted(batch=1, tokens=tokens))
             saved[attention, tokens] = plan.activations[0].saved_bytes
     assert saved["sdpa", 256] / saved["sdpa", 128] == pytest.approx(2, rel=0.02)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -20,11 +20,8 @@ from divergence.recording.engines.onnx_runtime.model import model_of
 from divergence.recording.engines.onnx_runtime.pieces import LEVELS, Runtime
 from divergence.recording.engines.sessions import TorchSession, blocks_of
 from divergence.run.schema.layout import expanded
-from divergence.run.schema.manifest import EngineNote
+from divergence.run.schema.manifest import EngineNote, ModelIdentity, ModuleNote, SampleTokens
 from divergence.run.schema.site import did_you_mean
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["OnnxEngine", "OnnxOptions", "OnnxSession", "check_level", "installed", "provider_for"]
 
@@ -181,14 +178,9 @@ class OnnxSession(TorchSession):
         )
 
     def run_group(
-        self,
-        recorder: Any,
-        samples: list[SampleTokens],
-        *,
-        max_new_tokens: int,
-        forced: list[list[int]] | None = None,
-        num_logits: int | None = None,
-    ) -> GroupResult:
+        self, recorder: Any, samples: list[SampleTokens], *, max_new_tokens: int,
+        forced: list[list[int]] | None = None, **_: Any,
+    ) -> GroupResult:  # fmt: skip
         count = max_new_tokens if forced is None else len(forced[0])
         with failures(self.loaded, samples, count), torch.no_grad():
             result = decode(self.loaded, self._graph, recorder, samples, count, forced)

@@ -11,6 +11,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from divergence.errors import ModelError, first_line
 from divergence.numerics.formats import format_named
 
@@ -40,11 +43,11 @@ def read_model(path: Path) -> Any:
     graph = model.graph
     if not graph.node or not graph.output or not graph.input:
         raise _broken(path, "there is no graph in it")
-    for one in graph.initializer:
-        if one.data_location == _EXTERNAL:
-            data_file(one, path.parent)
-        elif one.data_type in _DTYPES and _size(one) and not _has_values(one):
-            raise _broken(path, f"the weight {one.name} has no values")
+    for tensor in graph.initializer:
+        if tensor.data_location == _EXTERNAL:
+            data_file(tensor, path.parent)
+        elif tensor.data_type in _DTYPES and _size(tensor) and not _has_values(tensor):
+            raise _broken(path, f"the weight {tensor.name} has no values")
     return model
 
 
@@ -77,8 +80,6 @@ def data_file(tensor: Any, folder: Path) -> tuple[Path, int, int | None]:
 def tensor_of(tensor: Any, folder: Path) -> Any:
     """The values as a torch tensor that must not be written to; None for a type that torch does not
     have (4-bit numbers, text)."""
-    import numpy as np
-    import torch
     from onnx import numpy_helper
 
     name = _DTYPES.get(tensor.data_type)

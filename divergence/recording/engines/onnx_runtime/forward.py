@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from divergence.recording.engines.generate import GroupResult, choices, control, inputs, pad_id
+from divergence.recording.engines.generate import (
+    GroupResult,
+    choices,
+    control,
+    ends_of,
+    inputs,
+    pad_id,
+)
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.onnx_runtime.graph import Graph, Port
 from divergence.recording.engines.onnx_runtime.pieces import Piece, Runtime
@@ -92,7 +99,7 @@ class GraphRecorder(Recorder):
         """The logits (or the graph's first output); what passes chosen sites is recorded."""
         graph, fed = self._graph, dict[str, dict[str, torch.Tensor]]()
         if self._anchor is None:
-            targets = [graph.logits, *(one.value for one in self._ports)]
+            targets = [graph.logits, *(port.value for port in self._ports)]
             piece = self._piece(ROOT, targets, whole=True)
             self.num_taps = len(set(piece.targets) - set(graph.outputs))
             made = given | piece.run(given)
@@ -100,14 +107,14 @@ class GraphRecorder(Recorder):
             made, fed = self._run_parts(given)
         num_tokens = given[graph.tokens].shape[1]
         rows: dict[int, torch.Tensor] = {}
-        for one in self._ports:
-            own = fed.get(self._owner(one.path), {})
-            if (one.path, one.port) in self._replaced:
+        for port in self._ports:
+            own = fed.get(self._owner(port.path), {})
+            if (port.path, port.port) in self._replaced:
                 continue  # an anchored input is the other run's, not news of this one
-            tensor = own.get(one.value, made[one.value])
+            tensor = own.get(port.value, made[port.value])
             if id(tensor) not in rows:
                 rows[id(tensor)] = self._rows(tensor, num_tokens)
-            self._emit(one.path, "", one.port, rows[id(tensor)])
+            self._emit(port.path, "", port.port, rows[id(tensor)])
         self._end_of_forward()
         return made[graph.logits]
 
@@ -148,11 +155,11 @@ class GraphRecorder(Recorder):
                     self.anchored += 1
                 elif one.port == "in" and part.is_block:
                     self._anchor_broken = True
-            inside = [one.value for one in self._ports if self._owner(one.path) == part.path]
+            inside = [port.value for port in self._ports if self._owner(port.path) == part.path]
             cuts = {one.value for one in part.ins}
             piece = self._piece(part.path, [*part.outs, *inside], cuts=cuts)
             made |= piece.run(made | own)
-        rest = [one.value for one in self._ports if one.value not in made]
+        rest = [port.value for port in self._ports if port.value not in made]
         if rest or self._graph.logits not in made:
             targets = [*rest, self._graph.logits]
             after = self._piece(f"{ROOT} after", targets, cuts=made.keys() - given.keys())
@@ -187,24 +194,24 @@ def _tables(graph: Graph) -> list[Port]:
     paths = [path for path, kind in graph.kinds.items() if kind.endswith("RotaryEmbedding")]
     if len(paths) != 1 or any(part.isdecimal() for part in paths[0].split(".")):
         return []
-    return [one for one in graph.ports if one.path == paths[0] and one.port.startswith("out")]
+    return [port for port in graph.ports if port.path == paths[0] and port.port.startswith("out")]
 
 
 def _parts(graph: Graph, notes: Mapping[str, ModuleNote]) -> list[_Part]:
     """In the order of a forward: modules that take a value of the stream which others made."""
     tables, parts = _tables(graph), list[_Part]()
-    for one in graph.ports:
-        note = notes.get(one.path)
-        if note is None or note.role == "inner" or one.port != "in" or one.value in graph.inputs:
+    for port in graph.ports:
+        note = notes.get(port.path)
+        if note is None or note.role == "inner" or port.port != "in" or port.value in graph.inputs:
             continue
-        outs = tuple(p.value for p in graph.ports if p.path == one.path and p.port != "in")
-        ins = [one]
+        outs = tuple(p.value for p in graph.ports if p.path == port.path and p.port != "in")
+        ins = [port]
         if note.role == "block":
-            _, met, _ = graph.slice(outs, {one.value, *(table.value for table in tables)})
-            ins += [Port(one.path, f"{_TABLES}{n}", table.value)
+            _, met, _ = graph.slice(outs, {port.value, *(table.value for table in tables)})
+            ins += [Port(port.path, f"{_TABLES}{n}", table.value)
                     for n, table in enumerate(tables) if table.value in met]  # fmt: skip
         if outs:
-            parts.append(_Part(one.path, tuple(ins), outs, note.role == "block"))
+            parts.append(_Part(port.path, tuple(ins), outs, note.role == "block"))
     return parts
 
 
@@ -256,9 +263,7 @@ def decode(
     if loaded.task == "encoder" or count == 0:
         recorder.forward(feeds(graph, ids, mask))
         return GroupResult([[] for _ in samples], [[] for _ in samples], [[] for _ in samples])
-    config: Any = loaded.module.generation_config
-    eos = config.eos_token_id if forced is None else None
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    ends = ends_of(loaded, forced)
     made = control(forced, count, ends, None)
     num_prompt, ended = ids.shape[1], torch.zeros(len(samples), dtype=torch.bool)
     for _ in range(count):

@@ -60,7 +60,7 @@ class Graph:
     def __init__(self, model: Any) -> None:
         self.model = model
         graph = model.graph
-        self.constants = {one.name: one for one in graph.initializer}
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
         self.inputs = [one.name for one in graph.input if one.name not in self.constants]
         self.outputs = [one.name for one in graph.output]
         self.types = {
@@ -88,7 +88,7 @@ class Graph:
         told = bool(scopes) and not scopes[0]  # else what torch writes there is no path
         if told:
             scopes, classes = scopes[:-1], classes[: len(scopes) - 1]  # the last is the operator
-            scopes = [_CALL.sub("", one) for one in scopes]
+            scopes = [_CALL.sub("", scope) for scope in scopes]
         else:
             told, parts = proto.name.startswith("/"), proto.name.strip("/").split("/")[:-1]
             scopes = [".".join(parts[: count + 1]) for count in range(len(parts))] if told else []
@@ -98,7 +98,7 @@ class Graph:
                 self.kinds[path] = kind
         return Node(
             proto, tuple(_inputs(proto)), tuple(proto.output),
-            tuple(dict.fromkeys(one for one in scopes if one)), properties, told,
+            tuple(dict.fromkeys(scope for scope in scopes if scope)), properties, told,
         )  # fmt: skip
 
     def _place_untold(self) -> None:
@@ -201,7 +201,7 @@ def _listed(text: str) -> list[str]:
         names = ast.literal_eval(text) if text else []
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return []
-    is_list = isinstance(names, list) and all(isinstance(one, str) for one in names)
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return names if is_list else []
 
 

@@ -91,7 +91,6 @@ class Piece:
         model = _part(graph, nodes, [*sorted(self.inputs), *sorted(self.cuts)], self.targets, whole)
         deterministic = torch.are_deterministic_algorithms_enabled()
         self._session = runtime.session(model, deterministic=deterministic)
-        self.providers: list[str] = self._session.get_providers()
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The targets by name. Raises what ONNX Runtime does, as RuntimeError."""

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from divergence.errors import ModelError
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import SampleTokens
-    from divergence.run.writing.captured_tensor import CapturedTensor
+from divergence.run.schema.manifest import SampleTokens
+from divergence.run.writing.captured_tensor import CapturedTensor
 
 __all__ = ["Forward", "Gathered", "Part", "alone", "forward_of"]
 

@@ -17,10 +17,12 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
+import transformers
 
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.recording.engines.engine import EngineOptions, Loading
@@ -29,6 +31,7 @@ from divergence.recording.engines.vllm.names import map_for, parameters_of, plac
 from divergence.recording.engines.vllm.session import VllmSession
 from divergence.recording.engines.vllm.weights import identity_of
 from divergence.recording.engines.vllm.worker import EXTENSION, FORMAT, register_loader
+from divergence.recording.hooks.patch import patched
 from divergence.run.command import command_line
 
 __all__ = ["VllmEngine", "VllmOptions"]
@@ -79,10 +82,7 @@ class VllmEngine:
     Options: ClassVar[type[EngineOptions]] = VllmOptions
 
     def load(self, loading: Loading, options: VllmOptions) -> VllmSession:
-        twin = empty_model(
-            loading.source, task=loading.task, revision=loading.revision, dtype=loading.dtype,
-            trust_remote_code=loading.trust_remote_code,
-        )  # fmt: skip
+        twin = empty_model(replace(loading, attn_implementation="eager"))
         _check(loading, options, twin)
         family = str(getattr(twin.module.config, "model_type", ""))
         name_map = map_for(family, options.name_map)
@@ -117,10 +117,9 @@ class VllmEngine:
         except BaseException:
             closing.close()
             raise
-        loaded = LoadedModel(
-            source=twin.source, revision=twin.revision, task=twin.task, module=module,
-            tokenizer=twin.tokenizer, device=torch.device(loading.device),
-            trust_remote_code=twin.trust_remote_code, twin=twin.module, ranks=loading.ranks,
+        loaded = replace(
+            twin, module=module, device=torch.device(loading.device), twin=twin.module,
+            ranks=loading.ranks,
         )  # fmt: skip
         return VllmSession(
             loaded, msgspec.structs.asdict(options), llm=llm, runner=runner, places=shown["places"],
@@ -281,26 +280,18 @@ def _facts(llm: Any, module: torch.nn.Module, variables: Mapping[str, str]) -> d
         "max model length": str(config.model_config.max_model_len),
         "block size": str(cache.block_size),
         "cache dtype": str(cache.cache_dtype),
-        "transformers": _transformers_version(),
+        "transformers": transformers.__version__,
     } | {name: value for name, value in variables.items() if name not in _QUIET}
-
-
-def _transformers_version() -> str:
-    import transformers
-
-    return transformers.__version__
 
 
 def _generation_config(loading: Loading) -> Any:
     """The model's own, as transformers takes it: which tokens end a sample, which is padding."""
-    from transformers import AutoConfig, GenerationConfig
-
-    source = os.path.expanduser(loading.source)
+    source, kind = os.path.expanduser(loading.source), transformers.GenerationConfig
     try:
-        return GenerationConfig.from_pretrained(source, revision=loading.revision or "main")
+        return kind.from_pretrained(source, revision=loading.revision or "main")
     except OSError:  # it has none
-        return GenerationConfig.from_model_config(
-            AutoConfig.from_pretrained(
+        return kind.from_model_config(
+            transformers.AutoConfig.from_pretrained(
                 source, revision=loading.revision, trust_remote_code=loading.trust_remote_code
             )
         )
@@ -310,14 +301,14 @@ def _generation_config(loading: Loading) -> Any:
 def _surroundings(variables: Mapping[str, str]) -> Iterator[None]:
     """With these variables; afterwards the process has its own again, and the number of its threads
     can be set as before (vLLM takes that away on a CPU)."""
-    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    before = dict(os.environ)
     for name, value in variables.items():
         if name not in _QUIET or name not in os.environ:
             os.environ[name] = value
     try:
-        yield
+        with patched(torch, "set_num_threads", torch.set_num_threads):
+            yield
     finally:
-        torch.set_num_threads = set_num_threads
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
@@ -329,15 +320,16 @@ def _let_go(llm: Any | None, *, with_group: bool) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     destroy = torch.distributed.destroy_process_group
-    if not with_group:  # it ends the default group, whoever made it
-        torch.distributed.destroy_process_group = lambda group=None: (
-            None if group is None else destroy(group)
-        )
-    try:
-        with contextlib.suppress(Exception):  # it is done with, whatever it has to say
-            if llm is None:
-                cleanup_dist_env_and_memory()
-            else:
-                llm.llm_engine.engine_core.shutdown()
-    finally:
-        torch.distributed.destroy_process_group = destroy
+
+    def without_default(group: Any = None) -> None:
+        if with_group or group is not None:  # it ends the default group, whoever made it
+            destroy(group)
+
+    with (
+        patched(torch.distributed, "destroy_process_group", without_default),
+        contextlib.suppress(Exception),  # it is done with, whatever it has to say
+    ):
+        if llm is None:
+            cleanup_dist_env_and_memory()
+        else:
+            llm.llm_engine.engine_core.shutdown()

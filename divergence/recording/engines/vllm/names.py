@@ -15,17 +15,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from divergence.config import config_names, decode, find_config, load_toml
 from divergence.errors import UsageError
 from divergence.recording.model.structure import describe_modules
 from divergence.run.schema.site import ROOT, did_you_mean, escape_path
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["ModuleMap", "Place", "map_for", "parameters_of", "places_of"]
 
@@ -72,7 +69,7 @@ def map_for(model_type: str, given: str | None = None) -> ModuleMap | None:
     if given is not None:
         return _read(given)
     maps = (_read(name) for name in config_names(_FOLDER))
-    return next((one for one in maps if model_type in one.models), None)
+    return next((name_map for name_map in maps if model_type in name_map.models), None)
 
 
 def places_of(
@@ -100,16 +97,12 @@ def places_of(
         return places | {path: Place(path) for path in blocks}
     named = {one: one for one in found.same} | found.renamed
     for pattern, other in (named | found.tables).items():
-        for path, stars in _matches(pattern, theirs):
-            name = _filled(other, stars)
-            _check_here(name, ours)
+        for path, (name,) in _pairs(pattern, (other,), theirs, ours):
             places[escape_path(name)] = Place(path, is_table=pattern in found.tables)
     for pattern, parts in found.split.items():
-        for path, stars in _matches(pattern, theirs):
+        for path, names in _pairs(pattern, parts, theirs, ours):
             first, own = 0, getattr(theirs[path], _OWN_ROWS, None)
-            for number, part in enumerate(parts):
-                name = _filled(part, stars)
-                _check_here(name, ours)
+            for number, name in enumerate(names):
                 weight = getattr(ours[name], "weight", None)
                 num_rows = 0 if weight is None else int(weight.shape[0])
                 if own is not None:
@@ -125,13 +118,12 @@ def parameters_of(
     """transformers' parameter → vLLM's, of those that the map names one by one."""
     ours = dict(structure.named_parameters(remove_duplicate=False))
     theirs = dict(module.named_parameters(remove_duplicate=False))
-    names: dict[str, str] = {}
-    for pattern, other in (found.weights if found is not None else {}).items():
-        for path, stars in _matches(pattern, theirs):
-            name = _filled(other, stars)
-            _check_here(name, ours)
-            names[name] = path
-    return names
+    weights = {} if found is None else found.weights
+    return {
+        name: path
+        for pattern, other in weights.items()
+        for path, (name,) in _pairs(pattern, (other,), theirs, ours)
+    }
 
 
 def _read(name: str) -> ModuleMap:
@@ -139,23 +131,25 @@ def _read(name: str) -> ModuleMap:
     return decode(load_toml(path), ModuleMap, where=str(path))
 
 
-def _matches(pattern: str, paths: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(path, what stands for the stars) of each module that the pattern names, at least one."""
+def _pairs(
+    pattern: str, others: Iterable[str], theirs: Mapping[str, object], ours: Mapping[str, object]
+) -> Iterator[tuple[str, list[str]]]:
+    """(path in vLLM, paths in transformers) of each module that the patterns name, at least one."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))
-    hits = [(path, match.groups()) for path in paths if (match := expression.fullmatch(path))]
+    hits = [(path, match.groups()) for path in theirs if (match := expression.fullmatch(path))]
     if not hits:
-        _nothing(pattern, "vLLM", paths)
-    yield from hits
+        _nothing(pattern, "vLLM", theirs)
+    for path, stars in hits:
+        names = [_filled(other, stars) for other in others]
+        for name in names:
+            if name not in ours:
+                _nothing(name, "transformers", ours)
+        yield path, names
 
 
 def _filled(pattern: str, stars: Iterable[str]) -> str:
     values = iter(stars)
     return re.sub(r"\*", lambda _: next(values, "*"), pattern)
-
-
-def _check_here(path: str, ours: Mapping[str, object]) -> None:
-    if path not in ours:
-        _nothing(path, "transformers", ours)
 
 
 def _nothing(pattern: str, library: str, paths: Iterable[str]) -> None:

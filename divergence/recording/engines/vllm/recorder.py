@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,8 @@ from divergence.recording.engines.vllm.views import head_hooked, table_viewed, v
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.recording.model.structure import routing_modules
+from divergence.run.schema.manifest import ModuleNote, SampleTokens
 from divergence.run.schema.site import ROOT
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import ModuleNote, SampleTokens
 
 __all__ = ["VllmRecorder"]
 
@@ -181,12 +179,8 @@ class VllmRecorder(Recorder):
 
         head = next((path for path in self._heads & self._hooked if path in self._places), None)
         pair = None if head is None else (self._pre_hook(head, ()), self._post_hook(head))
-        handle = self._model.register_forward_pre_hook(first, with_kwargs=True)
-        try:
-            with head_hooked(
-                self._model, head=pair, after_root=self._post_hook(ROOT), through=self._last,
-                choose=lambda logits: self._end_parts(self._forward.requests, logits),
-            ):  # fmt: skip
-                yield
-        finally:
-            handle.remove()
+        with self._model.register_forward_pre_hook(first, with_kwargs=True), head_hooked(
+            self._model, head=pair, after_root=self._post_hook(ROOT), through=self._last,
+            choose=lambda logits: self._end_parts(self._forward.requests, logits),
+        ):  # fmt: skip
+            yield

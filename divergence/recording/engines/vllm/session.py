@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.engine import Feature
-from divergence.recording.engines.generate import GroupResult, check_ids, control, failures, pad_id
+from divergence.recording.engines.generate import (
+    GroupResult,
+    check_ids,
+    control,
+    ends_of,
+    failures,
+    pad_id,
+)
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.engines.vllm.names import Place
 from divergence.recording.engines.vllm.recorder import VllmRecorder
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.structure import describe_modules, output_paths, routing_modules
-from divergence.run.schema.manifest import EngineNote, EngineValue
+from divergence.run.schema.manifest import (
+    EngineNote,
+    EngineValue,
+    ModelIdentity,
+    ModuleNote,
+    SampleTokens,
+)
 from divergence.run.schema.site import ROOT
-
-if TYPE_CHECKING:
-    from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
 
 __all__ = ["Tokens", "VllmSession"]
 
@@ -91,14 +101,9 @@ class VllmSession(TorchSession):
         )
 
     def run_group(
-        self,
-        recorder: Recorder,
-        samples: list[SampleTokens],
-        *,
-        max_new_tokens: int,
-        forced: list[list[int]] | None = None,
-        num_logits: int | None = None,
-    ) -> GroupResult:
+        self, recorder: Recorder, samples: list[SampleTokens], *, max_new_tokens: int,
+        forced: list[list[int]] | None = None, **_: Any,
+    ) -> GroupResult:  # fmt: skip
         from vllm import SamplingParams
 
         assert isinstance(recorder, VllmRecorder)  # made above
@@ -106,7 +111,7 @@ class VllmSession(TorchSession):
         pad, ranks = pad_id(self.loaded), self.loaded.ranks
         tokens = Tokens(
             forced if count else None, num=len(samples), count=count, pad=pad,
-            ends=self._ends() if forced is None else set(),
+            ends=ends_of(self.loaded, forced),
             agree=None if ranks is None else ranks.agree,
         )  # fmt: skip
         recorder.expect(samples, tokens.choose, pad=pad)
@@ -123,12 +128,6 @@ class VllmSession(TorchSession):
                 engine.abort_request([str(place) for place in range(len(samples))])
         self._num_mixed += recorder.num_mixed
         return tokens.result()
-
-    def _ends(self) -> set[int]:
-        """The tokens after which a sample has ended."""
-        own: Any = self._module.generation_config
-        eos = own.eos_token_id
-        return {eos} if isinstance(eos, int) else set(eos or ())
 
     def note(self) -> EngineNote:
         return EngineNote(

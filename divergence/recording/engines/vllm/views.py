@@ -26,6 +26,7 @@ import torch
 from divergence.errors import PlantError
 from divergence.recording.engines.vllm.batches import Shown, Through, alone
 from divergence.recording.hooks.arguments import argument_names
+from divergence.recording.hooks.patch import patched
 
 __all__ = ["head_hooked", "table_viewed", "viewed"]
 
@@ -52,24 +53,20 @@ def viewed(
     names = _names(module)
     if rows is None:
         view = _View(before, after, names, through, is_block=is_block)
-        handles = [
+        with (
             module.register_forward_pre_hook(view.pre, with_kwargs=True),
             module.register_forward_hook(view.post, with_kwargs=True),
-        ]
-    else:
-        part = _part(before, after, names, rows, through)
-        handles = [module.register_forward_hook(part, with_kwargs=True)]
-    try:
+        ):
+            yield
+        return
+    part = _part(before, after, names, rows, through)
+    with module.register_forward_hook(part, with_kwargs=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-@contextlib.contextmanager
 def table_viewed(
     attention: torch.nn.Module, rotary: Any, after: After, *, through: Through = alone
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[Any]:
     """The rows of a rotary table that a forward reads, seen as the output of transformers' module:
     (cos, sin), each (B, T, D) with both halves alike. Told once, by the ``attention`` of one block.
     A table of another form is not shown.
@@ -94,11 +91,7 @@ def table_viewed(
 
         through(shown, halves)
 
-    handle = attention.register_forward_pre_hook(pre, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return attention.register_forward_pre_hook(pre, with_kwargs=True)
 
 
 class _View:
@@ -198,48 +191,27 @@ def head_hooked(
     )
     module = getattr(model, "lm_head", model)
 
-    def product(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def hooked(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            assert head is not None
-            new = through(_entering(head[0], module), hidden_states)
-            logits = inner(hidden_states if new is None else new, *args, **kwargs)
-            changed = through(_leaving(head[1], module), logits)
-            return logits if changed is None else changed
+    def product(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert head is not None
+        new = through(_entering(head[0], module), hidden_states)
+        logits = own_product(hidden_states if new is None else new, *args, **kwargs)
+        changed = through(_leaving(head[1], module), logits)
+        return logits if changed is None else changed
 
-        return hooked
+    own_product = getattr(owner, name)
+    with contextlib.nullcontext() if head is None else patched(owner, name, product):
+        own_logits = model.compute_logits
 
-    def whole(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            logits = inner(*args, **kwargs)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            logits = own_logits(*args, **kwargs)
             changed = through(_leaving(after_root, model), logits)
             return choose(logits if changed is None else changed)
 
-        return hooked
-
-    with contextlib.ExitStack() as stack:
-        if head is not None:
-            stack.enter_context(_wrapped(owner, name, product))
-        stack.enter_context(_wrapped(model, "compute_logits", whole))
-        yield
+        with patched(model, "compute_logits", whole):
+            yield
 
 
 _PRODUCT = "_get_logits"
-
-
-@contextlib.contextmanager
-def _wrapped(
-    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """A method of one object, wrapped."""
-    before = owner.__dict__.get(name)
-    setattr(owner, name, wrap(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _names(module: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -57,11 +58,7 @@ def identity_of(
         for name, buffer in list(part._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 part._buffers[name] = None
-    identity = identify(LoadedModel(
-        source=twin.source, revision=twin.revision, task=twin.task, module=filled,
-        tokenizer=twin.tokenizer, device=torch.device("cpu"),
-        trust_remote_code=twin.trust_remote_code,
-    ))  # fmt: skip
+    identity = identify(replace(twin, module=filled, device=torch.device("cpu")))
     unknown = sorted(names - set(identity.digests))
     digests = identity.digests | dict.fromkeys(unknown, UNKNOWN)
     count = sum(weight.numel() for weight in twin.module.parameters())

@@ -10,7 +10,7 @@ from torch import nn
 
 from divergence.config import config_names
 from divergence.errors import ConfigError, UsageError
-from divergence.recording.engines.load import empty_model
+from divergence.recording.engines.load import Loading, empty_model
 from divergence.recording.engines.vllm.names import ModuleMap, map_for, parameters_of, places_of
 from tests.models.families import build
 
@@ -69,7 +69,7 @@ def mapped(request, tmp_path_factory):
     """(name of the map, transformers' model, places, parameters) of each map."""
     name = request.param
     folder = tmp_path_factory.mktemp(name) / "model"
-    twin = empty_model(str(build(FAMILIES[name], folder))).module
+    twin = empty_model(Loading(str(build(FAMILIES[name], folder)))).module
     found = map_for("", name)
     assert found is not None and twin.config.model_type in found.models
     tree = as_vllm(found, twin)

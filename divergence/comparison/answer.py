@@ -13,18 +13,23 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from divergence.comparison.results.findings import Finding, Verdict
+from divergence._version import __version__
+from divergence.comparison.decide import decide
+from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
 
 if TYPE_CHECKING:
     from divergence.comparison.measured import Measured, Shown
-    from divergence.comparison.result import ReplicaCheck, Report
+    from divergence.comparison.result import ReplicaCheck
     from divergence.comparison.results.operators import AuditResult, OperatorsResult
-    from divergence.comparison.results.sites import SiteResult
+    from divergence.comparison.results.sites import Coverage, SiteResult
     from divergence.comparison.results.tokens import TokensResult
     from divergence.run.reader import Run
 
-__all__ = ["ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers_of",
-           "without_partner", "without_sites"]  # fmt: skip
+__all__ = [
+    "ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers_of", "report_of",
+    "without_partner", "without_sites",
+]  # fmt: skip
 
 ANALYSES = (
     "blocks", "codes", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
@@ -116,6 +121,19 @@ def without_partner(run: Run) -> Callable[..., Report] | None:
         return None
     report: Callable[..., Report] = _module_of("collectives", "compare").report_alone
     return report
+
+
+def report_of(
+    a: Run, b: Run, finding: Finding, coverage: Coverage, preflight: list[PreflightLine],
+    *, notes: Sequence[str] = (), **part: Any,
+) -> Report:  # fmt: skip
+    """The report where one finding says it all, and no site was compared. ``part``: the field of
+    the Report that tells more."""
+    return Report(
+        tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
+        verdict=decide([finding]).verdict, findings=[finding], preflight=preflight, tokens=None,
+        coverage=coverage, sites=[], notes=list(notes), **part,
+    )  # fmt: skip
 
 
 def _module_of(*names: str) -> ModuleType:

@@ -15,7 +15,14 @@ from msgspec.structs import replace as replaced
 from divergence._version import __version__
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.names import NameMap, load_name_map
-from divergence.comparison.answer import Answer, Parts, applying, without_partner, without_sites
+from divergence.comparison.answer import (
+    Answer,
+    Parts,
+    applying,
+    report_of,
+    without_partner,
+    without_sites,
+)
 from divergence.comparison.decide import decide, explained, of_one_run
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.measure.runs import measure, opened
@@ -212,7 +219,6 @@ def _incomparable(
         prompts = prompt_headline(a.manifest, b.manifest)
         names = f"{names}; {prompts}" if names else prompts
     texts = [line.detail or f"{line.reference} against {line.candidate}" for line in blocking]
-    nothing = Coverage(num_compared=0, num_only_reference=0, num_only_candidate=0, num_skipped=0)
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
@@ -223,14 +229,4 @@ def _incomparable(
         ],
         next=Advice(a, b).force(),
     )
-    return Report(
-        tool_version=__version__,
-        reference=summary_of(a),
-        candidate=summary_of(b),
-        verdict=decide([finding]).verdict,
-        findings=[finding],
-        preflight=lines,
-        tokens=None,
-        coverage=nothing,
-        sites=[],
-    )
+    return report_of(a, b, finding, Coverage(num_compared=0), lines)

@@ -24,10 +24,9 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.rates import link_rate
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
-from divergence.recording.new_run import operators_manifest
+from divergence.recording.new_run import PlannedCase, operators_manifest
 from divergence.recording.ranks.processes import Ranks
 from divergence.recording.ranks.together import closed, started
-from divergence.recording.suites import PlannedCase
 from divergence.run.command import command_line, quoted
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import COLLECTIVES, Environment, Manifest, ModuleNote, Plan

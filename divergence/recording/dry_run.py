@@ -27,12 +27,12 @@ from divergence.recording.engines.load import LoadedModel, empty_model
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import ShapeKeeper
 from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.new_run import PlannedCase
 from divergence.recording.passes import why_not_whole
 from divergence.recording.prompts import group_samples, tokenize
 from divergence.recording.request import Request, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
 from divergence.recording.suites import (
-    PlannedCase,
     of_collectives,
     refuse_of_collectives,
     refuse_options,

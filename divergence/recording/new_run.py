@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from divergence._version import __version__
 from divergence.errors import RunExistsError, RunWriteError
@@ -30,7 +30,9 @@ from divergence.run.storage.target import check_target, partial_of
 from divergence.run.writing.writer import new_run_id
 from divergence.words import Progress
 
-__all__ = ["check_output", "operators_manifest", "probed", "provenance", "unlike"]
+__all__ = [
+    "PlannedCase", "check_output", "operators_manifest", "probed", "provenance", "unlike",
+]  # fmt: skip
 
 
 def provenance(
@@ -46,6 +48,17 @@ def provenance(
         "like": None if like is None else like.id,
         "environment": collect_environment(device, label=label),
     }
+
+
+class PlannedCase(NamedTuple):
+    """A case of a suite that would be run: its first tensor's shape and dtype, the bytes of all its
+    inputs (on all ranks)."""
+
+    path: str
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
 
 
 def operators_manifest(

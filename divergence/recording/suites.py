@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
@@ -21,7 +21,6 @@ from divergence.run.schema.manifest import COLLECTIVES, SUITE
 from divergence.run.storage.location import location_of
 
 __all__ = [
-    "PlannedCase",
     "capture_suite",
     "of_collectives",
     "refuse_of_collectives",
@@ -33,17 +32,6 @@ __all__ = [
 
 _OF_COLLECTIVES = ("--plant", "--ranks", "--link-rate")
 """Options of a suite that mean something to collectives alone."""
-
-
-class PlannedCase(NamedTuple):
-    """A case that would be run: its first tensor's shape and dtype, the bytes of all its inputs (on
-    all ranks)."""
-
-    path: str
-    operator: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
 
 
 def of_collectives(model: str | Path | None, like: Run | None) -> bool:

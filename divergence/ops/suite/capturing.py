@@ -40,9 +40,8 @@ from divergence.ops.suite.truth import truth_of, widened
 from divergence.options.capture import CaptureOptions
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
-from divergence.recording.new_run import operators_manifest
+from divergence.recording.new_run import PlannedCase, operators_manifest
 from divergence.recording.request import taken_from
-from divergence.recording.suites import PlannedCase
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_many, digest_tensor
 from divergence.run.schema.manifest import (

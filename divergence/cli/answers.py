@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from divergence.errors import UsageError
 from divergence.words import Progress, printable, printable_lines
 
 __all__ = [
-    "ARGUMENTS", "VERBOSE", "progress_bars", "show", "show_briefly", "show_copy", "show_plan",
-    "show_run",
+    "ARGUMENTS", "VERBOSE", "progress_bars", "show", "show_answer", "show_briefly", "show_copy",
+    "show_plan", "show_run", "write_text",
 ]  # fmt: skip
 
 ARGUMENTS = "divergence.arguments"
@@ -26,6 +28,30 @@ def show(text: str) -> None:
     from divergence.layout import write_text
 
     write_text(printable_lines(text.removesuffix("\n")) + "\n")
+
+
+def show_answer(
+    answer: Any, lines: Callable[[], list[Any]], brief: Callable[[], list[Any]], *, json: bool,
+    quiet: bool,
+) -> None:  # fmt: skip
+    """An answer as JSON, or as lines; ``brief``: those of ``quiet``."""
+    from divergence.layout import print_lines
+
+    if json:
+        show(answer.to_json(indent=2))
+    else:
+        print_lines(brief() if quiet else lines(), whole=quiet)
+
+
+def write_text(text: str, path: Path, *, what: str) -> None:
+    """A file beside the answer; ``-`` is stdout."""
+    if str(path) == "-":
+        show(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the {what}: {error.strerror}", where=str(path)) from error
 
 
 def show_plan(plan: Any, *, json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from divergence.cli.answers import progress_bars, show
+from divergence.cli.answers import progress_bars, show, write_text
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Json, Quiet, Verbose
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.fleet.result import Matrix
 
-__all__ = ["HTML", "check_folder", "compare", "show_report", "view"]
+__all__ = ["HTML", "check_folder", "compare", "exit_as", "show_report", "view"]
 
 HTML = Option(
     "--html FILE", "Also write the answer as a page for a browser: one file, to be sent.", OUTPUT
@@ -232,7 +232,9 @@ def compare(
                 progress=progress,
             )  # fmt: skip
     if csv is not None:
-        _write_csv(report, csv)
+        from divergence.report.machine import report_csv
+
+        write_text(report_csv(report), csv, what="CSV")
     if html is not None:
         report.to_html(html)
     if csv is None or str(csv) != "-":
@@ -242,10 +244,7 @@ def compare(
     for kind, file in (("svg", svg), ("png", png)):  # last: there may be no curve to draw
         if file is not None:
             report.plot().write(file, kind)
-    if exit_code:
-        raise typer.Exit(EXIT_CODES[report.verdict.kind])
-    if report.verdict.kind == "incomparable":
-        raise typer.Exit(2)
+    exit_as(report.verdict.kind, asked=exit_code)
 
 
 def _refuse_beside_losses(given: list[str], candidates: Sequence[str]) -> None:
@@ -366,9 +365,10 @@ def _matrix_code(matrix: Matrix, *, asked: bool) -> int:
 
 
 def show_report(
-    report: Report, *, every: bool = False, json: bool = False, quiet: bool = False, verbose: bool
-) -> None:
-    """The report in the form that was asked for."""
+    report: Report, *, every: bool = False, json: bool = False, quiet: bool = False, verbose: bool,
+    more: str = "-v",
+) -> None:  # fmt: skip
+    """The report in the form that was asked for. ``more``: what shows the rest of it."""
     from divergence.layout import print_lines
     from divergence.report.screen import screen_lines
     from divergence.report.summary import report_lines, verdict_lines
@@ -380,20 +380,13 @@ def show_report(
     elif every or verbose:
         print_lines(report_lines(report, all_sites=every, verbose=verbose))
     else:
-        print_lines(screen_lines(report))
+        print_lines(screen_lines(report, more=more))
 
 
-def _write_csv(report: Report, path: Path) -> None:
-    import io
-
-    from divergence.report.machine import write_csv
-
-    text = io.StringIO()
-    write_csv(report, text)
-    if str(path) == "-":
-        show(text.getvalue())
-        return
-    try:
-        path.write_text(text.getvalue(), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the CSV: {error.strerror}", where=str(path)) from error
+def exit_as(kind: str, *, asked: bool) -> None:
+    """The exit code of a verdict, where it is ``asked`` for; else that of runs that could not be
+    compared."""
+    if asked:
+        raise typer.Exit(EXIT_CODES[kind])
+    if kind == "incomparable":
+        raise typer.Exit(2)

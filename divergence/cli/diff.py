@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.answers import progress_bars, show
-from divergence.cli.compare import EXIT_CODES
+from divergence.cli.answers import progress_bars
+from divergence.cli.compare import exit_as, show_report
 from divergence.options.commands import Force, Json, Quiet, TrustRemoteCode, Verbose
 from divergence.options.option import Option
 from divergence.words import printable
@@ -98,8 +98,6 @@ def diff(
     """
     from divergence.experiments.diff import diff as call
     from divergence.layout import BLANK, line, print_lines
-    from divergence.report.screen import screen_lines
-    from divergence.report.summary import report_lines, verdict_lines
 
     listed: dict[str, Any] = {
         "device": _parts(device), "dtype": _parts(dtype), "engine": _parts(engine),
@@ -120,23 +118,14 @@ def diff(
             quiet=quiet, on_step=on_step, progress=progress, **listed,
         )  # fmt: skip
     report = result.report
-    if json:
-        show(report.to_json(indent=2))
-    elif quiet:
-        print_lines(verdict_lines(report), whole=True)
-    elif verbose:
-        print_lines(report_lines(report, verbose=True))
-    else:
-        print_lines(screen_lines(report, more=result.whole))
+    show_report(report, json=json, quiet=quiet, verbose=verbose, more=result.whole)
+    if not (json or quiet or verbose):
         print_lines([line(f"the page to send: {printable(str(result.page))}")])
     if result.localize is not None and not (json or quiet):
         print_lines([BLANK])
         on_step(4, result.localize, False)
         result.go_on()
-    if exit_code:
-        raise typer.Exit(EXIT_CODES[report.verdict.kind])
-    if report.verdict.kind == "incomparable":
-        raise typer.Exit(2)
+    exit_as(report.verdict.kind, asked=exit_code)
 
 
 def _parts(values: Sequence[str]) -> list[str]:

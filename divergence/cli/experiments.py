@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.answers import progress_bars, show
+from divergence.cli.answers import progress_bars, show, show_answer
 from divergence.cli.compare import HTML, check_folder
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.options.commands import LIMITS, Force, Json, Quiet, Verbose
@@ -56,17 +57,14 @@ def localize(
         raise UsageError("there is no directory to write to", hint="-o DIR")
     check_folder(html)
     from divergence.experiments.localization.localize import localize
-    from divergence.layout import print_lines
     from divergence.report.localization import localization_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         result = localize(reference, candidate, out=out, progress=progress, **options)
     if html is not None:
         result.to_html(html)
-    if json:
-        show(result.to_json(indent=2))
-    else:
-        print_lines(localization_lines(result, answer_only=quiet, verbose=verbose), whole=quiet)
+    lines = partial(localization_lines, result, answer_only=quiet, verbose=verbose)
+    show_answer(result, lines, lines, json=json, quiet=quiet)
     # as compare ends; and what does not belong to these runs was not compared
     if result.refused or result.levels[0].verdict == "incomparable":
         raise typer.Exit(2)
@@ -100,7 +98,6 @@ def sensitivity(
     check_folder(html)
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
-    from divergence.layout import print_lines
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
 
     with progress_bars(quiet=quiet or json) as progress:
@@ -108,13 +105,8 @@ def sensitivity(
         result = sensitivity(run, thresholds=thresholds, progress=progress, **options)
     if html is not None:
         result.to_html(html)
-    if json:
-        show(result.to_json(indent=2))
-    else:
-        print_lines(
-            answer_lines(result) if quiet else sensitivity_lines(result, verbose=verbose),
-            whole=quiet,
-        )
+    lines = partial(sensitivity_lines, result, verbose=verbose)
+    show_answer(result, lines, partial(answer_lines, result), json=json, quiet=quiet)
 
 
 def quantize(
@@ -153,16 +145,12 @@ def quantize(
         raise UsageError("--policy writes what --target finds", hint="--target 0.01")
     from divergence.experiments.quantization.policy import write_forms
     from divergence.experiments.quantization.quantize import quantize
-    from divergence.layout import print_lines
     from divergence.report.quantization import answer_line, quantization_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         result = quantize(run, out=out, force=force, progress=progress, **options)
-    if json:
-        show(result.to_json(indent=2))
-    else:
-        lines = [answer_line(result)] if quiet else quantization_lines(result, verbose=verbose)
-        print_lines(lines, whole=quiet)
+    lines = partial(quantization_lines, result, verbose=verbose)
+    show_answer(result, lines, lambda: [answer_line(result)], json=json, quiet=quiet)
     if policy is not None:  # last: what was found is not lost where it cannot be written
         write_forms(result, policy)
 
@@ -194,20 +182,14 @@ def selfcheck(
     """
     check_folder(html)
     from divergence.experiments.selfcheck.selfcheck import selfcheck
-    from divergence.layout import print_lines
     from divergence.report.selfcheck import selfcheck_answer, selfcheck_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         result = selfcheck(model, progress=progress, **options)
     if html is not None:
         result.to_html(html)
-    if json:
-        show(result.to_json(indent=2))
-    else:
-        print_lines(
-            selfcheck_answer(result) if quiet else selfcheck_lines(result, verbose=verbose),
-            whole=quiet,
-        )
+    lines = partial(selfcheck_lines, result, verbose=verbose)
+    show_answer(result, lines, partial(selfcheck_answer, result), json=json, quiet=quiet)
     if exit_code and result.diverged:
         raise typer.Exit(1)
     if exit_code and (
@@ -240,7 +222,6 @@ def selftest(
     Exit code 0 once all steps were tried, whatever they found; with --exit-code 1 where one failed.
     """
     from divergence.experiments.selftest import selftest
-    from divergence.layout import print_lines
     from divergence.recording.machine.environment import resolve_device
     from divergence.report.environment import selftest_answer, selftest_lines
 
@@ -256,15 +237,10 @@ def selftest(
             _write(file, interrupt.args[0].to_json(indent=2))
         raise
     _write(file, result.to_json(indent=2))
-    if json:
-        show(result.to_json(indent=2))
-    else:
-        print_lines(
-            selftest_answer(result) if quiet else selftest_lines(result, verbose=verbose),
-            whole=quiet,
-        )
-        if not quiet:
-            show(f"written to {file}")
+    lines = partial(selftest_lines, result, verbose=verbose)
+    show_answer(result, lines, partial(selftest_answer, result), json=json, quiet=quiet)
+    if not (json or quiet):
+        show(f"written to {file}")
     if exit_code and result.failed:
         raise typer.Exit(1)
 

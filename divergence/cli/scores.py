@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.answers import progress_bars, show
+from divergence.cli.answers import progress_bars, show, write_text
 from divergence.cli.compare import HTML, check_folder
 from divergence.errors import UsageError
 from divergence.options.commands import OUTPUT, Device, Json, Quiet, TrustRemoteCode, Verbose
@@ -135,20 +135,13 @@ def scores(
         )  # fmt: skip
     if html is not None:
         report.to_html(html)
-    if csv is not None and str(csv) != "-":
-        try:
-            csv.write_text(scores_csv(report), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(
-                f"cannot write the CSV: {error.strerror}", where=str(csv)
-            ) from error  # fmt: skip
+    if csv is not None:
+        write_text(scores_csv(report), csv, what="CSV")
     if json:
         show(report.to_json(indent=2))
     elif markdown:
         show(scores_markdown(report))
-    elif csv is not None and str(csv) == "-":
-        show(scores_csv(report))
-    else:
+    elif str(csv) != "-":
         print_lines(scores_lines(report, brief=quiet, verbose=verbose))
     if any(one.verdict == "incomparable" for one in report.candidates):
         raise typer.Exit(2)

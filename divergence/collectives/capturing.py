@@ -7,38 +7,28 @@ The ranks are started by torchrun, or by ``--ranks N`` on this machine alone
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from divergence.collectives.cases import Case, all_cases, order_cases
+from divergence.collectives.cases import all_cases, order_cases
 from divergence.collectives.chosen import Chosen, choose
 from divergence.collectives.faults import parse_fault
 from divergence.collectives.group import backend_name, join
 from divergence.collectives.running import LEAST_RUNS, Recorder, Work, chosen_work, record_all
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
+from divergence.ops.suite.recording import CaseWriter
 from divergence.options.capture import CaptureOptions
 from divergence.options.commands import link_rate
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
-from divergence.recording.new_run import provenance
+from divergence.recording.new_run import PlannedCase, operators_manifest
 from divergence.recording.ranks.processes import Ranks, closed, started
 from divergence.run.command import command_line, quoted
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import (
-    COLLECTIVES,
-    Environment,
-    Manifest,
-    ModelIdentity,
-    ModuleNote,
-    Plan,
-    SampleTokens,
-    Settings,
-    Tokens,
-)
+from divergence.run.schema.manifest import COLLECTIVES, Environment, Manifest, ModuleNote, Plan
 from divergence.run.schema.site import compile_patterns
 from divergence.run.trust import recorded_seed
 from divergence.run.writing.writer import RunWriter
@@ -101,7 +91,12 @@ def capture_collectives(
             ranks, lambda: RunWriter(out, manifest, force=force, rank=ranks.rank)
         ) as writer:
             recorder = Recorder(
-                writer, ranks, chosen, max(LEAST_RUNS, options.repeat), stated, speaks
+                CaseWriter(writer, "free"),
+                ranks,
+                chosen,
+                max(LEAST_RUNS, options.repeat),
+                stated,
+                speaks,
             )
             record_all(recorder, work)
             manifest.plan.skipped_operators = recorder.skipped
@@ -111,16 +106,6 @@ def capture_collectives(
         for reason, count in recorder.skipped.items():
             speaks("note", 0, None, f"{count} left out: {reason}")
         return closed(ranks, manifest, out, lambda text: speaks("note", 0, None, text))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCase:
-    """A case that would be run. ``size``: elements of a rank's input; ``num_bytes``: of all ranks'
-    inputs."""
-
-    case: Case
-    size: int
-    num_bytes: int
 
 
 def plan_collectives(like: Run | None, options: CaptureOptions) -> list[PlannedCase]:
@@ -133,7 +118,7 @@ def plan_collectives(like: Run | None, options: CaptureOptions) -> list[PlannedC
     for case in _work(like, options).cases:
         size = case.elements(num_ranks)
         num_bytes = size * format_named(case.dtype).itemsize * num_ranks
-        planned.append(PlannedCase(case=case, size=size, num_bytes=num_bytes))
+        planned.append(PlannedCase(case.path, case.collective, (size,), case.dtype, num_bytes))
     return planned
 
 
@@ -202,30 +187,20 @@ def _manifest(
     for case in work.orders:
         path = f"order.{case.collective}.{case.dtype}.{case.size}"
         modules[path] = ModuleNote(kind=chosen.name_of(case.collective, backend), role="inner")
-    origin: dict[str, Any] = provenance(
-        ranks.device, command=command, like=recorded, label=options.label
+    plan = Plan(
+        passes=["free"],
+        sites=list(options.sites) or (["*"] if recorded is None else recorded.plan.sites),
+        plants=[str(text) for text in options.plants],
+        modules=modules,
     )
-    environments: list[Environment] = ranks.gather(origin["environment"])
-    differing = any(one != environments[0] for one in environments)
-    return Manifest(
-        **origin,
-        model=ModelIdentity(
-            source=SOURCE, model_class=backend, task="operators", config_digest="",
-            dtype="float32", num_parameters=0, digest="",
-        ),
-        tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
-        settings=Settings(
-            deterministic=enabled, seed=seed, device=ranks.device, max_new_tokens=0, batch=False,
-            switches=determinism.switches,
-        ),
-        plan=Plan(
-            passes=["free"],
-            sites=list(options.sites) or (["*"] if recorded is None else recorded.plan.sites),
-            plants=[str(text) for text in options.plants],
-            modules=modules,
-        ),
-        mesh=replace(ranks.mesh, environments=environments if differing else []),
+    manifest = operators_manifest(
+        ranks.device, plan, source=SOURCE, kind=backend, deterministic=enabled, seed=seed,
+        switches=determinism.switches, label=options.label, command=command, like=recorded,
     )  # fmt: skip
+    environments: list[Environment] = ranks.gather(manifest.environment)
+    differing = any(one != environments[0] for one in environments)
+    manifest.mesh = replace(ranks.mesh, environments=environments if differing else [])
+    return manifest
 
 
 def _count(ranks: Ranks, recorder: Recorder, manifest: Manifest) -> None:

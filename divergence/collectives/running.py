@@ -25,13 +25,12 @@ from divergence.collectives.orders import Masks
 from divergence.collectives.values import draw
 from divergence.errors import UsageError, first_line
 from divergence.numerics.formats import format_of
+from divergence.ops.suite.recording import CaseWriter
 from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.manifest import Repeatability
-from divergence.run.schema.record import Call, Operand, Placement
+from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.site import join_site, operator_path
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.writer import RunWriter
 from divergence.words import Progress
 
 __all__ = ["LEAST_RUNS", "ORDER", "SECONDS", "Work", "record_all"]
@@ -56,25 +55,14 @@ class Work:
 class Recorder:
     """One rank's part of the run."""
 
-    writer: RunWriter
+    cases: CaseWriter
     ranks: Ranks
     chosen: Chosen
     num_runs: int
     link_rate: float | None
     progress: Progress
-    order: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     repeated: Repeatability = field(default_factory=Repeatability)
-
-    def put(
-        self, site: str, tensor: torch.Tensor, part: Placement, call: Call | None = None
-    ) -> None:
-        item = CapturedTensor(tensor.detach().to("cpu", copy=True).contiguous())
-        self.writer.put(
-            item, pass_="free", sample=0, step=0, site=site, order=self.order, call=call,
-            placement=(part,),
-        )  # fmt: skip
-        self.order += 1
 
 
 def record_all(recorder: Recorder, work: Work) -> None:
@@ -105,7 +93,7 @@ def record_all(recorder: Recorder, work: Work) -> None:
         tell(f"bandwidth.{collective}")
         if (collective, "float32") not in lacking:
             _record_times(recorder, collective)
-    if recorder.order == 0:
+    if recorder.cases.order == 0:
         raise UsageError(
             "nothing was recorded: no collective could be run here",
             where=next(iter(recorder.skipped), None),
@@ -144,18 +132,16 @@ def _record_case(recorder: Recorder, case: Case) -> None:
     place, (taken, given) = operator_path(case.path, name, 1), case.placements
     site = join_site(place, "in.x")
     if case.collective != "broadcast" or ranks.rank == ROOT_RANK:
-        recorder.put(site, x, taken)
+        recorder.cases.put(site, x, placement=taken)
     if case.collective == "reduce" and ranks.rank != ROOT_RANK:
         return
     operand = Operand(site=site, shape=tuple(x.shape), dtype=format_of(x.dtype).name)
     facts: dict[str, Any] = {"x": {"tensor": 0}, "ranks": ranks.size}
-    recorder.put(
-        join_site(place, "out"), results[0], given,
-        Call(operator=name, arguments=facts, operands=(operand,)),
-    )  # fmt: skip
+    call_of_all = Call(operator=name, arguments=facts, operands=(operand,))
+    recorder.cases.put(join_site(place, "out"), results[0], call_of_all, placement=given)
     first = digest_tensor(results[0])
     for number, again in enumerate(results[1:], 2):
-        recorder.put(join_site(place, f"out.run{number}"), again, given)
+        recorder.cases.put(join_site(place, f"out.run{number}"), again, placement=given)
         recorder.repeated.num_compared += 1
         if digest_tensor(again) != first:
             recorder.repeated.num_different += 1
@@ -181,9 +167,9 @@ def _record_order(recorder: Recorder, case: Case) -> None:
         path = f"order.{case.collective}.{case.dtype}.{case.size}"
         facts = {"collective": case.collective, "dtype": case.dtype, "size": case.size,
                  "elements": size, "ranks": ranks.size}  # fmt: skip
-        recorder.put(
+        recorder.cases.put(
             join_site(operator_path(path, ORDER, 1), "out"), torch.stack(rows),
-            "shard:1" if shared else "single", Call(operator=ORDER, arguments=facts),
+            Call(operator=ORDER, arguments=facts), placement="shard:1" if shared else "single",
         )  # fmt: skip
 
 
@@ -200,9 +186,9 @@ def _record_times(recorder: Recorder, collective: Collective) -> None:
         if recorder.link_rate is not None:
             facts["link_bytes_per_s"] = recorder.link_rate
         place = operator_path(f"bandwidth.{collective}.{num_bytes}", SECONDS, 1)
-        recorder.put(
-            join_site(place, "out"), torch.tensor(seconds, dtype=torch.float64), "single",
-            Call(operator=SECONDS, arguments=facts),
+        recorder.cases.put(
+            join_site(place, "out"), torch.tensor(seconds, dtype=torch.float64),
+            Call(operator=SECONDS, arguments=facts), placement="single",
         )  # fmt: skip
 
 

@@ -14,7 +14,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from divergence.comparison.results.findings import Finding, Verdict
+from divergence._version import __version__
+from divergence.comparison.decide import decide
+from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.contents import call_passes
 
@@ -23,17 +26,16 @@ if TYPE_CHECKING:
     from divergence.comparison.align.pairs import Alignment
     from divergence.comparison.experts import Routes
     from divergence.comparison.measure.truth import SamplesBySite, Truth
-    from divergence.comparison.result import ReplicaCheck, Report
-    from divergence.comparison.results.findings import PreflightLine
+    from divergence.comparison.result import ReplicaCheck
     from divergence.comparison.results.operators import AuditResult, OperatorsResult
-    from divergence.comparison.results.sites import PassCoverage, SiteResult
+    from divergence.comparison.results.sites import Coverage, PassCoverage, SiteResult
     from divergence.comparison.results.tokens import TokensResult
     from divergence.run.reader import Run
     from divergence.run.schema.manifest import Manifest
 
 __all__ = [
     "ANALYSES", "Analysis", "Answer", "Measured", "Parts", "Shown", "applying", "is_probe",
-    "limits_used", "numbers_of", "without_partner", "without_sites",
+    "limits_used", "numbers_of", "report_of", "without_partner", "without_sites",
 ]  # fmt: skip
 
 ANALYSES = (
@@ -189,6 +191,19 @@ def without_partner(run: Run) -> Callable[..., Report] | None:
         return None
     report: Callable[..., Report] = _module_of("collectives", "compare").report_alone
     return report
+
+
+def report_of(
+    a: Run, b: Run, finding: Finding, coverage: Coverage, preflight: list[PreflightLine],
+    *, notes: Sequence[str] = (), **part: Any,
+) -> Report:  # fmt: skip
+    """The report where one finding says it all, and no site was compared. ``part``: the field of
+    the Report that tells more."""
+    return Report(
+        tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
+        verdict=decide([finding]).verdict, findings=[finding], preflight=preflight, tokens=None,
+        coverage=coverage, sites=[], notes=list(notes), **part,
+    )  # fmt: skip
 
 
 def _module_of(*names: str) -> ModuleType:

@@ -20,6 +20,7 @@ from divergence.comparison.analysis import (
     Measured,
     Parts,
     applying,
+    report_of,
     without_partner,
     without_sites,
 )
@@ -222,7 +223,6 @@ def _incomparable(
         prompts = prompt_headline(a.manifest, b.manifest)
         names = f"{names}; {prompts}" if names else prompts
     texts = [line.detail or f"{line.reference} against {line.candidate}" for line in blocking]
-    nothing = Coverage(num_compared=0, num_only_reference=0, num_only_candidate=0, num_skipped=0)
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
@@ -233,14 +233,4 @@ def _incomparable(
         ],
         next=Advice(a, b).force(),
     )
-    return Report(
-        tool_version=__version__,
-        reference=summary_of(a),
-        candidate=summary_of(b),
-        verdict=decide([finding]).verdict,
-        findings=[finding],
-        preflight=lines,
-        tokens=None,
-        coverage=nothing,
-        sites=[],
-    )
+    return report_of(a, b, finding, Coverage(num_compared=0), lines)

@@ -24,14 +24,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from divergence.comparison.analysis import is_probe
+from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.findings import Evidence, PreflightLine, figure, list_names
 from divergence.numerics.formats import FORMATS
+from divergence.run.reader import Run
 from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
 
 __all__ = [
-    "Explained", "count_of", "expected_w", "explain_arithmetic", "is_about", "sentences",
-    "subjects_of",
+    "Explained", "count_of", "expected_w", "explain_arithmetic", "facts_of_operators", "is_about",
+    "sentences", "subjects_of",
 ]  # fmt: skip
 
 _ORDER = (
@@ -77,6 +79,20 @@ class Explained:
             more = f"{rest} more differences of arithmetic; inspect -v lists a run's facts"
             lines.append(Evidence(text=more))
         return lines
+
+
+_OF_MODELS = (
+    "weights", "config", "quantization", "prompt ids", "tokenizer", "chat template",
+    "generated ids", "attention", "batch shape", "dtype", "model class",
+)  # fmt: skip
+
+
+def facts_of_operators(a: Run, b: Run) -> tuple[list[PreflightLine], Explained]:
+    """Preflight of two runs of operators alone, and their arithmetic. Lines about what is a
+    model's are left out; nothing blocks, since cases are checked one by one."""
+    arithmetic = explain_arithmetic(a.manifest, b.manifest)
+    lines = [line for line in preflight(a, b) if line.check not in _OF_MODELS]
+    return [*lines, *arithmetic.lines], arithmetic
 
 
 def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from divergence.recording.engines.load import LoadedModel, Loading, empty_model
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import ShapeKeeper
 from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.new_run import PlannedCase
 from divergence.recording.passes import why_not_whole
 from divergence.recording.prompts import group_samples, tokenize
 from divergence.recording.request import Request, resolve_request
@@ -366,10 +367,10 @@ def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureO
     refuse_options(options, collectives=of_collectives(model, like))
     rows = [
         PlannedSite(
-            site=path, role=operator, shape=shape, dtype=dtype, bytes_prefill=num_bytes,
-            bytes_per_step=0, num_steps=1, bytes=num_bytes,
+            site=one.path, role=one.operator, shape=one.shape, dtype=one.dtype,
+            bytes_prefill=one.num_bytes, bytes_per_step=0, num_steps=1, bytes=one.num_bytes,
         )
-        for path, operator, shape, dtype, num_bytes in _cases(model, like, options)
+        for one in _cases(model, like, options)
     ]  # fmt: skip
     return DryRun(
         model=str(model or ("" if like is None else like.manifest.model.source)),
@@ -386,15 +387,11 @@ def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureO
 
 def _cases(
     model: str | Path | None, like: Run | None, options: CaptureOptions
-) -> Iterator[tuple[str, str, tuple[int, ...], str, int]]:
-    """Path, operator, shape and dtype of each, and the bytes of its inputs (of all ranks)."""
+) -> list[PlannedCase]:
     if of_collectives(model, like):
         from divergence.collectives.capturing import plan_collectives
 
-        for one in plan_collectives(like, options):
-            yield one.case.path, one.case.collective, (one.size,), one.case.dtype, one.num_bytes
-        return
-    from divergence.ops.suite import capturing
+        return plan_collectives(like, options)
+    from divergence.ops.suite.capturing import plan_cases
 
-    for case in capturing.plan_cases(suite_of(model), like=like, sites=options.sites):
-        yield case.path, case.operator, case.shape, case.dtype, case.num_bytes
+    return plan_cases(suite_of(model), like=like, sites=options.sites)

@@ -1,10 +1,11 @@
-"""What every new run needs, whatever makes it: a free place, and where it comes from."""
+"""What every new run needs, whatever makes it: a free place, and where it comes from; and the whole
+manifest of one that has no model."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from divergence._version import __version__
 from divergence.errors import RunExistsError, RunWriteError
@@ -18,13 +19,20 @@ from divergence.run.schema.manifest import (
     Manifest,
     ModelIdentity,
     ModuleNote,
+    Plan,
+    SampleTokens,
+    Settings,
+    Switch,
+    Tokens,
 )
 from divergence.run.storage.location import Location, archive_kind, same_location
 from divergence.run.storage.target import check_target, partial_of
 from divergence.run.writing.writer import new_run_id
 from divergence.words import Progress
 
-__all__ = ["check_output", "probed", "provenance", "unlike"]
+__all__ = [
+    "PlannedCase", "check_output", "operators_manifest", "probed", "provenance", "unlike",
+]  # fmt: skip
 
 
 def provenance(
@@ -40,6 +48,38 @@ def provenance(
         "like": None if like is None else like.id,
         "environment": collect_environment(device, label=label),
     }
+
+
+class PlannedCase(NamedTuple):
+    """A case of a suite that would be run: its first tensor's shape and dtype, the bytes of all its
+    inputs (on all ranks)."""
+
+    path: str
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+def operators_manifest(
+    device: str, plan: Plan, *, source: str, kind: str, deterministic: bool, seed: int,
+    switches: list[Switch], label: str | None, command: str | None, like: Manifest | None,
+) -> Manifest:  # fmt: skip
+    """Of a suite, whose operators belong to no model. ``kind``: what stands for its class. Nothing
+    is generated: one sample stands for the suite."""
+    return Manifest(
+        **provenance(device, label=label, command=command, like=like),
+        model=ModelIdentity(
+            source=source, model_class=kind, task="operators", config_digest="", dtype="float32",
+            num_parameters=0, digest="",
+        ),
+        tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
+        settings=Settings(
+            deterministic=deterministic, seed=seed, device=device, max_new_tokens=0, batch=False,
+            switches=switches,
+        ),
+        plan=plan,
+    )  # fmt: skip
 
 
 def unlike(

@@ -6,7 +6,18 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
+from divergence.layout import (
+    BLANK,
+    Line,
+    columns,
+    count,
+    heading,
+    line,
+    prose,
+    shape_text,
+    shortened,
+    size,
+)
 from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import model_lines, skipped_lines, stored, training_text
 from divergence.run.command import command_line
@@ -105,7 +116,7 @@ def _continuation(manifest: Manifest, sample: SampleTokens) -> str:
     """The prompt and what was generated, as far as texts were recorded."""
     texts = [manifest.tokens.texts.get(str(token)) for token in sample.generated_ids]
     prompt = repr(sample.text) if sample.text is not None else f"{len(sample.prompt_ids)} ids"
-    shown = prompt if len(prompt) <= 60 else prompt[:59] + "…"
+    shown = shortened(prompt, 60)
     if texts and all(text is not None for text in texts):
         return f"{shown} -> {''.join(text or '' for text in texts)!r}"
     return f"{shown} -> {count(len(sample.generated_ids), 'token')}"

@@ -14,7 +14,18 @@ from typing import Any
 from divergence.analyses.precision.show import audit_lines
 from divergence.comparison.results.operators import AuditResult, called_at
 from divergence.errors import UsageError
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
+from divergence.layout import (
+    BLANK,
+    Line,
+    columns,
+    count,
+    heading,
+    line,
+    prose,
+    shape_text,
+    shortened,
+    size,
+)
 from divergence.report.environment import (
     arithmetic_lines,
     changed_lines,
@@ -223,7 +234,7 @@ def _prompt_lines(manifest: Manifest) -> list[Line]:
         if manifest.training.train:
             made = count(num_labels(sample), "label")
         lengths = f"{tokens_text}, {made}"
-        rows.append((str(number), lengths, text if len(text) <= 60 else text[:59] + "…"))
+        rows.append((str(number), lengths, shortened(text, 60)))
     return lines + columns(rows)
 
 

@@ -7,7 +7,8 @@ Every document has ``schema_version``; keys are only ever added within a version
 from __future__ import annotations
 
 import csv
-from typing import Any, TextIO
+import io
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,7 @@ from divergence.comparison.results.sites import LogitsDiff, NonfiniteCount, Site
 from divergence.numerics.pairs.metrics import Estimate
 from divergence.words import printable
 
-__all__ = ["blessing_json", "check_json", "csv_columns", "strict_json", "write_csv"]
+__all__ = ["blessing_json", "check_json", "csv_columns", "report_csv", "strict_json"]
 
 
 def check_json(result: Any) -> str:
@@ -65,11 +66,12 @@ def csv_columns() -> list[str]:
     return names
 
 
-def write_csv(report: Report, file: TextIO) -> None:
+def report_csv(report: Report) -> str:
     """One line per compared site; an absent number is an empty cell.
 
     Shapes are written ``1x12x64`` and indices ``0 3 17``.
     """
+    file = io.StringIO()
     writer = csv.DictWriter(file, csv_columns(), restval="", lineterminator="\n")
     writer.writeheader()
     for row in report.to_records():
@@ -79,3 +81,4 @@ def write_csv(report: Report, file: TextIO) -> None:
             elif isinstance(value, str):
                 row[key] = printable(value)
         writer.writerow(row)
+    return file.getvalue()

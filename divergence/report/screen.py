@@ -25,6 +25,7 @@ from divergence.layout import (
     line,
     prose,
     share,
+    shortened,
     times,
 )
 from divergence.report.environment import changed_lines
@@ -158,8 +159,7 @@ def _setting(item: PreflightLine) -> str:
     text = item.candidate if item.check == "arithmetic" else " / ".join(both)
     if item.check in _DIGESTED:
         text = item.detail or "differs"
-    text = f"{item.check} {text}"
-    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+    return shortened(f"{item.check} {text}", WIDTH)
 
 
 def token_lines(report: Report) -> list[Line]:

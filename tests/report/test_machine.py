@@ -16,7 +16,7 @@ from divergence.errors import UsageError
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
 from divergence.numerics.pairs.metrics import Estimate
-from divergence.report.machine import check_json, csv_columns, strict_json, write_csv
+from divergence.report.machine import check_json, csv_columns, report_csv, strict_json
 
 
 def refuse(name: str):
@@ -59,9 +59,7 @@ def test_csv_has_one_line_per_site(reports):
     report = reports.make_long_report(num_blocks=3, onset=1)
     report.sites[0] = msgspec.structs.replace(report.sites[0], rel_l2=0.1 + 0.2)
     report.sites[1] = msgspec.structs.replace(report.sites[1], rel_l2=float("nan"))
-    file = io.StringIO()
-    write_csv(report, file)
-    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
+    rows = list(csv.DictReader(io.StringIO(report_csv(report))))
     assert len(rows) == len(report.sites)
     assert list(rows[0]) == csv_columns()
     assert float(rows[0]["rel_l2"]) == 0.1 + 0.2
@@ -74,9 +72,7 @@ def test_csv_has_one_line_per_site(reports):
 
 def test_csv_of_nothing_has_its_header(reports):
     """A report without sites is a header, not an empty file."""
-    file = io.StringIO()
-    write_csv(reports.make_report(sites=[]), file)
-    assert file.getvalue().strip().split(",") == csv_columns()
+    assert report_csv(reports.make_report(sites=[])).strip().split(",") == csv_columns()
 
 
 def test_columns_are_those_of_to_records(reports):

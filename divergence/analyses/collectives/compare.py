@@ -11,15 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from divergence._version import __version__
 from divergence.analyses.collectives.find import find_in_one, find_in_two
 from divergence.analyses.collectives.judge import judge
 from divergence.analyses.collectives.recorded import Recorded
-from divergence.comparison.decide import decide
-from divergence.comparison.facts import explain_arithmetic
-from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import Finding, PreflightLine
+from divergence.comparison.analysis import report_of
+from divergence.comparison.facts import facts_of_operators
+from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.comparison.results.suites import (
     CollectiveDiff,
@@ -29,25 +26,18 @@ from divergence.comparison.results.suites import (
 from divergence.errors import UsageError
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.words import Progress, Side
+from divergence.words import Progress, Side, SideOrBoth
 
 __all__ = ["report_alone", "report_on"]
-
-_ABSENT = (
-    "weights", "config", "quantization", "prompt ids", "tokenizer", "chat template",
-    "generated ids", "attention", "batch shape", "dtype", "model class", "engine",
-)  # fmt: skip
-"""Lines of preflight about what collectives have none of."""
 
 
 def report_alone(run: Run, *, progress: Progress | None = None) -> Report:
     """The report on one run. Raises RunFormatError for a damaged one."""
     judged = judge(run, "reference", progress)
     num = sum(row.num_cases for row in judged.rows)
-    coverage = Coverage(num_compared=num, num_only_reference=judged.num_missing,
-                        num_only_candidate=0, num_skipped=0)  # fmt: skip
-    finding = find_in_one(judged, run)
-    return _report(run, run, [], finding, coverage, CollectivesResult(sides=[judged]))
+    coverage = Coverage(num_compared=num, num_only_reference=judged.num_missing)
+    result = CollectivesResult(sides=[judged])
+    return report_of(run, run, find_in_one(judged, run), coverage, [], collectives=result)
 
 
 def report_on(
@@ -66,29 +56,9 @@ def report_on(
     judged = [judge(run, side, progress) for side, run in sides]
     one, two = Recorded(a), Recorded(b)
     result, coverage = _pair(one, two, judged)
-    lines = [line for line in preflight(a, b) if line.check not in _ABSENT]
-    lines += explain_arithmetic(a.manifest, b.manifest).lines
+    lines = [line for line in facts_of_operators(a, b)[0] if line.check != "engine"]
     finding = find_in_two(result, a, b, coverage)
-    return _report(a, b, lines, finding, coverage, result)
-
-
-def _report(
-    a: Run, b: Run, lines: list[PreflightLine], finding: Finding, coverage: Coverage,
-    result: CollectivesResult,
-) -> Report:  # fmt: skip
-    return Report(
-        tool_version=__version__,
-        reference=summary_of(a),
-        candidate=summary_of(b),
-        verdict=decide([finding]).verdict,
-        findings=[finding],
-        preflight=lines,
-        tokens=None,
-        coverage=coverage,
-        sites=[],
-        notes=[],
-        collectives=result,
-    )
+    return report_of(a, b, finding, coverage, lines, collectives=result)
 
 
 def _pair(
@@ -122,20 +92,12 @@ def _pair(
             ]
             size = max(far, default=float("nan"))
             differing.append(CollectiveDiff(site=site, ranks=tuple(ranks), rel_l2=size))
-    alone = [site for site in theirs if site not in ours]
-    skipped += [_skip(site, "no partner", "candidate") for site in alone]
+    skipped += [_skip(site, "no partner", "candidate") for site in theirs if site not in ours]
     result = CollectivesResult(
         sides=judged, num_common=num_common, num_same=num_common - len(differing),
         differing=sorted(differing, key=lambda diff: -diff.rel_l2),
     )  # fmt: skip
-    coverage = Coverage(
-        num_compared=num_common,
-        num_only_reference=sum(item.side == "reference" for item in skipped),
-        num_only_candidate=len(alone),
-        num_skipped=sum(item.side == "both" for item in skipped),
-        unmatched=skipped,
-    )
-    return result, coverage
+    return result, Coverage.of(num_common, skipped)
 
 
 def _inputs(recorded: Recorded, place: str) -> list[tuple[int, str | None]]:
@@ -156,5 +118,5 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return 0.0 if far == 0.0 else far / norm if norm else float("inf")
 
 
-def _skip(site: str, reason: str, side: str) -> Skipped:
-    return Skipped("free", 0, 0, site, reason, side)  # type: ignore[arg-type]
+def _skip(site: str, reason: str, side: SideOrBoth) -> Skipped:
+    return Skipped("free", 0, 0, site, reason, side)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from divergence._version import __version__
 from divergence.analyses.logprobs.find import find
 from divergence.analyses.logprobs.layers import joined, layers_of, with_layers
 from divergence.analyses.logprobs.measure import measure
@@ -17,7 +16,7 @@ from divergence.analyses.logprobs.routed import expert_of
 from divergence.analyses.logprobs.sampled import are_drawn, decoding_line, of_drawn
 from divergence.analyses.logprobs.scale import scale_of
 from divergence.analyses.logprobs.sequences import facts_of
-from divergence.comparison.decide import decide
+from divergence.comparison.analysis import report_of
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Evidence, Finding, PreflightLine, PreflightStatus
@@ -70,15 +69,11 @@ def report_on(
     if result.layers is not None:
         finding = joined(finding, result.layers)
     compared = sum(len(pair.rows) for pair in pairs)
-    return Report(
-        tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
-        verdict=decide([finding]).verdict, findings=[finding], preflight=lines, tokens=None,
-        coverage=Coverage(
-            num_compared=compared, num_only_reference=_alone(pairs, 0),
-            num_only_candidate=_alone(pairs, 1), num_skipped=0,
-        ),
-        sites=[], notes=_notes(a, b), logprobs=result,
+    coverage = Coverage(
+        num_compared=compared, num_only_reference=_alone(pairs, 0),
+        num_only_candidate=_alone(pairs, 1),
     )  # fmt: skip
+    return report_of(a, b, finding, coverage, lines, notes=_notes(a, b), logprobs=result)
 
 
 def _alone(pairs: list[Pair], side: int) -> int:
@@ -116,12 +111,7 @@ def _stopped(a: Run, b: Run, lines: list[PreflightLine], line: PreflightLine) ->
         summary=f"the two were not asked the same: {text}",
         evidence=[Evidence(text=f"{line.check}: {text}")],
     )  # fmt: skip
-    nothing = Coverage(num_compared=0, num_only_reference=0, num_only_candidate=0, num_skipped=0)
-    return Report(
-        tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
-        verdict=decide([finding]).verdict, findings=[finding], preflight=lines, tokens=None,
-        coverage=nothing, sites=[], notes=_notes(a, b),
-    )  # fmt: skip
+    return report_of(a, b, finding, Coverage(num_compared=0), lines, notes=_notes(a, b))
 
 
 def _notes(a: Run, b: Run) -> list[str]:

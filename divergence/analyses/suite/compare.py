@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from divergence._version import __version__
 from divergence.analyses.suite.find import find_in_suites
 from divergence.analyses.suite.measure import (
     GAIN_LIMIT,
@@ -25,9 +24,8 @@ from divergence.analyses.suite.measure import (
     kind_of,
     score_of_side,
 )
-from divergence.comparison.decide import decide
-from divergence.comparison.facts import explain_arithmetic
-from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.analysis import report_of
+from divergence.comparison.facts import facts_of_operators
 from divergence.comparison.result import (
     Report,
     SuiteCase,
@@ -35,9 +33,7 @@ from divergence.comparison.result import (
     SuiteResult,
     SuiteSide,
     SuiteStatus,
-    summary_of,
 )
-from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.formats import format_of
@@ -56,13 +52,6 @@ _RANK: dict[SuiteStatus, int] = {
 }  # fmt: skip
 
 
-def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
-    """Preflight without what a suite has none of; nothing blocks, cases are checked one by one."""
-    absent = ("weights", "config", "quantization", "prompt ids", "tokenizer", "chat template",
-              "generated ids", "attention", "batch shape", "dtype", "model class")  # fmt: skip
-    return [line for line in lines if line.check not in absent]
-
-
 def report_on(
     a: Run, b: Run, *, truth: Run | None, floor: Sequence[object], layers: Sequence[Run],
     progress: Progress | None,
@@ -76,24 +65,12 @@ def report_on(
             hint=command_line("truth", a.path, o="TRUTH"),
         )
     result, coverage = compare_suites(a, b, truth=truth, progress=progress)
-    arithmetic = explain_arithmetic(a.manifest, b.manifest)
+    lines, arithmetic = facts_of_operators(a, b)
     finding = find_in_suites(result, a, b, coverage)
     if finding.kind != "identical":
         evidence = [*finding.evidence, *arithmetic.brief()]
         finding = msgspec.structs.replace(finding, evidence=evidence)
-    return Report(
-        tool_version=__version__,
-        reference=summary_of(a),
-        candidate=summary_of(b),
-        verdict=decide([finding]).verdict,
-        findings=[finding],
-        preflight=[*_preflight(preflight(a, b)), *arithmetic.lines],
-        tokens=None,
-        coverage=coverage,
-        sites=[],
-        notes=_notes(a, b),
-        suite=result,
-    )
+    return report_of(a, b, finding, coverage, lines, notes=_notes(a, b), suite=result)
 
 
 def _notes(a: Run, b: Run) -> list[str]:
@@ -152,15 +129,7 @@ def compare_suites(
         operators=_operators(cases, a.manifest, b.manifest),
         cases=cases,
     )
-    sides = Counter(item.side for item in skipped)
-    coverage = Coverage(
-        num_compared=len(cases),
-        num_only_reference=sides["reference"],
-        num_only_candidate=sides["candidate"],
-        num_skipped=sides["both"],
-        unmatched=skipped,
-    )
-    return result, coverage
+    return result, Coverage.of(len(cases), skipped)
 
 
 def _outputs(run: Run) -> dict[str, Record]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
+from divergence.layout import shortened
 from divergence.run.schema.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
 from divergence.run.schema.site import starred, unescape_path
 from divergence.words import letter
@@ -275,8 +276,7 @@ def _text(value: ConfigValue) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
         return f"{value:.10g}"
-    text = str(value)
-    return text if len(text) <= 60 else text[:59] + "…"
+    return shortened(str(value), 60)
 
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -337,13 +338,22 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_compared: int
-    num_only_reference: int
+    num_only_reference: int = 0
     """Recorded by the reference alone."""
-    num_only_candidate: int
+    num_only_candidate: int = 0
     """Recorded by the candidate alone."""
-    num_skipped: int
+    num_skipped: int = 0
     """Recorded by both, but not comparable."""
     unmatched: list[Skipped] = []
     """The tensors without a partner and the skipped ones, with the reason of each."""
     passes: list[PassCoverage] = []
     """For each pass: what the reference recorded, and what became of it."""
+
+    @classmethod
+    def of(cls, num_compared: int, unmatched: list[Skipped]) -> Coverage:
+        """Counts what was not compared by the side that has it."""
+        sides = Counter(item.side for item in unmatched)
+        return cls(
+            num_compared=num_compared, num_only_reference=sides["reference"],
+            num_only_candidate=sides["candidate"], num_skipped=sides["both"], unmatched=unmatched,
+        )  # fmt: skip

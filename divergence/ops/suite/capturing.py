@@ -40,21 +40,17 @@ from divergence.ops.suite.truth import truth_of, widened
 from divergence.options.capture import CaptureOptions
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
-from divergence.recording.new_run import provenance
+from divergence.recording.new_run import PlannedCase, operators_manifest
 from divergence.recording.request import taken_from
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_many, digest_tensor
 from divergence.run.schema.manifest import (
     SUITE,
     Manifest,
-    ModelIdentity,
     ModuleNote,
     Override,
     Plan,
     Repeatability,
-    SampleTokens,
-    Settings,
-    Tokens,
 )
 from divergence.run.schema.site import compile_patterns, join_site, module_of, operator_path
 from divergence.run.trust import recorded_seed
@@ -144,7 +140,6 @@ def truth_of_suite(
     )  # fmt: skip
     manifest.settings.compute_dtype = "float64"
     manifest.plan.skipped_operators = skipped
-    manifest.model.digest = run.manifest.model.digest
     with RunWriter(out, manifest, force=force) as writer:
         cases = CaseWriter(writer, "replayed")
         for number, work in enumerate(works):
@@ -167,31 +162,18 @@ def truth_of_suite(
     return Run.open(out)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCase:
-    """A case that would be run: its first tensor's shape and dtype, the bytes of all."""
-
-    path: str
-    operator: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-
-
-def plan_cases(
-    suite: str | None, *, like: Run | None = None, sites: Sequence[str] = ()
-) -> list[PlannedCase]:
+def plan_cases(suite: str | None, *, like: Run | None, sites: Sequence[str]) -> list[PlannedCase]:
     """What ``capture_suite`` with the same parameters would run."""
     planned = []
     for work in _works(suite, like, list(sites) or ["*"], {}):
         tensors = [value for value in work.load().values() if isinstance(value, torch.Tensor)]
         planned.append(
             PlannedCase(
-                path=work.path,
-                operator=work.operator.name,
-                shape=tuple(tensors[0].shape),
-                dtype=format_of(tensors[0].dtype).name,
-                num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+                work.path,
+                work.operator.name,
+                tuple(tensors[0].shape),
+                format_of(tensors[0].dtype).name,
+                sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             )
         )
     return planned
@@ -350,31 +332,21 @@ def _manifest(
 
     modules = {work.path: ModuleNote(kind=kind(work), role="inner") for work in works}
     used = sorted({one.name for one in chosen.values() if one.name != DEFAULT})
-    return Manifest(
-        **provenance(
-            device, command=command, like=recorded,
-            label=label if label or chosen else "float64 truth",
-        ),
-        model=ModelIdentity(
-            source=source, model_class="suite", task="operators",
-            config_digest="" if recorded is None else recorded.model.config_digest,
-            dtype="float32", num_parameters=0,
-            digest="" if recorded is None else recorded.model.digest,
-        ),
-        # nothing is generated: one sample stands for the suite
-        tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
-        settings=Settings(
-            deterministic=deterministic, seed=seed, device=device, max_new_tokens=0, batch=False,
-            switches=determinism.switches,
-        ),
-        plan=Plan(
-            passes=["free" if recorded is None else "replayed"],
-            sites=sites,
-            anchored_to=None if recorded is None else recorded.id,
-            replayed_pass=None if like is None else calls_in(like)[0].pass_,
-            modules=modules,
-        ),
-        overrides=[]
-        if recorded is None or not used
-        else [Override(name="impl", reference=DEFAULT, used=", ".join(used))],
+    plan = Plan(
+        passes=["free" if recorded is None else "replayed"],
+        sites=sites,
+        anchored_to=None if recorded is None else recorded.id,
+        replayed_pass=None if like is None else calls_in(like)[0].pass_,
+        modules=modules,
+    )
+    manifest = operators_manifest(
+        device, plan, source=source, kind="suite", deterministic=deterministic, seed=seed,
+        switches=determinism.switches, label=label if label or chosen else "float64 truth",
+        command=command, like=recorded,
     )  # fmt: skip
+    if recorded is not None:
+        manifest.model.config_digest = recorded.model.config_digest
+        manifest.model.digest = recorded.model.digest
+        if used:
+            manifest.overrides = [Override(name="impl", reference=DEFAULT, used=", ".join(used))]
+    return manifest

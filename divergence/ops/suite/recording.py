@@ -27,7 +27,7 @@ from divergence.numerics.formats import format_of
 from divergence.ops.arguments import span_of
 from divergence.ops.suite.definition import Arguments
 from divergence.run.reader import Run
-from divergence.run.schema.record import Call, Operand, PassName, Record
+from divergence.run.schema.record import Call, Operand, PassName, Placement, Record
 from divergence.run.schema.site import join_site, operator_path
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 
@@ -64,11 +64,16 @@ class CaseWriter:
             )
         return Call(operator=operator, arguments=plain, operands=tuple(operands))
 
-    def put(self, site: str, tensor: torch.Tensor, call: Call | None = None) -> None:
+    def put(
+        self, site: str, tensor: torch.Tensor, call: Call | None = None, *,
+        placement: Placement | None = None,
+    ) -> None:  # fmt: skip
+        """``placement``: of what several ranks record, which part this one is."""
         item = CapturedTensor(tensor.detach().to("cpu", copy=True).contiguous())
         self.writer.put(
-            item, pass_=self.pass_, sample=0, step=0, site=site, order=self.order, call=call
-        )
+            item, pass_=self.pass_, sample=0, step=0, site=site, order=self.order, call=call,
+            placement=None if placement is None else (placement,),
+        )  # fmt: skip
         self.order += 1
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from divergence.layout import cut
+from divergence.layout import cut, shortened
 from divergence.report.ci.cases import CheckPage, screen_text
 from divergence.words import markdown_code, markdown_text, printable
 
@@ -60,8 +60,7 @@ def _escaped(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    text = printable(text)
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+    return shortened(printable(text), _WIDEST)
 
 
 def summary_markdown(page: CheckPage) -> str:

@@ -1,4 +1,5 @@
-"""The pages of answers that are not one comparison: many runs, localize, sensitivity, selfcheck.
+"""The pages of answers that are not one comparison: many runs, localize, sensitivity, selfcheck,
+scores.
 
 Each has the terminal's answer on top and its tables as tables. ``page_of`` takes any of them, and a
 Report.
@@ -14,21 +15,21 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.comparison.result import Answer, Report
 from divergence.comparison.results.background import Background
-from divergence.evaluations.result import ScoresReport
+from divergence.evaluations.result import Candidate, ScoresReport
+from divergence.evaluations.show import TITLES, facts_of, headline, name_of, task_cells
 from divergence.experiments.result import Localization, Sensitivity
 from divergence.experiments.selfcheck.result import SelfcheckResult
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.html.element import Node, el
 from divergence.html.figures import Line as PlotLine
 from divergence.html.figures import Plot
-from divergence.html.parts import BlockPart, Section, Table, details, prose_block, table
+from divergence.html.parts import BlockPart, Section, Table, details, facts, prose_block, table
 from divergence.layout import Line, count, share, times
 from divergence.report import localization as localized
 from divergence.report import matrix as matrices
 from divergence.report import selfcheck as selfchecks
 from divergence.report import sensitivity as sensitivities
 from divergence.report.page.frame import frame, next_commands, opening, printed
-from divergence.report.page.scores import scores_page
 from divergence.report.page.whole import page
 from divergence.words import letter
 
@@ -46,7 +47,7 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
     if isinstance(answer, SelfcheckResult):
         return _selfcheck(answer)
     if isinstance(answer, ScoresReport):
-        return scores_page(answer)
+        return _scores(answer)
     background = background or Background()
     if isinstance(answer, Localization):
         return _localization(answer, background)
@@ -56,15 +57,13 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
 
 def _framed(
     name: str, answer: Matrix | Sensitivity | SelfcheckResult, lines: Sequence[Line],
-    sections: Sequence[Section | None], *, commands: Sequence[str] = (), noun: str = "Block",
-    data_lead: str = "This page holds the answer it was made of.",
+    sections: Sequence[Section | None], *, commands: Sequence[str] = (), **parts: str,
 ) -> str:  # fmt: skip
-    word = lines[0].text
+    """``parts``: others of ``frame``."""
     return frame(
-        name, f"{word[:120]} · divergence", [opening(lines, below=next_commands(commands))],
+        name, lines[0].text[:120], [opening(lines, below=next_commands(commands))],
         [section for section in sections if section is not None],
-        attachment=answer.to_json().encode(), data_lead=data_lead, made_by=answer.tool_version,
-        noun=noun,
+        attachment=answer.to_json().encode(), made_by=answer.tool_version, **parts,
     )  # fmt: skip
 
 
@@ -112,7 +111,7 @@ def _runs(matrix: Matrix) -> Section:
     return Section(
         id="runs", title="Runs", body=tuple(body), figures=figures,
         lead=f"{count(len(matrix.rows), 'run')}, each compared with {matrix.reference.path}.",
-        blocks=[BlockPart(block=row.path, facts=_facts(row)) for row in rows],
+        blocks=[BlockPart(block=row.path, facts=_row_facts(row)) for row in rows],
     )  # fmt: skip
 
 
@@ -125,7 +124,7 @@ def _says(matrix: Matrix, row: MatrixRow) -> str:
     return f"{row.path}: {', '.join(parts)}"
 
 
-def _facts(row: MatrixRow) -> list[tuple[str, str]]:
+def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:
     found = [("verdict", row.summary or row.problem or row.verdict or "not compared")]
     if row.confidence:
         found.append(("confidence", row.confidence))
@@ -173,11 +172,10 @@ def _localization(result: Localization, background: Background) -> str:
         id="descent", title="The descent", lead="From the block to the operator, and its proof.",
         body=(table(_levels(result)), printed(localized.proof_lines(result))),
     )  # fmt: skip
-    title = f"{lines[0].text[:120]} · divergence"
     if result.report is None:
         return frame(
-            "localize", title, [top], [descent], attachment=result.to_json().encode(),
-            data_lead="This page holds the answer it was made of.", made_by=__version__,
+            "localize", lines[0].text[:120], [top], [descent],
+            attachment=result.to_json().encode(), made_by=__version__,
         )  # fmt: skip
     return page(
         result.report, background, openings=[top], sections=[descent], command_name="localize"
@@ -226,11 +224,10 @@ def _sensitivity(result: Sensitivity) -> str:
         body=(printed(sensitivities.setup_lines(result)), table(units)),
     )  # fmt: skip
     return frame(
-        "sensitivity", f"{first.text[:120]} · divergence",
+        "sensitivity", first.text[:120],
         [opening([first], *more, standing="good", label="Answer",
                  below=next_commands(result.next))],
         [sizes, basis], attachment=result.to_json().encode(), made_by=result.tool_version,
-        data_lead="This page holds the answer it was made of.",
     )  # fmt: skip
 
 
@@ -292,3 +289,39 @@ def _selfcheck(result: SelfcheckResult) -> str:
     )  # fmt: skip
     lines = selfchecks.selfcheck_answer(result)
     return _framed("selfcheck", result, lines, [ways], commands=commands[:3])
+
+
+# --- scores -------------------------------------------------------------------------------------
+
+
+_STANDINGS = {"equal": "good", "worse": "bad", "incomparable": "bad"}
+
+
+def _scores(report: ScoresReport) -> str:
+    openings = [
+        opening([headline(one)], facts([("A", report.reference.path), ("B", one.side.path)]),
+                standing=_STANDINGS.get(one.verdict, "unsure"), id=f"verdict-{number}",
+                below=next_commands(report.next) if not number else ())
+        for number, one in enumerate(report.candidates)
+    ]  # fmt: skip
+    sections = [_task_section(number, one) for number, one in enumerate(report.candidates)]
+    return frame(
+        "scores", headline(report.candidates[0]).text[:120], openings, sections,
+        attachment=report.to_json().encode(), made_by=report.tool_version,
+    )  # fmt: skip
+
+
+def _task_section(number: int, one: Candidate) -> Section:
+    grid = Table(
+        caption="Each score, candidate against reference", titles=TITLES, num_left=2,
+        rows=[task_cells(task) for task in one.tasks],
+        marks=["flagged" if task.verdict == "worse" else "" for task in one.tasks],
+    )  # fmt: skip
+    told = [
+        el("div", el("h3", name_of(task)), facts(list(facts_of(task, verbose=True))))
+        for task in one.tasks
+    ]
+    notes = [el("p", text) for text in (*one.reasons, *one.notes, *one.side.notes)]
+    return Section(
+        id=f"scores-{number}", title=f"Scores of {one.side.path}", body=(table(grid), *told, *notes)
+    )  # fmt: skip

@@ -20,11 +20,12 @@ _STANDINGS = {"green": "good", "red": "bad"}
 
 def frame(
     command_name: str, title: str, openings: Sequence[Element], sections: Iterable[Section], *,
-    attachment: bytes, data_lead: str, made_by: str, columns: Sequence[str] = (),
-    noun: str = "Block",
+    attachment: bytes, made_by: str, columns: Sequence[str] = (), noun: str = "Block",
+    data_lead: str = "This page holds the answer it was made of.",
 ) -> str:  # fmt: skip
-    """The whole file. ``attachment``: the JSON to download, of which the script makes the CSV of
-    ``columns``, where there are some. ``noun``: what can be chosen in a figure."""
+    """The whole file. ``title``: the answer, as a browser's tab shows it. ``attachment``: the JSON
+    to download, of which the script makes the CSV of ``columns``, where there are some. ``noun``:
+    what can be chosen in a figure."""
     shown = [*sections, _download(data_lead, csv=bool(columns))]
     body = el(
         "body",
@@ -34,7 +35,9 @@ def frame(
         _bottom(made_by),
     )
     data = {**_data(shown), "columns": columns, "noun": noun}
-    return document(title, body, data=strict_json(data, indent=None), attachment=attachment)
+    return document(
+        f"{title} · divergence", body, data=strict_json(data, indent=None), attachment=attachment
+    )
 
 
 def _standing(line: Line) -> str:

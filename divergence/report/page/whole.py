@@ -42,7 +42,7 @@ def page(
     ]
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
     return frame(
-        command_name, f"{_answer(report)} · {a[:60]} / {b[:60]} · divergence",
+        command_name, f"{_answer(report)} · {a[:60]} / {b[:60]}",
         [*openings, verdict(report)], (one for one in shown if one is not None),
         attachment=packed, data_lead=_data_lead(report, num_kept), made_by=report.tool_version,
         columns=csv_columns(),

@@ -21,6 +21,7 @@ from divergence.comparison.measure.floors import (
     gradient_format,
     row_floor,
     share_of_usual,
+    size_of_terms,
     small_rows,
     stacked,
     storage_format,
@@ -151,7 +152,7 @@ class Judge:
         rows = numbers.rows
         assert rows is not None
         if self._cancels(pair.reference.record.site):
-            rows = small_rows(rows)
+            rows = small_rows(rows, size_of_terms(self._reference, pair.reference.record))
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
             return judged
@@ -360,7 +361,10 @@ class Judge:
                 np.stack(updates) if updates else None,
             )  # fmt: skip
             if row_floors is not None and self._cancels(alike[0][1].site):
-                row_floors = row_floors / np.stack([share_of_usual(one.norm) for one in rows])
+                least = [size_of_terms(self._reference, pair.reference.record)
+                         for pair, _, one in alike if one is not None]  # fmt: skip
+                shares = (share_of_usual(one.norm, x) for one, x in zip(rows, least, strict=True))
+                row_floors = row_floors / np.stack(list(shares))
             if row_floors is not None:
                 floors |= {id(one): floor for one, floor in zip(rows, row_floors, strict=True)}
         for _, result, one in judged:

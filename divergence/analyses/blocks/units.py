@@ -148,10 +148,10 @@ def flag(
     A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
     ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where it has
     none, and of a parameter's gradient that of the blocks' gradients, if they differ by more: how
-    prompts are added up moves them and no output); or where a single token is beyond both token limits (not in ``routed`` blocks: there,
-    rounding may send a token to another expert); or where one forward of one prompt is beyond the
-    limit that holds for as many looks (blocks.looks). Limits are wider where few numbers are
-    judged.
+    prompts are added up moves them and no output); or where a single token is beyond both token
+    limits (not in ``routed`` blocks: there, rounding may send a token to another expert); or where
+    one forward of one prompt is beyond the limit that holds for as many looks (blocks.looks).
+    Limits are wider where few numbers are judged.
     """
     outputs = block_outputs(units)
     blocks = medians((unit.phase, unit.typical) for unit in outputs)

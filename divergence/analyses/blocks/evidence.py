@@ -11,38 +11,52 @@ from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, figure
 from divergence.comparison.results.sites import SiteResult
-from divergence.run.schema.site import BACKWARD, of_parameter
+from divergence.run.schema.site import BACKWARD, module_of, of_parameter
 from divergence.words import letter
 
-__all__ = ["checks_of", "estimated_evidence", "next_commands", "only_in", "unanchored_evidence",
-           "unit_evidence", "unmeasured_evidence"]  # fmt: skip
+__all__ = ["checks_of", "estimated_evidence", "is_confined", "made_before", "next_commands",
+           "only_in", "unanchored_evidence", "unit_evidence", "unmeasured_evidence"]  # fmt: skip
+
+_CONFINED = 2.0
+"""An error is in some forwards alone where the least of them uses so many times as much of its
+limit as any other forward: the factor from which on a verdict is clear."""
+
+
+def is_confined(unit: Unit) -> bool:
+    """Are some forwards beyond their limit, and no other near to it? Else the error may be in all,
+    above the limit in some."""
+    beyond = unit.beyond
+    rest = [look.usage for look in unit.looks if look.usage <= 1]
+    return bool(beyond and rest) and min(x.usage for x in beyond) > _CONFINED * max(rest)
 
 
 def only_in(unit: Unit) -> str:
-    """`` in prompt 2 alone (of 8)``, where not all forwards are beyond their limit; begins with a
-    space if there is anything to say."""
+    """`` in prompt 2 alone (of 8)``, or `` seen in prompt 2 (of 8)`` where others are near to their
+    limits; begins with a space if there is anything to say."""
     beyond = {look.place for look in unit.beyond}
     everywhere = {look.place for look in unit.looks}
     if not beyond or beyond == everywhere:
         return ""
+    alone = is_confined(unit)
     samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
     steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
     parts = []
     if samples != all_samples:
-        parts.append(_some("prompt", samples, len(all_samples)))
+        parts.append(_some("prompt", samples, len(all_samples), alone=alone))
     since = ""
     if steps != all_steps:
         if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
             since = f" from decode step {min(steps)} on"
         else:
-            parts.append(_some("decode step", steps, len(all_steps)))
-    return (f" in {' and '.join(parts)}" if parts else "") + since
+            parts.append(_some("decode step", steps, len(all_steps), alone=alone))
+    where = (f" in {' and '.join(parts)}" if parts else "") + since
+    return where if alone or not where else f" seen{where}"
 
 
-def _some(what: str, numbers: set[int], total: int) -> str:
+def _some(what: str, numbers: set[int], total: int, *, alone: bool) -> str:
     shown = [str(number) for number in sorted(numbers)]
     if len(shown) == 1:
-        return f"{what} {shown[0]} alone (of {total})"
+        return f"{what} {shown[0]}{' alone' if alone else ''} (of {total})"
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
     return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
 
@@ -76,6 +90,18 @@ def unit_evidence(unit: Unit) -> Evidence:
         text=f"{unit.site} ({unit.phase}): the typical token's error is {figure(unit.typical)} × "
         f"what {rounding} makes{control} (alarm at {unit.limit:.1f} ×); rel L2 {worst.rel_l2:.2e}",
         values={"ratio": unit.typical, "control": unit.control, "limit": unit.limit},
+    )
+
+
+def made_before(measured: Measured, unit: Unit) -> bool:
+    """May the error be made before the module inside a block that is off? So it is where nothing
+    tells that what enters the module is right."""
+    result, module = unit.results[0], module_of(unit.site)
+    if result.role != "inner" or unit.pass_ == "free" or of_parameter(unit.site):
+        return False
+    entries = (f"{module}:in", f"{module}:in.")
+    return not any(
+        site.pass_ == unit.pass_ and site.site.startswith(entries) for site in measured.sites
     )
 
 
@@ -204,7 +230,8 @@ def next_commands(measured: Measured, unit: Unit | None, *, escalated: bool) -> 
             return commands
     if unit is not None:
         block = unit.results[0].block
-        if block is None or not _of_block(unit.site, block):
+        inside = block is not None and (made_before(measured, unit) or _of_block(unit.site, block))
+        if block is None or not inside:
             commands += advice.look_at(unit.site)
         else:
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")

@@ -20,6 +20,8 @@ from divergence.analyses.blocks.drift import find_drift
 from divergence.analyses.blocks.evidence import (
     checks_of,
     estimated_evidence,
+    is_confined,
+    made_before,
     next_commands,
     only_in,
     unanchored_evidence,
@@ -190,7 +192,15 @@ def _with_limits(
             ]
     for unit in flagged:
         for result in unit.results:
-            fields[id(result)]["flagged"] = _is_beyond(unit, result)
+            mine, beyond = fields[id(result)], _is_beyond(unit, result)
+            mine["flagged"] = beyond
+            if beyond and _one_token(unit):  # of no look: its prompt uses as much all the same
+                mine["usage"] = unit.limit_usage
+                mine["prompts"] = [
+                    msgspec.structs.replace(one, usage=unit.limit_usage)
+                    if one.sample == result.worst_sample else one
+                    for one in mine.get("prompts", result.prompts)
+                ]  # fmt: skip
     return [
         msgspec.structs.replace(site, **fields[id(site)]) if id(site) in fields else site
         for site in sites
@@ -207,6 +217,10 @@ def _is_beyond(unit: Unit, result: SiteResult) -> bool:
     return (result.ratio or 0) > unit.limit or (
         unit.why in ("token", "sink") and worst > unit.worst_limit
     )
+
+
+def _one_token(unit: Unit) -> bool:
+    return (unit.why if unit.blame is None else unit.blame.why) in ("token", "sink")
 
 
 def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
@@ -254,15 +268,16 @@ def _made(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> Fi
     side = _side(flagged)
     by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
     made = "is made at" if measured.anchored and first.pass_ != "free" else "seems to be made at"
-    summary = f"the error {made} {first.first.site}{by}{_only(first, by)}"
+    before = f" or before it in {first.first.block}" if made_before(measured, first) else ""
+    summary = f"the error {made} {first.first.site}{before}{by}{_only(first, by)}"
     if family is not None:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
         what = "a kernel or a precision setting, not one layer"
-        what = "what is special there?" if only_in(first) else what
+        what = "what is special there?" if only_in(first) and is_confined(first) else what
         summary = (
             f"every {family.name} differs by more than rounding, from {first.first.site} "
-            f"on{only_in(first)}: {what}"
+            f"on{_only(first, '')}: {what}"
         )
     else:
         evidence += _others(flagged, first)
@@ -300,7 +315,7 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
 
 def _only(unit: Unit, by: str) -> str:
     where = only_in(unit)
-    return f",{where}" if by and where else where
+    return f",{where}" if where and (by or not is_confined(unit)) else where
 
 
 def _side(flagged: list[Unit]) -> SideOrBoth | None:

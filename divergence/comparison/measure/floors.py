@@ -171,7 +171,7 @@ def _one_sided(rows: RowMetrics) -> np.ndarray:
     alone = np.isinf(rows.rel_l2).sum(axis=1)
     known = (~np.isnan(rows.rel_l2)).sum(axis=1)
     some = (np.isfinite(rows.rel_l2) & (rows.norm > 0)).any(axis=1)
-    return (alone > 0) & ((alone * 2 > known) | ~some)
+    return np.asarray((alone > 0) & ((alone * 2 > known) | ~some))
 
 
 def _members(

@@ -195,7 +195,15 @@ def _with_limits(
             ]
     for unit in flagged:
         for result in unit.results:
-            fields[id(result)]["flagged"] = _is_beyond(unit, result)
+            mine, beyond = fields[id(result)], _is_beyond(unit, result)
+            mine["flagged"] = beyond
+            if beyond and _one_token(unit):  # of no look: its prompt uses as much all the same
+                mine["usage"] = unit.limit_usage
+                mine["prompts"] = [
+                    msgspec.structs.replace(one, usage=unit.limit_usage)
+                    if one.sample == result.worst_sample else one
+                    for one in mine.get("prompts", result.prompts)
+                ]  # fmt: skip
     return [
         msgspec.structs.replace(site, **fields[id(site)]) if id(site) in fields else site
         for site in sites
@@ -212,6 +220,10 @@ def _is_beyond(unit: Unit, result: SiteResult) -> bool:
     return (result.ratio or 0) > unit.limit or (
         unit.why in ("token", "sink") and worst > unit.worst_limit
     )
+
+
+def _one_token(unit: Unit) -> bool:
+    return (unit.why if unit.blame is None else unit.blame.why) in ("token", "sink")
 
 
 def _equal(measured: Measured, flagged: list[Unit]) -> Finding:

@@ -6,7 +6,13 @@ beyond which limit. Where most of its kind are, the claim is about a family (blo
 
 from __future__ import annotations
 
-from divergence.analyses.blocks.suspects import Escalation, Family, find_family, next_commands
+from divergence.analyses.blocks.suspects import (
+    Escalation,
+    Family,
+    find_family,
+    made_before,
+    next_commands,
+)
 from divergence.analyses.blocks.units import TABLES, Blame, Unit
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
@@ -15,6 +21,10 @@ from divergence.comparison.results.sites import onset_at, order_of
 from divergence.words import SideOrBoth, letter
 
 __all__ = ["below_floor", "checks_of", "made_at", "only_in", "unit_evidence"]
+
+_CONFINED = 2.0
+"""An error is in some forwards alone where the least of them uses so many times as much of its
+limit as any other forward: the factor from which on a verdict is clear."""
 
 
 def made_at(
@@ -43,15 +53,16 @@ def made_at(
     side = _side(flagged)
     by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
     made = "is made at" if measured.anchored and first.pass_ != "free" else "seems to be made at"
-    summary = f"the error {made} {first.first.site}{by}{_only(first, by)}"
+    before = f" or before it in {first.first.block}" if made_before(measured, first) else ""
+    summary = f"the error {made} {first.first.site}{before}{by}{_only(first, by)}"
     if family is not None:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
         what = "a kernel or a precision setting, not one layer"
-        what = "what is special there?" if only_in(first) else what
+        what = "what is special there?" if only_in(first) and _is_confined(first) else what
         summary = (
             f"every {family.name} differs by more than rounding, from {first.first.site} "
-            f"on{only_in(first)}: {what}"
+            f"on{_only(first, '')}: {what}"
         )
     else:
         evidence += _others(flagged, first)
@@ -120,7 +131,7 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
 
 def _only(unit: Unit, by: str) -> str:
     where = only_in(unit)
-    return f",{where}" if by and where else where
+    return f",{where}" if where and (by or not _is_confined(unit)) else where
 
 
 def _side(flagged: list[Unit]) -> SideOrBoth | None:
@@ -170,31 +181,41 @@ def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
     return [Evidence(text=text) for text in texts]
 
 
+def _is_confined(unit: Unit) -> bool:
+    """Are some forwards beyond their limit, and no other near to it? Else the error may be in all,
+    above the limit in some."""
+    beyond = unit.beyond
+    rest = [look.usage for look in unit.looks if look.usage <= 1]
+    return bool(beyond and rest) and min(x.usage for x in beyond) > _CONFINED * max(rest)
+
+
 def only_in(unit: Unit) -> str:
-    """`` in prompt 2 alone (of 8)``, where not all forwards are beyond their limit; begins with a
-    space if there is anything to say."""
+    """`` in prompt 2 alone (of 8)``, or `` seen in prompt 2 (of 8)`` where others are near to their
+    limits; begins with a space if there is anything to say."""
     beyond = {look.place for look in unit.beyond}
     everywhere = {look.place for look in unit.looks}
     if not beyond or beyond == everywhere:
         return ""
+    alone = _is_confined(unit)
     samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
     steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
     parts = []
     if samples != all_samples:
-        parts.append(_some("prompt", samples, len(all_samples)))
+        parts.append(_some("prompt", samples, len(all_samples), alone=alone))
     since = ""
     if steps != all_steps:
         if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
             since = f" from decode step {min(steps)} on"
         else:
-            parts.append(_some("decode step", steps, len(all_steps)))
-    return (f" in {' and '.join(parts)}" if parts else "") + since
+            parts.append(_some("decode step", steps, len(all_steps), alone=alone))
+    where = (f" in {' and '.join(parts)}" if parts else "") + since
+    return where if alone or not where else f" seen{where}"
 
 
-def _some(what: str, numbers: set[int], total: int) -> str:
+def _some(what: str, numbers: set[int], total: int, *, alone: bool) -> str:
     shown = [str(number) for number in sorted(numbers)]
     if len(shown) == 1:
-        return f"{what} {shown[0]} alone (of {total})"
+        return f"{what} {shown[0]}{' alone' if alone else ''} (of {total})"
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
     return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
 

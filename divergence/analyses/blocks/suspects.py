@@ -24,14 +24,15 @@ from divergence.comparison.analysis import Measured, Shown
 from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.schema.site import BACKWARD, of_parameter
+from divergence.run.schema.site import BACKWARD, module_of, of_parameter
 from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:
     from divergence.comparison.measure.truth import SamplesBySite
 
 __all__ = [
-    "Escalation", "Family", "find_family", "find_suspects", "judge_escalated", "next_commands",
+    "Escalation", "Family", "find_family", "find_suspects", "judge_escalated", "made_before",
+    "next_commands",
 ]  # fmt: skip
 
 
@@ -237,7 +238,8 @@ def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation)
             return commands
     if unit is not None:
         block = unit.results[0].block
-        if block is None or not _of_block(unit.site, block):
+        inside = block is not None and (made_before(measured, unit) or _of_block(unit.site, block))
+        if block is None or not inside:
             commands += advice.look_at(unit.site)
         else:
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
@@ -247,6 +249,18 @@ def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation)
         made = advice.escalated and measured.truth_samples is None  # and a truth judges it
         commands += (advice.judged() or advice.truth()) if made else advice.escalate()
     return commands
+
+
+def made_before(measured: Measured, unit: Unit) -> bool:
+    """May the error be made before the module inside a block that is off? So it is where nothing
+    tells that what enters the module is right."""
+    result, module = unit.results[0], module_of(unit.site)
+    if result.role != "inner" or unit.pass_ == "free" or of_parameter(unit.site):
+        return False
+    entries = (f"{module}:in", f"{module}:in.")
+    return not any(
+        site.pass_ == unit.pass_ and site.site.startswith(entries) for site in measured.sites
+    )
 
 
 def _of_block(site: str, block: str) -> bool:

@@ -19,7 +19,7 @@ from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of,
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
-from divergence.run.schema.site import BACKWARD, CODES, PHASES, ROOT, module_of
+from divergence.run.schema.site import BACKWARD, CODES, PHASES, ROOT, module_of, of_parameter
 from divergence.words import SideOrBoth
 
 if TYPE_CHECKING:
@@ -174,13 +174,18 @@ def flag(
 
     A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
     ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where it has
-    none); or where a single token is beyond both token limits (not in ``routed`` blocks: there,
-    rounding may send a token to another expert); or where one forward of one prompt is beyond the
-    limit that holds for as many looks (blocks.looks). Limits are wider where few numbers are
-    judged.
+    none, and of a parameter's gradient that of the blocks' gradients, if they differ by more: how
+    prompts are added up moves them and no output); or where a single token is beyond both token
+    limits (not in ``routed`` blocks: there, rounding may send a token to another expert); or where
+    one forward of one prompt is beyond the limit that holds for as many looks (blocks.looks).
+    Limits are wider where few numbers are judged.
     """
     outputs = block_outputs(units)
     blocks = medians((unit.phase, unit.typical) for unit in outputs)
+    gradients = medians(
+        (unit.phase, unit.typical) for unit in units
+        if unit.pass_ != "free" and unit.kind[0] == "block" and of_parameter(unit.site)
+    )  # fmt: skip
     at_blocks = {
         phase: medians((look.place, look.typical) for unit in outputs if unit.phase == phase
                        for look in unit.looks)
@@ -203,6 +208,8 @@ def flag(
                 unit.worst_limit = max(thresholds.token, thresholds.token_sibling * tokens)
             elif unit.phase in blocks and unit.pass_ != "free":
                 control = max(blocks[unit.phase], thresholds.least_sibling)
+                if of_parameter(unit.site):
+                    control = max(control, gradients.get(unit.phase, 0.0))
                 unit.limit = min(absolute, thresholds.lone * control)
             numel = sum(num_values(result) for result in unit.results)
             columns = min(_num_columns(result) for result in unit.results)

@@ -10,6 +10,25 @@ what is rounding adds as squares, so the free run's logits may differ by the roo
 relative L2. That is a scale which no fault moves: it is made of formats, widths and norms, not of
 the two sides' difference. It leaves out what one block makes of another's error, so it is no limit
 by itself; limits are stated multiples of it (``drift`` in numerics.floor).
+
+Two kinds of rows whose own norm is no measure of their error:
+
+*Zero on the reference's side alone*: the relative error is infinite, and the row may still be next
+to nothing. It is held against the median row of its tensor. What lies below the format's smallest
+normal number may be flushed to zero, by right.
+
+*Gradients whose terms cancel*: a row of a parameter's gradient is a sum over tokens. Where its
+terms cancel the row is small and their rounding is not, so such a row is held against the median
+row. All rows of a bias's gradient may cancel: that of keys without rotary positions is zero, since
+what adds the same to all scores changes no softmax. The size of its terms is known from the
+weight's gradient of the same module: with g_t entering the module's backward at token t, and x_t
+its D inputs of rms 1 (as norms leave them),
+
+    ‖db‖ = ‖Σ g_t‖     ‖dW‖ = ‖Σ g_t x_tᵀ‖ ≈ √D √(Σ ‖g_t‖²)
+
+so ‖dW‖/√D is what the terms of db come to where they do not cancel. Smaller inputs make that too
+small, and the limit as narrow as without it; larger ones make the limit as much wider, for a bias
+whose terms cancel.
 """
 
 from __future__ import annotations
@@ -28,11 +47,14 @@ from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.numerics.pairs.pair import SINK_FACTOR
+from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import BACKWARD, of_parameter
 
 __all__ = [
     "Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "gradient_format", "main_path",
-    "medians", "row_floor", "share_of_usual", "small_rows", "stacked", "storage_format",
+    "row_floor", "share_of_usual", "size_of_terms", "small_rows", "stacked", "storage_format",
     "work_dtype", "work_format",
 ]  # fmt: skip
 
@@ -96,8 +118,11 @@ class ModelFloor:
         num_members: int = 1,
     ) -> list[Ratios | None]:
         """None where there is no row to judge, or nothing rounds (integers)."""
-        rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
         with np.errstate(all="ignore"):
+            one_sided = _one_sided(rows)
+            if inherited is None:
+                rows = zero_rows(rows, form, num_features)
+            rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
             floor = row_floor(
                 norm, update, form=form, work=work, num_features=num_features, role=role
             )
@@ -116,10 +141,8 @@ class ModelFloor:
             ratio = made / allowed
             sinks = real & (norm > SINK_FACTOR * medians(norm, real)[:, None])  # never half of all
             usual = real & ~sinks
-            known = (~np.isnan(rel)).sum(axis=1)
             columns = (
-                # most rows are zero in the reference alone: no rounding does that
-                (np.isinf(rel).sum(axis=1) * 2 > known) & (known > 0),
+                one_sided,
                 real.any(axis=1),
                 medians(floor, usual),
                 medians(ratio, usual),
@@ -129,8 +152,8 @@ class ModelFloor:
             )
         rated: list[Ratios | None] = []
         for number, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-            one_sided, some, middle, typical, worst, has_sink, sink = values
-            if one_sided:
+            lone, some, middle, typical, worst, has_sink, sink = values
+            if lone:
                 rated.append(Ratios(floor=0.0, typical=math.inf, worst=math.inf))
             elif not some:
                 rated.append(None)
@@ -140,6 +163,15 @@ class ModelFloor:
                     members = _members(ratio[number], usual[number], num_members)
                 rated.append(Ratios(middle, typical, worst, sink if has_sink else None, members))
         return rated
+
+
+def _one_sided(rows: RowMetrics) -> np.ndarray:
+    """(N,): are most rows zero in the reference alone, or all that are not zero in both? No
+    rounding does that."""
+    alone = np.isinf(rows.rel_l2).sum(axis=1)
+    known = (~np.isnan(rows.rel_l2)).sum(axis=1)
+    some = (np.isfinite(rows.rel_l2) & (rows.norm > 0)).any(axis=1)
+    return np.asarray((alone > 0) & ((alone * 2 > known) | ~some))
 
 
 def _members(
@@ -155,18 +187,6 @@ def _members(
             middle = float(medians(ratio[None], mine[None])[0])
             by_member.append((number, middle, int(mine.sum())))
     return tuple(by_member)
-
-
-def medians(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
-    """The (lower) median of each row's kept values, (N, T) → (N,); nan where none is kept, or one
-    is nan."""
-    if not values.shape[1]:
-        return np.full(len(values), math.nan)
-    ordered = np.sort(np.where(keep, values, math.nan), axis=1)  # nan comes last
-    middle = np.maximum(keep.sum(axis=1) - 1, 0) // 2
-    middles = np.take_along_axis(ordered, middle[:, None], 1)[:, 0]
-    middles[(keep & np.isnan(values)).any(axis=1)] = math.nan
-    return middles
 
 
 def row_floor(
@@ -226,17 +246,60 @@ def gradient_format(work: Format, *manifests: Manifest) -> Format:
     return max((work, finer), key=lambda form: form.unit_roundoff)
 
 
-def small_rows(rows: RowMetrics) -> RowMetrics:
-    """Of a gradient whose terms may cancel: there a row is small, and its terms' rounding is not.
-    Its error is held against the median row; a row of zeros tells nothing without a truth."""
-    rel_l2 = np.where(rows.norm > 0, rows.rel_l2, 0.0)
-    return msgspec.structs.replace(rows, rel_l2=rel_l2 * share_of_usual(rows.norm))
+def zero_rows(rows: RowMetrics, form: Format, num_features: int) -> RowMetrics:
+    """``rows`` (N, T), those that are zero in the reference alone as errors of the median row."""
+    tiny = form.smallest_normal * math.sqrt(max(1, num_features))
+    zero = (rows.norm == 0) & np.isinf(rows.rel_l2) & (rows.diff > tiny)
+    if not zero.any():
+        return rows
+    real = np.isfinite(rows.rel_l2) & (rows.norm > 0)
+    usual = medians(rows.norm, real)[:, None]  # nan where no row is left: then none is judged so
+    zero &= usual > 0
+    update = rows.update_norm
+    return msgspec.structs.replace(
+        rows,
+        rel_l2=np.where(zero, rows.diff / usual, rows.rel_l2),
+        norm=np.where(zero, usual, rows.norm),
+        update_norm=None if update is None else np.where(zero, medians(update, real)[:, None],
+                                                         update),
+    )  # fmt: skip
 
 
-def share_of_usual(norm: np.ndarray) -> np.ndarray:
-    """Each row's norm over the median one, 1 at most."""
-    usual = np.median(norm[norm > 0]) if (norm > 0).any() else 1.0
-    return np.asarray(np.minimum(1.0, np.maximum(norm, 1e-300) / usual))
+def small_rows(rows: RowMetrics, least: float = 0.0) -> RowMetrics:
+    """Of a gradient whose terms may cancel: errors are held against the median row, or ``least``,
+    where that is more. Without any such measure they stay as they are."""
+    if not least and not (rows.norm > 0).any():
+        return rows
+    with np.errstate(all="ignore"):
+        held = np.maximum(rows.norm, _usual(rows.norm, least))
+        return msgspec.structs.replace(
+            rows,
+            rel_l2=np.where(np.isnan(rows.rel_l2), math.nan, rows.diff / held),
+            norm=np.where(rows.diff > 0, held, rows.norm),  # a row of zeros on both sides is none
+        )
+
+
+def share_of_usual(norm: np.ndarray, least: float = 0.0) -> np.ndarray:
+    """Each row's norm over the median one, or over ``least`` where that is more; 1 at most."""
+    return np.asarray(np.minimum(1.0, np.maximum(norm, 1e-300) / _usual(norm, least)))
+
+
+def _usual(norm: np.ndarray, least: float) -> float:
+    middle = float(np.median(norm[norm > 0])) if (norm > 0).any() else 0.0
+    return max(middle, least) or 1.0
+
+
+def size_of_terms(run: Run, record: Record) -> float:
+    """What the terms of a bias's gradient come to, by the weight's beside it; 0 where it is no
+    bias, or that is not known."""
+    path, _, port = record.site.partition(":")
+    if not of_parameter(record.site) or not path.endswith(BACKWARD) or not port.endswith(".bias"):
+        return 0.0
+    beside = f"{path}:{port.removesuffix('bias')}weight"
+    weight = run.find((record.pass_, record.sample, record.step, beside))
+    if weight is None or weight.summary is None or not weight.summary.rms:
+        return 0.0
+    return float(weight.summary.rms * math.sqrt(record.numel))
 
 
 def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
@@ -245,9 +308,22 @@ def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
     return msgspec.structs.replace(
         rows[0],
         rel_l2=np.stack([one.rel_l2 for one in rows]),
+        diff=np.stack([one.diff for one in rows]),
         norm=np.stack([one.norm for one in rows]),
         update_norm=np.stack(updates) if updates else None,
     )
+
+
+def medians(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """The (lower) median of each row's kept values, (N, T) → (N,); nan where none is kept, or one
+    is nan."""
+    if not values.shape[1]:
+        return np.full(len(values), math.nan)
+    ordered = np.sort(np.where(keep, values, math.nan), axis=1)  # nan comes last
+    middle = np.maximum(keep.sum(axis=1) - 1, 0) // 2
+    middles = np.take_along_axis(ordered, middle[:, None], 1)[:, 0]
+    middles[(keep & np.isnan(values)).any(axis=1)] = math.nan
+    return middles
 
 
 Allowed = Mapping[tuple[int, int], float]

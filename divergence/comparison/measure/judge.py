@@ -21,6 +21,7 @@ from divergence.comparison.measure.floors import (
     gradient_format,
     row_floor,
     share_of_usual,
+    size_of_terms,
     small_rows,
     stacked,
     storage_format,
@@ -151,7 +152,7 @@ class Judge:
         rows = numbers.rows
         assert rows is not None
         if self._cancels(pair.reference.record.site):
-            rows = small_rows(rows)
+            rows = small_rows(rows, size_of_terms(self._reference, pair.reference.record))
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
             return judged
@@ -360,11 +361,14 @@ class Judge:
                 pair, _last(result.shape), np.stack([one.norm for one in rows]),
                 np.stack(updates) if updates else None,
             )  # fmt: skip
-            if row_floors is not None and self._cancels(result.site):
-                row_floors = row_floors / np.stack([share_of_usual(one.norm) for one in rows])
-            if row_floors is not None:
-                numbers = (number for number, _ in alike)
-                floors |= dict(zip(numbers, row_floors, strict=True))
+            if row_floors is None:
+                continue
+            if self._cancels(result.site):
+                records = (pair.reference.record for _, (pair, _, _) in alike)
+                least = (size_of_terms(self._reference, record) for record in records)
+                shares = (share_of_usual(one.norm, x) for one, x in zip(rows, least, strict=True))
+                row_floors = row_floors / np.stack(list(shares))
+            floors |= {number: floor for (number, _), floor in zip(alike, row_floors, strict=True)}
         for number, (_, result, one) in judged:
             floor = floors.get(number)
             if one is not None and floor is not None:

@@ -338,7 +338,7 @@ def _unmeasured(
         candidate_nan=0, candidate_inf=0, first_nonfinite_row=None,
     )  # fmt: skip
     nothing = np.zeros(0)
-    rows = RowMetrics(rel_l2=nothing, norm=nothing, update_norm=None)
+    rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)
     return _with_counts(metrics, Piece(one, 0), Piece(two, 0)), rows, None
 
 

@@ -191,7 +191,9 @@ def _channels(stats: TruthStats, channels: ChannelSums, rows: _Rows) -> None:
         if whole <= 0:
             continue
         errors = rows.sides[SIDES[other]] / np.maximum(rows.norm, 1e-300)
-        share = _median(errors[~rows.sink]) ** 2 * sums[3]
+        # of a row that should be zero the error is without bound: then the mean channel is held to
+        with np.errstate(all="ignore"):
+            share = np.nan_to_num(np.square(np.float64(_median(errors[~rows.sink]))) * sums[3])
         largest = channels.largest_of_long[mine]
         if channels.num_alone >= MIN_ROWS:
             largest = largest + channels.largest_alone[mine]

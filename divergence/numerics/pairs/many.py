@@ -187,7 +187,7 @@ class _Block:
         }  # fmt: skip
         lists = [x.tolist() if isinstance(x, np.ndarray) else x for x in columns.values()]
         names = tuple(columns)
-        row_norms = norms
+        row_norms, row_diffs = norms, np.sqrt(self.row_d)
         row_updates = None if self.row_update is None else np.sqrt(self.row_update)
         found: list[tuple[PairMetrics, RowMetrics] | None] = []
         for number, (good, values) in enumerate(
@@ -199,6 +199,7 @@ class _Block:
             metrics = PairMetrics(**always | dict(zip(names, values, strict=True)))
             rows = RowMetrics(
                 rel_l2=per_row[number],
+                diff=row_diffs[number],
                 norm=row_norms[number],
                 update_norm=None if row_updates is None else row_updates[number],
             )

@@ -20,10 +20,12 @@ class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """Per row t (leading dims flattened), float64, shape (rows,).
 
     ``rel_l2``: ‖d_t‖/‖a_t‖, nan where the row is masked or has no element finite on both
-    sides. ``norm``: ‖a_t‖. ``update_norm``: ‖a_t - base_t‖, None without base.
+    sides. ``diff``: ‖d_t‖, which is known where ‖a_t‖ is 0. ``norm``: ‖a_t‖. ``update_norm``:
+    ‖a_t - base_t‖, None without base.
     """
 
     rel_l2: np.ndarray
+    diff: np.ndarray
     norm: np.ndarray
     update_norm: np.ndarray | None
 

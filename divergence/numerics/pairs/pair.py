@@ -209,9 +209,11 @@ class _Pair:
     def _rows(self, rel_l2: np.ndarray) -> RowMetrics:
         with np.errstate(over="ignore"):  # a float64 mask's norm is beyond float64: inf
             norm = np.sqrt(self.row_a) / self.scale
+            diff = np.sqrt(self.row_d) / self.scale
             update = None if self.base is None else np.sqrt(self.row_update) / self.scale
         return RowMetrics(
             rel_l2=rel_l2,
+            diff=np.where(np.isnan(rel_l2), math.nan, diff),
             norm=norm,
             update_norm=update,
         )

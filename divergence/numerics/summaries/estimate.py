@@ -148,6 +148,7 @@ def estimate_pair(
     )
     rows = RowMetrics(
         rel_l2=per_row,
+        diff=np.where(kept, np.sqrt(d2), math.nan),
         norm=one.norm,
         update_norm=None if update is None else np.sqrt(update),
     )

@@ -8,6 +8,8 @@ compared as a forward is, in its own order of execution.
 Gradients are seen by hooks of tensors, which change no bit. A tensor that several modules read has
 one gradient, their sum. So of modules inside a block what enters their backward is recorded, and
 not what leaves it: to tell apart what each adds, the sums would have to be made in another order.
+What a block hands out beside its first result it may have used itself, as attention's weights: it
+hands out a view, whose gradient is what enters from outside alone.
 
 Anchored, each block gets the other run's input and the other run's incoming gradient, so that a
 difference in what it hands on, and in its parameters' gradients, was made in it. The graph is cut
@@ -159,7 +161,11 @@ class TrainRecorder(Recorder):
 
     def _after(self, path: str) -> Callable[..., Any]:
         """Watches the gradients of a module's results; anchored, puts the other run's there."""
-        anchored = self._anchor is not None and self._notes[path].role != "inner" and path != LOSS
+        outer = self._notes[path].role != "inner" and path != LOSS
+        anchored = self._anchor is not None and outer
+
+        def beside(port: str, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.view_as(tensor) if port != "out" and tensor.requires_grad else tensor
 
         def after(
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -181,18 +187,21 @@ class TrainRecorder(Recorder):
                 self._roots.append((tensor, gradient))
                 return tensor.detach().requires_grad_()
 
+            given = output
+            if outer and len(output_leaves(output)) > 1:
+                with self._quiet():
+                    output = map_output(output, beside)
+            new = output
             if anchored:
                 with self._quiet():
                     new = map_output(output, cut)
-            else:
-                new = output
             known = {id(root) for root, _ in self._roots}
             for port, tensor in output_leaves(output):
                 if tensor.requires_grad:
                     self._graded.add(path + call)
                 if tensor.requires_grad and id(tensor) not in known:
                     tensor.register_hook(partial(self._leaves, path, call, f"in{port[3:]}"))
-            return new if anchored else None
+            return None if new is given else new
 
         return after
 

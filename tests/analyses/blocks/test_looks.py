@@ -80,6 +80,17 @@ def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
     assert only_in(unit) == " in decode step 17 alone (of 64)"
 
 
+def test_others_that_are_near_to_their_limits_are_not_said_to_be_fine():
+    """A fault of all prompts may be above the limit in one of them."""
+    sites = drawn(places=PROMPTS)
+    for sample, ratio in ((2, 4.6), (6, 2.9)):
+        change(sites, (3, sample, 0), ratio=ratio, ratio_max=ratio)
+    (unit,) = flagged(sites.values())
+    near = sorted(look.usage for look in unit.looks)
+    assert near[-1] / 2 < near[-2] < 1 < near[-1]
+    assert only_in(unit) == " seen in prompt 2 (of 8)"
+
+
 @pytest.mark.parametrize(("ratio", "is_fault"), [(1.3, False), (4.0, True)])
 def test_a_few_bits_of_one_token_are_no_fault(ratio, is_fault):
     """Of two kernels that mostly agree bit for bit, one step's error is a bit or none."""

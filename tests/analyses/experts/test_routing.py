@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 
+from divergence.analyses.blocks.show import prompt_usage
 from divergence.comparison.api import compare
 from divergence.comparison.experts import _explained
 from divergence.comparison.rerouted import free_routes_differ
@@ -188,6 +189,36 @@ def test_a_router_that_is_off_is_found_at_the_router(recorded, tmp_path):
     verdict = compare(a, b, truth=truth).verdict
     assert verdict.kind == "localized"
     assert (verdict.onset.site, verdict.side) == (f"{BLOCK}.mlp.gate:out", "candidate")
+
+
+def test_a_router_that_gets_wrong_values_is_not_said_to_make_them(recorded, tmp_path):
+    """Attention is off, and the router behind it is the first place that was recorded."""
+    a, truth = recorded("qwen3-moe", 8, "bfloat16")
+
+    def prepare(model):
+        attention = model.model.layers[2].self_attn
+        attention.o_proj.register_forward_hook(lambda module, args, out: out.roll(1, -1))
+
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare)
+    report = compare(a, b, truth=truth)
+    assert report.verdict.onset.site == f"{BLOCK}.mlp.gate:out"
+    assert f"gate:out or before it in {BLOCK}, by B" in report.verdict.summary
+    assert "localize" in report.verdict.next[0]  # which goes into the block
+
+
+def test_the_prompt_of_one_bad_token_is_beyond_its_limit(recorded, tmp_path):
+    a, truth = recorded("qwen3-moe", 8, "float32")
+
+    def prepare(model):
+        def one_token(module, args, out):
+            out[:, 45:46] *= 1.05  # the second prompt's
+
+        model.model.layers[2].self_attn.o_proj.register_forward_hook(one_token)
+
+    report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare), truth=truth)
+    assert report.verdict.onset.sample == 1
+    usage = {sample: used for used, sample, *_ in prompt_usage(report)}
+    assert usage[1] > 1 > usage[0]
 
 
 def test_where_the_choice_is_not_known_one_token_says_nothing(recorded, tmp_path):

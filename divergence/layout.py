@@ -21,7 +21,7 @@ from divergence.words import printable
 
 __all__ = [
     "BLANK", "MAX_WIDTH", "Line", "Span", "bar", "columns", "count", "cut", "decimal", "fixed",
-    "fold", "heading", "line", "print_lines", "prose", "shape_text", "share", "shortened", "size",
+    "fold", "heading", "line", "print_lines", "prose", "shape_text", "share", "size",
     "times", "write_text",
 ]  # fmt: skip
 
@@ -70,11 +70,6 @@ def heading(text: str, detail: str = "") -> Line:
 def cut(text: str, width: int) -> str:
     """``text`` in at most ``width`` columns; the end of a path says more than its beginning."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
-
-
-def shortened(text: str, most: int) -> str:
-    """The first of at most ``most`` characters, where the beginning says more."""
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def columns(rows: Iterable[tuple[str, ...]], *, indent: int = 2, widest: int = 60) -> list[Line]:

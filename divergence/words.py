@@ -10,7 +10,7 @@ from typing import Literal
 
 __all__ = [
     "HEADLINES", "Progress", "Side", "SideBothOrNeither", "SideOrBoth", "letter", "markdown_code",
-    "markdown_text", "printable", "printable_json", "printable_lines", "silent",
+    "markdown_text", "printable", "printable_json", "printable_lines", "shortened", "silent",
 ]  # fmt: skip
 
 Progress = Callable[[str, int, int | None, str], None]
@@ -48,6 +48,11 @@ HEADLINES = {
 def letter(side: str | None) -> str:
     """What people read for a side: the reference is A, the candidate B."""
     return {"reference": "A", "candidate": "B"}.get(str(side), str(side))
+
+
+def shortened(text: str, most: int) -> str:
+    """The first of at most ``most`` characters, where the beginning says more."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from divergence.html.element import Element, Node, el
 from divergence.html.scales import HeatScale, LogAxis
-from divergence.layout import shortened
+from divergence.words import shortened
 
 __all__ = ["HEIGHT", "Line", "Plot", "drawn", "figure", "heat_map"]
 

@@ -6,18 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.layout import (
-    BLANK,
-    Line,
-    columns,
-    count,
-    heading,
-    line,
-    prose,
-    shape_text,
-    shortened,
-    size,
-)
+from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
 from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import model_lines, skipped_lines, stored, training_text
 from divergence.run.command import command_line
@@ -25,6 +14,7 @@ from divergence.run.schema.manifest import COLLECTIVES, UNKNOWN, Manifest, Sampl
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import LOGPROBS, LOSS, join_site
 from divergence.training.plan.show import training_lines
+from divergence.words import shortened
 
 __all__ = ["captured_lines", "copied_lines", "plan_lines"]
 

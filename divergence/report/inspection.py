@@ -14,18 +14,7 @@ from typing import Any
 from divergence.analyses.precision.show import audit_lines
 from divergence.comparison.results.operators import AuditResult, called_at
 from divergence.errors import UsageError
-from divergence.layout import (
-    BLANK,
-    Line,
-    columns,
-    count,
-    heading,
-    line,
-    prose,
-    shape_text,
-    shortened,
-    size,
-)
+from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
 from divergence.report.environment import (
     arithmetic_lines,
     changed_lines,
@@ -47,6 +36,7 @@ from divergence.run.schema.engine import EngineNote
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, Operand, Record, Summary, operand_indices
 from divergence.run.schema.site import compile_patterns, natural_key, near_names
+from divergence.words import shortened
 
 __all__ = [
     "call_lines",

@@ -25,11 +25,11 @@ from divergence.layout import (
     line,
     prose,
     share,
-    shortened,
     times,
 )
 from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines
+from divergence.words import shortened
 
 __all__ = [
     "WIDTH", "compared_lines", "screen_lines", "settings_lines", "smallest_visible", "token_lines",

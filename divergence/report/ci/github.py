@@ -12,9 +12,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from divergence.layout import cut, shortened
+from divergence.layout import cut
 from divergence.report.ci.cases import CheckPage, screen_text
-from divergence.words import markdown_code, markdown_text, printable
+from divergence.words import markdown_code, markdown_text, printable, shortened
 
 __all__ = ["annotation_lines", "fence", "summary_markdown"]
 

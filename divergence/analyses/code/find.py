@@ -1,13 +1,28 @@
-"""Code: what the onset's block runs otherwise, and whose truth it is that names a side."""
+"""Code: what the onset's block runs otherwise, and whose truth it is that names a side.
+
+A truth has the reference's code. Where the two sides' own code differs, it cannot tell whose is
+right: ``why_no_side`` says so, unless a forward was replaced on the candidate alone. And where
+nothing is known of the code, the reference is not blamed by a truth with which the candidate
+agrees: so it looks where the candidate's code made it.
+"""
 
 from __future__ import annotations
 
 from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.preflight.code import code_evidence, why_no_side
+from divergence.comparison.preflight.code import (
+    code_differences,
+    difference_texts,
+    other_code,
+    replaced_in,
+)
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
 
-__all__ = ["explain"]
+__all__ = ["code_evidence", "explain", "why_no_side"]
+
+_MOST = 3
 
 
 def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
@@ -37,3 +52,42 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
             )
         )
     return findings
+
+
+def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]:
+    """What to know of a verdict whose onset lies in ``block``: does it run other code there?
+
+    Nothing where the code is the same, or was not recorded. Without a block what was replaced
+    anywhere is said.
+    """
+    differences = code_differences(a, b)
+    if block is None:
+        return [Evidence(text=f"other code: {one.text}") for one in differences if one.deliberate][
+            :_MOST
+        ]
+    texts = difference_texts([one for one in differences if one.concerns(block)], a, b)[:_MOST]
+    return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts]
+
+
+def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:
+    """Why the truth cannot tell the side that the verdict names; None where it can."""
+    if verdict.side == "reference" and verdict.kind in ("localized", "systematic", "drift"):
+        own = a if truth.manifest.like != b.id else b
+        if own.model.code and truth.manifest.model.code:  # held against each other
+            return None
+        return (
+            "the truth is far from A and near B: so a faulty A "
+            "looks, and so does a truth that B's code made. The runs do not tell their "
+            "code, so no side is named: make the truth again on A's machine"
+        )
+    if verdict.side != "candidate":
+        return None
+    block = None if verdict.onset is None else verdict.onset.block
+    names, mine = other_code(a, b, block), replaced_in(a, block)
+    if not names or (replaced_in(b, block) and not mine):
+        return None
+    return (
+        f"the sides run different code ({', '.join(names[:4])}), and the truth has "
+        "A's: by it B is off, but whose code is right it cannot tell"
+        + (f". A's was replaced: {', '.join(mine[:3])}" if mine else "")
+    )

@@ -4,11 +4,6 @@ Only the code that was recorded is compared: where a run says nothing, nothing i
 attention or which kernel was asked for is a setting, not code, and stands in lines of its own.
 Other versions of a library differ in text almost everywhere: then the classes are counted and the
 versions named, and what was put in place of a class' own code comes first.
-
-A truth has the reference's code. Where the two sides' own code differs, it cannot tell whose is
-right: ``why_no_side`` says so, unless a forward was replaced on the candidate alone. And where
-nothing is known of the code, the reference is not blamed by a truth with which the candidate
-agrees: so it looks where the candidate's code made it.
 """
 
 from __future__ import annotations
@@ -16,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from divergence.comparison.results.findings import Evidence, PreflightLine, Verdict, list_names
-from divergence.run.reader import Run
+from divergence.comparison.results.findings import PreflightLine, list_names
 from divergence.run.schema.manifest import CodeNote, Manifest
 from divergence.run.schema.site import starred
 from divergence.words import letter
 
 __all__ = [
-    "CodeDifference", "code_differences", "code_evidence", "code_line", "other_code", "replaced_in",
-    "why_no_side",
+    "CodeDifference", "code_differences", "code_line", "difference_texts", "other_code",
+    "replaced_in",
 ]  # fmt: skip
 
 _MOST = 3
@@ -64,27 +58,12 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
         return PreflightLine(check="code", status="same", reference=shown[0], candidate=shown[1])
     return PreflightLine(
         check="code", status="differs", reference=shown[0], candidate=shown[1],
-        detail=list_names(_texts(differences, a, b), _MOST, "; "),
+        detail=list_names(difference_texts(differences, a, b), _MOST, "; "),
     )  # fmt: skip
 
 
-def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]:
-    """What to know of a verdict whose onset lies in ``block``: does it run other code there?
-
-    Nothing where the code is the same, or was not recorded. Without a block what was replaced
-    anywhere is said.
-    """
-    differences = code_differences(a, b)
-    if block is None:
-        return [Evidence(text=f"other code: {one.text}") for one in differences if one.deliberate][
-            :_MOST
-        ]
-    texts = _texts([one for one in differences if one.concerns(block)], a, b)[:_MOST]
-    return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts]
-
-
-def _texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[str]:
-    """What was replaced, one by one, then the differences of text together."""
+def difference_texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[str]:
+    """What was replaced, one by one, then the differences of code together."""
     texts = [one.text for one in differences if one.deliberate]
     plain = [one for one in differences if not one.deliberate]
     return [*texts, _counted(plain, a, b)] if plain else texts
@@ -246,27 +225,3 @@ def _concerns(note: CodeNote, name: str, manifest: Manifest, block: str | None) 
         if path.startswith(f"{block}.")
     }
     return not kinds or name in kinds or name.rpartition(".")[2] in kinds
-
-
-def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:
-    """Why the truth cannot tell the side that the verdict names; None where it can."""
-    if verdict.side == "reference" and verdict.kind in ("localized", "systematic", "drift"):
-        own = a if truth.manifest.like != b.id else b
-        if own.model.code and truth.manifest.model.code:  # held against each other
-            return None
-        return (
-            "the truth is far from A and near B: so a faulty A "
-            "looks, and so does a truth that B's code made. The runs do not tell their "
-            "code, so no side is named: make the truth again on A's machine"
-        )
-    if verdict.side != "candidate":
-        return None
-    block = None if verdict.onset is None else verdict.onset.block
-    names, mine = other_code(a, b, block), replaced_in(a, block)
-    if not names or (replaced_in(b, block) and not mine):
-        return None
-    return (
-        f"the sides run different code ({', '.join(names[:4])}), and the truth has "
-        "A's: by it B is off, but whose code is right it cannot tell"
-        + (f". A's was replaced: {', '.join(mine[:3])}" if mine else "")
-    )

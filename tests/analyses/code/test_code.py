@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from divergence.analyses.code.find import code_evidence
 from divergence.comparison.api import compare
-from divergence.comparison.preflight.code import code_differences, code_evidence, code_line
+from divergence.comparison.preflight.code import code_differences, code_line
 from divergence.comparison.preflight.models import (
     config_differences,
     config_line,

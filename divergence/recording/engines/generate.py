@@ -69,7 +69,16 @@ def run_group(
         if padded_right(loaded, samples):
             return _prefill(loaded, samples, ids, mask, forced if count else [[] for _ in samples])
         if loaded.task != "encoder" and count > 0 and can_generate(model):
-            return _decode(loaded, ids, mask, count, forced, num_logits)
+            ends = ends_of(loaded, forced)
+            made = control(forced, count, ends, loaded.ranks)
+            output = generate(
+                loaded, ids, mask, count, ends=ends, control=made, num_logits=num_logits
+            )
+            before, fed = output.tensor_split([output.shape[1] - len(made.chosen)], dim=1)
+            generated = fed.tolist()
+            decoder = loaded.task == "encoder-decoder"
+            begun: list[list[int]] = before.tolist() if decoder else [[] for _ in generated]
+            return GroupResult(generated, choices(made, generated, ends), begun, made.seen)
         kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         prompt: list[list[int]] = [[] for _ in samples]
         if loaded.task == "encoder-decoder":
@@ -162,24 +171,6 @@ def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
                 f"prompt {number}: token id {top} is outside the model's vocabulary of {vocab}",
                 hint="the prompt ids or the tokenizer belong to another model",
             )
-
-
-def _decode(
-    loaded: LoadedModel,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    count: int,
-    forced: list[list[int]] | None,
-    num_logits: int | None,
-) -> GroupResult:
-    ends = ends_of(loaded, forced)
-    made = control(forced, count, ends, loaded.ranks)
-    output = generate(loaded, ids, mask, count, ends=ends, control=made, num_logits=num_logits)
-    num_steps = len(made.chosen)
-    before, fed_ids = output.tensor_split([output.shape[1] - num_steps], dim=1)
-    generated = fed_ids.tolist()
-    decoder = before.tolist() if loaded.task == "encoder-decoder" else [[] for _ in generated]
-    return GroupResult(generated, choices(made, generated, ends), decoder, made.seen)
 
 
 def ends_of(loaded: LoadedModel, forced: list[list[int]] | None) -> set[int]:

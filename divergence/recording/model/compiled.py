@@ -127,9 +127,6 @@ class CompiledWatch:
         self._before = 0
         self._limits: list[tuple[str, str]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._regions)
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[CompiledWatch]:
         """What is compiled meanwhile is noted."""

@@ -77,10 +77,6 @@ class Stepping:
     def loss_scale(self) -> float:
         return self.training.loss_scale or 1.0
 
-    @property
-    def makes_step(self) -> bool:
-        return self.training.optimizer is not None
-
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """A micro-batch's gradients are there: kept apart, where torch is not to add them up."""
         together = self.training.reduce_dtype is None or self._ranks is not None

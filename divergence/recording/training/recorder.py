@@ -298,7 +298,8 @@ class TrainRecorder(Recorder):
                 where, port = path + BACKWARD, f"out.{leaf}"
                 holder.grad = self._planted(where, port, holder.grad)
                 self._keep_as(join_site(where, port), holder.grad)
-        made = self._step_of(named, held) if self._stepping.makes_step else None
+        steps = self._stepping.training.optimizer is not None
+        made = self._step_of(named, held) if steps else None
         self.precision = precision_of(self._model, self._stepping.training, held, made)
 
     def _step_of(self, named: Named, held: Named) -> Update:

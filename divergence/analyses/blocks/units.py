@@ -20,8 +20,17 @@ from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of,
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
-from divergence.run.schema.site import BACKWARD, CODES, PHASES, ROOT, module_of, of_parameter
+from divergence.numerics.floor import ENOUGH, THRESHOLDS, Thresholds, spread
+from divergence.run.schema.site import (
+    BACKWARD,
+    CODES,
+    OPTIMIZER,
+    PHASES,
+    ROOT,
+    is_norm,
+    module_of,
+    of_parameter,
+)
 from divergence.words import SideOrBoth
 
 __all__ = [
@@ -121,7 +130,8 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         port = result.site.partition(":")[2]
         if port == CODES:
             continue
-        if port.startswith("in") and (result.role != "inner" or pass_ == "free"):
+        made = result.role == "inner" or OPTIMIZER in result.site  # by clipping
+        if port.startswith("in") and (not made or pass_ == "free"):
             continue  # what comes in is judged where it goes out
         if result.block is not None and ".experts." in result.site[len(result.block) :]:
             continue  # rows are whatever tokens were sent there; judged where they come together
@@ -244,6 +254,8 @@ def _hold_looks(
 
 def num_values(result: SiteResult) -> int:
     """How many independent numbers the result's errors are made of: of an estimate, projections."""
+    if is_norm(result.site):
+        return ENOUGH
     return result.numel if result.estimated is None else result.estimated.num_values
 
 

@@ -6,7 +6,7 @@ order. Pairs of one kind (rows, formats, width, role) are then judged together, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,12 +102,14 @@ class Judge:
         routing: Routing,
         floor: Floor,
         work: Format,
+        shared: Callable[[str], float],
     ) -> None:
-        """``work``: what both sides computed in."""
+        """``work``: what both sides computed in. ``shared``: by site, what all rows share."""
         self.truth_samples = SamplesBySite()
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
         self._routing, self._floor = routing, floor
+        self._shared = shared
         self._work = work
         self._sums = gradient_format(work, reference.manifest, candidate.manifest)
         self._same_dtype = work_dtype(reference.manifest) == work_dtype(candidate.manifest)
@@ -200,6 +202,7 @@ class Judge:
             record.dtype, other.dtype, _last(judged.numbers.shape), self._role(judged.pair),
             len(judged.rows.rel_l2), judged.rows.update_norm is None,
             judged.inherited is None, len(judged.members), is_gradient(record.site),
+            self._shared(record.site),
         )  # fmt: skip
 
     def _rate(self, alike: list[_Judged]) -> None:
@@ -216,6 +219,7 @@ class Judge:
             if first.inherited is None
             else stacked([judged.inherited for judged in alike if judged.inherited is not None]),
             beside=np.array([judged.beside for judged in alike]),
+            shared=self._shared(first.pair.reference.record.site),
             num_members=max(1, len(first.members or ())),
         )
         for judged, ratios in zip(alike, found, strict=True):
@@ -228,7 +232,7 @@ class Judge:
         with np.errstate(all="ignore"):
             return row_floor(
                 np.maximum(norm, 1e-300), update, form=form, work=work, num_features=width,
-                role=self._role(pair),
+                role=self._role(pair), shared=self._shared(pair.reference.record.site),
             )  # fmt: skip
 
     def _formats(self, pair: Pair) -> tuple[Format, Format]:
@@ -361,16 +365,15 @@ class Judge:
                 np.stack(updates) if updates else None,
             )  # fmt: skip
             if row_floors is not None and self._cancels(alike[0][1].site):
-                least = [size_of_terms(self._reference, pair.reference.record)
-                         for pair, _, one in alike if one is not None]  # fmt: skip
-                shares = (share_of_usual(one.norm, x) for one, x in zip(rows, least, strict=True))
+                terms = (size_of_terms(self._reference, one.reference.record) for one, *_ in alike)
+                shares = map(share_of_usual, (one.norm for one in rows), terms)
                 row_floors = row_floors / np.stack(list(shares))
             if row_floors is not None:
                 floors |= {id(one): floor for one, floor in zip(rows, row_floors, strict=True)}
         for _, result, one in judged:
             floor = floors.get(id(one))
             if one is not None and floor is not None:
-                if not self._same_dtype:
+                if not self._same_dtype or self._shared(result.site):
                     from divergence.numerics.pairs.against import with_rounding
 
                     one = with_rounding(one, floor)
@@ -384,7 +387,7 @@ class Judge:
             return None
         return (
             self._formats(pair)[0].name, _last(result.shape), self._role(pair), one.num_rows,
-            one.update is None, self._cancels(result.site),
+            one.update is None, self._cancels(result.site), self._shared(result.site),
         )  # fmt: skip
 
     def _cancels(self, site: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,6 +69,7 @@ class Measurer:
         self.judge = Judge(
             reference, candidate, self._pieces, self._routing, floor,
             work or work_format(reference.manifest, candidate.manifest),
+            _shared([reference, candidate, *([] if truth is None else [truth.run])]),
         )  # fmt: skip
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
@@ -288,3 +289,12 @@ class _Operands:
             None if base is None else (id(base[0]), base[1].dtype),
             None if right is None else right.dtype,
         )  # fmt: skip
+
+
+def _shared(runs: Sequence[Run]) -> Callable[[str], float]:
+    """By site, the rounding that all of its rows have in common."""
+    if all(run.manifest.training.clip_grad_norm is None for run in runs):
+        return lambda site: 0.0
+    from divergence.comparison.measure.clipping import shared_rounding
+
+    return shared_rounding(runs)

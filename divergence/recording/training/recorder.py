@@ -40,7 +40,15 @@ from divergence.recording.model.compiled import compiled_regions, hooked
 from divergence.recording.training.operators import TrainingOperators
 from divergence.recording.training.optimizer import Named, Stepping, Update
 from divergence.recording.training.precision import precision_of
-from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, ROOT, escape_path, join_site
+from divergence.run.schema.site import (
+    BACKWARD,
+    GRAD_NORM,
+    LOSS,
+    OPTIMIZER,
+    ROOT,
+    escape_path,
+    join_site,
+)
 
 if TYPE_CHECKING:
     from divergence.run.schema.engine import StepPrecision
@@ -313,7 +321,7 @@ class TrainRecorder(Recorder):
                         self.anchored += 1
                         holder.grad = _like(holder.grad, recorded)
         made = self._stepping.step(named, held)
-        self._keep_as(join_site(ROOT + OPTIMIZER, "in.grad_norm"), made.norm)
+        self._keep_as(join_site(ROOT + OPTIMIZER, GRAD_NORM), made.norm)
         first = self._order
         for number, (path, leaf, given, value, moments) in enumerate(made.updates()):
             where = path + OPTIMIZER

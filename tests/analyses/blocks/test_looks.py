@@ -248,3 +248,16 @@ def test_the_last_bit_of_a_massive_channel_convicts_nothing():
             for step in range(1, 9)
         ]  # fmt: skip
         assert [unit.site for unit in flag(build_units(results, "anchored"))] == expected
+
+
+@pytest.mark.parametrize(("elsewhere", "is_fault"), [(0.0, True), (1.0, False)])
+def test_a_lone_gradient_is_held_to_those_of_the_blocks(elsewhere, is_fault):
+    """Prompts in another batch: blocks' results are equal, and sums of gradients are not."""
+    sites = [site(block, 0.0, step=0, site=f"h.{block}#backward:out") for block in range(4)]
+    sites += [
+        site(block, elsewhere, role="inner", site=f"h.{block}.mlp#backward:out.weight")
+        for block in range(4)
+    ]
+    lone = {"block": None, "role": "trunk", "site": "norm#backward:out.weight", "kind": "Norm"}
+    sites.append(msgspec.structs.replace(site(9, 3.0), **lone))
+    assert [unit.site for unit in flagged(sites)] == is_fault * ["norm#backward:out.weight"]

@@ -20,7 +20,7 @@ from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of,
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.numerics.floor import ENOUGH, THRESHOLDS, Thresholds, spread
+from divergence.numerics.floor import ALLOWED, ENOUGH, THRESHOLDS, Thresholds, spread
 from divergence.run.schema.site import (
     BACKWARD,
     CODES,
@@ -188,7 +188,9 @@ def flag(
                 control = max(unit.control, thresholds.least_sibling)
                 unit.limit = min(absolute, thresholds.sibling * control)
                 tokens = statistics.median(other.worst for other in others)
-                unit.worst_limit = max(thresholds.token, thresholds.token_sibling * tokens)
+                # siblings excuse nothing beyond what a threshold may be: that is no rounding
+                room = min(thresholds.token_sibling * tokens, ALLOWED[1])
+                unit.worst_limit = max(thresholds.token, room)
             elif unit.phase in blocks and unit.pass_ != "free":
                 control = max(blocks[unit.phase], thresholds.least_sibling)
                 if of_parameter(unit.site):

@@ -261,3 +261,10 @@ def test_a_lone_gradient_is_held_to_those_of_the_blocks(elsewhere, is_fault):
     lone = {"block": None, "role": "trunk", "site": "norm#backward:out.weight", "kind": "Norm"}
     sites.append(msgspec.structs.replace(site(9, 3.0), **lone))
     assert [unit.site for unit in flagged(sites)] == is_fault * ["norm#backward:out.weight"]
+
+
+@pytest.mark.parametrize(("worst", "is_fault"), [(100.0, False), (1e5, True)])
+def test_siblings_do_not_excuse_a_token_of_which_nothing_is_right(worst, is_fault):
+    """A kernel that gets one token wrong gets it wrong in every block."""
+    sites = [site(block, 0.8, ratio_max=worst) for block in range(6)]
+    assert len(flagged(sites)) == 6 * is_fault

@@ -243,6 +243,9 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
     )
 
 
+_CAUSES = {"optimizer": "the optimizer's step or its settings, not one layer"}
+
+
 def _made(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> Finding:
     """An error beyond the limit, at one site or at most of a kind."""
     units, flagged = judged.units, judged.flagged
@@ -273,7 +276,7 @@ def _made(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> Fi
     if family is not None:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
-        what = "a kernel or a precision setting, not one layer"
+        what = _CAUSES.get(first.phase, "a kernel or a precision setting, not one layer")
         what = "what is special there?" if only_in(first) and is_confined(first) else what
         summary = (
             f"every {family.name} differs by more than rounding, from {first.first.site} "

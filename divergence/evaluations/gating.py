@@ -19,7 +19,7 @@ def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
             reasons.append(f"{name}: {task.summary}")
         elif task.pairing is not None:
             held = task.pairing
-            all_of_both = held.num_reference + held.num_candidate - held.num_paired
+            all_of_both = held.num_paired + held.num_left_out
             if held.num_paired < policy.min_paired * all_of_both:
                 reasons.append(
                     f"{name}: {held.num_paired:,} of {all_of_both:,} documents were paired, and "

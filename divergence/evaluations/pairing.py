@@ -77,16 +77,18 @@ def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
     num = len(rows)
     values = np.array(scores, dtype=float).reshape(num, 2)
     clusters = _clusters([first.cluster or second.cluster for first, second in rows])
-    lost = one.unscored | one.conflicting | other.unscored | other.conflicting
+    conflicting = one.conflicting | other.conflicting
+    unscored = (one.unscored | other.unscored) - conflicting
+    lost = unscored | conflicting
     pairing = Pairing(
         num_paired=num, num_clusters=num if clusters is None else int(clusters.max()) + 1,
         num_reference=_count(one), num_candidate=_count(other),
         num_reference_only=len(one.scored.keys() - other.scored.keys() - lost),
         num_candidate_only=len(other.scored.keys() - one.scored.keys() - lost),
         num_other_prompt=num_prompt, num_other_target=num_target,
-        num_unscored=len(one.unscored | other.unscored),
+        num_unscored=len(unscored),
         num_duplicates=one.duplicates + other.duplicates,
-        num_conflicting=len(one.conflicting | other.conflicting),
+        num_conflicting=len(conflicting),
         repeats=(num_answers / num, num_other_answers / num) if num else (0.0, 0.0),
         whys=dict(one.whys + other.whys),
     )  # fmt: skip
@@ -185,7 +187,9 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
 
 
 def _units(pairs: Pairs) -> tuple[str, str] | None:
-    """Percent on one side and shares on the other, in words."""
+    """Percent on one side and shares on the other, in words. Neither is ever below 0."""
+    if min(pairs.reference.min(initial=0.0), pairs.candidate.min(initial=0.0)) < 0:
+        return None
     tops = [float(np.abs(side).max(initial=0.0)) for side in (pairs.reference, pairs.candidate)]
     least, most = sorted(tops)
     if not 0 < least <= 1 or not 50 <= most / least <= 200 or most < 20:

@@ -60,7 +60,7 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True):
     num_other_target: int = 0
     """Documents whose right answer is another one."""
     num_unscored: int = 0
-    """Documents that a side has without any usable score."""
+    """Documents that a side has without any usable score, but for those that contradict."""
     num_duplicates: int = 0
     """Rows that repeat a document, with the same score; one of them is used."""
     num_conflicting: int = 0
@@ -73,8 +73,11 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_left_out(self) -> int:
-        """Documents of either side that are in no pair."""
-        return self.num_reference + self.num_candidate - 2 * self.num_paired
+        """Documents of either side that are in no pair, each counted once."""
+        return (
+            self.num_reference_only + self.num_candidate_only + self.num_other_prompt
+            + self.num_other_target + self.num_unscored + self.num_conflicting
+        )  # fmt: skip
 
 
 class BandResult(msgspec.Struct, frozen=True, kw_only=True):

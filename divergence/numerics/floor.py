@@ -53,8 +53,8 @@ import msgspec
 from divergence.errors import ConfigError
 from divergence.numerics.formats import Format
 
-__all__ = ["ALLOWED", "THRESHOLDS", "Thresholds", "check_range", "check_thresholds",
-           "floor_weights", "normal_deviate", "rare_ratio", "spread"]  # fmt: skip
+__all__ = ["ALLOWED", "ENOUGH", "THRESHOLDS", "Thresholds", "check_range", "check_thresholds",
+           "floor_weights", "norm_floor", "normal_deviate", "rare_ratio", "spread"]  # fmt: skip
 
 
 _ONE_ROUNDING = 0.41
@@ -63,7 +63,7 @@ _STORES = {"block": 12, "inner": 12, "trunk": 2}
 _PRODUCTS = {"block": 4, "inner": 4, "trunk": 1}
 _WIDENING = 4  # K is the widest inner dimension: four times the hidden size in most models
 
-_ENOUGH = 64
+ENOUGH = 64
 """With this many values, thresholds already hold what is left of chance."""
 _RARE = 1e-6
 _DEVIATIONS = 3.7
@@ -177,6 +177,17 @@ def floor_weights(
     return pair * u, math.sqrt(stores + sums)
 
 
+def norm_floor(num_values: int) -> float:
+    """The floor of the L2 norm of so many values, relative to it: their squares are added up in
+    float32, one after the other at worst.
+
+    Squares have one sign, so partial sums grow like k and K additions make an error of
+    0.41 u32 √(K/3) of the sum, two orders √2 of that; the root halves it.
+    """
+    pair = math.sqrt(2) * _ONE_ROUNDING
+    return pair * _ACCUMULATOR_ROUNDOFF * math.sqrt(num_values / 3) / 2
+
+
 ALLOWED = (0.01, 1000.0)
 """The least and the largest threshold."""
 
@@ -216,7 +227,7 @@ def spread(num_values: int, *, num_looks: int = 1) -> float:
         return deviations / 2 * math.sqrt(4 / n + 4 / n**2)
 
     wanted = width(max(1, num_values), _deviations(max(1, num_looks)))
-    return math.exp(max(0.0, wanted - width(_ENOUGH, _DEVIATIONS)))
+    return math.exp(max(0.0, wanted - width(ENOUGH, _DEVIATIONS)))
 
 
 def _deviations(num_looks: int) -> float:
@@ -240,7 +251,7 @@ def rare_ratio(num_values: int) -> float:
         beta = 2 * math.lgamma(n / 2) - math.lgamma(n)
         return math.exp((math.log(2 / n / _RARE) - beta) / n)
 
-    return max(1.0, ratio(max(1, num_values)) / ratio(_ENOUGH))
+    return max(1.0, ratio(max(1, num_values)) / ratio(ENOUGH))
 
 
 def normal_deviate(t: float, freedom: int) -> float:

@@ -38,8 +38,24 @@ def test_what_is_in_no_pair_is_counted():
     assert (held.num_paired, held.num_reference, held.num_candidate) == (1, 5, 5)
     assert (held.num_reference_only, held.num_candidate_only) == (1, 1)
     assert (held.num_other_prompt, held.num_other_target, held.num_unscored) == (1, 1, 1)
-    assert held.whys == {"the score is nan": 1} and held.num_left_out == 8
+    assert held.whys == {"the score is nan": 1} and held.num_left_out == 5
     assert pair(a, b, force=True).pairing.num_paired == 3
+
+
+def test_what_both_sides_lack_is_counted_once():
+    """Contradicting itself on one side, without a score on the other: one document."""
+    a = series(row("x", 1.0), row("y", 1.0), row("y", 0.0), row("z", None))
+    b = series(row("x", 1.0), row("y", None), row("z", None))
+    held = pair(a, b).pairing
+    assert (held.num_conflicting, held.num_unscored, held.num_left_out) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(("most", "is_told"), [(50.0, True), (-50.0, False)])
+def test_percent_is_no_number_below_zero(most, is_told):
+    """Shares up to 1 against percent; a log-likelihood of -50 is no percent."""
+    a = series(*(row(str(n), 1.0) for n in range(20)))
+    b = series(*(row(str(n), most if n == 3 else 1.0) for n in range(20)))
+    assert ("units" in {line.check for line in preflight(a, b, pair(a, b))}) == is_told
 
 
 def test_duplicates():

@@ -91,11 +91,11 @@ def test_few_clusters_that_flip_one_way_are_named(table):
 
 
 def test_graded_scores_and_metrics_that_are_lower(table):
-    """A permutation of signs; of a loss the lower is better."""
+    """A permutation of signs; of a loss the lower is better, however it is written."""
     generator = np.random.default_rng(0)
     a = generator.random(400)
     b = a + generator.normal(0.02, 0.05, 400)
-    metric = ["loss"] * 400
+    metric = ["PPL"] * 400
     (task,) = scores(table("a", a, metric=metric), table("b", b, metric=metric)).candidates[0].tasks
     assert task.test == "permutation" and task.verdict == "worse" and not task.higher_is_better
     assert task.num_lost == int((b > a).sum())

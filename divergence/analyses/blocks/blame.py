@@ -28,7 +28,7 @@ from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls, one_s
 from divergence.analyses.blocks.units import TABLES, Blame, Why
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
-from divergence.numerics.floor import Thresholds, normal_deviate, spread
+from divergence.numerics.floor import ALLOWED, Thresholds, normal_deviate, spread
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -190,11 +190,14 @@ def least_of(family: Sequence[TruthStats], thresholds: Thresholds) -> float:
 def _excess(
     mine: TruthStats, siblings: list[TruthStats], why: Why, limit: float, chance: float
 ) -> list[Blame]:
-    """``chance``: what few numbers do by themselves; the siblings' own excess shows it as well."""
+    """``chance``: what few numbers do by themselves; the siblings' own excess shows it as well.
+    Siblings excuse nothing beyond the largest threshold that there may be: what is wrong in all of
+    them at one token is no rounding."""
     blames: list[Blame] = []
     for side, (value, at) in mine.peak.get(why, {}).items():
         others = [o.peak[why][side][0] for o in siblings if side in o.peak.get(why, {})]
-        control = max(chance, statistics.median(others)) if others else chance
+        usual = min(statistics.median(others), ALLOWED[1] / limit) if others else 0.0
+        control = max(chance, usual)
         blames.append(Blame(side, why, value, control, limit, at))
     return sorted(blames, key=lambda one: -one.limit_usage)[:1]
 

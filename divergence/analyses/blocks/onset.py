@@ -27,6 +27,9 @@ _CONFINED = 2.0
 limit as any other forward: the factor from which on a verdict is clear."""
 
 
+_CAUSES = {"optimizer": "the optimizer's step or its settings, not one layer"}
+
+
 def made_at(
     measured: Measured, units: list[Unit], flagged: list[Unit], escalation: Escalation
 ) -> Finding:
@@ -58,7 +61,7 @@ def made_at(
     if family is not None:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
-        what = "a kernel or a precision setting, not one layer"
+        what = _CAUSES.get(first.phase, "a kernel or a precision setting, not one layer")
         what = "what is special there?" if only_in(first) and _is_confined(first) else what
         summary = (
             f"every {family.name} differs by more than rounding, from {first.first.site} "

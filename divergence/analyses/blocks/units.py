@@ -18,8 +18,17 @@ import numpy as np
 from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of, one_step
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
-from divergence.run.schema.site import BACKWARD, CODES, PHASES, ROOT, module_of, of_parameter
+from divergence.numerics.floor import ALLOWED, ENOUGH, THRESHOLDS, Thresholds, spread
+from divergence.run.schema.site import (
+    BACKWARD,
+    CODES,
+    OPTIMIZER,
+    PHASES,
+    ROOT,
+    is_norm,
+    module_of,
+    of_parameter,
+)
 from divergence.words import SideOrBoth
 
 if TYPE_CHECKING:
@@ -148,7 +157,8 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         port = result.site.partition(":")[2]
         if port == CODES:
             continue
-        if port.startswith("in") and (result.role != "inner" or pass_ == "free"):
+        made = result.role == "inner" or OPTIMIZER in result.site  # by clipping
+        if port.startswith("in") and (not made or pass_ == "free"):
             continue  # what comes in is judged where it goes out
         if result.block is not None and ".experts." in result.site[len(result.block) :]:
             continue  # rows are whatever tokens were sent there; judged where they come together
@@ -205,7 +215,9 @@ def flag(
                 control = max(unit.control, thresholds.least_sibling)
                 unit.limit = min(absolute, thresholds.sibling * control)
                 tokens = statistics.median(other.worst for other in others)
-                unit.worst_limit = max(thresholds.token, thresholds.token_sibling * tokens)
+                # siblings excuse nothing beyond what a threshold may be: that is no rounding
+                room = min(thresholds.token_sibling * tokens, ALLOWED[1])
+                unit.worst_limit = max(thresholds.token, room)
             elif unit.phase in blocks and unit.pass_ != "free":
                 control = max(blocks[unit.phase], thresholds.least_sibling)
                 if of_parameter(unit.site):
@@ -271,6 +283,8 @@ def _hold_looks(
 
 def num_values(result: SiteResult) -> int:
     """How many independent numbers the result's errors are made of: of an estimate, projections."""
+    if is_norm(result.site):
+        return ENOUGH
     return result.numel if result.estimated is None else result.estimated.num_values
 
 

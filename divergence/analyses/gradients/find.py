@@ -23,7 +23,7 @@ from divergence.comparison.analysis import Answer, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.run.schema.site import BACKWARD, of_parameter
+from divergence.run.schema.site import BACKWARD, OPTIMIZER, is_norm, of_parameter
 
 __all__ = ["explain", "find"]
 
@@ -80,8 +80,10 @@ def find(measured: Measured) -> Answer:
 def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
     """What a verdict about gradients of parameters means."""
     onset = verdict.onset
-    if onset is None or not of_parameter(onset.site) or onset.phase != "backward":
+    if onset is None or not of_parameter(onset.site):
         return []
+    if onset.phase == "optimizer":
+        return _clipped(measured) if f"{OPTIMIZER}:in." in onset.site else []
     pass_ = "anchored" if measured.anchored else "free"
     found = [one for one in measured.sites if one.pass_ == pass_]
     gradients = [one for one in found if one.phase == "backward" and of_parameter(one.site)]
@@ -106,6 +108,25 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
             )
         )
     return [Finding(claim="explanation", role="explains", clause=others, evidence=evidence)]
+
+
+def _clipped(measured: Measured) -> list[Finding]:
+    """What an optimizer gets is off: what all of it has in common."""
+    steps = [one for one in measured.sites if one.pass_ == "anchored" and not is_norm(one.site)]
+    given = [one for one in steps if f"{OPTIMIZER}:in." in one.site]
+    beyond = [one for one in given if one.flagged]
+    if len(beyond) < 2:
+        return []
+    text = (
+        f"{len(beyond)} of {len(given)} gradients that the optimizer gets are off, and what enters "
+        "its step is equal: not a kernel, but how they are clipped or unscaled"
+    )
+    evidence = [Evidence(text=text, values={"num_beyond": float(len(beyond))})]
+    factor = _factor(beyond)
+    if factor is not None and len(beyond) > 0.9 * len(given):
+        text = f"all of them are {factor:.4g} × A's in B: another limit, norm or loss scale"
+        evidence.append(Evidence(text=text, values={"factor": factor}))
+    return [Finding(claim="explanation", role="explains", evidence=evidence)]
 
 
 def _factor(sites: Sequence[SiteResult]) -> float | None:

@@ -54,8 +54,8 @@ from divergence.run.schema.site import BACKWARD, of_parameter
 
 __all__ = [
     "Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "gradient_format", "main_path",
-    "row_floor", "share_of_usual", "size_of_terms", "small_rows", "stacked", "storage_format",
-    "work_dtype", "work_format",
+    "row_floor", "share_of_usual", "size_of_terms", "small_rows", "stacked",
+    "storage_format", "work_dtype", "work_format",
 ]  # fmt: skip
 
 
@@ -81,8 +81,9 @@ class Floor(Protocol):
     ``form``: what the site is stored in; ``work``: what the model computes in, which is narrower
     where it keeps its stream in float32. In a free pass, ``inherited``: the rows of the same
     modules' inputs, and ``beside`` (N,): the relative error of what else came in (encoder states,
-    rotary tables, and through attention or a cache the tokens before). ``num_members``: of a batch,
-    whose rows follow each other in equal parts.
+    rotary tables, and through attention or a cache the tokens before). ``shared``: the rounding
+    that all rows have in common. ``num_members``: of a batch, whose rows follow each other in equal
+    parts.
     """
 
     def ratios(
@@ -95,6 +96,7 @@ class Floor(Protocol):
         role: str,
         inherited: RowMetrics | None,
         beside: np.ndarray,
+        shared: float = 0.0,
         num_members: int = 1,
     ) -> list[Ratios | None]: ...
 
@@ -115,6 +117,7 @@ class ModelFloor:
         role: str,
         inherited: RowMetrics | None,
         beside: np.ndarray,
+        shared: float = 0.0,
         num_members: int = 1,
     ) -> list[Ratios | None]:
         """None where there is no row to judge, or nothing rounds (integers)."""
@@ -124,8 +127,9 @@ class ModelFloor:
                 rows = zero_rows(rows, form, num_features)
             rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
             floor = row_floor(
-                norm, update, form=form, work=work, num_features=num_features, role=role
-            )
+                norm, update, form=form, work=work, num_features=num_features, role=role,
+                shared=shared,
+            )  # fmt: skip
             if floor is None:
                 return [None] * len(rel)
             real = np.isfinite(rel) & (norm > 0)
@@ -197,10 +201,12 @@ def row_floor(
     work: Format,
     num_features: int,
     role: str,
+    shared: float = 0.0,
 ) -> np.ndarray | None:
     """The rounding model's floor of each row as a rel_l2; None where nothing rounds.
 
     ``norm``, ``update_norm``: the rows' ‖out‖ > 0 and ‖f(x)‖, of any shape; see numerics.floor.
+    ``shared``: what all rows have in common.
     """
     part: Literal["block", "inner", "trunk"] = (
         "block" if role == "block" else "inner" if role == "inner" else "trunk"
@@ -211,7 +217,7 @@ def row_floor(
     if store == 0:
         return None
     share = 1.0 if update_norm is None else update_norm / norm
-    floor: np.ndarray = np.sqrt(store**2 + (update * share) ** 2) + 0.0 * norm
+    floor: np.ndarray = np.sqrt(store**2 + shared**2 + (update * share) ** 2) + 0.0 * norm
     return floor
 
 

@@ -6,7 +6,7 @@ order. Pairs of one kind (rows, formats, width, role) are then judged together, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,19 +95,15 @@ class Judge:
     """Judges the pairs of two runs; keeps what entered each module."""
 
     def __init__(
-        self,
-        reference: Run,
-        candidate: Run,
-        pieces: Pieces,
-        routing: Routing,
-        floor: Floor,
-        work: Format,
-    ) -> None:
-        """``work``: what both sides computed in."""
+        self, reference: Run, candidate: Run, pieces: Pieces, routing: Routing, floor: Floor,
+        work: Format, shared: Callable[[str], float],
+    ) -> None:  # fmt: skip
+        """``work``: what both sides computed in. ``shared``: by site, what all rows share."""
         self.truth_samples = SamplesBySite()
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
         self._routing, self._floor = routing, floor
+        self._shared = shared
         self._work = work
         self._sums = gradient_format(work, reference.manifest, candidate.manifest)
         self._same_dtype = work_dtype(reference.manifest) == work_dtype(candidate.manifest)
@@ -200,6 +196,7 @@ class Judge:
             record.dtype, other.dtype, _last(judged.numbers.shape), self._role(judged.pair),
             len(judged.rows.rel_l2), judged.rows.update_norm is None,
             judged.inherited is None, len(judged.members), is_gradient(record.site),
+            self._shared(record.site),
         )  # fmt: skip
 
     def _rate(self, alike: list[_Judged]) -> None:
@@ -216,6 +213,7 @@ class Judge:
             if first.inherited is None
             else stacked([judged.inherited for judged in alike if judged.inherited is not None]),
             beside=np.array([judged.beside for judged in alike]),
+            shared=self._shared(first.pair.reference.record.site),
             num_members=max(1, len(first.members or ())),
         )
         for judged, ratios in zip(alike, found, strict=True):
@@ -228,7 +226,7 @@ class Judge:
         with np.errstate(all="ignore"):
             return row_floor(
                 np.maximum(norm, 1e-300), update, form=form, work=work, num_features=width,
-                role=self._role(pair),
+                role=self._role(pair), shared=self._shared(pair.reference.record.site),
             )  # fmt: skip
 
     def _formats(self, pair: Pair) -> tuple[Format, Format]:
@@ -365,14 +363,14 @@ class Judge:
                 continue
             if self._cancels(result.site):
                 records = (pair.reference.record for _, (pair, _, _) in alike)
-                least = (size_of_terms(self._reference, record) for record in records)
-                shares = (share_of_usual(one.norm, x) for one, x in zip(rows, least, strict=True))
+                terms = (size_of_terms(self._reference, record) for record in records)
+                shares = map(share_of_usual, (one.norm for one in rows), terms)
                 row_floors = row_floors / np.stack(list(shares))
             floors |= {number: floor for (number, _), floor in zip(alike, row_floors, strict=True)}
         for number, (_, result, one) in judged:
             floor = floors.get(number)
             if one is not None and floor is not None:
-                if not self._same_dtype:
+                if not self._same_dtype or self._shared(result.site):
                     from divergence.numerics.pairs.against import with_rounding
 
                     one = with_rounding(one, floor)
@@ -386,7 +384,7 @@ class Judge:
             return None
         return (
             self._formats(pair)[0].name, _last(result.shape), self._role(pair), one.num_rows,
-            one.update is None, self._cancels(result.site),
+            one.update is None, self._cancels(result.site), self._shared(result.site),
         )  # fmt: skip
 
     def _cancels(self, site: str) -> bool:

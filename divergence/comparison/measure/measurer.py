@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,6 +69,7 @@ class Measurer:
         self.judge = Judge(
             reference, candidate, self._pieces, self._routing, floor,
             work or work_format(reference.manifest, candidate.manifest),
+            _shared([reference, candidate, *([] if truth is None else [truth.run])]),
         )  # fmt: skip
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
@@ -299,3 +300,12 @@ class _Operands:
         records = (self.one, self.two, self.right, None if self.base is None else self.base[1])
         digests = [record.xxh3 for record in records if record is not None]
         return (number,) if None in digests else tuple(digests)
+
+
+def _shared(runs: Sequence[Run]) -> Callable[[str], float]:
+    """By site, the rounding that all of its rows have in common."""
+    if all(run.manifest.training.clip_grad_norm is None for run in runs):
+        return lambda site: 0.0
+    from divergence.comparison.measure.clipping import shared_rounding
+
+    return shared_rounding(runs)

@@ -16,6 +16,8 @@ from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.floors import medians
 from divergence.comparison.measure.truth import MIN_ROWS, ChannelSums, TruthSamples
 from divergence.comparison.results.sites import SiteResult, TruthDiff
+from divergence.numerics.floor import ENOUGH
+from divergence.run.schema.site import is_norm
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     typical = {side: _median(rows.errors[side][rows.usual]) for side in SIDES}
     stats = TruthStats(
         kind=forwards[0][0].kind or "",
-        num_values=len(rows.norm) * last,
+        num_values=ENOUGH if is_norm(forwards[0][0].site) else len(rows.norm) * last,
         num_rows=int(rows.usual.sum()),
         num_columns=last,
         typical=typical,

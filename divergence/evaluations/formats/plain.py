@@ -89,7 +89,7 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
             if not reading.wants(named):
                 continue
             if named not in series:
-                higher = metric not in LOWER_IS_BETTER
+                higher = metric.lower() not in LOWER_IS_BETTER
                 series[named] = Series(named, folder.where(name), {}, higher)
             series[named].rows.append(_row(item, number, where, reading))
         found.series += series.values()

@@ -15,8 +15,8 @@ from divergence.evaluations.rows import Evaluation, SeriesName
 __all__ = ["LOWER_IS_BETTER", "Reading", "finish", "hashed", "number_of", "text_of"]
 
 LOWER_IS_BETTER = frozenset(
-    "bits_per_byte brier_score byte_perplexity cer loss mae mse perplexity ter wer "
-    "word_perplexity".split()
+    "bits_per_byte bpb brier_score byte_perplexity cer error error_rate loss mae mse nll "
+    "perplexity ppl rmse ter wer word_perplexity".split()
 )
 """Metrics that are known to be better where they are lower, for formats that do not tell."""
 

@@ -42,7 +42,15 @@ from divergence.recording.training.optimizer import Named, Stepping, Update
 from divergence.recording.training.precision import precision_of
 from divergence.run.schema.engine import StepPrecision
 from divergence.run.schema.manifest import ModuleNote
-from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, ROOT, escape_path, join_site
+from divergence.run.schema.site import (
+    BACKWARD,
+    GRAD_NORM,
+    LOSS,
+    OPTIMIZER,
+    ROOT,
+    escape_path,
+    join_site,
+)
 
 __all__ = ["TrainRecorder", "parameters_of"]
 
@@ -312,7 +320,7 @@ class TrainRecorder(Recorder):
                         self.anchored += 1
                         holder.grad = _like(holder.grad, recorded)
         made = self._stepping.step(named, held)
-        self._keep_as(join_site(ROOT + OPTIMIZER, "in.grad_norm"), made.norm)
+        self._keep_as(join_site(ROOT + OPTIMIZER, GRAD_NORM), made.norm)
         first = self._order
         for number, (path, leaf, given, value, moments) in enumerate(made.updates()):
             where = path + OPTIMIZER

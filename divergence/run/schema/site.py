@@ -37,12 +37,11 @@ from typing import Any
 from divergence.errors import UsageError
 
 __all__ = [
-    "BACKWARD", "BUILTIN_SITES", "CODES", "LOGPROBS", "LOGPROBS_SITE", "LOGPROB_IDS_SITE", "LOSS",
-    "OPTIMIZER", "PHASES", "ROOT", "compile_patterns", "did_you_mean", "escape_path",
-    "is_gradient", "is_operator_site", "join_site", "module_of", "natural_key", "near_names",
-    "of_parameter",
-    "one_or_more", "operator_of", "operator_path", "phase_of", "split_site", "starred",
-    "unescape_path",
+    "BACKWARD", "BUILTIN_SITES", "CODES", "GRAD_NORM", "LOGPROBS", "LOGPROBS_SITE",
+    "LOGPROB_IDS_SITE", "LOSS", "OPTIMIZER", "PHASES", "ROOT", "compile_patterns", "did_you_mean",
+    "escape_path", "is_gradient", "is_norm", "is_operator_site", "join_site", "module_of",
+    "natural_key", "near_names", "of_parameter", "one_or_more", "operator_of",
+    "operator_path", "phase_of", "split_site", "starred", "unescape_path",
 ]  # fmt: skip
 
 CODES = "in.codes"
@@ -61,6 +60,9 @@ BACKWARD, OPTIMIZER = "#backward", "#optimizer"
 of its output, ``out`` that of its input, ``out.weight`` that of a parameter. Of an optimizer's step
 ``in.weight`` is the gradient that it gets, ``out.weight`` the new value, ``out.weight.exp_avg`` a
 moment."""
+GRAD_NORM = "in.grad_norm"
+"""The port of an optimizer's step that holds the norm of all gradients, before they are clipped."""
+
 LOSS = "loss"
 """What stands for the module's path of the loss in a training step."""
 
@@ -147,6 +149,12 @@ def phase_of(site: str, step: int) -> str:
 def of_parameter(site: str) -> bool:
     """Is it a parameter's gradient, or what an optimizer made of it? Its rows are no tokens."""
     return OPTIMIZER in site or f"{BACKWARD}:out." in site
+
+
+@_remembered
+def is_norm(site: str) -> bool:
+    """Is it the norm of all gradients? That is one number made of many, which cannot cancel."""
+    return site.endswith(f"{OPTIMIZER}:{GRAD_NORM}")
 
 
 @_remembered

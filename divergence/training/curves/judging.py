@@ -169,9 +169,12 @@ def _verdict(
             )
         return _open(f"{said}; the difference leaves its noise {at}, {end}")
     if mean <= low:
-        return LossVerdict(
-            kind="aligned", summary=f"{said}, and no trend leaves the noise of the steps"
-        )
+        summary = f"{said}, and no trend leaves the noise of the steps"
+        if (loss.max_error or 0) > high:  # a spike, or a run that leaves at the very end
+            summary += (
+                f"; a place to look: step {loss.max_step} is off by {_size(loss.max_error or 0)}"
+            )
+        return LossVerdict(kind="aligned", summary=summary)
     if abs(bias) + 3 * se <= low:
         return _open(
             f"{said}, which is the noise of single steps: with its sign it is {_signed(bias)} ± "

@@ -252,3 +252,15 @@ def test_a_bad_channel_is_found_beside_a_massive_activation(together):
     bad.sides[1][..., 20] += 12 * FLOOR
 
     assert blamed(bad, others).why == "channel"
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_one_token_that_every_block_gets_wrong_shows(swap):
+    """Siblings excuse what is hard for all; a token of which no digit is right is not hard."""
+    blocks = [Block(seed) for seed in range(4)]
+    for block in blocks:
+        block.sides[1][:, 5] *= 1 + 1e4 * FLOOR
+    found = asked(blocks[0], blocks[1:], swap=swap)
+    token = max(found, key=lambda one: one.limit_usage if one.why == "token" else 0)
+    assert token.limit_usage > 1
+    assert token.side == ("reference" if swap else "candidate")

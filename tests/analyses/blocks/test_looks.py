@@ -248,3 +248,23 @@ def test_the_last_bit_of_a_massive_channel_convicts_nothing():
             for step in range(1, 9)
         ]  # fmt: skip
         assert [unit.site for unit in flag(build_units(results, "anchored"))] == expected
+
+
+@pytest.mark.parametrize(("elsewhere", "is_fault"), [(0.0, True), (1.0, False)])
+def test_a_lone_gradient_is_held_to_those_of_the_blocks(elsewhere, is_fault):
+    """Prompts in another batch: blocks' results are equal, and sums of gradients are not."""
+    sites = [site(block, 0.0, step=0, site=f"h.{block}#backward:out") for block in range(4)]
+    sites += [
+        site(block, elsewhere, role="inner", site=f"h.{block}.mlp#backward:out.weight")
+        for block in range(4)
+    ]
+    lone = {"block": None, "role": "trunk", "site": "norm#backward:out.weight", "kind": "Norm"}
+    sites.append(msgspec.structs.replace(site(9, 3.0), **lone))
+    assert [unit.site for unit in flagged(sites)] == is_fault * ["norm#backward:out.weight"]
+
+
+@pytest.mark.parametrize(("worst", "is_fault"), [(100.0, False), (1e5, True)])
+def test_siblings_do_not_excuse_a_token_of_which_nothing_is_right(worst, is_fault):
+    """A kernel that gets one token wrong gets it wrong in every block."""
+    sites = [site(block, 0.8, ratio_max=worst) for block in range(6)]
+    assert len(flagged(sites)) == 6 * is_fault

@@ -64,3 +64,8 @@ def test_a_tensor_whose_terms_all_cancel_is_held_against_their_size():
 
 def test_a_reference_of_zeros_stays_an_infinite_error():
     assert np.isinf(small_rows(rows_of([0.0, 0.0], [1.0, 0.0])).rel_l2).tolist() == [True, False]
+
+
+def test_what_all_rows_share_is_in_their_floor():
+    plain, wider = (rated([4.0], [1e-3], shared=shared) for shared in (0.0, 0.01))
+    assert plain.floor < 0.01 < wider.floor and wider.typical < plain.typical

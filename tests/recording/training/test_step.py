@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 import divergence
 from divergence.errors import PlantError, UsageError
@@ -297,3 +297,19 @@ def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
     verdict = divergence.compare(a, b, truth=truth(a)).verdict
     assert verdict.side == "candidate"
     assert any("0.5 × A's" in one.text for one in verdict.evidence)
+
+
+def test_what_a_block_hands_out_and_used_itself_has_no_gradient_from_outside(tmp_path):
+    """Attention's weights: cut off and driven from outside, they would count twice."""
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=2, initializer_range=0.2)
+    folder = tmp_path / "bloom"
+    torch.manual_seed(0)
+    BloomForCausalLM(config).save_pretrained(folder)
+    step = {"train": True, "probe": False, "prompts": [[5, 9, 31, 7, 12, 40]]}
+    a = divergence.capture(str(folder), out=tmp_path / "a", **step)
+    b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
+    truth = divergence.truth(a, out=tmp_path / "truth")
+    assert a.find(("free", 0, 0, "transformer.h.1:out.1")) is not None
+    assert a.find(("free", 0, 0, "transformer.h.1#backward:in.1")) is None
+    verdict = divergence.compare(a, b, truth=truth).verdict
+    assert verdict.kind == "identical" and verdict.side == "neither", verdict.summary

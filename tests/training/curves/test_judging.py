@@ -91,6 +91,16 @@ def test_a_small_offset_is_a_place_to_look():
     assert "a place to look" in found.verdict.summary
 
 
+@pytest.mark.parametrize("steps", [slice(300, 301), slice(-5, None)])
+def test_a_spike_is_a_place_to_look(steps):
+    """In the middle, or where a run leaves at its very end: too few steps for a trend."""
+    diffs = np.zeros(400)
+    diffs[steps] = 0.15
+    verdict = report(*pair(diffs)).verdict
+    assert verdict.kind == "aligned"
+    assert "a place to look: step 3" in verdict.summary and "is off by 15.00%" in verdict.summary
+
+
 def test_noise_of_single_steps_is_no_misalignment():
     """A mean error of 2.4% about 0: abstains, and says that it is noise."""
     found = report(*pair(noise(size=0.03)))

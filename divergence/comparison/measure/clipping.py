@@ -1,0 +1,56 @@
+"""Clipped gradients: the error that all of them have in common.
+
+Each is multiplied by limit / norm, so the rounding of one number, the norm of all gradients, is in
+all that an optimizer gets and in all moments. It is no small one: some kernels add millions of
+squares one after the other in float32, and lose a share of them once the sum is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from divergence.numerics.floor import norm_floor
+from divergence.run.reader import Run
+from divergence.run.schema.site import OPTIMIZER, is_norm
+
+__all__ = ["shared_rounding"]
+
+
+def shared_rounding(runs: Sequence[Run]) -> Callable[[str], float]:
+    """By site, the error that all of an optimizer's input and moments have in common: gradients
+    that are clipped are multiplied by a number that the norm of all of them gives. That norm is
+    judged as a site of its own; what follows from it is held to how far the norms are apart. A new
+    value moves by no more than the rate times that: a first step of AdamW is the rate at most, and
+    one of SGD where gradients are clipped to less than 1 is."""
+    given = [one for run in runs for one in run.records if f"{OPTIMIZER}:in." in one.site]
+    rounding = norm_floor(max((one.numel for one in given), default=0))
+    norms = _last_norms(runs)
+    apart = max(norms) / min(norms) - 1 if norms and min(norms) > 0 else 0.0
+    rate = runs[0].manifest.training.learning_rate or 0.0
+    sizes = {one.site: one.summary.rms for one in runs[0].records
+             if f"{OPTIMIZER}:out." in one.site and one.summary is not None}  # fmt: skip
+
+    def of(site: str) -> float:
+        path, _, port = site.partition(":")
+        if not path.endswith(OPTIMIZER):
+            return 0.0
+        if is_norm(site):
+            return rounding
+        error = max(rounding, apart)
+        if port[:3] == "out" and port.count(".") == 1:  # a new value: its step, in shares of it
+            return error * rate / (sizes.get(site) or 1.0)
+        return error * (2 if port.endswith("_sq") else 1)
+
+    return of
+
+
+def _last_norms(runs: Sequence[Run]) -> list[float]:
+    """Of each run's last pass, which is the anchored one where there is one."""
+    norms = []
+    for run in runs:
+        found = {one.pass_: one.summary for one in run.records
+                 if is_norm(one.site) and one.summary is not None}  # fmt: skip
+        summary = found.get("anchored", found.get("free"))
+        if summary is not None and summary.rms is not None:
+            norms.append(summary.rms)
+    return norms

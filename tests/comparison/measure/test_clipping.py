@@ -1,0 +1,86 @@
+"""Clipped gradients share the rounding of their norm."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import divergence
+from divergence.comparison.measure.clipping import shared_rounding
+from divergence.numerics.floor import norm_floor
+
+
+def run_of(norm):
+    sites = {"embed#optimizer:in.weight": 10**7, "norm#optimizer:in.weight": 64,
+             "norm#optimizer:out.weight": 64, ".#optimizer:in.grad_norm": 1}  # fmt: skip
+    summary = SimpleNamespace(rms=norm)
+    training = SimpleNamespace(learning_rate=0.5)
+    return SimpleNamespace(
+        manifest=SimpleNamespace(training=training),
+        records=[SimpleNamespace(site=site, numel=numel, pass_="free", summary=summary)
+                 for site, numel in sites.items()],
+    )  # fmt: skip
+
+
+def test_what_is_clipped_has_the_error_of_the_norm():
+    of, floor = shared_rounding([run_of(2.0), run_of(2.0)]), norm_floor(10**7)
+    assert of("norm#optimizer:in.weight") == of("norm#optimizer:out.weight.exp_avg") == floor
+    assert of("norm#optimizer:out.weight.exp_avg_sq") == 2 * floor
+    assert of("norm#optimizer:out.weight") == 0.5 * floor / 2  # the rate, over the weight
+    assert of("norm#backward:out.weight") == 0
+
+
+def test_norms_that_are_apart_are_off_themselves_and_excuse_what_follows():
+    of = shared_rounding([run_of(2.0), run_of(2.02)])
+    assert of(".#optimizer:in.grad_norm") == norm_floor(10**7)
+    assert of("norm#optimizer:in.weight") == pytest.approx(0.01)
+
+
+@pytest.fixture(scope="module")
+def a(tiny_model, tmp_path_factory):
+    model = str(tiny_model("llama", num_blocks=3))
+    return divergence.capture(
+        model, out=tmp_path_factory.mktemp("clip") / "a", train=True, optimizer="adamw",
+        clip_grad_norm=0.1, prompts=[[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]], probe=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_norm_that_is_off_is_named_itself(judged, a, tmp_path, monkeypatch):
+    """As one that leaves out what another rank has: all that is clipped follows from it."""
+    truth = divergence.truth(a, out=tmp_path / "truth") if judged else None
+    real = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *args: real(*args) * 0.97)
+    verdict = divergence.compare(
+        a, divergence.capture(like=a, out=tmp_path / "b", probe=False), truth=truth
+    ).verdict
+    assert verdict.onset.site == ".#optimizer:in.grad_norm", verdict.summary
+    assert verdict.side == ("candidate" if judged else None)
+
+
+def test_a_clip_by_another_norm_is_named_with_its_factor(a, tmp_path, monkeypatch):
+    """The norm is right, and what is made of it is not: in all parameters alike."""
+    clip = torch.nn.utils.clip_grads_with_norm_
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grads_with_norm_", lambda some, most, norm: clip(some, most / 2, norm)
+    )
+    b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
+    verdict = divergence.compare(a, b).verdict
+    assert verdict.kind == "systematic" and verdict.onset.phase == "optimizer"
+    assert "the optimizer's step or its settings" in verdict.summary
+    told = " ".join(one.text for one in verdict.evidence)
+    assert "gradients that the optimizer gets are off" in told
+    assert "all of them are 0.5 × A's in B: another limit, norm or loss scale" in told
+
+
+def test_one_parameter_that_is_not_clipped_is_named(a, tmp_path, monkeypatch):
+    """Also outside blocks."""
+    clip = torch.nn.utils.clip_grads_with_norm_
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grads_with_norm_", lambda some, *how: clip(list(some)[1:], *how)
+    )
+    b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
+    verdict = divergence.compare(a, b).verdict
+    assert verdict.onset.site == "model.embed_tokens#optimizer:in.weight", verdict.summary

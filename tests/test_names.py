@@ -1,0 +1,51 @@
+"""Names in the code: a class is found by its name alone, and a local says what it is."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "divergence"
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = {"one", "two", "found", "right"}
+"""Whatever they stand for has a noun of its own."""
+NUMBERS = {
+    ("numerics/compiled/distances.py", "one"), ("ops/suite/operators/quantization.py", "one"),
+}  # fmt: skip
+"""Where it is the number."""
+FIELDS = {("recording/machine/determinism.py", "found"), ("run/storage/indirect.py", "found")}
+"""Arguments named after what they become: a setting as it was found, an archive that was."""
+
+
+def bound(tree: ast.AST) -> Iterator[str]:
+    """Names that a function, a lambda or a comprehension gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
+def test_locals_say_what_they_are(file):
+    """No ``one`` for a record, no ``found`` for what was looked for; ``right`` is beside a left."""
+    names = set(bound(ast.parse(file.read_text(encoding="utf-8"))))
+    if {"left", "right"} <= names:
+        names.discard("right")
+    path = file.relative_to(PACKAGE).as_posix()
+    allowed = {name for place, name in NUMBERS | FIELDS if place == path}
+    assert not names & NAMES - allowed
+
+
+def test_no_two_public_classes_share_a_name():
+    """Whoever reads a name elsewhere finds what it is by searching for it."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for file in FILES:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(file.relative_to(PACKAGE).as_posix())
+    assert not {name: files for name, files in places.items() if len(files) > 1}

@@ -159,4 +159,4 @@ class GoldenCheck:
 def _text(lines: list[Line]) -> str:
     from divergence.words import printable
 
-    return "\n".join(printable(one.text) for one in lines)
+    return "\n".join(printable(line.text) for line in lines)

@@ -83,7 +83,7 @@ def _probe(device: str) -> list[ArithmeticFact]:
 
 def _switches() -> tuple[object, ...]:
     """What changes arithmetic within a process."""
-    found: list[object] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
+    settings: list[object] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
     for name in ("backends.fp32_precision", "backends.mkldnn.matmul.fp32_precision",
                  "backends.cuda.matmul.fp32_precision", "backends.cuda.matmul.allow_tf32",
                  "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
@@ -91,9 +91,9 @@ def _switches() -> tuple[object, ...]:
                  "backends.cuda.matmul.allow_fp16_accumulation",
                  "npu.matmul.allow_hf32"):  # fmt: skip
         try:
-            found.append(attrgetter(name)(torch))
+            settings.append(attrgetter(name)(torch))
         except (AttributeError, RuntimeError, AssertionError, ImportError):
-            found.append(None)  # this torch has it not, or refuses to mix two generations of it
+            settings.append(None)  # this torch has it not, or refuses to mix two generations of it
     # a tiny product of subnormal numbers: torch.set_flush_denormal has no getter
     small = torch.full((1,), 2.0**-140, dtype=torch.float32)
-    return (*found, bool(small * 1.0 == 0))
+    return (*settings, bool(small * 1.0 == 0))

@@ -96,10 +96,10 @@ def probe_rounding(notebook: Notebook, device: str, dtype: torch.dtype) -> None:
     subject = f"add {form.name}"
     whole = np.trunc(x / ulp) * ulp
     with notebook.attempt("rounding", subject):
-        one, two = torch.from_numpy(whole).to(dtype), torch.from_numpy(x - whole).to(dtype)
-        got = (one.to(device) + two.to(device)).cpu()
+        augend, addend = torch.from_numpy(whole).to(dtype), torch.from_numpy(x - whole).to(dtype)
+        got = (augend.to(device) + addend.to(device)).cpu()
         notebook.note("rounding", subject, rounding_mode(got.double().numpy(), x, ulp))
-        notebook.keep("rounding", subject, **{"in": one, "in_other": two, "out": got})
+        notebook.keep("rounding", subject, **{"in": augend, "in_other": addend, "out": got})
 
 
 def subnormals(scale: Callable[[torch.Tensor, float], torch.Tensor], dtype: torch.dtype) -> str:
@@ -152,7 +152,7 @@ def fused_elementwise(call: Elementwise) -> str:
 
 def _there(call: Callable[..., torch.Tensor], device: str) -> Callable[..., torch.Tensor]:
     """The same on ``device``."""
-    return lambda *given: call(*(one.to(device) for one in given)).cpu()
+    return lambda *given: call(*(tensor.to(device) for tensor in given)).cpu()
 
 
 def probe_fused(notebook: Notebook, device: str) -> None:
@@ -228,8 +228,8 @@ def lanes(function: Unary, given: torch.Tensor, device: str, *, count: int = 24)
     return differ, seen
 
 
-def _bits(one: torch.Tensor) -> bytes:
-    return one.contiguous().view(torch.uint8).numpy().tobytes()
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def probe_elementary(notebook: Notebook, device: str, dtype: torch.dtype, *, count: int) -> None:

@@ -29,23 +29,25 @@ def weights(pair: Pair) -> tuple[PointState, str]:
     """Are the values the same, as far as both runs tell?"""
     line, state = pair.lines["weights"], pair.state_of("weights")
     lacking = [
-        name for name, one in zip("AB", pair.manifests, strict=True) if not one.model.digests
+        name
+        for name, manifest in zip("AB", pair.manifests, strict=True)
+        if not manifest.model.digests
     ]
-    digests = [one.model.digest for one in pair.manifests]
+    digests = [manifest.model.digest for manifest in pair.manifests]
     if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
         if line.detail and not lacking:
             return "unknown", line.detail
         who = " and ".join(lacking) or "a run"
         return "unknown", f"{who}: digests of the parameters are not recorded"
     blocking = [
-        one
-        for one in pair.lines.values()
-        if one.status == "blocking" and one.check in ("weights", "blocks")
+        preflight_line
+        for preflight_line in pair.lines.values()
+        if preflight_line.status == "blocking" and preflight_line.check in ("weights", "blocks")
     ]
     if blocking:
-        return "fail", "; ".join(one.detail or f"other {one.check}" for one in blocking)
+        return "fail", "; ".join(blocker.detail or f"other {blocker.check}" for blocker in blocking)
     unread = {
-        name for one in pair.manifests for name, digest in one.model.digests.items()
+        name for manifest in pair.manifests for name, digest in manifest.model.digests.items()
         if digest == _UNREAD
     }  # fmt: skip
     if unread:
@@ -60,12 +62,12 @@ def weights(pair: Pair) -> tuple[PointState, str]:
 def precision(pair: Pair) -> tuple[PointState, str]:
     """Dtype and quantization, and what a truth was computed in."""
 
-    def say(one: Manifest) -> str:
-        quantized = f" ({one.model.quantization.name})" if one.model.quantization else ""
-        widened = one.settings.compute_dtype
-        return one.model.dtype + quantized + (f" (computed in {widened})" if widened else "")
+    def say(manifest: Manifest) -> str:
+        quantized = f" ({manifest.model.quantization.name})" if manifest.model.quantization else ""
+        widened = manifest.settings.compute_dtype
+        return manifest.model.dtype + quantized + (f" (computed in {widened})" if widened else "")
 
-    a, b = (one.settings.compute_dtype for one in pair.manifests)
+    a, b = (manifest.settings.compute_dtype for manifest in pair.manifests)
     computed: PointState = "pass" if a == b else "fail"
     return worst(computed, pair.state_of("dtype"), pair.state_of("quantization")), both(pair, say)
 
@@ -81,8 +83,8 @@ def code(pair: Pair) -> Said:
     a, b = pair.manifests
     differences = code_differences(a, b)
     lines = [pair.lines[name] for name in _LINES if pair.differs(name)]
-    texts = [*(differs(line) for line in lines), *(one.text for one in differences)]
-    lacking = [name for name, one in (("A", a), ("B", b)) if not one.model.code]
+    texts = [*(differs(line) for line in lines), *(difference.text for difference in differences)]
+    lacking = [name for name, manifest in (("A", a), ("B", b)) if not manifest.model.code]
     untold = [name for name in _LINES if pair.state_of(name) == "unknown"]
     if untold:
         texts.append(f"not known: {', '.join(untold)}")
@@ -102,7 +104,7 @@ def code(pair: Pair) -> Said:
     if not pair.diverged:  # compare abstains: whether it makes a difference is not known
         return "unknown", f"{text}; {pair.why_unjudged}", False
     assert verdict is not None
-    guilty = [one for one in differences if _explains(one, verdict, pair)]
+    guilty = [difference for difference in differences if _explains(difference, verdict, pair)]
     if guilty:
         assert verdict.onset is not None
         return "fail", f"{guilty[0].text}: where the error begins, {verdict.onset.site}", True
@@ -114,38 +116,38 @@ def settings_differ(pair: Pair) -> bool:
     return any(map(pair.differs, _SETTINGS))
 
 
-def _say(one: Manifest) -> str:
-    return f"the same code of {len(one.model.code)} classes of module"
+def _say(manifest: Manifest) -> str:
+    return f"the same code of {len(manifest.model.code)} classes of module"
 
 
-def _explains(one: CodeDifference, verdict: Verdict, pair: Pair) -> bool:
+def _explains(difference: CodeDifference, verdict: Verdict, pair: Pair) -> bool:
     """Is the onset where this code runs, and is the error in the blocks that run it and in no
     other?"""
     onset = verdict.onset
-    if onset is None or not one.places or not _runs_at(one, onset):
+    if onset is None or not difference.places or not _runs_at(difference, onset):
         return False
-    if not one.deliberate and _other_versions(*pair.manifests):
+    if not difference.deliberate and _other_versions(*pair.manifests):
         return False
     assert pair.report is not None
     blocks = {site.block for site in pair.report.sites if site.block is not None}
     beyond = {site.block for site in pair.report.sites if site.flagged and site.block is not None}
-    running = {block for block in blocks if one.concerns(block)}
+    running = {block for block in blocks if difference.concerns(block)}
     return not running or (
         beyond <= running and (verdict.kind == "systematic" or running <= beyond)
     )
 
 
-def _runs_at(one: CodeDifference, onset: Onset) -> bool:
+def _runs_at(difference: CodeDifference, onset: Onset) -> bool:
     """Does a module of this class lie in the one that the onset names? What enters a module was
     made by those around it."""
-    if one.concerns(module_of(onset.site)):
+    if difference.concerns(module_of(onset.site)):
         return True
     path = starred(module_of(onset.site))
     return ":in" in onset.site and any(
-        place == ROOT or path.startswith(f"{place}.") for place in one.places
+        place == ROOT or path.startswith(f"{place}.") for place in difference.places
     )
 
 
 def _other_versions(a: Manifest, b: Manifest) -> bool:
-    one, two = a.environment.versions, b.environment.versions
-    return any(one.get(name) != two.get(name) for name in _LIBRARIES)
+    versions_a, versions_b = a.environment.versions, b.environment.versions
+    return any(versions_a.get(name) != versions_b.get(name) for name in _LIBRARIES)

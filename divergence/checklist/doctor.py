@@ -83,7 +83,7 @@ def doctor(
     except IncomparableError as error:
         names = None if name_map is None else load_name_map(name_map)
         lines, reason = preflight(a, b, names=names), error.message
-    pair = Pair(a=a, b=b, lines={one.check: one for one in lines}, report=report, reason=reason)
+    pair = Pair(a=a, b=b, lines={line.check: line for line in lines}, report=report, reason=reason)
     ladder = ladder_of(pair)
     return Checkup(
         tool_version=__version__,
@@ -100,19 +100,19 @@ def doctor(
 
 def _notes(pair: Pair) -> list[str]:
     notes = []
-    for name, one in zip("AB", pair.manifests, strict=True):
-        if one.plan.plants:
-            notes.append(f"{name} has planted faults: {', '.join(one.plan.plants)}")
-        if not one.complete:
-            why = one.stopped_by or "killed"
+    for name, manifest in zip("AB", pair.manifests, strict=True):
+        if manifest.plan.plants:
+            notes.append(f"{name} has planted faults: {', '.join(manifest.plan.plants)}")
+        if not manifest.complete:
+            why = manifest.stopped_by or "killed"
             notes.append(f"{name} is incomplete ({why}): only what both hold is compared")
     verdict = pair.verdict
     if verdict is not None and verdict.kind == "identical" and verdict.side == "both":
         notes.append("both are far from the truth: equal, and equally wrong")
-    other = [one for one in pair.lines.values() if one.status == "differs"]
-    other = [one for one in other if one.check not in _TOLD]
+    other = [line for line in pair.lines.values() if line.status == "differs"]
+    other = [line for line in other if line.check not in _TOLD]
     if other:
-        names = ", ".join(one.check for one in other)
+        names = ", ".join(line.check for line in other)
         verb = "differs" if len(other) == 1 else "differ"
         notes.append(f"{count(len(other), 'other setting')} {verb}: {names} (compare -v)")
     return notes

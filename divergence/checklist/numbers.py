@@ -85,7 +85,7 @@ def _step_of_verdict(pair: Pair) -> int | None:
         return None
     if verdict.onset is not None:
         return verdict.onset.step
-    steps = [one.step for one in pair.claims("drift") if one.summary in verdict.summary]
+    steps = [claim.step for claim in pair.claims("drift") if claim.summary in verdict.summary]
     return steps[0] if steps else None
 
 
@@ -118,10 +118,10 @@ def sampling(pair: Pair) -> Said:
 
 def ranks(pair: Pair) -> Said:
     """Do the processes of a run agree on what several of them hold?"""
-    processes = both(pair, lambda one: one.processes)
+    processes = both(pair, lambda manifest: manifest.processes)
     if pair.untold:
         return "unknown", f"{' and '.join(pair.untold)}: processes are not recorded", False
-    if all(one.mesh is None for one in pair.manifests):
+    if all(manifest.mesh is None for manifest in pair.manifests):
         return "pass", processes, False
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged, False
@@ -131,10 +131,10 @@ def ranks(pair: Pair) -> Said:
     if apart := pair.claims("replicas_disagree"):
         return "fail", apart[0].evidence[0].text, False
     replicas = pair.report.replicas
-    num_held = sum(one.num_tensors for one in replicas)
+    num_held = sum(replica.num_tensors for replica in replicas)
     if not num_held:
         return "unknown", f"{processes}; no tensor is held by several ranks", False
-    if any(one.num_different for one in replicas):
+    if any(replica.num_different for replica in replicas):
         return "pass", f"{processes}; copies differ as adding in another order does", False
     return "pass", f"{processes}; all copies of {num_held:,} tensors agree", False
 
@@ -155,4 +155,4 @@ def _told_by_ranks(pair: Pair) -> Finding | None:
 
 def _shown_by_ranks(pair: Pair) -> set[object]:
     """The sites that are flagged since ranks disagree there."""
-    return {key for one in pair.claims("replicas_disagree") for key in one.flags}
+    return {key for claim in pair.claims("replicas_disagree") for key in claim.flags}

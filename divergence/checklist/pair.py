@@ -68,8 +68,8 @@ class Pair:
         """The runs that say nothing of how they were made: no engine, and no weights."""
         return [
             name
-            for name, one in zip("AB", self.manifests, strict=True)
-            if one.engine is None and not one.model.digest
+            for name, manifest in zip("AB", self.manifests, strict=True)
+            if manifest.engine is None and not manifest.model.digest
         ]
 
     def sites(self, *, decode: bool) -> list[SiteResult]:
@@ -113,9 +113,9 @@ def both(pair: Pair, say: Callable[[Manifest], str]) -> str:
     return in_both(*map(say, pair.manifests))
 
 
-def in_both(one: str, two: str, *, between: str = ", ") -> str:
+def in_both(a: str, b: str, *, between: str = ", ") -> str:
     """The same of two texts."""
-    return f"both: {one}" if one == two else f"A: {one}{between}B: {two}"
+    return f"both: {a}" if a == b else f"A: {a}{between}B: {b}"
 
 
 def differs(line: PreflightLine) -> str:

@@ -53,10 +53,10 @@ def _greedy(pair: Pair) -> Said:
     if pair.untold:
         return "unknown", _untold(pair, "how tokens were chosen is")
 
-    def say(one: Manifest) -> str:
-        if not any(sample.chosen_ids for sample in one.tokens.samples):
+    def say(manifest: Manifest) -> str:
+        if not any(sample.chosen_ids for sample in manifest.tokens.samples):
             return "chooses no token"
-        return "tokens forced" if one.tokens.forced_by else "greedy"
+        return "tokens forced" if manifest.tokens.forced_by else "greedy"
 
     return "pass", both(pair, say)
 
@@ -64,9 +64,9 @@ def _greedy(pair: Pair) -> Said:
 def _seed(pair: Pair) -> Said:
     if pair.untold:
         return "unknown", _untold(pair, "a seed is")
-    text = both(pair, lambda one: str(one.settings.seed))
-    one, two = (manifest.settings.seed for manifest in pair.manifests)
-    return "pass", text if one == two else f"{text}; decoding is greedy and draws nothing"
+    text = both(pair, lambda side: str(side.settings.seed))
+    seed_a, seed_b = (manifest.settings.seed for manifest in pair.manifests)
+    return "pass", text if seed_a == seed_b else f"{text}; decoding is greedy and draws nothing"
 
 
 def _engine(pair: Pair) -> Said:
@@ -76,22 +76,22 @@ def _engine(pair: Pair) -> Said:
     return worst(a[0], b[0]), in_both(a[1], b[1])
 
 
-def _shortcuts(one: Manifest) -> Said:
+def _shortcuts(manifest: Manifest) -> Said:
     """What an engine does besides each forward as it stands."""
-    if one.engine is None or one.engine.name in _PLAIN_ENGINES:
-        name = "transformers" if one.engine is None else one.engine.name
+    if manifest.engine is None or manifest.engine.name in _PLAIN_ENGINES:
+        name = "transformers" if manifest.engine is None else manifest.engine.name
         return "pass", f"{name}, which does neither"
     states: list[PointState] = []
     texts = []
     for word, needed in (("prefix", True), ("specul", True), ("chunk", False)):
-        facts = {key: text for key, text in one.engine.facts.items() if word in key.lower()}
+        facts = {key: text for key, text in manifest.engine.facts.items() if word in key.lower()}
         if needed and not facts:
             states.append("unknown")
             texts.append({"prefix": "prefix caching", "specul": "speculation"}[word] + " not told")
         for key, text in facts.items():
             states.append(_switched(text))
             texts.append(f"{key} {text}")
-    return worst(*states), f"{one.engine.name}: {', '.join(texts)}"
+    return worst(*states), f"{manifest.engine.name}: {', '.join(texts)}"
 
 
 _PLAIN_ENGINES = ("transformers", "compile", "onnx")
@@ -114,17 +114,17 @@ def _deterministic(pair: Pair) -> Said:
     if pair.untold:
         return "unknown", _untold(pair, "settings are")
     a, b = pair.manifests
-    (one, trouble), (two, other_trouble) = _trouble(a), _trouble(b)
+    (state, trouble), (other_state, other_trouble) = _trouble(a), _trouble(b)
     text = in_both(trouble, other_trouble, between="; ")
     set_a, set_b = _switches(a), _switches(b)
     other = [name for name, value in set_a.items() if set_b.get(name, value) != value]
-    if other and "fail" not in (one, two):
+    if other and "fail" not in (state, other_state):
         text += f"; set otherwise: {list_names(other, 3)}"
-    return worst(one, two, "fail" if other else "pass"), text
+    return worst(state, other_state, "fail" if other else "pass"), text
 
 
-def _trouble(one: Manifest) -> Said:
-    settings, repeated = one.settings, one.repeatability
+def _trouble(manifest: Manifest) -> Said:
+    settings, repeated = manifest.settings, manifest.repeatability
     if repeated.num_different:
         where = repeated.first_difference or "an unnamed tensor"
         return "fail", f"does not repeat itself, first at {where}"
@@ -143,11 +143,11 @@ def _trouble(one: Manifest) -> Said:
     return "unknown", f"{'; '.join(parts)}, and not captured with --repeat"
 
 
-def _switches(one: Manifest) -> dict[str, str]:
+def _switches(manifest: Manifest) -> dict[str, str]:
     """The switches that stand, and to what."""
     return {
         switch.name: switch.found if switch.asked == "-" else switch.asked
-        for switch in one.settings.switches
+        for switch in manifest.settings.switches
         if switch.status in ("accepted", "set")
     }
 
@@ -172,7 +172,7 @@ def tokens(pair: Pair) -> Said:
 
 
 def _logprobs(pair: Pair) -> Said:
-    if all(one.plan.logits_site is None for one in pair.manifests):
+    if all(manifest.plan.logits_site is None for manifest in pair.manifests):
         return "unknown", "neither run says which of its tensors are logits"
     held = logits_held(pair.a), logits_held(pair.b)
 
@@ -189,14 +189,14 @@ def _logprob_diff(pair: Pair) -> Said:
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged
     assert pair.report is not None
-    names = {one.plan.logits_site for one in pair.manifests}
-    rows = [one for one in pair.report.sites if one.site in names and one.pass_ == "free"]
+    names = {manifest.plan.logits_site for manifest in pair.manifests}
+    rows = [site for site in pair.report.sites if site.site in names and site.pass_ == "free"]
     if not rows:
         return "unknown", "the logits of both sides were not compared"
-    if all(one.identical for one in rows):
+    if all(row.identical for row in rows):
         return "pass", f"the logits of {len(rows)} forwards are equal bit for bit"
-    changes = [one.logits.chosen_logprob_diff_max for one in rows if one.logits is not None]
-    if not changes and any(one.nonfinite for one in rows):
+    changes = [row.logits.chosen_logprob_diff_max for row in rows if row.logits is not None]
+    if not changes and any(row.nonfinite for row in rows):
         return "fail", "the logits hold nan or inf"
     if not changes:
         return "unknown", f"the logits of {len(rows)} forwards differ, by how much is not known"

@@ -30,15 +30,20 @@ def checkup_lines(checkup: Checkup, *, brief: bool = False, verbose: bool = Fals
     for name, run in (("A", checkup.reference), ("B", checkup.candidate)):
         lines.append(prose(name, f"{run.path}: {run.model}, {run.dtype} on {run.device}", width=3))
     lines += [BLANK, heading("points")]
-    for one in checkup.points:
-        lines.append(_row(one.state, f"{one.number} {one.title}", one.evidence, 32))
+    for point in checkup.points:
+        lines.append(_row(point.state, f"{point.number} {point.title}", point.evidence, 32))
     lines += [BLANK, heading("ladder", _stop(checkup))]
     lines += [_row(rung.state, rung.name, rung.evidence, 17) for rung in checkup.ladder]
     lines += [prose("note", note, width=6) for note in checkup.notes]
     if verbose and checkup.verdict is not None and checkup.verdict.evidence:
         lines += [BLANK, heading("why")]
         lines += [prose("  -", fact.text, width=4) for fact in checkup.verdict.evidence]
-    return [*lines, BLANK, heading("next"), *(line(f"  {one}") for one in _commands(checkup))]
+    return [
+        *lines,
+        BLANK,
+        heading("next"),
+        *(line(f"  {command}") for command in _commands(checkup)),
+    ]
 
 
 def _row(state: str, name: str, evidence: str, width: int) -> Line:
@@ -101,8 +106,8 @@ def checkup_markdown(checkup: Checkup) -> str:
     lines += _table(
         ("", "point", "state", "evidence"),
         [
-            (str(one.number), one.title, _state(one.state), markdown_code(one.evidence))
-            for one in checkup.points
+            (str(point.number), point.title, _state(point.state), markdown_code(point.evidence))
+            for point in checkup.points
         ],
     )
     lines += _table(
@@ -113,7 +118,7 @@ def checkup_markdown(checkup: Checkup) -> str:
     lines += [f"- {markdown_code(note)}" for note in checkup.notes] + (
         [""] if checkup.notes else []
     )
-    lines += [f"Next: {markdown_code(one)}<br>" for one in _commands(checkup)]
+    lines += [f"Next: {markdown_code(command)}<br>" for command in _commands(checkup)]
     lines.append(f"\nMade by `divergence doctor --markdown` {checkup.tool_version}.")
     return "\n".join(lines) + "\n"
 

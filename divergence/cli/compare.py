@@ -136,8 +136,8 @@ def compare(
 
     if any(map(is_losses, [reference, *(candidates or ())])):
         given = [
-            one.option.names[0] for one in fields_of(CompareOptions)
-            if one.is_given(options.get(one.name))
+            field.option.names[0] for field in fields_of(CompareOptions)
+            if field.is_given(options.get(field.name))
         ]  # fmt: skip
         others = {
             "--policy": policy, "--explain-token": explain_token, "--model": model, "--all": every,
@@ -266,18 +266,18 @@ def _compare_losses(
     from divergence.training.curves.show import EXIT_CODES as LOSS_EXIT_CODES
     from divergence.training.curves.show import loss_lines, verdict_line
 
-    found = compare_losses(
+    report = compare_losses(
         reference, candidates[0] if candidates else None, warmup_steps=warmup_steps
     )
     if json:
-        show(found.to_json(indent=2))
+        show(report.to_json(indent=2))
     elif quiet:
-        print_lines([verdict_line(found)], whole=True)
+        print_lines([verdict_line(report)], whole=True)
     else:
-        print_lines(loss_lines(found))
+        print_lines(loss_lines(report))
     if exit_code:
-        raise typer.Exit(LOSS_EXIT_CODES[found.verdict.kind])
-    if not found.metrics[0].num_steps and found.verdict.kind == "undetermined":
+        raise typer.Exit(LOSS_EXIT_CODES[report.verdict.kind])
+    if not report.metrics[0].num_steps and report.verdict.kind == "undetermined":
         raise typer.Exit(2)  # nothing was compared
 
 
@@ -317,7 +317,7 @@ def view(
     from divergence.gate.policy import load_policy
 
     if Path(reference).suffix == ".json":
-        asked = any(one.is_given(options.get(one.name)) for one in fields_of(CompareOptions))
+        asked = any(field.is_given(options.get(field.name)) for field in fields_of(CompareOptions))
         if candidate is not None or policy is not None or asked:
             hint = f"divergence view {reference}"
             raise UsageError("a stored report is shown as it is, without B and options", hint=hint)

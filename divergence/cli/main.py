@@ -253,10 +253,10 @@ def _folded(text: str) -> str:
 
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     lines = []
-    for one in text.split("\n"):
-        lead = one[: len(one) - len(one.lstrip())]
-        hang = None if "divergence " in one else len(lead) + 9 * one.startswith("  try:")
-        item = Line((Span(lead), Span(one[len(lead) :])), hang=hang)
+    for line in text.split("\n"):
+        lead = line[: len(line) - len(line.lstrip())]
+        hang = None if "divergence " in line else len(lead) + 9 * line.startswith("  try:")
+        item = Line((Span(lead), Span(line[len(lead) :])), hang=hang)
         lines += [piece.text for piece in fold(item, width)]
     return "\n".join(lines)
 

@@ -143,7 +143,7 @@ def scores(
         show(scores_markdown(report))
     elif str(csv) != "-":
         print_lines(scores_lines(report, brief=quiet, verbose=verbose))
-    if any(one.verdict == "incomparable" for one in report.candidates):
+    if any(candidate.verdict == "incomparable" for candidate in report.candidates):
         raise typer.Exit(2)
     if report.passed is False:
         raise typer.Exit(1)

@@ -26,7 +26,7 @@ __all__ = [
     "TIMED", "bus_factor", "seconds_of_one", "timed_bytes", "timed_elements",
 ]  # fmt: skip
 
-TIMED: tuple[Collective, ...] = tuple(one for one in COLLECTIVES if one != "rs_ag")
+TIMED: tuple[Collective, ...] = tuple(name for name in COLLECTIVES if name != "rs_ag")
 _CPU_BYTES = (4 << 10, 256 << 10, 4 << 20)
 _DEVICE_BYTES = (4 << 10, 1 << 20, 256 << 20)
 _MOST_CALLS, _LEAST_CALLS, _SECONDS = 20, 3, 0.3

@@ -198,7 +198,7 @@ def _manifest(
         switches=determinism.switches, label=options.label, command=command, like=recorded,
     )  # fmt: skip
     environments: list[Environment] = ranks.gather(manifest.environment)
-    differing = any(one != environments[0] for one in environments)
+    differing = any(environment != environments[0] for environment in environments)
     manifest.mesh = replace(ranks.mesh, environments=environments if differing else [])
     return manifest
 

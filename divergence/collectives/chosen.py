@@ -61,7 +61,7 @@ def choose(wishes: Sequence[str] | Mapping[str, Any], faults: Sequence[Fault] = 
         list(wishes.items())
         if isinstance(wishes, Mapping)
         else [(name, value) for name, _, value in
-              (one.rpartition("=") for one in ([wishes] if isinstance(wishes, str) else wishes))]
+              (wish.rpartition("=") for wish in ([wishes] if isinstance(wishes, str) else wishes))]
     )  # fmt: skip
     for where, value in pairs:
         if where and where not in COLLECTIVES:
@@ -95,11 +95,11 @@ def _imported(text: str) -> Callable[..., Any]:
     before = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(name), function)
+        implementation = getattr(importlib.import_module(name), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--impl {text}: {error}", hint="MODULE:FUNCTION") from error
     finally:
         sys.path[:] = before
-    if not callable(found):
+    if not callable(implementation):
         raise UsageError(f"--impl {text} is no function")
-    return found  # type: ignore[no-any-return]
+    return implementation  # type: ignore[no-any-return]

@@ -48,8 +48,8 @@ def join(num_ranks: int, device: str, backend: str | None) -> Ranks:
 def backend_name(device: str) -> str:
     """``gloo``: what runs collectives on tensors of ``device``."""
     config = str(dist.get_backend_config())
-    found = dict(part.split(":") for part in config.split(",") if ":" in part)
-    return found.get(device.partition(":")[0], dist.get_backend())
+    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
+    return backends.get(device.partition(":")[0], dist.get_backend())
 
 
 def native(collective: Collective) -> Call:
@@ -115,12 +115,12 @@ def exchange(
 ) -> list[torch.Tensor]:
     """Send tensors to the ranks so far away, and fill others from those so far away."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    works = [dist.P2POp(dist.irecv, one, (rank + by) % size) for one, by in received]
-    works += [dist.P2POp(dist.isend, one.contiguous(), (rank + by) % size) for one, by in sent]
+    works = [dist.P2POp(dist.irecv, chunk, (rank + by) % size) for chunk, by in received]
+    works += [dist.P2POp(dist.isend, chunk.contiguous(), (rank + by) % size) for chunk, by in sent]
     if works:
         for work in dist.batch_isend_irecv(works):
             work.wait()
-    return [one for one, _ in received]
+    return [chunk for chunk, _ in received]
 
 
 def _newer(new: str, old: str) -> Any:

@@ -62,8 +62,8 @@ class Masks:
         """(size,): what ``rank`` puts in."""
         big = 2.0**15 if self.dtype == "float16" else 2.0**100
         pair = (np.arange(self.size) + call) % len(self.pairs)
-        first = np.array([one for one, _ in self.pairs])[pair]
-        second = np.array([two for _, two in self.pairs])[pair]
+        first = np.array([lower for lower, _ in self.pairs])[pair]
+        second = np.array([higher for _, higher in self.pairs])[pair]
         x = np.where(first == rank, big, np.where(second == rank, -big, self.unit))
         return torch.from_numpy(x).to(getattr(torch, self.dtype))
 
@@ -115,32 +115,32 @@ def decode(sizes: np.ndarray, num_ranks: int) -> list[Stretch]:
     trees = [_tree(row, num_ranks) for row in distinct]
     which = which.reshape(-1)
     edges = [0, *(np.flatnonzero(which[1:] != which[:-1]) + 1).tolist(), len(which)]
-    found = [
+    stretches = [
         Stretch(int(starts[a]), int(starts[b - 1]) + width, trees[which[a]])
         for a, b in pairwise(edges)
     ]
-    return _without_edges(found, width) if width > 1 else _merged(found)
+    return _without_edges(stretches, width) if width > 1 else _merged(stretches)
 
 
-def _merged(found: list[Stretch]) -> list[Stretch]:
+def _merged(stretches: list[Stretch]) -> list[Stretch]:
     """Neighbours of one order together: elements of no order may differ in their sizes."""
     kept: list[Stretch] = []
-    for one in found:
-        if kept and kept[-1].tree == one.tree and kept[-1].stop == one.start:
-            kept[-1] = Stretch(kept[-1].start, one.stop, one.tree)
+    for stretch in stretches:
+        if kept and kept[-1].tree == stretch.tree and kept[-1].stop == stretch.start:
+            kept[-1] = Stretch(kept[-1].start, stretch.stop, stretch.tree)
         else:
-            kept.append(one)
+            kept.append(stretch)
     return kept
 
 
-def _without_edges(found: list[Stretch], width: int) -> list[Stretch]:
+def _without_edges(stretches: list[Stretch], width: int) -> list[Stretch]:
     """Without single windows that lie across the edge between two longer stretches."""
-    size = [one.stop - one.start for one in found]
+    size = [stretch.stop - stretch.start for stretch in stretches]
     kept = [
-        one
-        for number, one in enumerate(found)
+        stretch
+        for number, stretch in enumerate(stretches)
         if not (
-            0 < number < len(found) - 1
+            0 < number < len(stretches) - 1
             and size[number] == width < min(size[number - 1], size[number + 1])
         )
     ]
@@ -171,9 +171,9 @@ def _sizes_of(tree: Tree) -> np.ndarray:
     below: list[set[int]] = [{leaf} for leaf in range(num)]
     meet = np.zeros((num, num), dtype=np.int64)
     for k, node in enumerate(tree.nodes):
-        for one, two in combinations(node, 2):
-            for i in below[one]:
-                for j in below[two]:
+        for first, second in combinations(node, 2):
+            for i in below[first]:
+                for j in below[second]:
                     meet[i, j] = meet[j, i] = sizes[num + k]
         below.append(set().union(*(below[child] for child in node)))
     return np.array([meet[i, j] for i, j in combinations(range(num), 2)])
@@ -200,7 +200,7 @@ def name_order(stretches: list[Stretch], num_ranks: int) -> str:
     first) adds in the order of a binomial tree, and no measurement from outside tells them apart.
     Two ranks have one order.
     """
-    trees = [one.tree for one in stretches]
+    trees = [stretch.tree for stretch in stretches]
     if not trees or any(tree is None for tree in trees):
         return "not revealed"
     known = [tree for tree in trees if tree is not None]
@@ -224,11 +224,11 @@ def _ring(chains: list[list[int]], num_ranks: int) -> str:
     left = list(chains)
     while left and num_ranks > 3:
         members = max(
-            ([one for one in left if _walks(one, after)] for after in _circles_of(left[0])), key=len
+            ([arc for arc in left if _walks(arc, after)] for after in _circles_of(left[0])), key=len
         )
         if len(members) < 2:
             return "mixed"
-        left = [one for one in left if one not in members]
+        left = [arc for arc in left if arc not in members]
     return "ring"
 
 
@@ -236,7 +236,7 @@ def _circles_of(chain: list[int]) -> list[dict[int, int]]:
     """Rank → the next one, of the two circles that a chain may lie on: its first two terms may be
     swapped."""
     ways = (chain, [chain[1], chain[0], *chain[2:]])
-    return [{one: way[(k + 1) % len(way)] for k, one in enumerate(way)} for way in ways]
+    return [{rank: way[(k + 1) % len(way)] for k, rank in enumerate(way)} for way in ways]
 
 
 def _walks(chain: list[int], after: dict[int, int]) -> bool:
@@ -248,8 +248,8 @@ def _direction(chains: list[list[int]]) -> list[int]:
     """The first chain, its first two terms as the circle that most chains walk has them; the lower
     one first where both fit equally."""
     first, swapped = chains[0], [chains[0][1], chains[0][0], *chains[0][2:]]
-    one, two = (sum(_walks(chain, after) for chain in chains) for after in _circles_of(first))
-    return first if one >= two else swapped
+    votes, against = (sum(_walks(chain, after) for chain in chains) for after in _circles_of(first))
+    return first if votes >= against else swapped
 
 
 def _halving(num_ranks: int) -> Tree | None:
@@ -259,8 +259,8 @@ def _halving(num_ranks: int) -> Tree | None:
     while len(level) > 1:
         half = len(level) // 2
         made = []
-        for one, two in zip(level[:half], level[half:], strict=True):
-            nodes.append((one, two))
+        for lower, upper in zip(level[:half], level[half:], strict=True):
+            nodes.append((lower, upper))
             made.append(num_ranks + len(nodes) - 1)
         level = made
     return Tree.of(num_ranks, nodes)
@@ -273,8 +273,8 @@ def stretches_text(stretches: list[Stretch], num_ranks: int) -> str:
     tree = stretches[0].tree
     chain = chain_of(tree)
     if chain is not None:
-        chains = [chain_of(one.tree) for one in stretches if one.tree is not None]
-        text = " + ".join(map(str, _direction([one for one in chains if one])))
+        chains = [chain_of(stretch.tree) for stretch in stretches if stretch.tree is not None]
+        text = " + ".join(map(str, _direction([order for order in chains if order])))
     else:
         text = _bracketed(tree, tree.num_leaves + len(tree.nodes) - 1)
     text = text if len(text) <= 40 else f"{text[:37]}..."

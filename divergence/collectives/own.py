@@ -48,12 +48,12 @@ def _flat(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
     steps = range(1, size)
     sent = [(chunks[(rank + by) % size], by) for by in steps]
     got = exchange(sent, [(torch.zeros_like(chunks[rank]), by) for by in steps])
-    terms = {(rank + by) % size: one for by, one in zip(steps, got, strict=True)}
+    terms = {(rank + by) % size: term for by, term in zip(steps, got, strict=True)}
     terms[rank] = chunks[rank]
     first, *rest = order(size)
     total = terms[first]
-    for one in rest:
-        total = add(total, terms[one])
+    for peer in rest:
+        total = add(total, terms[peer])
     return total
 
 

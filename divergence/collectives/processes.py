@@ -83,12 +83,12 @@ def _listen(ends: list[Connection], progress: Progress) -> Exception | None:
     """Hands on what ranks say until all have ended; the first error."""
     open_ends, failed = list(ends), None
     while open_ends:
-        for one in wait(open_ends):
-            assert isinstance(one, Connection)
+        for end in wait(open_ends):
+            assert isinstance(end, Connection)
             try:
-                kind, what = one.recv()
+                kind, what = end.recv()
             except (EOFError, OSError):
-                open_ends.remove(one)
+                open_ends.remove(end)
                 continue
             if kind == "progress":
                 progress(*what)

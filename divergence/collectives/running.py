@@ -102,7 +102,7 @@ def record_all(recorder: Recorder, work: Work) -> None:
 
 def _unsupported(recorder: Recorder, cases: Sequence[Case]) -> dict[tuple[str, str], str]:
     """(collective, dtype) → why this group cannot do it. All ranks try each once, and agree."""
-    found: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], str] = {}
     for collective, dtype in dict.fromkeys((case.collective, case.dtype) for case in cases):
         size = recorder.ranks.size
         x = torch.zeros(size, dtype=getattr(torch, dtype), device=recorder.ranks.device)
@@ -111,10 +111,10 @@ def _unsupported(recorder: Recorder, cases: Sequence[Case]) -> dict[tuple[str, s
             recorder.chosen.call(collective)(x)
         except _REFUSED as error:
             why = first_line(error, most=120)
-        whys = [one for one in recorder.ranks.gather(why) if one]
+        whys = [reason for reason in recorder.ranks.gather(why) if reason]
         if whys:
-            found[(collective, dtype)] = whys[0]
-    return found
+            reasons[(collective, dtype)] = whys[0]
+    return reasons
 
 
 def _record_case(recorder: Recorder, case: Case) -> None:
@@ -197,12 +197,12 @@ def chosen_work(
 ) -> Work:
     """What of all a selection of paths leaves."""
     return Work(
-        [one for one in cases if matches(f"{one.path}:out")],
+        [case for case in cases if matches(f"{case.path}:out")],
         [
-            one
-            for one in orders
-            if one.collective in ADDING
-            and matches(f"order.{one.collective}.{one.dtype}.{one.size}:out")
+            order
+            for order in orders
+            if order.collective in ADDING
+            and matches(f"order.{order.collective}.{order.dtype}.{order.size}:out")
         ],
-        [one for one in TIMED if matches(f"bandwidth.{one}:out")],
+        [collective for collective in TIMED if matches(f"bandwidth.{collective}:out")],
     )

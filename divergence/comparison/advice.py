@@ -120,18 +120,18 @@ class Advice:
         down = self._localize(
             truth=self._truth or self.truth_beside, note=f"{_WITH_MODEL}; or by hand:"
         )
-        one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
+        deep_a, deep_b = beside(self._a, "-deep"), beside(self._b, "-deep")
         inside = (block + ".*", f"ops@{block}") if alike and not ranks else (block + ".*",)
-        truth = beside(one, "-truth") if hidden or self._truth else None
+        truth = beside(deep_a, "-truth") if hidden or self._truth else None
         return [
             *([down] if whole and not ranks else []),
             # operators of a pass that is anchored itself would have no partner in the candidate's
             self._reference_again(
-                o=one, sites=["blocks", *inside], store=None if whole else "full"
+                o=deep_a, sites=["blocks", *inside], store=None if whole else "full"
             ),
-            self._candidate_again(like=one, o=two, escalate=hidden),
-            *([command_line("truth", one, o=truth, note=_ON_REFERENCE)] if truth else []),
-            command_line("compare", one, two, truth=truth),
+            self._candidate_again(like=deep_a, o=deep_b, escalate=hidden),
+            *([command_line("truth", deep_a, o=truth, note=_ON_REFERENCE)] if truth else []),
+            command_line("compare", deep_a, deep_b, truth=truth),
         ]
 
     def inside(self, block: str) -> list[str]:
@@ -237,7 +237,7 @@ class Advice:
         """What makes this side's run special, and its device where the sides' are not of a kind."""
         if manifest.environment.device_type == UNKNOWN:
             return {}
-        kinds = {one.environment.device_type for one in (self._reference, self._candidate)}
+        kinds = {side.environment.device_type for side in (self._reference, self._candidate)}
         kinds.discard(UNKNOWN)
         device = {"device": manifest.environment.device_type} if len(kinds) > 1 else {}
         return device | _options(manifest, self._reference)
@@ -334,7 +334,7 @@ def _folder(path: str, ending: str) -> str:
 
 def _stem(path: str) -> tuple[str, str]:
     """A path, and what it ends in if it is an archive's."""
-    kind = next((path[-len(one) :] for one in ARCHIVES if path.lower().endswith(one)), "")
+    kind = next((path[-len(suffix) :] for suffix in ARCHIVES if path.lower().endswith(suffix)), "")
     return path.removesuffix(kind), kind
 
 

@@ -95,7 +95,7 @@ def compare(
     if (report_alone := without_sites(a, b)) is not None:
         report = report_alone(
             a, b, truth=truth and opened(truth), floor=floor,
-            layers=[opened(one) for one in one_or_more(layers)], progress=progress,
+            layers=[opened(run) for run in one_or_more(layers)], progress=progress,
         )  # fmt: skip
         return _of_one_run(report)
     if layers:
@@ -155,7 +155,10 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     """The report: every analysis that applies is asked, one decision is made, and explained.
     ``names``: of these analyses alone."""
     analyses = applying(measured, names)
-    answers = {one.name: one.find(measured) if one.find else Answer() for one in analyses}
+    answers = {
+        analysis.name: analysis.find(measured) if analysis.find else Answer()
+        for analysis in analyses
+    }
     findings = [finding for answer in answers.values() for finding in answer.findings]
     decision = decide(findings, measured.preflight)
     parts = Parts()
@@ -168,9 +171,9 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     measured = replace(measured, sites=sites)
     explanations = [
         finding
-        for one in analyses
-        if one.explain is not None
-        for finding in one.explain(measured, decision.verdict, answers[one.name])
+        for analysis in analyses
+        if analysis.explain is not None
+        for finding in analysis.explain(measured, decision.verdict, answers[analysis.name])
     ]
     verdict = explained(decision.verdict, explanations)
     tokens, alignment = parts.get("tokens"), measured.alignment
@@ -191,7 +194,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         ),
         sites=sites,
         notes=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
-        findings=[one for one in (*findings, *explanations) if one.says_something],
+        findings=[claim for claim in (*findings, *explanations) if claim.says_something],
         operators=parts.get("operators"),
         audit=parts.get("audit"),
         replicas=parts.get("replicas", []),
@@ -202,12 +205,12 @@ def _of_one_run(report: Report) -> Report:
     """The report, where both runs are one: equal bits prove nothing then."""
     if report.reference.id != report.candidate.id:
         return report
-    differ = any(one.num_different for one in report.replicas)
+    differ = any(replica.num_different for replica in report.replicas)
     verdict = of_one_run(
         report.verdict,
         report.reference.id,
         judged_by_truth=report.suite is not None and report.suite.judged,
-        num_held=0 if differ else sum(one.num_tensors for one in report.replicas[:1]),
+        num_held=0 if differ else sum(replica.num_tensors for replica in report.replicas[:1]),
         next_command=command_line("capture", like=report.reference.path, o="NEW"),
     )
     return replaced(report, verdict=verdict)

@@ -23,7 +23,7 @@ _MOST_ELEMENTS = 64_000_000
 def background_of(report: Report) -> Background:
     """Runs that have gone, or have been replaced by others since, are left out, with a note."""
     notes: list[str] = []
-    a, b = (_opened(one, notes) for one in (report.reference, report.candidate))
+    a, b = (_opened(summary, notes) for summary in (report.reference, report.candidate))
     positions = None
     if a is not None and b is not None:
         a.set_fallback(b)
@@ -78,13 +78,13 @@ def _positions(report: Report, a: Run, b: Run) -> Positions | None:
     rows: dict[str, list[float | None]] = {}
     names: list[str] = []
     for site in sites:
-        one = mine.get((sample, 0, site.site))
-        two = other.get((sample, 0, site.candidate_site or site.site))
-        if site.block is None or one is None or two is None or site.block in rows:
+        piece_a = mine.get((sample, 0, site.site))
+        piece_b = other.get((sample, 0, site.candidate_site or site.site))
+        if site.block is None or piece_a is None or piece_b is None or site.block in rows:
             continue
-        errors = _errors(Pieces(a, b), one, two)
+        errors = _errors(Pieces(a, b), piece_a, piece_b)
         if errors is not None and (not names or len(errors) == len(names)):
-            names = names or [str(n) for n in one.record.positions or range(len(errors))]
+            names = names or [str(n) for n in piece_a.record.positions or range(len(errors))]
             scale = floors.get(site.block, 1.0)  # without a floor all bits are equal
             rows[site.block] = [None if np.isnan(x) else float(x) / scale for x in errors]
     if not rows or len(names) < 2:
@@ -107,15 +107,15 @@ def _sample(report: Report, sites: Sequence[SiteResult]) -> int:
     return worst.sample if worst.worst_sample is None else worst.worst_sample
 
 
-def _errors(pieces: Pieces, one: Piece, two: Piece) -> np.ndarray | None:
+def _errors(pieces: Pieces, piece_a: Piece, piece_b: Piece) -> np.ndarray | None:
     """‖a_t - b_t‖ / ‖a_t‖ of each token; 0 for 0/0."""
     a, b = pieces.reference, pieces.candidate
-    readable = a.has_bytes(one.record) and b.has_bytes(two.record)
-    if not readable or why_no_pair(one, two, exactly=True) is not None:
+    readable = a.has_bytes(piece_a.record) and b.has_bytes(piece_b.record)
+    if not readable or why_no_pair(piece_a, piece_b, exactly=True) is not None:
         return None
     x, y = (
         pieces.tensor(run, piece).double().numpy()
-        for run, piece in ((a, one), (b, two))
+        for run, piece in ((a, piece_a), (b, piece_b))
     )  # fmt: skip
     if x.ndim != 3 or x.shape != y.shape or x.shape[0] != 1:
         return None

@@ -267,7 +267,7 @@ def _contradicted(verdict: Verdict, finding: Finding) -> Verdict:
     not make a block wrong by one side and an operator inside it by the other."""
     assert verdict.onset is not None and finding.onset is not None
     told = ", ".join(
-        f"{one.onset.site} by {letter(one.side)}" for one in (verdict, finding) if one.onset
+        f"{level.onset.site} by {letter(level.side)}" for level in (verdict, finding) if level.onset
     )
     fact = Evidence(
         text=f"the levels blame different sides: {told}. A truth made by other code than A's "
@@ -291,9 +291,9 @@ def _unsure(verdict: Verdict, *checks: Check, **changes: Any) -> Verdict:
 
 def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
     """One word for the checks of a verdict."""
-    if any(one.state == "failed" and one.name in _BASIS for one in checks):
+    if any(check.state == "failed" and check.name in _BASIS for check in checks):
         return "low"
-    return "high" if all(one.state == "met" for one in checks) else "medium"
+    return "high" if all(check.state == "met" for check in checks) else "medium"
 
 
 def check(name: str, met: bool, lacking: str, *, made: bool = True) -> Check:
@@ -312,7 +312,7 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         for line in preflight
         if line.check in checks and line.status == "differs"
     ]
-    codes = next((one for one in preflight if one.check == "quantization"), None)
+    codes = next((entry for entry in preflight if entry.check == "quantization"), None)
     if codes and codes.status == "differs" and verdict.kind not in ("incomparable", "identical"):
         verdict = _of_codes(verdict, codes, differing)
     elif differing and verdict.kind not in ("incomparable", "identical"):
@@ -344,7 +344,7 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
 def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[str]) -> Verdict:
     """One side's numbers go through codes and the other's do not, or through others: that explains
     what differs, and no side is wrong by it."""
-    others = [one for one in differing if not one.startswith((codes.check, "engine"))]
+    others = [setting for setting in differing if not setting.startswith((codes.check, "engine"))]
     names = [text.partition(":")[0] for text in (codes.reference, codes.candidate)]
     told = [f"{'AB'[n]} is {'not quantised' if name == 'none' else name}"
             for n, name in enumerate(names)]  # fmt: skip

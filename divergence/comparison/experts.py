@@ -112,8 +112,8 @@ class Routing:
                 continue  # chosen later: it plays no part here
             read = [self._rows(run, record, piece) for (run, piece), record in
                     zip(sides, choice, strict=True)]  # fmt: skip
-            rows = [one for one in read if one is not None]
-            if len(rows) < len(read) or any(one.shape != rows[0].shape for one in rows):
+            rows = [row for row in read if row is not None]
+            if len(rows) < len(read) or any(row.shape != rows[0].shape for row in rows):
                 return None
             alike = same_experts(rows)
             logits = [self._logits(run, record, piece) for (run, piece), record in
@@ -156,9 +156,9 @@ class Routing:
             if not all(choices) or len({len(records) for records in choices}) > 1:
                 return nothing
             for choice in zip(*choices, strict=True):
-                read = [self._tensor(run, one) for (run, _), one in zip(sides, choice, strict=True)]
-                rows = [one.flatten(0, -2).sort().values for one in read if one is not None]
-                if len(rows) < len(read) or any(one.shape != rows[0].shape for one in rows):
+                read = [self._tensor(run, rec) for (run, _), rec in zip(sides, choice, strict=True)]
+                rows = [ids.flatten(0, -2).sort().values for ids in read if ids is not None]
+                if len(rows) < len(read) or any(row.shape != rows[0].shape for row in rows):
                     return nothing
                 count += int((~same_experts(rows)).sum())
         return _ALL if count == 0 else replace(nothing, num_rerouted=count)
@@ -285,9 +285,9 @@ def _explained(
     import torch
 
     yes = torch.ones_like(alike)
-    if bool(alike.all()) or any(one is None for one in logits):
+    if bool(alike.all()) or any(logit is None for logit in logits):
         return yes, None
-    sides = [one.double() for one in logits if one is not None]
+    sides = [logit.double() for logit in logits if logit is not None]
     leads = [_lead(chosen, values) for chosen, values in zip(rows, sides, strict=True)]
     tie = -_TIE * sides[0].abs().amax(-1)
     if not all(bool((lead >= tie)[alike].all()) for lead in leads):
@@ -313,9 +313,9 @@ def _lead(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return least - most
 
 
-def _gap(one: torch.Tensor, two: torch.Tensor, values: torch.Tensor) -> float:
+def _gap(experts_a: torch.Tensor, experts_b: torch.Tensor, values: torch.Tensor) -> float:
     """Between the experts that one side alone chose, in these values."""
-    left, right = set(one.tolist()), set(two.tolist())
+    left, right = set(experts_a.tolist()), set(experts_b.tolist())
     if left == right:
         return 0.0
     return float(values[sorted(left - right)].max() - values[sorted(right - left)].min())

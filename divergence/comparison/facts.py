@@ -98,35 +98,35 @@ def facts_of_operators(a: Run, b: Run) -> tuple[list[PreflightLine], Explained]:
 def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     """Hold the facts of two runs side by side. Facts on 16-bit formats that neither run
     computes in are left out, unless the runs are probes."""
-    one, two = ({fact.name: fact for fact in m.arithmetic} for m in (a, b))
-    if not one and not two:
+    ref, cand = ({fact.name: fact for fact in m.arithmetic} for m in (a, b))
+    if not ref and not cand:
         return Explained()
-    names = [name for name in one if name in two]
+    names = [name for name in ref if name in cand]
     if not names:
-        say = [count_of(len(facts), "fact") if facts else "not probed" for facts in (one, two)]
+        say = [count_of(len(facts), "fact") if facts else "not probed" for facts in (ref, cand)]
         line = PreflightLine(
             check="arithmetic", status="same", reference=say[0], candidate=say[1],
             detail="no fact that both runs hold",
         )  # fmt: skip
         return Explained(lines=[line])
     formats = None if is_probe(a) and is_probe(b) else {a.model.dtype, b.model.dtype, "float32"}
-    names = [name for name in names if formats is None or _format(one[name]) in formats]
-    sure = [name for name in names if one[name].verified and two[name].verified]
-    differ = [name for name in sure if one[name].answer != two[name].answer]
+    names = [name for name in names if formats is None or _format(ref[name]) in formats]
+    sure = [name for name in names if ref[name].verified and cand[name].verified]
+    differ = [name for name in sure if ref[name].answer != cand[name].answer]
     unsure = len(names) - len(sure)
-    found = Explained(
-        differing=[(one[name], two[name]) for name in differ],
-        equal=[one[name] for name in sure if name not in differ],
-        widths={name: (one[name], two[name]) for name in names if name.startswith("accumulator")},
+    explained = Explained(
+        differing=[(ref[name], cand[name]) for name in differ],
+        equal=[ref[name] for name in sure if name not in differ],
+        widths={name: (ref[name], cand[name]) for name in names if name.startswith("accumulator")},
     )
-    evidence = sentences(found.differing, found)
+    evidence = sentences(explained.differing, explained)
     if not differ:
         text = f"the probed arithmetic is the same on both sides ({count_of(len(sure), 'fact')}"
         text += f"; {unsure} more not verified)" if unsure else ")"
         evidence = [Evidence(text=text)]
-    kinds = {probe: [n for n in differ if one[n].probe == probe] for probe in _ORDER}
-    told = ", ".join(f"{probe} ({len(found)})" for probe, found in kinds.items() if found)
-    precise = [name for name in differ if _is_precision(one[name], two[name])]
+    kinds = {probe: [n for n in differ if ref[n].probe == probe] for probe in _ORDER}
+    told = ", ".join(f"{probe} ({len(kind)})" for probe, kind in kinds.items() if kind)
+    precise = [name for name in differ if _is_precision(ref[name], cand[name])]
     harmless = "" if precise else ", none in precision: harmless"
     facts = count_of(len(names), "fact")
     line = PreflightLine(
@@ -136,7 +136,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
         candidate=f"{len(differ)} of {facts} differ{harmless}" if differ else facts,
         detail="; ".join(filter(None, (told, f"{unsure} not verified" if unsure else ""))) or None,
     )
-    return replace(found, lines=[line], evidence=evidence, precise=precise)
+    return replace(explained, lines=[line], evidence=evidence, precise=precise)
 
 
 def sentences(pairs: Sequence[FactPair], explained: Explained) -> list[Evidence]:
@@ -197,9 +197,9 @@ def _evidence(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Evidence
             f"{y:.3g} in B",
             values={"reference_ulp": x, "candidate_ulp": y},
         )
-    one, two = (_WORDS.get(fact.value, fact.value) for fact in (a, b))
-    said = _SAYINGS.get(a.probe, "{}").format(one)
-    return Evidence(text=f"{where}: {said} in A, {two} in B")
+    word_a, word_b = (_WORDS.get(fact.value, fact.value) for fact in (a, b))
+    said = _SAYINGS.get(a.probe, "{}").format(word_a)
+    return Evidence(text=f"{where}: {said} in A, {word_b} in B")
 
 
 _SAYINGS = {

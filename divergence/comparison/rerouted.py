@@ -22,13 +22,13 @@ def free_routes_differ(runs: Sequence[Run], sample: int, step: int) -> bool:
         if pass_ != "free" or prompt != sample or int(number or 0) > step:
             continue
         for place, record in enumerate(records):
-            found = [(first[0], record)]
-            found += [(run, index[key][place]) for run, index in others
+            chosen = [(first[0], record)]
+            chosen += [(run, index[key][place]) for run, index in others
                       if len(index.get(key, ())) > place]  # fmt: skip
-            if len(found) < len(runs) or not all(run.has_bytes(one) for run, one in found):
+            if len(chosen) < len(runs) or not all(run.has_bytes(choice) for run, choice in chosen):
                 return True
-            rows = [run.read(one).flatten(0, -2).sort().values for run, one in found]
-            if any(one.shape != rows[0].shape for one in rows):
+            rows = [run.read(choice).flatten(0, -2).sort().values for run, choice in chosen]
+            if any(row.shape != rows[0].shape for row in rows):
                 return True
             if not bool(same_experts(rows).all()):
                 return True

@@ -150,15 +150,15 @@ def _no_row(run: Run, whole: Record, record: Record) -> str | None:
     sample = run.manifest.tokens.samples[record.sample]
     length = sample.num_left_pad + len(sample.prompt_ids) + len(sample.generated_ids) - 1
     group = run.manifest.tokens.group_of(record.sample)
-    one, two = whole.shape, record.shape
+    full, step = whole.shape, record.shape
     if (
-        min(len(one), len(two)) < 2
-        or (one[0], one[2:]) != (two[0], two[2:])
-        or two[1] != 1
-        or one[0] not in (1, len(group))
-        or (whole.positions is None and one[1] != length)
+        min(len(full), len(step)) < 2
+        or (full[0], full[2:]) != (step[0], step[2:])
+        or step[1] != 1
+        or full[0] not in (1, len(group))
+        or (whole.positions is None and full[1] != length)
     ):
-        return f"its rows are not tokens on axis 1: {list(one)} whole, {list(two)} in the step"
+        return f"its rows are not tokens on axis 1: {list(full)} whole, {list(step)} in the step"
     if whole.positions is not None and _token(run, record) not in whole.positions:
         return "its token is not in the whole pass"
     return None

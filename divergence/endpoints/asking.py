@@ -19,50 +19,50 @@ from divergence.errors import EndpointError
 __all__ = ["ask"]
 
 
-def ask(client: Client, found: Capabilities, asked: Asked) -> Answer:
+def ask(client: Client, caps: Capabilities, asked: Asked) -> Answer:
     """What the server says to one prompt. Raises EndpointError."""
-    if asked.forced and found.forces == STEPS:
-        return _by_steps(client, found, asked)
-    extras = found.extras
-    if asked.forced and found.forces == "echo":
+    if asked.forced and caps.forces == STEPS:
+        return _by_steps(client, caps, asked)
+    extras = caps.extras
+    if asked.forced and caps.forces == "echo":
         extras = frozenset(("echo", "few_logprobs"))
     num_tokens = 1 if asked.forced else asked.question.num_tokens
     question = replace(asked.question, extras=extras, num_tokens=num_tokens)
-    answer = _post(client, found, question)
-    if found.tokenizes and answer.prompt_ids is None and question.ids is None:
-        ids = tokens_of(client, found.tokenizes, replace(question, model=found.model))
+    answer = _post(client, caps, question)
+    if caps.tokenizes and answer.prompt_ids is None and question.ids is None:
+        ids = tokens_of(client, caps.tokenizes, replace(question, model=caps.model))
         if ids and answer.num_prompt in (None, len(ids)):  # else the route renders otherwise
             return replace(answer, prompt_ids=ids)
     return answer
 
 
-def _post(client: Client, found: Capabilities, question: Question) -> Answer:
-    protocol = PROTOCOLS[found.protocol]
-    body = protocol.request(replace(question, model=found.model))
+def _post(client: Client, caps: Capabilities, question: Question) -> Answer:
+    protocol = PROTOCOLS[caps.protocol]
+    body = protocol.request(replace(question, model=caps.model))
     return protocol.answer(client.post(protocol.path, body))
 
 
-def _by_steps(client: Client, found: Capabilities, asked: Asked) -> Answer:
+def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> Answer:
     """As if the prompt had been scored: nothing of the prompt itself, then each given token."""
     prompt, scored = list(asked.ids or ()), []
     for place, token in enumerate(asked.forced):
         whole = [*prompt, *asked.forced[:place]]
         question = replace(asked.free, ids=whole, num_tokens=1, again=place > 0,
-                           extras=found.extras)  # fmt: skip
-        answer = _post(client, found, question)
+                           extras=caps.extras)  # fmt: skip
+        answer = _post(client, caps, question)
         if answer.num_prompt not in (None, len(whole)):
             raise EndpointError(
                 f"the server read {answer.num_prompt} tokens, and {len(whole)} were given"
             )
         scored.append(_on_list(token, answer.tokens))
     whole = [*prompt, *asked.forced]
-    return Answer(prompt=[*(Token(one, None, None) for one in prompt), *scored], prompt_ids=whole)
+    return Answer(prompt=[*(Token(id_, None, None) for id_ in prompt), *scored], prompt_ids=whole)
 
 
 def _on_list(token: int, told: Sequence[Token]) -> Token:
     """The token as the list at its place has it; one without an answer there was its end."""
     first = told[0] if told else Token(None, None, None)
-    known = next((one for one in (first, *first.top) if one.id == token), None)
+    known = next((entry for entry in (first, *first.top) if entry.id == token), None)
     if known is None:
         return Token(token, None, None)
     return Token(token, known.text, known.logprob, first.top)

@@ -90,29 +90,29 @@ class Capabilities:
 def find_server(client: Client) -> Server:
     """Its kind, as far as it tells. Raises nothing: a server may tell nothing."""
     listed = client.get("/v1/models")
-    models = [one for one in _list(listed, "data") if isinstance(one, dict)]
-    names = tuple(str(one["id"]) for one in models if "id" in one)
+    models = [entry for entry in _list(listed, "data") if isinstance(entry, dict)]
+    names = tuple(str(entry["id"]) for entry in models if "id" in entry)
     owner = str(models[0].get("owned_by", "")) if models else ""
     kind = _OWNERS.get(owner, UNKNOWN)
-    found = Server(kind=kind, models=names)
+    server = Server(kind=kind, models=names)
     if kind in ("vLLM", UNKNOWN) and (version := _text(client.get("/version"), "version")):
-        return dataclasses.replace(found, kind="vLLM", version=version)
+        return dataclasses.replace(server, kind="vLLM", version=version)
     if kind in ("sglang", UNKNOWN):
         said = client.get("/get_server_info")
         if version := _text(said, "version"):
             return dataclasses.replace(
-                found, kind="sglang", version=version, dtype=_dtype(_text(said, "dtype"))
+                server, kind="sglang", version=version, dtype=_dtype(_text(said, "dtype"))
             )
     if kind in ("llama.cpp", UNKNOWN) and (build := _text(client.get("/props"), "build_info")):
-        return dataclasses.replace(found, kind="llama.cpp", version=build)
+        return dataclasses.replace(server, kind="llama.cpp", version=build)
     said = client.get("/info") if kind == UNKNOWN else None
     if version := _text(said, "version"):
         dtype = _dtype(_text(said, "model_dtype"))
         model = _text(said, "model_id")
         return dataclasses.replace(
-            found, kind="TGI", version=version, dtype=dtype, models=names or (model or "",)
+            server, kind="TGI", version=version, dtype=dtype, models=names or (model or "",)
         )
-    return found
+    return server
 
 
 def probe(
@@ -136,13 +136,13 @@ def probe(
     answer, extras = _first_taken(client, protocol, question)
     told = answer.prompt_ids is not None
     route = None if told or question.ids else _route_of(client, server.kind, question)
-    found = Capabilities(
+    caps = Capabilities(
         server=server, model=model, protocol=name, extras=extras, logprobs=answer.has_logprobs,
         num_top=answer.num_top, token_ids=answer.has_ids, tokenizes=route,
         prompt_ids=told or question.ids is not None or route is not None,
         counts=answer.num_prompt is not None, forces=_forces(client, protocol, question, answer),
     )  # fmt: skip
-    return dataclasses.replace(found, lacks=_lacks(found))
+    return dataclasses.replace(caps, lacks=_lacks(caps))
 
 
 def _first_taken(
@@ -181,36 +181,36 @@ def _echoes(client: Client, protocol: Protocol, question: Question) -> bool:
     return len(echoed.tokens) > 1 and len(scored) > 1
 
 
-def _lacks(found: Capabilities) -> tuple[str, ...]:
+def _lacks(caps: Capabilities) -> tuple[str, ...]:
     """What cannot be concluded, and why."""
     said = []
-    if not found.logprobs:
+    if not caps.logprobs:
         said.append("no log-probabilities: texts alone are compared")
-    elif not found.num_top:
+    elif not caps.num_top:
         said.append("no likeliest tokens beside the chosen one: no KL, no margins")
-    if not found.token_ids:
+    if not caps.token_ids:
         said.append("no token ids: tokens are matched by text, and two may share one")
-    if not found.prompt_ids:
+    if not caps.prompt_ids:
         said.append(
             "the prompt's token ids are not told, only their number: another template of the same "
-            "length is not seen" if found.counts
+            "length is not seen" if caps.counts
             else "nothing is told of the prompt's tokens: another template is not seen"
         )  # fmt: skip
-    if found.forces == STEPS:
+    if caps.forces == STEPS:
         said.append("prompts are not scored: with --like each token is a request of its own")
-    elif not found.forces:
+    elif not caps.forces:
         said.append("prompts are not scored: answers are compared up to the first difference")
     return tuple(said)
 
 
 def _list(value: Any, key: str) -> list[Any]:
-    found = value.get(key) if isinstance(value, dict) else None
-    return found if isinstance(found, list) else []
+    entries = value.get(key) if isinstance(value, dict) else None
+    return entries if isinstance(entries, list) else []
 
 
 def _text(value: Any, key: str) -> str | None:
-    found = value.get(key) if isinstance(value, dict) else None
-    return found[:100] if isinstance(found, str) and found else None
+    text = value.get(key) if isinstance(value, dict) else None
+    return text[:100] if isinstance(text, str) and text else None
 
 
 def _dtype(text: str | None) -> str | None:
@@ -233,7 +233,7 @@ def tokens_of(client: Client, route: Route, question: Question) -> list[int] | N
     ids = answer.get("tokens")
     if not isinstance(ids, list) or not ids:
         return None
-    return ids if all(type(one) is int and one >= 0 for one in ids) else None
+    return ids if all(type(token_id) is int and token_id >= 0 for token_id in ids) else None
 
 
 def _body(client: Client, route: Route, question: Question) -> dict[str, Any]:

@@ -61,21 +61,21 @@ def capture_endpoint(
     server = find_server(client)
     chat = options.chat or any(prompt.question.messages for prompt in asked)
     name = None if model is None else str(model)
-    found = probe(client, server, name, asked[0].question, chat=chat)
-    tell("taken", 0, None, found.told())
-    for text in found.lacks:
+    caps = probe(client, server, name, asked[0].question, chat=chat)
+    tell("taken", 0, None, caps.told())
+    for text in caps.lacks:
         tell("note", 0, None, text)
-    if like is not None and not found.forces:
+    if like is not None and not caps.forces:
         asked = [replace(prompt, question=prompt.free, forced=()) for prompt in asked]
     if any(prompt.forced for prompt in asked):
-        found = replace(found, token_ids=True)  # those of the recorded answers
-    manifest = _manifest(found, asked, options, like, command)
-    if like is not None and found.token_ids:
+        caps = replace(caps, token_ids=True)  # those of the recorded answers
+    manifest = _manifest(caps, asked, options, like, command)
+    if like is not None and caps.token_ids:
         manifest.tokens.texts = dict(like.manifest.tokens.texts)
     if held is not None:
         _check_same(held.manifest, manifest, place)
         manifest.id, manifest.created = held.manifest.id, held.manifest.created
-    job = _Job(client, found, asked, manifest, tell, max(1, options.concurrency))
+    job = _Job(client, caps, asked, manifest, tell, max(1, options.concurrency))
     if held is None:
         return job.finished(job.run(place, force=force))
     assert isinstance(place, Path)
@@ -89,16 +89,16 @@ def capture_endpoint(
 
 def _check_same(held: Manifest, manifest: Manifest, place: Location) -> None:
     """Raises UsageError where the rest would be asked of another model, or otherwise."""
-    for name, one, two in (
+    for name, before, now in (
         ("model", held.model.source, manifest.model.source),
         ("--max-new-tokens", held.settings.max_new_tokens, manifest.settings.max_new_tokens),
         ("--seed", held.settings.seed, manifest.settings.seed),
         ("token ids", *(m.engine and m.engine.facts.get("token ids") for m in (held, manifest))),
         ("tokens", *(m.engine and m.engine.facts.get("tokens") for m in (held, manifest))),
     ):
-        if one != two:
+        if before != now:
             raise UsageError(
-                f"{place} was begun otherwise: {name} {one}, now {two}",
+                f"{place} was begun otherwise: {name} {before}, now {now}",
                 hint="the same command as before with --resume, or another -o",
             )
 
@@ -133,8 +133,8 @@ def _held(place: Location, asked: list[Asked]) -> Run | None:
     run = Run.open(place)
     samples = run.manifest.tokens.samples
     same = run.manifest.plan.sites == [LOGPROBS] and len(samples) == len(asked) and all(
-        one.text == other.text and (not other.ids or one.prompt_ids == list(other.ids))
-        for one, other in zip(samples, asked, strict=True)
+        sample.text == other.text and (not other.ids or sample.prompt_ids == list(other.ids))
+        for sample, other in zip(samples, asked, strict=True)
     )  # fmt: skip
     if not same:
         raise UsageError(
@@ -144,24 +144,24 @@ def _held(place: Location, asked: list[Asked]) -> Run | None:
 
 
 def _manifest(
-    found: Capabilities, asked: list[Asked], options: CaptureOptions, like: Run | None,
+    caps: Capabilities, asked: list[Asked], options: CaptureOptions, like: Run | None,
     command: str | None,
 ) -> Manifest:  # fmt: skip
     tokens = "given" if any(prompt.forced for prompt in asked) else "greedy"
     if tokens == "greedy" and asked[0].free.temperature:
         tokens = DRAWN
     source = Source(
-        engine="endpoint", version=f"{found.server.kind} {found.server.version}",
-        model=found.model, dtype=found.server.dtype, facts={**found.facts, "tokens": tokens},
+        engine="endpoint", version=f"{caps.server.kind} {caps.server.version}",
+        model=caps.model, dtype=caps.server.dtype, facts={**caps.facts, "tokens": tokens},
         seed=options.seed or 0, max_new_tokens=asked[0].free.num_tokens,
     )  # fmt: skip
     samples = [
-        SampleTokens(text=prompt.text, prompt_ids=list(prompt.ids or ()) if found.token_ids else [])
+        SampleTokens(text=prompt.text, prompt_ids=list(prompt.ids or ()) if caps.token_ids else [])
         for prompt in asked
     ]
     forced_by = like.manifest.id if like is not None and tokens == "given" else None
     return scores_manifest(
-        source, samples, label=options.label or f"{found.server.kind} endpoint", command=command,
+        source, samples, label=options.label or f"{caps.server.kind} endpoint", command=command,
         forced_by=forced_by,
     )  # fmt: skip
 
@@ -170,13 +170,13 @@ class _Job:
     """One capture: what is asked, and what came of it."""
 
     def __init__(
-        self, client: Client, found: Capabilities, asked: list[Asked], manifest: Manifest,
+        self, client: Client, caps: Capabilities, asked: list[Asked], manifest: Manifest,
         tell: Progress, concurrency: int,
     ) -> None:  # fmt: skip
-        self._client, self._found, self._asked = client, found, asked
+        self._client, self._found, self._asked = client, caps, asked
         self._manifest, self._tell, self._concurrency = manifest, tell, concurrency
         texts = dict(manifest.tokens.texts)
-        self._vocabulary = Vocabulary(manifest.tokens.texts, by_text=not found.token_ids)
+        self._vocabulary = Vocabulary(manifest.tokens.texts, by_text=not caps.token_ids)
         self._vocabulary.take(texts)
         self._counts: list[int | None] = [None] * len(asked)
         self._failed: dict[int, str] = {}
@@ -272,7 +272,7 @@ class _Job:
 
     def _note_counts(self) -> None:
         assert self._manifest.engine is not None
-        counts = ("-" if one is None else str(one) for one in self._counts)
+        counts = ("-" if count is None else str(count) for count in self._counts)
         self._manifest.engine.facts["prompt tokens"] = " ".join(counts)
 
     def _copy(self, held: Run, writer: RunWriter) -> set[int]:

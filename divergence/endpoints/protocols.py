@@ -136,8 +136,8 @@ def _at(values: list[Any], number: int) -> Any:
 
 
 def _ids(value: Any) -> list[int] | None:
-    ids = [_id(one) for one in _list(value)]
-    return [one for one in ids if one is not None] if ids and None not in ids else None
+    ids = [_id(number) for number in _list(value)]
+    return [number for number in ids if number is not None] if ids and None not in ids else None
 
 
 def _ids_of(tokens: list[Token]) -> list[int] | None:
@@ -205,7 +205,7 @@ def _completions(question: Question) -> dict[str, Any]:
 
 
 def _chat(question: Question) -> dict[str, Any]:
-    body = _openai(question) | {"messages": [dict(one) for one in question.messages or ()]}
+    body = _openai(question) | {"messages": [dict(message) for message in question.messages or ()]}
     if question.extras & {"logprobs", "few_logprobs"}:
         body |= {"logprobs": True, "top_logprobs": _top_of(question)}
     return body
@@ -239,7 +239,7 @@ def _openai_answer(
     if not tokens:
         tokens = [Token(number, None, None) for number in ids]
     elif len(ids) == len(tokens):
-        tokens = [replace(token, id=one) for token, one in zip(tokens, ids, strict=True)]
+        tokens = [replace(token, id=number) for token, number in zip(tokens, ids, strict=True)]
     return Answer(
         text=text, tokens=tokens, prompt_ids=prompt_ids,
         num_prompt=_id(_dict(response.get("usage")).get("prompt_tokens")),

@@ -63,7 +63,7 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
                              hint="leave out --prompt(s), --chat and --answers")  # fmt: skip
         return _recorded(like, options, seed, top)
     count = options.max_new_tokens or _DEFAULT_NEW_TOKENS
-    found = []
+    asked = []
     for prompt in collect_prompts(options.prompts, options.prompts_file):
         question = Question(
             model="", text=prompt.text, ids=prompt.input_ids, messages=_messages(prompt, options),
@@ -73,11 +73,11 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
         if prompt.messages is not None:
             text = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages)
         for answer in _drawn(question, options.answers):
-            found.append(Asked(question=answer, free=answer, text=text, ids=prompt.input_ids))
-    kinds = {one.question.messages is not None for one in found}
+            asked.append(Asked(question=answer, free=answer, text=text, ids=prompt.input_ids))
+    kinds = {request.question.messages is not None for request in asked}
     if len(kinds) > 1:
         raise UsageError("some prompts are conversations and some are not", hint="--chat")
-    return found
+    return asked
 
 
 def _drawn(question: Question, answers: int) -> list[Question]:
@@ -108,7 +108,7 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
     count = options.max_new_tokens or max(like.manifest.settings.max_new_tokens, 1)
     drawn = engine is not None and engine.facts.get("tokens") == DRAWN
     again: Counter[tuple[int, ...]] = Counter()
-    found = []
+    asked = []
     for number, sample in enumerate(like.manifest.tokens.samples):
         if not sample.prompt_ids:
             raise UsageError(f"{like.path} does not tell the tokens of prompt {number}",
@@ -123,10 +123,10 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
         again[given] += 1
         ids = [*sample.prompt_ids, *answer]
         whole = replace(free, ids=ids, num_tokens=1, seed=seed, temperature=0.0)
-        found.append(Asked(
+        asked.append(Asked(
             question=whole if answer else free, free=free, text=sample.text,
             ids=sample.prompt_ids, forced=answer,
         ))  # fmt: skip
-    if not found:
+    if not asked:
         raise UsageError(f"{like.path} has no prompts")
-    return found
+    return asked

@@ -49,36 +49,36 @@ class Vocabulary:
             self._numbers[text] = None  # two ids share it
 
 
-def scores_of(answer: Answer, asked: Asked, found: Capabilities, vocabulary: Vocabulary) -> Scores:
+def scores_of(answer: Answer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary) -> Scores:
     """Raises EndpointError where the answer is not what was asked."""
     if asked.forced:
-        return _forced(answer, asked, found, vocabulary)
-    if found.logprobs and not answer.has_logprobs and answer.tokens:
+        return _forced(answer, asked, caps, vocabulary)
+    if caps.logprobs and not answer.has_logprobs and answer.tokens:
         raise EndpointError("the answer has no log-probabilities, as others have")
-    if not answer.tokens and found.logprobs:
+    if not answer.tokens and caps.logprobs:
         raise EndpointError("the answer has no tokens")
     tokens = answer.tokens or [Token(None, char, math.nan) for char in answer.text]
     ids = [vocabulary.id_of(token) for token in tokens]
     if None in ids:
         raise EndpointError("the answer has a token without an id, as others have")
-    prompt = [] if not found.token_ids else list(answer.prompt_ids or asked.ids or ())
+    prompt = [] if not caps.token_ids else list(answer.prompt_ids or asked.ids or ())
     _check_prompt(answer.prompt_ids, asked.ids)
     rows = list(enumerate(answer.prompt)) if prompt and len(answer.prompt) == len(prompt) else []
     rows += [(len(prompt) + n, token) for n, token in enumerate(tokens)]
-    return _scores(prompt, [one for one in ids if one is not None], rows, vocabulary)
+    return _scores(prompt, [id_ for id_ in ids if id_ is not None], rows, vocabulary)
 
 
-def _forced(answer: Answer, asked: Asked, found: Capabilities, vocabulary: Vocabulary) -> Scores:
+def _forced(answer: Answer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary) -> Scores:
     """The scores of a prompt at whose end the answer stands."""
     prompt, whole = list(asked.ids or ()), [*(asked.ids or ()), *asked.forced]
     tokens: Sequence[Token] = answer.prompt
-    if found.forces == "echo":
+    if caps.forces == "echo":
         tokens = answer.tokens[: len(whole)]
     if len(tokens) != len(whole):
         raise EndpointError(f"{len(tokens)} tokens were scored, and {len(whole)} were given")
     told = [token.id for token in tokens if token.id is not None]
     _check_prompt(answer.prompt_ids or (told if len(told) == len(tokens) else None), whole)
-    named = [Token(one, t.text, t.logprob, t.top) for one, t in zip(whole, tokens, strict=True)]
+    named = [Token(id_, t.text, t.logprob, t.top) for id_, t in zip(whole, tokens, strict=True)]
     return _scores(prompt, list(asked.forced), list(enumerate(named)), vocabulary)
 
 
@@ -102,9 +102,9 @@ def _scores(
         vocabulary.id_of(token)
     top = [
         [
-            (number, math.nan if one.logprob is None else one.logprob)
-            for one in token.top
-            if (number := vocabulary.id_of(one)) is not None
+            (number, math.nan if alternative.logprob is None else alternative.logprob)
+            for alternative in token.top
+            if (number := vocabulary.id_of(alternative)) is not None
         ]
         for _, token in scored
     ]

@@ -85,7 +85,7 @@ def scores(
         raise UsageError(f"no format is called {format!r}", hint=f"one of {', '.join(FORMATS)}")
     if (capture is None) != (out is None):
         raise UsageError("--capture MODEL and --out RUN belong together", hint="give both")
-    paths = [str(one) for one in (reference, candidate, *others)]
+    paths = [str(source) for source in (reference, candidate, *others)]
     _refuse_same(paths)
     loaded = None if band is None and policy is None else load_policy(policy)
     bands = _bands(band, loaded)
@@ -102,17 +102,17 @@ def scores(
             _refuse_shared(sides)
         first, rest = sides[0], sides[1:]
         paired = [_paired(first, side, force=force) for side in rest]
-        found = [
+        task_groups = [
             _compared(first, side, pairs, bands, force=force)
             for side, pairs in zip(rest, paired, strict=True)
         ]
-    judged = iter(adjusted([task for one in found for task in one]))
+    judged = iter(adjusted([task for group in task_groups for task in group]))
     made = [
         _candidate(first, side, [next(judged) for _ in tasks_])
-        for side, tasks_ in zip(rest, found, strict=True)
+        for side, tasks_ in zip(rest, task_groups, strict=True)
     ]
     if loaded is not None:
-        made = [gated(one, loaded.scores) for one in made]
+        made = [gated(result, loaded.scores) for result in made]
     report = ScoresReport(tool_version=__version__, reference=_summary(first), candidates=made)
     if capture is not None and out is not None:
         from divergence.evaluations.capture import capture_flips
@@ -163,9 +163,9 @@ def _bands(band: str | float | None, policy: Policy | None) -> list[Band]:
 def _paired(a: Evaluation, b: Evaluation, *, force: bool) -> _Paired:
     theirs = b.named()
     return {
-        one.name: (one, pair(one, theirs[one.name], force=force))
-        for one in a.series
-        if one.name in theirs
+        series.name: (series, pair(series, theirs[series.name], force=force))
+        for series in a.series
+        if series.name in theirs
     }
 
 
@@ -174,28 +174,28 @@ def _compared(
 ) -> list[TaskScores]:
     """Each task of either side, without Holm's p values."""
     theirs = b.named()
-    found: list[TaskScores] = []
+    task_scores: list[TaskScores] = []
     for name in dict.fromkeys((*a.named(), *theirs)):
         if name not in paired:
             side = "A" if name not in a.named() else "the candidate"
-            found.append(_stopped(name, f"{side} has no {name}"))
+            task_scores.append(_stopped(name, f"{side} has no {name}"))
             continue
         series, pairs = paired[name]
         lines = preflight(series, theirs[name], pairs)
-        blocked = [one for one in lines if one.status == "blocking"]
+        blocked = [line for line in lines if line.status == "blocking"]
         if not pairs.pairing.num_paired or (blocked and not force):
             reasons = [
-                f"{one.check}: {one.detail or f'{one.reference} / {one.candidate}'}"
-                for one in blocked
-            ] + [f"{one.check}: {one.detail}" for one in lines if one.status == "differs"
-                 and one.detail and not pairs.pairing.num_paired]  # fmt: skip
+                f"{line.check}: {line.detail or f'{line.reference} / {line.candidate}'}"
+                for line in blocked
+            ] + [f"{line.check}: {line.detail}" for line in lines if line.status == "differs"
+                 and line.detail and not pairs.pairing.num_paired]  # fmt: skip
             stopped = _stopped(name, f"not the same evaluation: {'; '.join(reasons)}")
-            found.append(replace(stopped, preflight=lines, pairing=pairs.pairing))
+            task_scores.append(replace(stopped, preflight=lines, pairing=pairs.pairing))
             continue
         task = measured(series, pairs, bands)
         causes = causes_of(pairs, (a.dtype, b.dtype))
-        found.append(replace(task, preflight=lines, causes=causes, notes=_notes(task, pairs)))
-    return found
+        task_scores.append(replace(task, preflight=lines, causes=causes, notes=_notes(task, pairs)))
+    return task_scores
 
 
 def _stopped(name: SeriesName, summary: str) -> TaskScores:
@@ -223,9 +223,9 @@ def _notes(task: TaskScores, pairs: Pairs) -> list[str]:
 
 
 def _candidate(a: Evaluation, b: Evaluation, tasks: list[TaskScores]) -> Candidate:
-    compared = [one for one in tasks if one.verdict != "incomparable"]
-    verdict = worst_of([one.verdict for one in compared])
-    notes = [f"{side}: {one.incomplete}" for side, one in (("A", a), ("B", b)) if one.incomplete]
+    compared = [task for task in tasks if task.verdict != "incomparable"]
+    verdict = worst_of([task.verdict for task in compared])
+    notes = [f"{side}: {log.incomplete}" for side, log in (("A", a), ("B", b)) if log.incomplete]
     if a.format != b.format:
         notes.append(f"two tools: {a.format} and {b.format}")
     return Candidate(
@@ -235,13 +235,13 @@ def _candidate(a: Evaluation, b: Evaluation, tasks: list[TaskScores]) -> Candida
 
 def _told(tasks: list[TaskScores]) -> str:
     """One task in words, several as counts."""
-    compared = [one for one in tasks if one.verdict != "incomparable"]
+    compared = [task for task in tasks if task.verdict != "incomparable"]
     if len(tasks) == 1 or not compared:
         return tasks[0].summary
     counts = [
-        f"{sum(one.verdict == verdict for one in tasks)} {verdict}"
+        f"{sum(task.verdict == verdict for task in tasks)} {verdict}"
         for verdict in ("worse", "undecided", "better", "equal", "incomparable")
-        if any(one.verdict == verdict for one in tasks)
+        if any(task.verdict == verdict for task in tasks)
     ]
     return f"of {len(tasks)} scores {', '.join(counts)}"
 
@@ -257,10 +257,10 @@ def _next(
     asked: dict[str, Any] = {"task": reading.tasks, "metric": reading.metrics,
                              "filter": reading.filters, "cluster": reading.cluster}  # fmt: skip
     if runs:
-        one, other = (str(run.path if isinstance(run, Run) else run) for run in runs)
-        return [command_line("compare", one, other, note="the layer where it begins")]
-    flips = any(task.num_lost or task.num_gained for one in report.candidates[:1]
-                for task in one.tasks)  # fmt: skip
+        candidate, other = (str(run.path if isinstance(run, Run) else run) for run in runs)
+        return [command_line("compare", candidate, other, note="the layer where it begins")]
+    flips = any(task.num_lost or task.num_gained for candidate in report.candidates[:1]
+                for task in candidate.tasks)  # fmt: skip
     if report.captured is not None:
         run = report.captured.path
         return [

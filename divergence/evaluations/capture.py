@@ -33,11 +33,11 @@ def capture_flips(
     for series, pairs in paired.values():
         flips = flips_of(pairs)
         num_flips += len(flips)
-        rows = [pairs.rows[one][0] for one in flips[: max(0, num_prompts - len(prompts))]]
-        found = format_named(side.format).prompts(series, {row.place for row in rows})
+        rows = [pairs.rows[flip][0] for flip in flips[: max(0, num_prompts - len(prompts))]]
+        by_place = format_named(side.format).prompts(series, {row.place for row in rows})
         for row in rows:
-            if row.place in found:
-                prompts.setdefault(found[row.place], row.document)
+            if row.place in by_place:
+                prompts.setdefault(by_place[row.place], row.document)
                 choices = choices and row.choices is not None
     if not prompts:
         raise UsageError(

@@ -47,10 +47,10 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
     if not pairs.single or not (pairs.reference != pairs.candidate).any():
         return None
     shifts = [shift_of(a, b) for a, b in pairs.rows]
-    judged = np.array([one is not None for one in shifts])
+    judged = np.array([shift is not None for shift in shifts])
     if not judged.any():
         return None
-    values = np.array([math.nan if one is None else one for one in shifts])
+    values = np.array([math.nan if shift is None else shift for shift in shifts])
     limit, of = _limit(values[judged], dtypes)
     diff = pairs.candidate - pairs.reference
     flips = judged & (diff != 0)
@@ -65,14 +65,14 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
 
 def _limit(shifts: np.ndarray, dtypes: Sequence[str | None]) -> tuple[float, str]:
     bound, of = explained(dtypes)
-    found = _LIMIT * _MEAN_TO_SIGMA * float(shifts.mean())
-    return (found, OF_ALL) if found <= bound else (bound, of)
+    limit = _LIMIT * _MEAN_TO_SIGMA * float(shifts.mean())
+    return (limit, OF_ALL) if limit <= bound else (bound, of)
 
 
 def explained(dtypes: Sequence[str | None]) -> tuple[float, str]:
     """How far a margin may move by the rounding of the coarser dtype, in nats, and in words."""
-    known = [one for one in dtypes if one in BY_DTYPE]
-    coarse = max(known, key=lambda one: BY_DTYPE[one]) if len(known) == len(dtypes) else None
+    known = [dtype for dtype in dtypes if dtype in BY_DTYPE]
+    coarse = max(known, key=lambda dtype: BY_DTYPE[dtype]) if len(known) == len(dtypes) else None
     bound = math.sqrt(2) * (WIDEST if coarse is None else BY_DTYPE[coarse])
     of = f"the rounding of {coarse}" if coarse else "the rounding of bfloat16, for want of a dtype"
     return _LIMIT * _MEAN_TO_SIGMA * bound, of

@@ -62,8 +62,8 @@ class _Joint:
         if len(runs) != 2:
             raise UsageError("--runs takes two runs, A's and B's", hint="--runs flips flips-b")
         self.runs = Run.open(runs[0]), Run.open(runs[1])
-        one, other = self.runs
-        if one.manifest.id == other.manifest.id:
+        reference, other = self.runs
+        if reference.manifest.id == other.manifest.id:
             raise UsageError("both runs are the same one, so nothing is joined",
                              where=str(other.path), hint="--runs flips flips-b")  # fmt: skip
         self.places: list[dict[_Ids, int]] = [{}, {}]
@@ -71,7 +71,7 @@ class _Joint:
         for run, places in zip(self.runs, self.places, strict=True):
             for number, sample in enumerate(run.manifest.tokens.samples):
                 places.setdefault(tuple(sample.prompt_ids), number)
-                if run is one and sample.text:
+                if run is reference and sample.text:
                     self.texts.setdefault(sample.text, tuple(sample.prompt_ids))
         self.tokenizer = _tokenizer(self.runs)
         dtypes = [run.manifest.model.dtype.removeprefix("torch.") for run in self.runs]
@@ -104,9 +104,9 @@ def _tokenizer(runs: Sequence[Run]) -> Any:
     for model in (run.manifest.model for run in runs):
         if model.tokenizer_digest is None:
             continue
-        found = load_tokenizer(model.source, revision=model.revision, trust_remote_code=False)
-        if found is not None and tokenizer_digest(found) == model.tokenizer_digest:
-            return found
+        tokenizer = load_tokenizer(model.source, revision=model.revision, trust_remote_code=False)
+        if tokenizer is not None and tokenizer_digest(tokenizer) == model.tokenizer_digest:
+            return tokenizer
     return None
 
 
@@ -120,10 +120,10 @@ def joined(
     joint = _Joint(runs)
     tasks = []
     for task in candidate.tasks:
-        found = paired.get(SeriesName(task.task, task.filter, task.metric))
+        series_pairs = paired.get(SeriesName(task.task, task.filter, task.metric))
         causes = None
-        if found is not None and task.difference is not None:
-            causes = _causes(side, *found, joint, task.causes, (side.dtype, dtype))
+        if series_pairs is not None and task.difference is not None:
+            causes = _causes(side, *series_pairs, joint, task.causes, (side.dtype, dtype))
         tasks.append(replace(task, run_causes=causes))
     if not any(task.run_causes for task in tasks):
         flips = any(task.num_lost or task.num_gained for task in tasks)
@@ -174,9 +174,9 @@ def _causes(
         shares[flip.judgement] += pairs.candidate[number] - pairs.reference[number]
     if not flips:
         return None
-    count, (one, other) = Counter(flip.judgement for flip in flips), joint.runs
+    count, (reference, other) = Counter(flip.judgement for flip in flips), joint.runs
     return RunCauses(
-        reference=str(one.path), candidate=str(other.path), limit=limit, limit_of=of,
+        reference=str(reference.path), candidate=str(other.path), limit=limit, limit_of=of,
         num_flips=len(numbers), num_ties=count["tie"], num_shifts=count["shift"],
         num_not_reproduced=count["not_reproduced"], num_not_told=count["not_told"],
         difference_of_ties=float(shares["tie"]) / len(pairs.rows),
@@ -196,7 +196,7 @@ def _notes(joint: _Joint, dtypes: Sequence[str | None]) -> list[str]:
 
 def _strange(off: tuple[list[float], list[float]], limit: float) -> list[str]:
     """A run whose margins are not those of its side's own log ran something else."""
-    medians = [statistics.median(one) if one else 0.0 for one in off]
+    medians = [statistics.median(distances) if distances else 0.0 for distances in off]
     return [
         f"{name}'s run is off from {name}'s own log by a median of {median:.2g} nats: other "
         "weights, prompts or settings than were evaluated"
@@ -242,17 +242,17 @@ def _margin(run: Run, sample: int, answer: _Answer) -> float | None:
     row = logits_row(run, sample, answer.step)
     if row is None or max(answer.tokens) >= len(row):
         return None
-    one, other = row.double().log_softmax(-1)[list(answer.tokens)].tolist()
-    return float(answer.weights[0] * one - answer.weights[1] * other)
+    logprob, other = row.double().log_softmax(-1)[list(answer.tokens)].tolist()
+    return float(answer.weights[0] * logprob - answer.weights[1] * other)
 
 
 def _parted(runs: tuple[Run, Run], samples: tuple[int, int]) -> _Answer | None:
     """The first different greedy choice; None where there is none."""
-    one, other = (
+    ids, other = (
         run.manifest.tokens.samples[sample].chosen_ids
         for run, sample in zip(runs, samples, strict=True)
     )
-    both = enumerate(zip(one, other, strict=False))
+    both = enumerate(zip(ids, other, strict=False))
     return next((_Answer(step, tokens) for step, tokens in both if tokens[0] != tokens[1]), None)
 
 
@@ -276,6 +276,6 @@ def _chosen(
     if tails[0][0] == tails[1][0]:
         return "both choices begin with the same token"
     whole = all(len(tail) == 1 for tail in tails)
-    one, other = (choices[numbers[0]] - choices[numbers[1]] for choices in (mine, theirs))
+    margin, other = (choices[numbers[0]] - choices[numbers[1]] for choices in (mine, theirs))
     tokens = tails[0][0], tails[1][0]
-    return _Answer(0, tokens, (weights[0], weights[1]), whole, (one, other))
+    return _Answer(0, tokens, (weights[0], weights[1]), whole, (margin, other))

@@ -126,32 +126,32 @@ def _flip_whole(sums: _Sums) -> bool:
 
 
 def _num_changed(pairs: Pairs) -> int | None:
-    if not pairs.single or any(one.answer is None or b.answer is None for one, b in pairs.rows):
+    if not pairs.single or any(a.answer is None or b.answer is None for a, b in pairs.rows):
         return None
-    return sum(one.answer != other.answer for one, other in pairs.rows)
+    return sum(row.answer != other.answer for row, other in pairs.rows)
 
 
 def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
     """With Holm's p values over all of them that were measured, and with verdicts."""
-    places = [n for n, one in enumerate(tasks) if one.p_value is not None]
-    p_values = holm([one.p_value for n in places if (one := tasks[n]).p_value is not None])
-    found = list(tasks)
+    places = [n for n, task in enumerate(tasks) if task.p_value is not None]
+    p_values = holm([task.p_value for n in places if (task := tasks[n]).p_value is not None])
+    results = list(tasks)
     for place, p_adjusted in zip(places, p_values, strict=True):
-        one = replace(tasks[place], p_adjusted=p_adjusted)
-        one = replace(one, verdict=_verdict(one))
-        if one.verdict in ("worse", "better"):  # which is settled
-            one = replace(one, bands=[replace(band, needed=None) for band in one.bands])
-        found[place] = replace(one, summary=summary_of(one))
-    return found
+        task = replace(tasks[place], p_adjusted=p_adjusted)
+        task = replace(task, verdict=_verdict(task))
+        if task.verdict in ("worse", "better"):  # which is settled
+            task = replace(task, bands=[replace(band, needed=None) for band in task.bands])
+        results[place] = replace(task, summary=summary_of(task))
+    return results
 
 
-def _verdict(one: TaskScores) -> ScoresVerdict:
-    assert one.difference is not None and one.p_adjusted is not None
-    if one.bands[0].equal:
+def _verdict(task: TaskScores) -> ScoresVerdict:
+    assert task.difference is not None and task.p_adjusted is not None
+    if task.bands[0].equal:
         return "equal"
-    if one.p_adjusted > LEVEL:
+    if task.p_adjusted > LEVEL:
         return "undecided"
-    return "better" if (one.difference > 0) == one.higher_is_better else "worse"
+    return "better" if (task.difference > 0) == task.higher_is_better else "worse"
 
 
 def band_text(band: BandResult) -> str:
@@ -161,26 +161,26 @@ def band_text(band: BandResult) -> str:
     return f"±{band.width:g}"
 
 
-def summary_of(one: TaskScores) -> str:
+def summary_of(task: TaskScores) -> str:
     """One sentence."""
-    band = one.bands[0]
+    band = task.bands[0]
     words = band_text(band)
-    left = 0 if one.pairing is None else one.pairing.num_left_out
+    left = 0 if task.pairing is None else task.pairing.num_left_out
     rest = f"; {left:,} documents are in no pair" if left else ""
-    if one.verdict == "equal":
-        real = ", a difference beyond chance" if (one.p_adjusted or 1) <= LEVEL else ""
+    if task.verdict == "equal":
+        real = ", a difference beyond chance" if (task.p_adjusted or 1) <= LEVEL else ""
         return f"equal within {words}{real}{rest}"
-    if one.verdict in ("worse", "better"):
-        assert one.low is not None and one.high is not None
-        beyond = min(abs(one.low), abs(one.high)) > band.width
-        return f"{one.verdict} beyond chance{f', by more than {words}' if beyond else ''}{rest}"
+    if task.verdict in ("worse", "better"):
+        assert task.low is not None and task.high is not None
+        beyond = min(abs(task.low), abs(task.high)) > band.width
+        return f"{task.verdict} beyond chance{f', by more than {words}' if beyond else ''}{rest}"
     if band.few_clusters:
         return (
             f"undecided within {words}: only few clusters of documents differ, as a whole and "
             "nearly all in one direction, which shows no equality"
         )
     if band.needed is None:
-        return f"undecided: a score of {one.reference:.3g} leaves a band of no width"
+        return f"undecided: a score of {task.reference:.3g} leaves a band of no width"
     return f"undecided within {words}: some {_round_up(band.needed):,} documents would be needed"
 
 

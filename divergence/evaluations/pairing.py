@@ -56,11 +56,11 @@ class _Side:
 
 def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
     """``force``: also pairs documents that were asked in other words."""
-    one, other = _side(a.rows), _side(b.rows)
+    reference, other = _side(a.rows), _side(b.rows)
     rows: list[tuple[Row, Row]] = []
     scores: list[tuple[float, float]] = []
     num_prompt = num_target = num_answers = num_other_answers = 0
-    for document, mine in one.scored.items():
+    for document, mine in reference.scored.items():
         theirs = other.scored.get(document)
         if theirs is None:
             continue
@@ -77,20 +77,20 @@ def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
     num = len(rows)
     values = np.array(scores, dtype=float).reshape(num, 2)
     clusters = _clusters([first.cluster or second.cluster for first, second in rows])
-    conflicting = one.conflicting | other.conflicting
-    unscored = (one.unscored | other.unscored) - conflicting
+    conflicting = reference.conflicting | other.conflicting
+    unscored = (reference.unscored | other.unscored) - conflicting
     lost = unscored | conflicting
     pairing = Pairing(
         num_paired=num, num_clusters=num if clusters is None else int(clusters.max()) + 1,
-        num_reference=_count(one), num_candidate=_count(other),
-        num_reference_only=len(one.scored.keys() - other.scored.keys() - lost),
-        num_candidate_only=len(other.scored.keys() - one.scored.keys() - lost),
+        num_reference=_count(reference), num_candidate=_count(other),
+        num_reference_only=len(reference.scored.keys() - other.scored.keys() - lost),
+        num_candidate_only=len(other.scored.keys() - reference.scored.keys() - lost),
         num_other_prompt=num_prompt, num_other_target=num_target,
         num_unscored=len(unscored),
-        num_duplicates=one.duplicates + other.duplicates,
+        num_duplicates=reference.duplicates + other.duplicates,
         num_conflicting=len(conflicting),
         repeats=(num_answers / num, num_other_answers / num) if num else (0.0, 0.0),
-        whys=dict(one.whys + other.whys),
+        whys=dict(reference.whys + other.whys),
     )  # fmt: skip
     positions = {document: number for number, document in enumerate(other.scored)}
     order = [positions[second.document] for _, second in rows]
@@ -144,33 +144,33 @@ def _clusters(names: list[str | None]) -> np.ndarray | None:
     if not any(name is not None for name in names):
         return None
     numbers: dict[tuple[str | None, int], int] = {}
-    found = [
+    clusters = [
         numbers.setdefault((name, -1 if name is not None else place), len(numbers))
         for place, name in enumerate(names)
     ]
-    return None if len(numbers) == len(found) else np.array(found)
+    return None if len(numbers) == len(clusters) else np.array(clusters)
 
 
 def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
     """What must be equal before any number is believed."""
-    found = pairs.pairing
+    pairing = pairs.pairing
     lines = [
-        _line("documents", f"{found.num_reference:,}", f"{found.num_candidate:,}",
-              same=not found.num_reference_only and not found.num_candidate_only,
-              blocks=not found.num_paired,
-              detail=_told({"only in A": found.num_reference_only,
-                            "only in B": found.num_candidate_only})),
-        _hashes("prompts", a, b, found.num_other_prompt, "asked in other words"),
-        _hashes("targets", a, b, found.num_other_target, "with another right answer"),
-        _line("scores", *(["all usable"] * 2 if not found.num_unscored else ["", ""]),
-              same=not found.num_unscored,
-              detail=_told({"without a usable score": found.num_unscored, **found.whys})),
-        _line("duplicates", *([f"{found.num_duplicates + found.num_conflicting:,}"] * 2),
-              same=not found.num_duplicates and not found.num_conflicting,
-              detail=_told({"rows repeat a document": found.num_duplicates,
-                            "documents have two scores": found.num_conflicting})),
-        _line("repeats", *(f"{one:g}" for one in found.repeats),
-              same=found.repeats[0] == found.repeats[1]),
+        _line("documents", f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}",
+              same=not pairing.num_reference_only and not pairing.num_candidate_only,
+              blocks=not pairing.num_paired,
+              detail=_told({"only in A": pairing.num_reference_only,
+                            "only in B": pairing.num_candidate_only})),
+        _hashes("prompts", a, b, pairing.num_other_prompt, "asked in other words"),
+        _hashes("targets", a, b, pairing.num_other_target, "with another right answer"),
+        _line("scores", *(["all usable"] * 2 if not pairing.num_unscored else ["", ""]),
+              same=not pairing.num_unscored,
+              detail=_told({"without a usable score": pairing.num_unscored, **pairing.whys})),
+        _line("duplicates", *([f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2),
+              same=not pairing.num_duplicates and not pairing.num_conflicting,
+              detail=_told({"rows repeat a document": pairing.num_duplicates,
+                            "documents have two scores": pairing.num_conflicting})),
+        _line("repeats", *(f"{repeat:g}" for repeat in pairing.repeats),
+              same=pairing.repeats[0] == pairing.repeats[1]),
         _line("order", "", "", same=pairs.same_order, detail=None if pairs.same_order
               else "another order of documents; they are paired by their identity"),
     ]  # fmt: skip
@@ -206,9 +206,9 @@ def _line(
 
 def _hashes(check: str, a: Series, b: Series, num: int, words: str) -> PreflightLine:
     field = check.removesuffix("s")
-    told = [any(getattr(row, field) is not None for row in one.rows[:1]) for one in (a, b)]
+    told = [any(getattr(row, field) is not None for row in series.rows[:1]) for series in (a, b)]
     if not all(told):
-        sides = [("said" if one else _NOT_SAID) for one in told]
+        sides = [("said" if known else _NOT_SAID) for known in told]
         return PreflightLine(check=check, status="unknown", reference=sides[0], candidate=sides[1])
     return _line(check, "", "", same=not num, detail=_told({words: num}))
 

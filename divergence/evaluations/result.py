@@ -253,16 +253,16 @@ class ScoresReport(msgspec.Struct, Answer, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         """``<ScoresReport a: worse, undecided>``"""
-        verdicts = ", ".join(one.verdict for one in self.candidates)
+        verdicts = ", ".join(candidate.verdict for candidate in self.candidates)
         return f"<ScoresReport {self.reference.path}: {verdicts}>"
 
     @property
     def verdict(self) -> ScoresVerdict:
         """The verdict of all candidates together: the one that needs a look first."""
-        return worst_of([one.verdict for one in self.candidates])
+        return worst_of([candidate.verdict for candidate in self.candidates])
 
     @property
     def passed(self) -> bool | None:
         """Whether every candidate meets the policy. None where none was asked."""
-        told = [one.passed for one in self.candidates]
+        told = [candidate.passed for candidate in self.candidates]
         return None if None in told else all(told)

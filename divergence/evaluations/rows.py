@@ -71,4 +71,4 @@ class Evaluation:
     """What was left out, counted."""
 
     def named(self) -> dict[SeriesName, Series]:
-        return {one.name: one for one in self.series}
+        return {series.name: series for series in self.series}

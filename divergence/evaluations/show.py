@@ -44,12 +44,12 @@ def name_of(task: TaskScores) -> str:
     return str(SeriesName(task.task, task.filter, task.metric))
 
 
-def headline(one: Candidate) -> Line:
-    task = one.tasks[0]
-    told = one.summary
-    if len(one.tasks) == 1 and task.difference is not None:
+def headline(candidate: Candidate) -> Line:
+    task = candidate.tasks[0]
+    told = candidate.summary
+    if len(candidate.tasks) == 1 and task.difference is not None:
         told = f"{name_of(task)} {_score(task.reference)} -> {_score(task.candidate)}: {told}"
-    word = Span(_WORDS[one.verdict], _STYLES[one.verdict])
+    word = Span(_WORDS[candidate.verdict], _STYLES[candidate.verdict])
     return Line((word, Span(f": {printable(told)}")), hang=2)
 
 
@@ -58,25 +58,25 @@ def scores_lines(
 ) -> list[Line]:  # fmt: skip
     """One screen a candidate. ``brief``: the verdicts; ``verbose``: every task, every check."""
     lines: list[Line] = []
-    for number, one in enumerate(report.candidates):
+    for number, candidate in enumerate(report.candidates):
         lines += [BLANK] if number and not brief else []
-        lines.append(headline(one))
-        if one.passed is not None:
-            lines.append(_policy(one))
+        lines.append(headline(candidate))
+        if candidate.passed is not None:
+            lines.append(_policy(candidate))
         if brief:
             continue
-        lines += [prose("  -", reason, width=4) for reason in one.reasons]
-        lines += [_side("A", report.reference), _side("B", one.side), BLANK]
-        if len(one.tasks) > 1:
-            lines += [line(*_row) for _row in _table(one)] + [BLANK]
-        for task in _in_full(one, verbose=verbose):
+        lines += [prose("  -", reason, width=4) for reason in candidate.reasons]
+        lines += [_side("A", report.reference), _side("B", candidate.side), BLANK]
+        if len(candidate.tasks) > 1:
+            lines += [line(*_row) for _row in _table(candidate)] + [BLANK]
+        for task in _in_full(candidate, verbose=verbose):
             told = [
                 prose(f"  {name}", text, width=16)
                 for name, text in facts_of(task, verbose=verbose)
-                if name != "verdict" or len(one.tasks) > 1
+                if name != "verdict" or len(candidate.tasks) > 1
             ]
             lines += [heading(name_of(task)), *told, BLANK]
-        notes = [*report.reference.notes, *one.side.notes, *one.notes]
+        notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]
         lines += [prose("note", note, width=6) for note in dict.fromkeys(notes)]
     if brief:
         return lines
@@ -84,25 +84,25 @@ def scores_lines(
         what = f"{count(report.captured.num_prompts, 'prompt')} recorded in {report.captured.path}"
         lines.append(prose("captured", what))
     if report.next:
-        lines += [heading("next"), *(line(f"  {one}") for one in report.next)]
+        lines += [heading("next"), *(line(f"  {command}") for command in report.next)]
     return lines[:-1] if lines and lines[-1] == BLANK else lines
 
 
-def _policy(one: Candidate) -> Line:
-    word = ("passed", "green") if one.passed else ("failed", "bold red")
+def _policy(candidate: Candidate) -> Line:
+    word = ("passed", "green") if candidate.passed else ("failed", "bold red")
     return line("policy      ", word)
 
 
 def _side(name: str, side: EvaluationSummary) -> Line:
-    told = [one for one in (side.model, side.dtype, side.tool or side.format) if one]
+    told = [fact for fact in (side.model, side.dtype, side.tool or side.format) if fact]
     return prose(name, f"{side.path}: {', '.join(told)}", width=3)
 
 
-def _in_full(one: Candidate, *, verbose: bool) -> list[TaskScores]:
-    if verbose or len(one.tasks) <= _DETAILED:
-        return one.tasks
+def _in_full(candidate: Candidate, *, verbose: bool) -> list[TaskScores]:
+    if verbose or len(candidate.tasks) <= _DETAILED:
+        return candidate.tasks
     order = ("worse", "undecided", "better", "incomparable")
-    odd = [task for task in one.tasks if task.verdict in order]
+    odd = [task for task in candidate.tasks if task.verdict in order]
     return sorted(odd, key=lambda task: order.index(task.verdict))[:_DETAILED]
 
 
@@ -117,8 +117,8 @@ def task_cells(task: TaskScores) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _table(one: Candidate) -> Iterator[list[str | tuple[str, str]]]:
-    rows = columns([TITLES, *map(task_cells, one.tasks)])
+def _table(candidate: Candidate) -> Iterator[list[str | tuple[str, str]]]:
+    rows = columns([TITLES, *map(task_cells, candidate.tasks)])
     yield [(rows[0].text, "dim")]
     for row in rows[1:]:
         yield [row.text]
@@ -187,22 +187,22 @@ def _why(task: TaskScores) -> str:
     )
 
 
-def _in_runs(found: RunCauses, *, verbose: bool) -> Iterator[tuple[str, str]]:
+def _in_runs(causes: RunCauses, *, verbose: bool) -> Iterator[tuple[str, str]]:
     """What two runs tell of the flips, then the flips themselves."""
-    counts = {"not reproduced": found.num_not_reproduced, "not told": found.num_not_told}
+    counts = {"not reproduced": causes.num_not_reproduced, "not told": causes.num_not_told}
     parts = [
-        f"{count(found.num_ties, 'near tie')} ({_signed(found.difference_of_ties)})",
-        f"{count(found.num_shifts, 'real shift')} ({_signed(found.difference_of_shifts)})",
+        f"{count(causes.num_ties, 'near tie')} ({_signed(causes.difference_of_ties)})",
+        f"{count(causes.num_shifts, 'real shift')} ({_signed(causes.difference_of_shifts)})",
         *(f"{number:,} {words}" for words, number in counts.items() if number),
     ]
     yield (
         "in the runs",
-        f"{len(found.flips):,} of {found.num_flips:,} flips: {', '.join(parts)}; a tie's margin "
-        f"moves by no more than {found.limit:.2g} nats, by {found.limit_of}",
+        f"{len(causes.flips):,} of {causes.num_flips:,} flips: {', '.join(parts)}; a tie's margin "
+        f"moves by no more than {causes.limit:.2g} nats, by {causes.limit_of}",
     )
-    for flip in found.flips[: None if verbose else _DETAILED]:
+    for flip in causes.flips[: None if verbose else _DETAILED]:
         yield "flip", _flip(flip)
-    for note in found.notes:
+    for note in causes.notes:
         yield "note", note
 
 
@@ -255,19 +255,21 @@ def _p(value: float | None) -> str:
 def scores_markdown(report: ScoresReport) -> str:
     """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
     out: list[str] = []
-    for one in report.candidates:
-        text = headline(one).text
+    for candidate in report.candidates:
+        text = headline(candidate).text
         word, _, rest = text.partition(": ")
         out += [f"**{word}**: {markdown_code(rest)}", ""]
         cells = [TITLES, ("---",) * len(TITLES)]
-        cells += [tuple(markdown_code(cell) for cell in task_cells(task)) for task in one.tasks]
+        cells += [
+            tuple(markdown_code(cell) for cell in task_cells(task)) for task in candidate.tasks
+        ]
         out += [f"| {' | '.join(row)} |" for row in cells]
         out += ["", f"A: {markdown_code(report.reference.path)}<br>"]
-        out += [f"B: {markdown_code(one.side.path)}", ""]
-        for task in one.tasks:
+        out += [f"B: {markdown_code(candidate.side.path)}", ""]
+        for task in candidate.tasks:
             told = [f"{name}: {text}" for name, text in facts_of(task)]
             out += [f"- {markdown_code(name_of(task))}: {markdown_code(text)}" for text in told]
-        out += [f"- {markdown_code(reason)}" for reason in one.reasons] + [""]
+        out += [f"- {markdown_code(reason)}" for reason in candidate.reasons] + [""]
     out += [f"Made by `divergence scores --markdown` {report.tool_version}."]
     return "\n".join(out) + "\n"
 
@@ -275,9 +277,13 @@ def scores_markdown(report: ScoresReport) -> str:
 def scores_csv(report: ScoresReport) -> str:
     """One row a task of each candidate: the fields of TaskScores, nested ones by their path."""
     rows = [
-        {"reference_path": report.reference.path, "candidate_path": one.side.path, **_flat(task)}
-        for one in report.candidates
-        for task in one.tasks
+        {
+            "reference_path": report.reference.path,
+            "candidate_path": candidate.side.path,
+            **_flat(task),
+        }
+        for candidate in report.candidates
+        for task in candidate.tasks
     ]
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -288,15 +294,15 @@ def scores_csv(report: ScoresReport) -> str:
 
 
 def _flat(task: TaskScores) -> dict[str, object]:
-    found: dict[str, Any] = msgspec.to_builtins(task)
-    found.pop("preflight")
-    found["notes"] = "; ".join(found["notes"])
+    fields: dict[str, Any] = msgspec.to_builtins(task)
+    fields.pop("preflight")
+    fields["notes"] = "; ".join(fields["notes"])
     for name in ("pairing", "causes", "run_causes"):
-        for key, value in (found.pop(name) or {}).items():
+        for key, value in (fields.pop(name) or {}).items():
             if not isinstance(value, list | tuple | dict):
-                found[f"{name}_{key}"] = value
-    for band in found.pop("bands"):
+                fields[f"{name}_{key}"] = value
+    for band in fields.pop("bands"):
         word = f"band_{100 * band['limit']:g}{'pct' if band['relative'] else 'points'}"
         for key in ("width", "p_value", "equal", "needed"):
-            found[f"{word}_{key}"] = band[key]
-    return found
+            fields[f"{word}_{key}"] = band[key]
+    return fields

@@ -145,11 +145,11 @@ def diff(
              "engine": engine, "threads": threads, "batch": batch, "env": env,
              "python": python}  # fmt: skip
     if "," in str(model) and not Path(model).exists():
-        one, two = str(model).split(",")[:2]
+        model_a, model_b = str(model).split(",")[:2]
         raise UsageError(
             "diff compares two settings of one model, and these are two models",
-            hint=(command_line("capture", one, o="a"),
-                  command_line("capture", like="a", o="b", model=two),
+            hint=(command_line("capture", model_a, o="a"),
+                  command_line("capture", like="a", o="b", model=model_b),
                   command_line("compare", "a", "b")),
         )  # fmt: skip
     sides = _sides({name: _listed(value) for name, value in given.items()})
@@ -161,7 +161,7 @@ def diff(
         "a", first, "capture", str(model), like=None, **common, **_batches(first, model_first=True)
     )
     manifest = a.manifest
-    engines = {one.options.get("engine", "transformers") for one in sides}
+    engines = {setup.options.get("engine", "transformers") for setup in sides}
     escalate = manifest.model.dtype in _NARROW and engines <= {*_ESCALATES}
     escalate = escalate and first.options.get("dtype") == second.options.get("dtype")
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -214,8 +214,8 @@ def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
             "against the first",
         )
     fixed = {key: value[0] for key, value in given.items() if key != name}
-    one, two = values
-    return _side(name, one, two, fixed), _side(name, two, one, fixed)
+    reference, candidate = values
+    return _side(name, reference, candidate, fixed), _side(name, candidate, reference, fixed)
 
 
 def _flag(name: str) -> str:
@@ -245,19 +245,19 @@ def _interpreter(given: str | None) -> str:
     if given is None:
         return sys.executable
     path = Path(given).expanduser()
-    found = path / "bin" / "python" if path.is_dir() else path
-    if not found.is_file():
+    python = path / "bin" / "python" if path.is_dir() else path
+    if not python.is_file():
         raise UsageError(
             f"{given} is neither a virtual environment nor a Python", where="--python",
             hint="give a directory with bin/python, or the interpreter",
         )  # fmt: skip
-    done = subprocess.run([found, "-c", "import divergence"], capture_output=True, check=False)
+    done = subprocess.run([python, "-c", "import divergence"], capture_output=True, check=False)
     if done.returncode:
         raise UsageError(
             f"{given} has no divergence", where="--python",
-            hint=f"{quoted(found)} -m pip install divergence-debug",
+            hint=f"{quoted(python)} -m pip install divergence-debug",
         )  # fmt: skip
-    return str(found)
+    return str(python)
 
 
 def _batches(side: _Side, num: int = 0, *, model_first: bool = False) -> dict[str, Any]:
@@ -297,10 +297,10 @@ class _Steps:
              *([f"{quoted(side.python)} -m"] if side.python != sys.executable else []), line]
         )  # fmt: skip
         self._number += 1
-        found = self._found(place, line, like)
-        self._on_step(self._number, shown, found is not None)
-        if found is not None:
-            return found
+        existing = self._found(place, line, like)
+        self._on_step(self._number, shown, existing is not None)
+        if existing is not None:
+            return existing
         self._process([side.python, "-m", *words], side.variables, shown)
         return Run.open(place)
 

@@ -65,10 +65,10 @@ class Injection:
         return Plant(self.site, path, port, "another run's error", self._add)
 
     def _add(self, tensor: torch.Tensor, forward: int) -> torch.Tensor:
-        found = self.errors.get(forward % FORWARDS)
-        if found is None:
+        entry = self.errors.get(forward % FORWARDS)
+        if entry is None:
             return tensor
-        error, positions = found
+        error, positions = entry
         wide = tensor.detach().to("cpu").to(torch.float64, copy=True)  # not every device has it
         if wide.shape == error.shape:
             wide += error
@@ -98,15 +98,15 @@ def injections_of(
     wanted = set(sites)
     injections: dict[str, Injection] = {}
     for pair in pairs:
-        one, two = pair.reference.record, pair.candidate.record
-        if pair.pass_ != "anchored" or one.site not in wanted:
+        record, other = pair.reference.record, pair.candidate.record
+        if pair.pass_ != "anchored" or record.site not in wanted:
             continue
-        if pair.reference.row is not None or one.sample != sample or one.step > last_step:
+        if pair.reference.row is not None or record.sample != sample or record.step > last_step:
             continue
-        own = one if guilty == "candidate" else two
-        a, b = reference.read(one).double(), candidate.read(two).double()
-        injection = injections.setdefault(one.site, Injection(own.site))
-        injection.errors[one.step] = (b - a if guilty == "candidate" else a - b, own.positions)
+        own = record if guilty == "candidate" else other
+        a, b = reference.read(record).double(), candidate.read(other).double()
+        injection = injections.setdefault(record.site, Injection(own.site))
+        injection.errors[record.step] = (b - a if guilty == "candidate" else a - b, own.positions)
     return list(injections.values())
 
 
@@ -183,21 +183,21 @@ def explain_token(
         _check_weights(own, baseline)
         injected = repeat(out=Path(folder, "injected"), plants=[*planted, *added])
         here = (group.index(place[0]), place[1])
-        found: dict[str, torch.Tensor | None] = {
+        rows: dict[str, torch.Tensor | None] = {
             "reference": ours,
             "candidate": theirs,
             "baseline": logits_row(baseline, *here),
             "injected": logits_row(injected, *here),
         }
-        margins = {name: _margin(row, tokens) for name, row in found.items()}
+        margins = {name: _margin(row, tokens) for name, row in rows.items()}
         choices = [
-            _choice(run.manifest.tokens.samples[here[0]].chosen_ids[here[1]], found[name], (a, b))
+            _choice(run.manifest.tokens.samples[here[0]].chosen_ids[here[1]], rows[name], (a, b))
             for name, run in (("baseline", baseline), ("injected", injected))
         ]
         baseline.close()
         injected.close()
     moved = margins[guilty] - margins[healthy]
-    note = _not_repeated(own, healthy, found, margins, moved)
+    note = _not_repeated(own, healthy, rows, margins, moved)
     if note is not None and abs(margins["baseline"] - margins[healthy]) > _SAME * abs(moved):
         return _noted(report, note)
     explanation = Explanation(
@@ -232,8 +232,8 @@ def _not_repeated(
     moved: float,
 ) -> str | None:  # fmt: skip
     """What to say where the repeated run has not the bits of the one that it repeats."""
-    one, two = rows["baseline"], rows[healthy]
-    if one is not None and two is not None and one.shape == two.shape and torch.equal(one, two):
+    new, old = rows["baseline"], rows[healthy]
+    if new is not None and old is not None and new.shape == old.shape and torch.equal(new, old):
         return None
     by = margins["baseline"] - margins[healthy]
     return (
@@ -307,12 +307,12 @@ def _alone(run: Run, group: list[int]) -> Run:
 
 
 def _check_weights(run: Run, here: Run) -> None:
-    one, two = run.manifest.model, here.manifest.model
-    if one.dtype == two.dtype and one.digest != two.digest:
+    recorded, local = run.manifest.model, here.manifest.model
+    if recorded.dtype == local.dtype and recorded.digest != local.digest:
         raise IncomparableError(
-            f"the model on this machine has other weights ({two.digest[:12]}) than {run.path} "
-            f"({one.digest[:12]})",
-            where=two.source,
+            f"the model on this machine has other weights ({local.digest[:12]}) than {run.path} "
+            f"({recorded.digest[:12]})",
+            where=local.source,
             hint="--model PATH, with the weights that the runs were made of",
         )
 

@@ -70,10 +70,10 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
     @classmethod
     def of_operators(cls, report: Report) -> Level | None:
         """From the operators of a report; None where none were compared."""
-        found = report.operators
-        if found is None:
+        operators = report.operators
+        if operators is None:
             return None
-        if found.onset is None:
+        if operators.onset is None:
             return cls(level="operator", verdict="within_floor", site=None)
         return cls.of_report("operator", report)
 

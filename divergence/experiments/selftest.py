@@ -239,13 +239,13 @@ class _Bench:
         self._needs_float64()
         make_truth(self._path("cpu-float32"), out=self._path("truth-there"), device=self._device,
                   force=True)  # fmt: skip
-        one, two = Run.open(self._path("cpu-float32-truth")), Run.open(self._path("truth-there"))
+        a, b = Run.open(self._path("cpu-float32-truth")), Run.open(self._path("truth-there"))
         worst = 0.0
-        for record in one.records:
-            other = two.find((record.pass_, record.sample, record.step, record.site))
+        for record in a.records:
+            other = b.find((record.pass_, record.sample, record.step, record.site))
             if other is None or not record.dtype.startswith("float"):
                 continue
-            x, y = one.read(record).double(), two.read(other).double()
+            x, y = a.read(record).double(), b.read(other).double()
             worst = max(worst, float((x - y).norm() / x.norm().clamp_min(1e-300)))
         if worst > 1e-9:
             raise _Failed(f"two float64 truths differ by rel L2 {worst:.1e}")
@@ -275,7 +275,7 @@ class _Bench:
 
     def arithmetic(self) -> str:
         """What the device's arithmetic does otherwise than the CPU's: noted, never a failure."""
-        here, there = ({f.name: f.value for f in quick_facts(one)} for one in ("cpu", self._device))
+        here, there = ({f.name: f.value for f in quick_facts(dev)} for dev in ("cpu", self._device))
         odd = [name for name, value in there.items() if name in here and here[name] != value]
         named = "; ".join(f"{name}: {here[name]} / {there[name]}" for name in odd[:_NAMED])
         named += f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
@@ -294,8 +294,8 @@ class _Bench:
         import torch
 
         try:
-            one = torch.ones(2, 2, dtype=torch.float64, device=self._device)
-            float((one @ one).sum())
+            matrix = torch.ones(2, 2, dtype=torch.float64, device=self._device)
+            float((matrix @ matrix).sum())
         except Exception as error:
             text = (str(error).splitlines() or [""])[0][:120]
             raise _Skipped(f"the device has no float64 matrix product: {text}") from None
@@ -311,11 +311,11 @@ def _healthy(report: Report, *, also: tuple[str, ...] = ()) -> str:
     return told + f"rel L2 of blocks up to {worst:.1e}, {used:.2f} of a limit"
 
 
-def _apart(one: float | None, two: float | None) -> float:
+def _apart(figure: float | None, other: float | None) -> float:
     """How far two figures are apart, as a share of the first; ones that are not known are equal."""
-    if one is None or two is None:
-        return 0.0 if one is two else math.inf
-    return abs(one - two) / max(one, 1e-30)
+    if figure is None or other is None:
+        return 0.0 if figure is other else math.inf
+    return abs(figure - other) / max(figure, 1e-30)
 
 
 def _num_compared(report: Report) -> int:

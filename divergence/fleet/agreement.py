@@ -100,7 +100,7 @@ def _fingerprint(
 def _traits(manifest: Manifest) -> dict[str, str]:
     """What a manifest says of the machine and how it was set, by name."""
     at, model = manifest.environment, manifest.model
-    found = {
+    traits = {
         "device": f"{at.device_type}: {at.device_name}",
         "driver": at.driver or "-",
         "runtime": at.runtime or "-",
@@ -114,29 +114,29 @@ def _traits(manifest: Manifest) -> dict[str, str]:
         "planted faults": ", ".join(manifest.plan.plants) or "none",
         "substituted operators": ", ".join(manifest.plan.substitutes) or "none",
     }
-    found |= {name: version for name, version in at.versions.items()}
-    found |= at.variables
-    found |= {f"torch's {name}": value for name, value in at.torch_build.items()}
+    traits |= {name: version for name, version in at.versions.items()}
+    traits |= at.variables
+    traits |= {f"torch's {name}": value for name, value in at.torch_build.items()}
     if at.cpu_model is not None:
-        found["cpu model"] = at.cpu_model
+        traits["cpu model"] = at.cpu_model
     for name, note in model.code.items():
-        found[f"code of {name}"] = "; ".join(note.replaced) or note.digest[:12]
-    found |= {f"config {key}": str(value) for key, value in model.config.items()}
+        traits[f"code of {name}"] = "; ".join(note.replaced) or note.digest[:12]
+    traits |= {f"config {key}": str(value) for key, value in model.config.items()}
     for switch in manifest.settings.switches:
-        found[switch.name] = f"{switch.asked} ({switch.status})"
-    return found
+        traits[switch.name] = f"{switch.asked} ({switch.status})"
+    return traits
 
 
 def only_there(odd: Sequence[Manifest], group: Sequence[Manifest]) -> list[str]:
     """What all odd machines share and no machine of the group has."""
-    mine, others = ([_traits(one) for one in them] for them in (odd, group))
-    found = []
-    for name in dict.fromkeys(name for one in (*mine, *others) for name in one):
-        here = {one.get(name, "-") for one in mine}
-        there = {one.get(name, "-") for one in others}
+    mine, others = ([_traits(manifest) for manifest in them] for them in (odd, group))
+    shared = []
+    for name in dict.fromkeys(name for traits in (*mine, *others) for name in traits):
+        here = {traits.get(name, "-") for traits in mine}
+        there = {traits.get(name, "-") for traits in others}
         if len(here) == len(there) == 1 and here != there:
-            found.append(f"{name}: {here.pop()} (the others: {there.pop()})")
-    return found
+            shared.append(f"{name}: {here.pop()} (the others: {there.pop()})")
+    return shared
 
 
 def agreement_text(

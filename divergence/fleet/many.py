@@ -150,7 +150,7 @@ class _Fleet:
     def matrix(self, rows: list[MatrixRow]) -> Matrix:
         """Who belongs together, from all rows."""
         first, *others = self._members
-        telling = [first, *(one for one in others if agrees(one.kind) is not None)]
+        telling = [first, *(other for other in others if agrees(other.kind) is not None)]
         groups, left = find_groups(telling, self._agree)
         odd = outside(groups, left)
         largest = max(groups, key=len)
@@ -160,19 +160,19 @@ class _Fleet:
             rows=rows,
             identical=_groups(self._members),
             groups=[
-                AgreementGroup(runs=[one.path for one in group], identical=_identical(group))
+                AgreementGroup(runs=[member.path for member in group], identical=_identical(group))
                 for group in groups
             ],
             cross_checks=self._checks,
-            odd=[one.path for one in odd],
+            odd=[member.path for member in odd],
             agreement=agreement_text(
-                [[one.path for one in group] for group in groups],
-                [one.path for one in left],
+                [[member.path for member in group] for group in groups],
+                [member.path for member in left],
                 num_silent=len(rows) + 1 - len(telling),
                 identical=_identical(largest),
             ),
             only_odd=only_there(
-                [one.manifest for one in odd], [one.manifest for one in largest]
+                [member.manifest for member in odd], [member.manifest for member in largest]
             ) if odd else [],
             next=self._next(odd, largest),
         )  # fmt: skip
@@ -181,16 +181,16 @@ class _Fleet:
         """The page of the first pair that differs: where there is a group, one of it against the
         first odd run."""
         first, *others = self._members
-        pairs = [(first, one) for one in others if agrees(one.kind) is False]
+        pairs = [(first, other) for other in others if agrees(other.kind) is False]
         if odd:
             pairs = [(group[0], odd[0])]
         truth = None if self._truth is None else self._truth.path
         return [
             command_line(
-                "compare", one.path, two.path,
-                truth=truth if self._truth_of(one, two) else None,
+                "compare", reference.path, candidate.path,
+                truth=truth if self._truth_of(reference, candidate) else None,
             )
-            for one, two in pairs[:1]
+            for reference, candidate in pairs[:1]
         ]  # fmt: skip
 
     def _agree(self, pivot: _Member, other: _Member) -> bool | None:
@@ -217,9 +217,9 @@ class _Fleet:
         )
         return agrees(verdict)
 
-    def _truth_of(self, one: _Member, two: _Member) -> Run | None:
+    def _truth_of(self, reference: _Member, candidate: _Member) -> Run | None:
         """The truth, where it is one of these two as well: it repeats what anchored them."""
-        known = _repeatable(one.manifest) | _repeatable(two.manifest)
+        known = _repeatable(reference.manifest) | _repeatable(candidate.manifest)
         return self._truth if self._truth and self._truth.manifest.like in known else None
 
 
@@ -262,19 +262,19 @@ def _top1(sites: list[SiteResult]) -> float | None:
 
 def _groups(members: list[_Member]) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
-    for one in members:
-        if one.digest is not None:
-            groups.setdefault(one.digest, []).append(one.path)
+    for member in members:
+        if member.digest is not None:
+            groups.setdefault(member.digest, []).append(member.path)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def _identical(members: list[_Member]) -> bool:
-    digests = {one.digest for one in members}
+    digests = {member.digest for member in members}
     return len(members) > 1 and len(digests) == 1 and None not in digests
 
 
 def _same_as(member: _Member, path: str, members: list[_Member]) -> bool:
-    return any(_identical([member, one]) for one in members if one.path == path)
+    return any(_identical([member, other]) for other in members if other.path == path)
 
 
 def _repeatable(manifest: Manifest) -> set[str | None]:

@@ -75,11 +75,11 @@ def choose_golden(
 
 
 def _fit(golden: Run, run: Run) -> tuple[bool, bool, bool]:
-    one, other = golden.manifest.environment, run.manifest.environment
+    expected, other = golden.manifest.environment, run.manifest.environment
     return (
         _dtype(golden) == _dtype(run),
-        one.device_type == other.device_type,
-        one.device_name == other.device_name,
+        expected.device_type == other.device_type,
+        expected.device_name == other.device_name,
     )
 
 

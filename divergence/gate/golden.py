@@ -106,8 +106,8 @@ def _without_anchored(run: Run) -> Run:
 
 def _num_bytes(place: Path) -> int:
     """Of one file, or of all below a directory."""
-    files = [place] if place.is_file() else [one for one in place.rglob("*") if one.is_file()]
-    return sum(one.stat().st_size for one in files)
+    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+    return sum(file.stat().st_size for file in files)
 
 
 def _refuse_other(place: Path) -> None:

@@ -24,25 +24,25 @@ def failures(result: LogprobsResult, policy: LogprobsPolicy) -> Iterator[Failure
     numbers = _numbers(result)
     for key, limits, sign in (("max", policy.max, 1), ("min", policy.min, -1)):
         for name, limit in limits.items():
-            found = numbers.get(name)
-            if found is not None and sign * found <= sign * limit:
+            value = numbers.get(name)
+            if value is not None and sign * value <= sign * limit:
                 continue
             rule, allowed = f"logprobs.{key}.{name}", f"{'<=' if sign > 0 else '>='} {limit:g}"
-            if found is None:
+            if value is None:
                 near = near_names(name, sorted(numbers))
                 like = f"; did you mean {' or '.join(near)}?" if near else ""
                 yield Failure(rule=rule, allowed=allowed, found="unknown",
                               text=f"{name} is not known here{like}")  # fmt: skip
                 continue
-            yield Failure(rule=rule, allowed=allowed, found=f"{found:.6g}",
-                          text=f"{name} is {found:.3g}; the policy wants {allowed}")  # fmt: skip
+            yield Failure(rule=rule, allowed=allowed, found=f"{value:.6g}",
+                          text=f"{name} is {value:.3g}; the policy wants {allowed}")  # fmt: skip
 
 
 def _numbers(result: LogprobsResult) -> dict[str, float]:
     """By name: Δ log p, the divergences, and what trainers watch."""
-    found = dict(result.rollout)
+    numbers = dict(result.rollout)
     for part in (result.delta, result.divergence):
         for name, value in msgspec.structs.asdict(part).items() if part is not None else ():
             if isinstance(value, float):
-                found[name] = value
-    return found
+                numbers[name] = value
+    return numbers

@@ -165,7 +165,7 @@ def heat_map(
     for y, row in enumerate(values):
         for x, length, kind in _stretches(row, scale):
             cells.setdefault(kind, []).append(f"M{x} {y}h{length}v1h-{length}z")
-    paths = [el("path", d="".join(found), class_=kind) for kind, found in sorted(cells.items())]
+    paths = [el("path", d="".join(parts), class_=kind) for kind, parts in sorted(cells.items())]
     inner = el(
         "svg", *paths, width="100%", height=height, viewBox=f"0 0 {len(columns)} {len(rows)}",
         preserveAspectRatio="none", shape_rendering="crispEdges",
@@ -223,17 +223,17 @@ def _dot(kind: str, x: str, y: float, flagged: bool) -> Element:
 def _stretches(row: Sequence[float | None], scale: HeatScale) -> list[tuple[int, int, str]]:
     """(first column, number of columns, class) of equal colours side by side."""
     classes = scale.classes()
-    found: list[tuple[int, int, str]] = []
+    stretches: list[tuple[int, int, str]] = []
     for x, value in enumerate(row):
         if value is None:
             continue
         step = scale.step(value)
         kind = "cell " + ("broken" if step < 0 else classes[step])
-        if found and found[-1][2] == kind and found[-1][0] + found[-1][1] == x:
-            found[-1] = (found[-1][0], found[-1][1] + 1, kind)
+        if stretches and stretches[-1][2] == kind and stretches[-1][0] + stretches[-1][1] == x:
+            stretches[-1] = (stretches[-1][0], stretches[-1][1] + 1, kind)
         else:
-            found.append((x, 1, kind))
-    return found
+            stretches.append((x, 1, kind))
+    return stretches
 
 
 def _names_below(names: Sequence[str], across: _Across, height: float = HEIGHT) -> list[Node]:
@@ -246,15 +246,15 @@ def _names_below(names: Sequence[str], across: _Across, height: float = HEIGHT) 
     last = len(names) - 1
     if last not in shown and (last - shown[-1]) * 6 > len(names):
         shown.append(last)
-    found: list[Node] = []
+    labels: list[Node] = []
     for n in shown:
         word = len(shortened(names[n], 12)) > 3
         anchor = "start" if word and n == 0 else "end" if word and n == last else "middle"
         x = {"start": "0", "end": across.end}.get(anchor, across.at(n))
-        found.append(
+        labels.append(
             el("text", shortened(names[n], 12), x=x, y=_px(height + 16), text_anchor=anchor)
         )
-    return found
+    return labels
 
 
 def _even(count: int, most: int) -> int:

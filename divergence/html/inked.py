@@ -54,7 +54,7 @@ def _variables() -> dict[str, str]:
 @cache
 def _rules() -> list[tuple[set[str], dict[str, str]]]:
     """(classes, what they draw with): the rules of classes alone, those of more classes later."""
-    found = []
+    rules = []
     for selectors, body in _RULE.findall(_css()):
         pairs = (line.partition(": ") for line in body.strip(" ;").split("; "))
         inks = {
@@ -62,5 +62,7 @@ def _rules() -> list[tuple[set[str], dict[str, str]]]:
             for name, _, value in pairs
             if name in _INKS
         }
-        found += [(set(one[1:].split(".")), inks) for one in selectors.split(", ") if inks]
-    return sorted(found, key=lambda rule: len(rule[0]))
+        rules += [
+            (set(selector[1:].split(".")), inks) for selector in selectors.split(", ") if inks
+        ]
+    return sorted(rules, key=lambda rule: len(rule[0]))

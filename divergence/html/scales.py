@@ -55,11 +55,11 @@ class LogAxis:
     def ticks(self) -> list[tuple[float, str]]:
         """(distance from the upper edge, what stands there), eight decades at most named."""
         step = 1 + (self.high - self.low - 1) // 7
-        found = [
+        marks = [
             (self.at(10.0**power), _power(power)) for power in range(self.low, self.high + 1, step)
         ]
-        found += [(self.at(0.0), "equal")] if self.has_zero else []
-        return found + ([(self.at(math.inf), "nan, inf")] if self.has_nonfinite else [])
+        marks += [(self.at(0.0), "equal")] if self.has_zero else []
+        return marks + ([(self.at(math.inf), "nan, inf")] if self.has_nonfinite else [])
 
 
 _LANE = 28.0

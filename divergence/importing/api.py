@@ -72,10 +72,10 @@ def import_dump(
         )  # fmt: skip
     else:
         rules, tensors = None if map is None else load_rules(map), LAYOUTS[name]
-        found = survey(tensors.read(folder, rules, notes), run, notes)
-        manifest = manifest_of(found, name=tensors.NAME, like=run, label=label, command=command)
+        surveyed = survey(tensors.read(folder, rules, notes), run, notes)
+        manifest = manifest_of(surveyed, name=tensors.NAME, like=run, label=label, command=command)
         with RunWriter(place, manifest, force=force) as writer:
-            write(writer, tensors.read(folder, rules, Notes()), found, run, notes)
+            write(writer, tensors.read(folder, rules, Notes()), surveyed, run, notes)
         made = Run.open(place)
     if progress is not None:
         for sentence in notes.sentences():
@@ -86,9 +86,9 @@ def import_dump(
 def _layout(name: str, folder: Folder) -> str:
     """The name of what reads the folder."""
     if name == "auto":
-        for one, layout in _ALL.items():
+        for layout_name, layout in _ALL.items():
             if layout.recognise(folder):
-                return one
+                return layout_name
         raise DumpError(
             "the folder is no dump that is known", where=str(folder.path),
             hint=f"--format {', '.join(_ALL)}, or files of .npy, .pt or .safetensors with --map",

@@ -41,11 +41,11 @@ _FIRST_NUMBER = re.compile(r"[^0-9]*?\.\d+")
 
 
 def manifest_of(
-    found: Survey, *, name: str, like: Run | None, label: str | None, command: str | None
+    surveyed: Survey, *, name: str, like: Run | None, label: str | None, command: str | None
 ) -> Manifest:
     """What is known of the run. ``name``: of the layout."""
     own = None if like is None else like.manifest
-    sites = [found.renamed(site) for site in found.sites]
+    sites = [surveyed.renamed(site) for site in surveyed.sites]
     logits = "lm_head:out" if own is None else own.plan.logits_site
     return Manifest(
         id=new_run_id(),
@@ -55,12 +55,12 @@ def manifest_of(
         model=ModelIdentity(
             source=UNKNOWN if own is None else own.model.source, model_class="",
             task="causal-lm" if own is None else own.model.task, config_digest="",
-            dtype=found.dtype, num_parameters=0, digest="",
+            dtype=surveyed.dtype, num_parameters=0, digest="",
         ),
-        tokens=found.tokens,
+        tokens=surveyed.tokens,
         settings=Settings(
-            deterministic=False, seed=0, device=UNKNOWN, max_new_tokens=found.num_steps - 1,
-            batch=any(len(group) > 1 for group in found.tokens.groups),
+            deterministic=False, seed=0, device=UNKNOWN, max_new_tokens=surveyed.num_steps - 1,
+            batch=any(len(group) > 1 for group in surveyed.tokens.groups),
         ),
         environment=Environment(
             label=label or f"dump of {name}", platform="", python="", device_type=UNKNOWN,
@@ -77,9 +77,9 @@ def _modules(sites: list[str], like: Run | None) -> dict[str, ModuleNote]:
     """The part of each module in the model: the run's, else by the numbers in its path."""
     if like is not None:
         theirs = like.manifest.plan.modules
-        found = {path: theirs[path] for path in map(module_of, sites) if path in theirs}
-        if found:
-            return found
+        modules = {path: theirs[path] for path in map(module_of, sites) if path in theirs}
+        if modules:
+            return modules
     paths = list(dict.fromkeys(map(module_of, sites)))
     blocks = {match[0] for path in paths if (match := _FIRST_NUMBER.match(path))}
 
@@ -93,12 +93,12 @@ def _modules(sites: list[str], like: Run | None) -> dict[str, ModuleNote]:
 
 
 def write(
-    writer: RunWriter, forwards: Iterator[Forward], found: Survey, like: Run | None, notes: Notes
+    writer: RunWriter, forwards: Iterator[Forward], surveyed: Survey, like: Run | None, notes: Notes
 ) -> None:
     """Puts every tensor that can be told into the run."""
-    handed_on = {} if like is None else _handed_on(like, found)
+    handed_on = {} if like is None else _handed_on(like, surveyed)
     logits, num_records = writer.manifest.plan.logits_site, 0
-    for place, forward in zip(found.places, forwards, strict=True):
+    for place, forward in zip(surveyed.places, forwards, strict=True):
         if place is None:
             continue
         sample, step = place
@@ -111,7 +111,7 @@ def write(
             if tensor is None:
                 notes.add("are not the same on all ranks (parts, it seems), and were left out")
                 continue
-            site = found.renamed(site)
+            site = surveyed.renamed(site)
             record = None if like is None else like.find(("free", sample, step, site))
             tensor = _shaped(tensor, record)
             kept[site] = CapturedTensor(tensor)
@@ -131,12 +131,12 @@ def write(
 
 def _choose(manifest: Manifest, sample: int, logits: torch.Tensor) -> None:
     """The greedy choice, from logits (B, T, V) of which the last row is the last token's."""
-    samples = [manifest.tokens.samples[one] for one in manifest.tokens.group_of(sample)]
+    samples = [manifest.tokens.samples[number] for number in manifest.tokens.group_of(sample)]
     if logits.ndim != 3 or logits.shape[0] != len(samples) or not logits.numel():
         return
-    if not any(one.num_right_pad for one in samples):
-        for one, token in zip(samples, logits[:, -1].argmax(-1).tolist(), strict=True):
-            one.chosen_ids.append(token)
+    if not any(member.num_right_pad for member in samples):
+        for member, token in zip(samples, logits[:, -1].argmax(-1).tolist(), strict=True):
+            member.chosen_ids.append(token)
 
 
 def _of_all_ranks(ranks: list[Dumped]) -> torch.Tensor | None:
@@ -162,28 +162,28 @@ def _shaped(tensor: torch.Tensor, record: Record | None) -> torch.Tensor:
     return tensor
 
 
-def _handed_on(like: Run, found: Survey) -> dict[str, str]:
+def _handed_on(like: Run, surveyed: Survey) -> dict[str, str]:
     """Output of a block that the dump lacks → an input, behind it, that had its bits in the run at
     every step of it."""
     notes = like.manifest.plan.modules
-    held = {found.renamed(site) for site in found.sites}
+    held = {surveyed.renamed(site) for site in surveyed.sites}
     wanted = {f"{path}:out" for path, note in notes.items() if note.role == "block"} - held
     if not wanted:
         return {}
     outs: dict[str, list[Record]] = {}
     after: dict[tuple[int, int, str | None], list[Record]] = {}
-    for one in like.records:
-        if one.pass_ == "free" and one.site in wanted:
-            outs.setdefault(one.site, []).append(one)
-        elif one.pass_ == "free" and one.site in held and one.site.endswith(":in"):
-            after.setdefault((one.sample, one.step, one.xxh3), []).append(one)
+    for entry in like.records:
+        if entry.pass_ == "free" and entry.site in wanted:
+            outs.setdefault(entry.site, []).append(entry)
+        elif entry.pass_ == "free" and entry.site in held and entry.site.endswith(":in"):
+            after.setdefault((entry.sample, entry.step, entry.xxh3), []).append(entry)
     sources: dict[str, str] = {}
     for site, records in outs.items():
         common = [
             {
-                one.site
-                for one in after.get((record.sample, record.step, record.xxh3), ())
-                if one.order > record.order and one.shape == record.shape and record.xxh3
+                later.site
+                for later in after.get((record.sample, record.step, record.xxh3), ())
+                if later.order > record.order and later.shape == record.shape and record.xxh3
             }
             for record in records
         ]

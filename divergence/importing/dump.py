@@ -114,19 +114,19 @@ def adds_residual(path: str) -> bool:
     return beside and ("norm" in name or name.startswith("ln_"))
 
 
-def same_kind(one: torch.Tensor, two: torch.Tensor) -> bool:
+def same_kind(part: torch.Tensor, other: torch.Tensor) -> bool:
     """Are both floating, of one shape and one dtype: parts that may be added?"""
-    return one.shape == two.shape and one.dtype == two.dtype and one.is_floating_point()
+    return part.shape == other.shape and part.dtype == other.dtype and part.is_floating_point()
 
 
 def leaves(value: Any, port: str, is_leaf: Any) -> list[tuple[str, Any]]:
     """(port, leaf) of nested lists and dicts, named as a capture names them: the first is the
     port alone, others carry their index or key."""
-    found: list[tuple[str, Any]] = []
+    named_leaves: list[tuple[str, Any]] = []
 
     def walk(value: Any, name: str) -> None:
         if is_leaf(value):
-            found.append((name, value))
+            named_leaves.append((name, value))
         elif isinstance(value, list):
             for index, item in enumerate(value):
                 walk(item, f"{name}.{index}")
@@ -135,4 +135,4 @@ def leaves(value: Any, port: str, is_leaf: Any) -> list[tuple[str, Any]]:
                 walk(item, f"{name}.{key}")
 
     walk(value, port)
-    return [(port, found[0][1]), *found[1:]] if found else []
+    return [(port, named_leaves[0][1]), *named_leaves[1:]] if named_leaves else []

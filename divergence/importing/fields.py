@@ -68,7 +68,7 @@ def scores_of(item: Any, fields: FieldMap, where: str) -> Scores:
     mask = _ids(item, fields.mask, where)
     prompt, answer, offset = _tokens(item, fields, mask, where)
     if fields.tokens is not None:  # of each token of the sequence, perhaps with padding behind
-        values, mask = (_of_answer(one, offset, len(answer)) for one in (values, mask))
+        values, mask = (_of_answer(row, offset, len(answer)) for row in (values, mask))
     if mask and len(mask) < len(answer):
         raise DumpError(f"{fields.mask} has {len(mask)} entries for {len(answer)} tokens of the "
                         "answer", where=where)  # fmt: skip
@@ -119,7 +119,7 @@ def _tokens(
         tokens = tokens[:length]
     count = _one(item, fields.answer_length)
     if count is None:
-        first = next((n for n, one in enumerate(mask) if one), None)
+        first = next((n for n, flag in enumerate(mask) if flag), None)
         if first is None:
             raise DumpError(
                 f"nothing says where in {fields.tokens} the answer begins", where=where,
@@ -160,11 +160,11 @@ def _row(item: Any, path: str | None, where: str) -> list[Any]:
 
 def _ids(item: Any, path: str | None, where: str) -> list[int]:
     value = _row(item, path, where)
-    for one in value:
-        whole = isinstance(one, bool | int) or (isinstance(one, float) and one.is_integer())
-        if not whole or not 0 <= one <= MAX_TOKEN:
-            raise DumpError(f"{path}: {str(one)[:40]!r} is no token id", where=where)
-    return [int(one) for one in value]
+    for token in value:
+        whole = isinstance(token, bool | int) or (isinstance(token, float) and token.is_integer())
+        if not whole or not 0 <= token <= MAX_TOKEN:
+            raise DumpError(f"{path}: {str(token)[:40]!r} is no token id", where=where)
+    return [int(token) for token in value]
 
 
 def _numbers(item: Any, path: str, where: str) -> list[float]:
@@ -172,17 +172,17 @@ def _numbers(item: Any, path: str, where: str) -> list[float]:
         keys = ", ".join(list(item)[:12]) if isinstance(item, dict) else "no object"
         raise DumpError(f"there is no field {path}: {keys}", where=where,
                         hint="a map (--map) names the fields")  # fmt: skip
-    found = []
-    for one in _row(item, path, where):
-        if one is None:
-            found.append(math.nan)
-        elif isinstance(one, int | float) and not isinstance(one, bool):
-            found.append(float(one))
-        elif one in ("nan", "-inf", "NaN", "-Infinity"):
-            found.append(float(one.replace("Infinity", "inf")))
+    numbers = []
+    for value in _row(item, path, where):
+        if value is None:
+            numbers.append(math.nan)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers.append(float(value))
+        elif value in ("nan", "-inf", "NaN", "-Infinity"):
+            numbers.append(float(value.replace("Infinity", "inf")))
         else:
-            raise DumpError(f"{path}: {str(one)[:40]!r} is no number", where=where)
-    return found
+            raise DumpError(f"{path}: {str(value)[:40]!r} is no number", where=where)
+    return numbers
 
 
 def _one(item: Any, path: str | None) -> int | None:
@@ -197,9 +197,9 @@ def _top(item: Any, path: str | None, where: str) -> list[list[tuple[int, float]
     for row in _row(item, path, where):
         entries = list(row.items()) if isinstance(row, dict) else row or []
         try:
-            found = [(int(token), float(value)) for token, value in entries]
+            pairs = [(int(token), float(value)) for token, value in entries]
         except (TypeError, ValueError) as error:
             raise DumpError(f"{path}: {str(row)[:60]} are no ids with log-probabilities",
                             where=where) from error  # fmt: skip
-        rows.append(sorted(found, key=lambda one: -one[1]))
+        rows.append(sorted(pairs, key=lambda pair: -pair[1]))
     return rows

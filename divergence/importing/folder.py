@@ -95,15 +95,15 @@ class Folder:
     def _checked(self, name: str) -> Path:
         path = self.root / name
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except OSError as error:
             raise DumpError(
                 "the file is missing, although the dump names it", where=str(path),
                 hint="dump again, and let the program end by itself",
             ) from error  # fmt: skip
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise DumpError("this is no regular file", where=str(path))
-        if found.st_size == 0:
+        if status.st_size == 0:
             raise DumpError(
                 "the file is empty: the dump is half written", where=str(path),
                 hint="dump again, and let the program end by itself",
@@ -184,21 +184,21 @@ def _check_tensors(value: Any, path: Path) -> None:
     limit = max(path.stat().st_size, _MAX_SPREAD_BYTES)
     waiting = [value]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, torch.Tensor):
-            if one.layout != torch.strided or one.is_quantized or one.device.type != "cpu":
+        part = waiting.pop()
+        if isinstance(part, torch.Tensor):
+            if part.layout != torch.strided or part.is_quantized or part.device.type != "cpu":
                 raise DumpError(
                     "the file holds a sparse, quantised or empty tensor, not plain numbers",
                     where=str(path),
                 )
-            if one.numel() * one.element_size() > limit:
+            if part.numel() * part.element_size() > limit:
                 raise DumpError(
-                    f"a tensor of shape {list(one.shape)} is larger than its file", where=str(path)
+                    f"a tensor of shape {list(part.shape)} is larger than its file", where=str(path)
                 )
-        elif isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple):
-            waiting += one
+        elif isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list | tuple):
+            waiting += part
 
 
 def _npy(path: Path) -> torch.Tensor:

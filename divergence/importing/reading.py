@@ -68,12 +68,12 @@ class Survey:
 
 def by_site(tensors: Sequence[Dumped]) -> dict[str, list[Dumped]]:
     """The ranks' tensors of each site. What one rank saw at a site again is left out."""
-    found: dict[str, list[Dumped]] = {}
-    for one in tensors:
-        held = found.setdefault(one.site, [])
-        if all(other.rank != one.rank for other in held):
-            held.append(one)
-    return found
+    sites: dict[str, list[Dumped]] = {}
+    for tensor in tensors:
+        held = sites.setdefault(tensor.site, [])
+        if all(other.rank != tensor.rank for other in held):
+            held.append(tensor)
+    return sites
 
 
 @dataclass(slots=True)
@@ -88,36 +88,36 @@ class _Prompt:
 
 def survey(forwards: Iterator[Forward], like: Run | None, notes: Notes) -> Survey:
     """Raises DumpError, and UsageError where the dump has no name of ``like``."""
-    found = Survey()
+    surveyed = Survey()
     prompts: list[_Prompt] = []
     for index, forward in enumerate(forwards):
-        found.places.append(None)
-        for one in forward.tensors:
-            found.sites[one.site] = None
-            if one.tensor.is_floating_point():
-                found.dtypes[format_of(one.tensor.dtype).name] += one.tensor.numel()
-            _check_dtype(one, forward.where)
+        surveyed.places.append(None)
+        for tensor in forward.tensors:
+            surveyed.sites[tensor.site] = None
+            if tensor.tensor.is_floating_point():
+                surveyed.dtypes[format_of(tensor.tensor.dtype).name] += tensor.tensor.numel()
+            _check_dtype(tensor, forward.where)
         _place(prompts, index, forward)
-    if not found.sites:
+    if not surveyed.sites:
         raise DumpError("nothing in the dump is the tensor of a module's input or output")
     if like is not None:
-        _check_names(found, like, notes)
-    _number(found, prompts, like, notes)
-    return found
+        _check_names(surveyed, like, notes)
+    _number(surveyed, prompts, like, notes)
+    return surveyed
 
 
-def _check_dtype(one: Dumped, where: str) -> None:
+def _check_dtype(dumped: Dumped, where: str) -> None:
     try:
-        format_of(one.tensor.dtype)
+        format_of(dumped.tensor.dtype)
     except UsageError as error:
-        raise DumpError(error.message, where=f"{one.site} in {where}") from error
+        raise DumpError(error.message, where=f"{dumped.site} in {where}") from error
 
 
 def _ids(forward: Forward) -> list[list[int]] | None:
     """Rows of token ids that the forward was fed."""
-    for one in forward.tensors:
-        tensor = one.tensor
-        if _IDS.fullmatch(one.site) and tensor.dtype in (torch.int64, torch.int32):
+    for dumped in forward.tensors:
+        tensor = dumped.tensor
+        if _IDS.fullmatch(dumped.site) and tensor.dtype in (torch.int64, torch.int32):
             rows = tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
             if rows.ndim == 2 and 0 < rows.numel() <= _MAX_IDS and not bool((rows < 0).any()):
                 _check_positions(forward, rows.shape[1])
@@ -126,9 +126,9 @@ def _ids(forward: Forward) -> list[list[int]] | None:
 
 
 def _check_positions(forward: Forward, num_tokens: int) -> None:
-    for one in forward.tensors:
-        if num_tokens > 1 and one.site.endswith(":in.position_ids") and one.tensor.numel():
-            if int(one.tensor.reshape(-1)[-1]) >= num_tokens:
+    for tensor in forward.tensors:
+        if num_tokens > 1 and tensor.site.endswith(":in.position_ids") and tensor.tensor.numel():
+            if int(tensor.tensor.reshape(-1)[-1]) >= num_tokens:
                 raise DumpError(
                     "a prompt was prefilled in parts, or on top of a cached prefix",
                     where=forward.where,
@@ -142,7 +142,7 @@ def _place(prompts: list[_Prompt], index: int, forward: Forward) -> None:
     rows = _ids(forward)
     held = prompts[-1] if prompts else None
     if forward.sample is not None:  # the map says it
-        held = next((one for one in prompts if one.sample == forward.sample), None)
+        held = next((prompt for prompt in prompts if prompt.sample == forward.sample), None)
     elif rows is not None and len(rows[0]) > 1:
         held = None
     wanted = index if forward.sample is None else 0 if held is None else len(held.forwards)
@@ -169,62 +169,62 @@ def _place(prompts: list[_Prompt], index: int, forward: Forward) -> None:
     held.forwards.append(index)
 
 
-def _number(found: Survey, prompts: list[_Prompt], like: Run | None, notes: Notes) -> None:
+def _number(surveyed: Survey, prompts: list[_Prompt], like: Run | None, notes: Notes) -> None:
     """Gives each prompt its sample, and fills ``tokens`` and ``places``."""
     samples: list[SampleTokens] = []
     groups: list[list[int]] = []
     if like is not None:
         known = like.manifest.tokens
         taken: set[int] = set()
-        for one in prompts:
-            group = next((g for g in known.groups if _is_group(one, g, known)), None)
-            one.sample = one.sample if one.rows is None else None
+        for prompt in prompts:
+            group = next((g for g in known.groups if _is_group(prompt, g, known)), None)
+            prompt.sample = prompt.sample if prompt.rows is None else None
             if group is not None and group[0] not in taken:
-                one.sample = group[0]
+                prompt.sample = group[0]
                 taken.add(group[0])
-        if taken or all(one.rows is None for one in prompts):
-            _as_in(found, prompts, known, taken, notes)
+        if taken or all(prompt.rows is None for prompt in prompts):
+            _as_in(surveyed, prompts, known, taken, notes)
             return
-    for one in prompts:
-        rows = one.rows or [[]]
+    for prompt in prompts:
+        rows = prompt.rows or [[]]
         members = list(range(len(samples), len(samples) + len(rows)))
         groups.append(members)
         for row in range(len(rows)):
-            fed = [step[row] for step in one.fed if row < len(step)]
+            fed = [step[row] for step in prompt.fed if row < len(step)]
             samples.append(SampleTokens(prompt_ids=rows[row], generated_ids=fed))
-        for step, index in enumerate(one.forwards):
-            found.places[index] = members[0], step
-    found.tokens = Tokens(samples=samples, groups=groups)
+        for step, index in enumerate(prompt.forwards):
+            surveyed.places[index] = members[0], step
+    surveyed.tokens = Tokens(samples=samples, groups=groups)
 
 
 def _as_in(
-    found: Survey, prompts: list[_Prompt], known: Tokens, taken: set[int], notes: Notes
+    surveyed: Survey, prompts: list[_Prompt], known: Tokens, taken: set[int], notes: Notes
 ) -> None:
     """As the run has them: its prompts, with the tokens of those that the dump shows."""
     samples = [
-        replace(one, text=None, generated_ids=[], chosen_ids=[])
+        replace(sample, text=None, generated_ids=[], chosen_ids=[])
         if any(group[0] in taken for group in known.groups if number in group)
         else SampleTokens(prompt_ids=[])
-        for number, one in enumerate(known.samples)
+        for number, sample in enumerate(known.samples)
     ]
     num_left_out = 0
-    for number, one in enumerate(prompts):
-        if one.sample is None and not taken and number == 0:
-            one.sample = 0
-        if one.sample is None or not known.group_of(one.sample):
-            num_left_out += len(one.forwards)
+    for number, prompt in enumerate(prompts):
+        if prompt.sample is None and not taken and number == 0:
+            prompt.sample = 0
+        if prompt.sample is None or not known.group_of(prompt.sample):
+            num_left_out += len(prompt.forwards)
             continue
-        group = known.group_of(one.sample)
+        group = known.group_of(prompt.sample)
         for row, member in enumerate(group if taken else ()):
             samples[member] = replace(
-                samples[member], generated_ids=[step[row] for step in one.fed if row < len(step)]
+                samples[member], generated_ids=[step[row] for step in prompt.fed if row < len(step)]
             )
-        for step, index in enumerate(one.forwards):
-            found.places[index] = one.sample, step
+        for step, index in enumerate(prompt.forwards):
+            surveyed.places[index] = prompt.sample, step
     if num_left_out:
         plural = "s" if num_left_out > 1 else ""
         notes.say(f"{num_left_out} forward{plural} of other prompts than RUN's left out")
-    found.tokens = Tokens(samples=samples, groups=known.groups)
+    surveyed.tokens = Tokens(samples=samples, groups=known.groups)
 
 
 def _is_group(prompt: _Prompt, group: list[int], known: Tokens) -> bool:
@@ -239,16 +239,16 @@ def _is_group(prompt: _Prompt, group: list[int], known: Tokens) -> bool:
     return True
 
 
-def _check_names(found: Survey, like: Run, notes: Notes) -> None:
+def _check_names(surveyed: Survey, like: Run, notes: Notes) -> None:
     """The dump's sites are to be those of the run, perhaps under another prefix."""
     theirs = site_names(like.records)
-    prefix = find_prefix(found.sites, theirs)
+    prefix = find_prefix(surveyed.sites, theirs)
     if prefix is not None:
-        found.prefix = prefix
-        one, two = (text or "(nothing)" for text in prefix)
-        notes.say(f"sites were named with the prefix {one} read as {two}")
-    missing = [site for site in found.sites if found.renamed(site) not in theirs]
-    if len(missing) == len(found.sites):
+        surveyed.prefix = prefix
+        dump_prefix, run_prefix = (text or "(nothing)" for text in prefix)
+        notes.say(f"sites were named with the prefix {dump_prefix} read as {run_prefix}")
+    missing = [site for site in surveyed.sites if surveyed.renamed(site) not in theirs]
+    if len(missing) == len(surveyed.sites):
         near = [name for site in missing[:20] for name in near_names(site, theirs, count=1)]
         raise UsageError(
             f"none of the dump's {len(missing)} sites is one of {like.path}: the first is "
@@ -257,6 +257,6 @@ def _check_names(found: Survey, like: Run, notes: Notes) -> None:
         )  # fmt: skip
     if missing:
         notes.say(
-            f"{len(missing)} of {len(found.sites)} sites are none of RUN's, the first "
+            f"{len(missing)} of {len(surveyed.sites)} sites are none of RUN's, the first "
             f"{missing[0]}: kept under their own names"
         )

@@ -75,7 +75,7 @@ class Rules:
         """The names most like its patterns, then the first few."""
         names = list(names)
         wanted = [_PART.sub("0", rule.pattern) for rule in (*self.files, *self.keys)]
-        near = [name for one in wanted for name in near_names(one, names)]
+        near = [name for pattern in wanted for name in near_names(pattern, names)]
         return list(dict.fromkeys([*near, *names]))[:4]
 
     def of_file(self, name: str) -> Found | None:

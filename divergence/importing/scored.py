@@ -56,36 +56,36 @@ def import_scores(
     """The run. ``like``: a run whose prompts these are; others are refused."""
     from divergence.importing.fields import load_fields
 
-    found = reader.scores(folder, None if map is None else load_fields(map), notes)
-    if not any(one.positions for one in found.scores):
+    scored = reader.scores(folder, None if map is None else load_fields(map), notes)
+    if not any(score.positions for score in scored.scores):
         raise DumpError("no token has a log-probability", where=str(folder.path))
-    for one, where in zip(found.scores, found.wheres, strict=True):
-        one.tensors(where)
+    for score, where in zip(scored.scores, scored.wheres, strict=True):
+        score.tensors(where)
     if like is not None:
-        _check_prompts(found, like)
+        _check_prompts(scored, like)
     manifest = scores_manifest(
-        found.source, [one.tokens for one in found.scores],
-        label=label or f"file of {reader.NAME}", command=command, texts=found.texts,
+        scored.source, [score.tokens for score in scored.scores],
+        label=label or f"file of {reader.NAME}", command=command, texts=scored.texts,
         forced_by=None if like is None else like.manifest.id,
         tool=f", importing {reader.NAME}",
     )  # fmt: skip
     with RunWriter(place, manifest, force=force) as writer:
-        for number, (one, where) in enumerate(zip(found.scores, found.wheres, strict=True)):
-            put_scores(writer, number, one, where=where)
+        for number, (score, where) in enumerate(zip(scored.scores, scored.wheres, strict=True)):
+            put_scores(writer, number, score, where=where)
     return Run.open(place)
 
 
-def _check_prompts(found: Scored, like: Run) -> None:
+def _check_prompts(scored: Scored, like: Run) -> None:
     theirs = like.manifest.tokens.samples
-    if len(theirs) != len(found.scores):
+    if len(theirs) != len(scored.scores):
         raise DumpError(
-            f"{len(found.scores)} prompts, and {like.path} has {len(theirs)}",
+            f"{len(scored.scores)} prompts, and {like.path} has {len(theirs)}",
             hint="leave --like out to import the file as it is",
         )
-    for number, (one, other) in enumerate(zip(found.scores, theirs, strict=True)):
-        mine, its = list(one.prompt_ids), other.prompt_ids
+    for number, (score, other) in enumerate(zip(scored.scores, theirs, strict=True)):
+        mine, its = list(score.prompt_ids), other.prompt_ids
         if mine and its and mine != its:
             raise DumpError(
-                f"prompt {number} is not that of {like.path}", where=found.wheres[number],
+                f"prompt {number} is not that of {like.path}", where=scored.wheres[number],
                 hint="leave --like out to import the file as it is",
             )  # fmt: skip

@@ -76,18 +76,18 @@ class CodeErrors:
 
     def looks(self) -> list[Look]:
         """All four; none where there are no codes."""
-        found = [Look("outliers", float(self.num_outliers), 0.0, self.num, self.farthest)]
+        looks = [Look("outliers", float(self.num_outliers), 0.0, self.num, self.farthest)]
         if self.num_inner < 2 or not self.power:
-            return found
+            return looks
         n = self.num_inner
         spread = math.sqrt(self.squares / n)
         scale = _SCALE_ROUNDINGS * self.roundoff
         limit = max(_LEAST, DEVIATIONS * spread / math.sqrt(n) + scale * self.size / n)
-        found.append(Look("inward", self.inward / n, limit, n))
-        found.append(Look("offset", self.offset / n, limit, n))
+        looks.append(Look("inward", self.inward / n, limit, n))
+        looks.append(Look("offset", self.offset / n, limit, n))
         limit = DEVIATIONS * spread / math.sqrt(self.power) + scale
-        found.append(Look("scale", self.product / self.power, limit, n))
-        return found
+        looks.append(Look("scale", self.product / self.power, limit, n))
+        return looks
 
 
 def code_errors(

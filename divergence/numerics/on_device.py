@@ -53,8 +53,8 @@ def open_device(name: str) -> torch.device:
         if device.type != "cpu" and device.index is None and local is not None:
             count = torch.get_device_module(device).device_count()
             device = torch.device(device.type, int(local) % max(1, count))
-        one = torch.ones(2, dtype=torch.float64, device=device)
-        if float((one * (1 + 2.0**-40)).sum()) != 2 + 2.0**-39:
+        ones = torch.ones(2, dtype=torch.float64, device=device)
+        if float((ones * (1 + 2.0**-40)).sum()) != 2 + 2.0**-39:
             raise TypeError("it rounds float64")
     except (RuntimeError, TypeError, AssertionError, ValueError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
@@ -295,15 +295,15 @@ def _counts(piece: torch.Tensor) -> torch.Tensor:
         piece = piece.to(torch.float32)  # float8 has no comparisons of its own
     finite, nan = torch.isfinite(piece), torch.isnan(piece)
     up, down = piece == math.inf, piece == -math.inf
-    return torch.stack([one.sum() for one in (finite, nan, up, down, piece == 0)])
+    return torch.stack([mask.sum() for mask in (finite, nan, up, down, piece == 0)])
 
 
-def summaries_of(found: Sequence[Statistics]) -> list[Summary]:
+def summaries_of(statistics: Sequence[Statistics]) -> list[Summary]:
     """The summaries, fetched from the device in two transfers."""
-    if not found:
+    if not statistics:
         return []
-    floats = torch.stack([one for one, _ in found]).cpu().tolist()
-    counts = torch.stack([one for _, one in found]).cpu().tolist()
+    floats = torch.stack([part for part, _ in statistics]).cpu().tolist()
+    counts = torch.stack([part for _, part in statistics]).cpu().tolist()
     return [_summary(*pair) for pair in zip(floats, counts, strict=True)]
 
 

@@ -115,9 +115,9 @@ def _p_value(values: np.ndarray, generator: np.random.Generator) -> float:
     if len(values) <= _EXACT:
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(values))))
         return float((np.abs((signs * values).mean(axis=1)) >= wanted).mean())
-    found, rows = 0, max(1, 2_000_000 // len(values))
+    hits, rows = 0, max(1, 2_000_000 // len(values))
     for start in range(0, _DRAWS, rows):
         shape = min(rows, _DRAWS - start), len(values)
         signs = generator.integers(0, 2, shape) * 2.0 - 1.0
-        found += int((np.abs((signs * values).mean(axis=1)) >= wanted).sum())
-    return (found + 1) / (_DRAWS + 1)
+        hits += int((np.abs((signs * values).mean(axis=1)) >= wanted).sum())
+    return (hits + 1) / (_DRAWS + 1)

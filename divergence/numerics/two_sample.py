@@ -44,13 +44,13 @@ class TwoSample(msgspec.Struct, frozen=True, kw_only=True):
 class _Prompt:
     """The answers to one prompt: ``kernel`` (n, n), and draws of who is on which side (D, n)."""
 
-    def __init__(self, one: np.ndarray, two: np.ndarray, generator: np.random.Generator) -> None:
-        both = np.concatenate([one, two])
+    def __init__(self, a: np.ndarray, b: np.ndarray, generator: np.random.Generator) -> None:
+        both = np.concatenate([a, b])
         self.kernel = np.stack([(both == row).mean(axis=1) for row in both])
-        self.num = len(one), len(two)
+        self.num = len(a), len(b)
         keys = generator.random((_DRAWS, len(both)))
         keys[0] = np.arange(len(both))  # the first draw is what was seen
-        self.first = (keys.argsort(axis=1).argsort(axis=1) < len(one)).astype(np.float64)
+        self.first = (keys.argsort(axis=1).argsort(axis=1) < len(a)).astype(np.float64)
 
     @property
     def alike(self) -> float:
@@ -71,31 +71,31 @@ class _Prompt:
         behind = self._sum(stays, stays) - stays @ own
         behind += self.alike * gone * (gone - 1) + 2 * other * num * gone
         across = self._sum(first, stays) + other * n * gone
-        found: np.ndarray = (
+        mmd: np.ndarray = (
             within / (n * (n - 1)) + behind / (m * (m - 1)) - 2 * across / (n * m)
         )  # fmt: skip
-        return found
+        return mmd
 
-    def _sum(self, one: np.ndarray, two: np.ndarray) -> np.ndarray:
-        found: np.ndarray = ((one @ self.kernel) * two).sum(axis=1)
-        return found
+    def _sum(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        sums: np.ndarray = ((left @ self.kernel) * right).sum(axis=1)
+        return sums
 
 
 def two_sample(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, seed: int = 0) -> TwoSample:
     """``pairs``: of each prompt both sides' answers, int (n, L) and (m, L) with n, m >= 2, filled
     up with one number behind their ends. Raises ValueError for fewer answers."""
-    if not pairs or any(len(one) < 2 or len(two) < 2 for one, two in pairs):
+    if not pairs or any(len(a) < 2 or len(b) < 2 for a, b in pairs):
         raise ValueError("at least two answers to each prompt are needed on both sides")
     generator = np.random.default_rng(seed)
-    prompts = [_Prompt(one, two, generator) for one, two in pairs]
-    found = np.mean([one.statistic() for one in prompts], axis=0)
-    ways = sum(math.log(math.comb(sum(one.num), one.num[0])) for one in prompts)
+    prompts = [_Prompt(a, b, generator) for a, b in pairs]
+    mmds = np.mean([prompt.statistic() for prompt in prompts], axis=0)
+    ways = sum(math.log(math.comb(sum(prompt.num), prompt.num[0])) for prompt in prompts)
     enough = ways >= math.log(2 / LEVEL)
-    p_value = float((found >= found[0] - 1e-12).mean())
+    p_value = float((mmds >= mmds[0] - 1e-12).mean())
     return TwoSample(
-        num_prompts=len(pairs), num_answers=sum(len(one) for one, _ in pairs),
-        mmd=float(found[0]), p_value=p_value if enough else None,
-        smallest_share=_smallest_share(prompts, pairs, found, generator) if enough else None,
+        num_prompts=len(pairs), num_answers=sum(len(answers) for answers, _ in pairs),
+        mmd=float(mmds[0]), p_value=p_value if enough else None,
+        smallest_share=_smallest_share(prompts, pairs, mmds, generator) if enough else None,
     )  # fmt: skip
 
 
@@ -108,19 +108,19 @@ def _smallest_share(
     bound = float(np.quantile(null, 1 - LEVEL, method="higher"))
     other = _across(pairs)
     for share in _SHARES:
-        found = np.zeros(_TRIALS)
-        for one in prompts:
-            kept = (generator.random((_TRIALS, sum(one.num))) >= share).astype(np.float64)
-            found += one.statistic(other, kept)
-        if float((found / len(prompts) > bound).mean()) >= _POWER:
+        mmds = np.zeros(_TRIALS)
+        for prompt in prompts:
+            kept = (generator.random((_TRIALS, sum(prompt.num))) >= share).astype(np.float64)
+            mmds += prompt.statistic(other, kept)
+        if float((mmds / len(prompts) > bound).mean()) >= _POWER:
             return share
     return None
 
 
 def _across(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
     """The mean kernel of answers to different prompts; 0 with one prompt alone."""
-    found = []
-    for (one, _), (two, _) in itertools.pairwise(pairs):
-        length = min(one.shape[1], two.shape[1])
-        found.append(float((one[0, :length] == two[0, :length]).mean()) if length else 0.0)
-    return float(np.mean(found)) if found else 0.0
+    kernels = []
+    for (first, _), (second, _) in itertools.pairwise(pairs):
+        length = min(first.shape[1], second.shape[1])
+        kernels.append(float((first[0, :length] == second[0, :length]).mean()) if length else 0.0)
+    return float(np.mean(kernels)) if kernels else 0.0

@@ -239,4 +239,4 @@ def _is_pointwise(name: str) -> bool:
     if packet is None or "polynomial" in name or name in ("mvlgamma", "polygamma"):
         return False
     tags = (getattr(packet, overload).tags for overload in packet.overloads())
-    return any(torch.Tag.pointwise in one for one in tags)
+    return any(torch.Tag.pointwise in tag for tag in tags)

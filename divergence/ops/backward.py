@@ -50,8 +50,8 @@ def _norm(bound: Bound) -> None:
     shape, given = normalized_axes(bound), tuple(bound["input"].shape)
     fits(tuple(bound["grad_out"].shape) == given, "a gradient of another shape")
     for name in ("mean", "rstd"):
-        one = bound.get(name)
-        fits(one is None or one.numel() == math.prod(given[: -len(shape)]), f"{name} of others")
+        term = bound.get(name)
+        fits(term is None or term.numel() == math.prod(given[: -len(shape)]), f"{name} of others")
 
 
 def _embedding(bound: Bound) -> None:

@@ -164,11 +164,11 @@ def _take(bound: Bound) -> None:
 def _ends(bound: Bound) -> None:
     """Ends of the groups of (S, K) × (E, K, N), (E, M, K) × (K, S) or (M, S) × (S, N) ascend, up
     to S; one for each of E."""
-    one, two, offs = bound["self"], bound["mat2"], bound.get("offs")
+    mat1, mat2, offs = bound["self"], bound["mat2"], bound.get("offs")
     if offs is None:
         return
-    size = two.shape[1] if one.ndim == 3 else one.shape[0 if two.ndim == 3 else 1]
-    groups = one.shape[0] if one.ndim == 3 else two.shape[0] if two.ndim == 3 else offs.numel()
+    size = mat2.shape[1] if mat1.ndim == 3 else mat1.shape[0 if mat2.ndim == 3 else 1]
+    groups = mat1.shape[0] if mat1.ndim == 3 else mat2.shape[0] if mat2.ndim == 3 else offs.numel()
     fits(tuple(offs.shape) == (groups,), f"{offs.numel()} ends of {groups} groups")
     within(offs, size + 1)
     fits(bool((offs[1:] >= offs[:-1]).all()), "ends of groups do not ascend")
@@ -239,10 +239,10 @@ def _batch_norm(bound: Bound) -> None:
     shape = bound["input"].shape
     fits(len(shape) >= 2 and bound["input"].numel() > 0, f"an input {tuple(shape)}")
     statistics = [bound.get("running_mean"), bound.get("running_var")]
-    given = all(one is not None for one in statistics)
+    given = all(statistic is not None for statistic in statistics)
     fits(given or bound.get("training", False), "statistics are neither given nor computed")
-    for one in (*statistics, bound.get("weight"), bound.get("bias")):
-        fits(one is None or tuple(one.shape) == (shape[1],), f"{shape[1]} channels")
+    for statistic in (*statistics, bound.get("weight"), bound.get("bias")):
+        fits(statistic is None or tuple(statistic.shape) == (shape[1],), f"{shape[1]} channels")
 
 
 def _weight_norm(bound: Bound) -> None:
@@ -254,13 +254,13 @@ def _weight_norm(bound: Bound) -> None:
 
 def _fourier(bound: Bound) -> None:
     """Each axis once; a one-sided spectrum holds half the points and one."""
-    one, dims = bound["self"], bound["dim"]
-    known = {dim % one.ndim for dim in dims if -one.ndim <= dim < one.ndim}
-    fits(len(known) == len(dims) > 0, f"axes {dims} of {one.ndim}")
+    operand, dims = bound["self"], bound["dim"]
+    known = {dim % operand.ndim for dim in dims if -operand.ndim <= dim < operand.ndim}
+    fits(len(known) == len(dims) > 0, f"axes {dims} of {operand.ndim}")
     last = bound.get("last_dim_size")
     if last is not None:
-        fits(last > 0 and one.shape[dims[-1]] == last // 2 + 1, f"{last} points")
-    fits(one.is_complex() == ("onesided" not in bound), "an input of another kind")
+        fits(last > 0 and operand.shape[dims[-1]] == last // 2 + 1, f"{last} points")
+    fits(operand.is_complex() == ("onesided" not in bound), "an input of another kind")
 
 
 _CHECKS: dict[str, Callable[[Bound], object]] = {

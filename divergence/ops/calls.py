@@ -115,12 +115,12 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
     return calls
 
 
-def operand_values(run: Run, one: RecordedCall, weights: Weights | None) -> list[torch.Tensor]:
+def operand_values(run: Run, call: RecordedCall, weights: Weights | None) -> list[torch.Tensor]:
     """The values of the call's operands, each in its shape; their layout is not restored.
 
     Raises Refusal where one is not there.
     """
-    return [operand_value(run, one.first, operand, weights) for operand in one.call.operands]
+    return [operand_value(run, call.first, operand, weights) for operand in call.call.operands]
 
 
 def operand_value(run: Run, at: Record, operand: Operand, weights: Weights | None) -> torch.Tensor:

@@ -88,7 +88,9 @@ def execute_ports(
     check_operator(operator)
     check_bounds(operator, bound)
     results = _run(call, operator, args, kwargs, bound, device, compute_dtype)
-    written = [one for name in written_arguments(operator) for one in tensors_in(bound.get(name))]
+    written = [
+        tensor for name in written_arguments(operator) for tensor in tensors_in(bound.get(name))
+    ]
     return _by_port(results, written, call.operator)
 
 
@@ -163,7 +165,9 @@ def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, 
     if not tensors:
         raise Refusal(f"{short_name(name)} returns no tensor")
     ports = ["out", *(f"out.{number}" for number in range(1, len(tensors)))]
-    return {port: plain_tensor(one.detach()) for port, one in zip(ports, tensors, strict=True)}
+    return {
+        port: plain_tensor(tensor.detach()) for port, tensor in zip(ports, tensors, strict=True)
+    }
 
 
 Definition = Callable[[Bound, Sequence[Operand]], Any]
@@ -192,26 +196,26 @@ def _log_softmax(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
 def _rms_norm(bound: Bound, operands: Sequence[Operand]) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, 1/rms). Without eps it is that of what torch computes the norm in: float32 for
     narrower inputs."""
-    one, weight, eps = bound["input"], bound.get("weight"), bound.get("eps")
+    values, weight, eps = bound["input"], bound.get("weight"), bound.get("eps")
     if eps is None:
         wide = operands and operands[0].dtype == "float64"
         eps = torch.finfo(torch.float64 if wide else torch.float32).eps
     axes = tuple(range(-len(bound["normalized_shape"]), 0))
-    inverse = (one.square().mean(axes, keepdim=True) + eps).rsqrt()
-    normed = one * inverse
+    inverse = (values.square().mean(axes, keepdim=True) + eps).rsqrt()
+    normed = values * inverse
     return normed if weight is None else normed * weight, inverse
 
 
 def _scaled_mm(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
     """(M, K) × (K, N) codes with a scale each per tensor, per row (M, 1) or column (1, N)."""
-    one, two = bound["self"].double(), bound["mat2"].double()
+    left, right = bound["self"].double(), bound["mat2"].double()
     a, b = bound["scale_a"], bound["scale_b"]
-    fits = (a.numel() == 1 or tuple(a.shape) == (one.shape[0], 1)) and (
-        b.numel() == 1 or tuple(b.shape) == (1, two.shape[1])
+    fits = (a.numel() == 1 or tuple(a.shape) == (left.shape[0], 1)) and (
+        b.numel() == 1 or tuple(b.shape) == (1, right.shape[1])
     )
     if not fits or bound.get("scale_result") is not None:
         raise NotImplementedError("a scaled matrix product with scales in blocks")
-    out: torch.Tensor = (one @ two) * a * b
+    out: torch.Tensor = (left @ right) * a * b
     return out if bound.get("bias") is None else out + bound["bias"]
 
 

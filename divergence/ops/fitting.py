@@ -30,7 +30,7 @@ def within(index: torch.Tensor, size: int, *, low: int = 0, masks: bool = True) 
         return
     fits(not index.is_floating_point() and not index.is_complex(), "an index is no integer")
     if index.numel():
-        least, most = (int(one) for one in torch.aminmax(index.to(torch.int64)))
+        least, most = (int(extreme) for extreme in torch.aminmax(index.to(torch.int64)))
         fits(low <= least and most < size, f"indices {least} to {most} into {size}")
 
 

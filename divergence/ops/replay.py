@@ -107,11 +107,11 @@ def replay(
         with RunWriter(place, manifest, force=force) as writer:
             skipped = manifest.plan.skipped_operators
             details: dict[str, list[str]] = defaultdict(list)
-            for number, one in enumerate(calls):
-                on_progress("replay", number, len(calls), one.path)
+            for number, call in enumerate(calls):
+                on_progress("replay", number, len(calls), call.path)
                 try:
                     _run_one(
-                        source, one, weights, writer, device, asked_for(operators, device),
+                        source, call, weights, writer, device, asked_for(operators, device),
                         truth=truth,
                     )  # fmt: skip
                 except Refusal as refusal:
@@ -148,7 +148,7 @@ def _skipped_lines(counts: Mapping[str, int], details: Mapping[str, Sequence[str
 
 def _run_one(
     source: Run,
-    one: RecordedCall,
+    call: RecordedCall,
     weights: Weights | None,
     writer: RunWriter,
     device: str,
@@ -157,22 +157,22 @@ def _run_one(
     truth: bool,
 ) -> None:
     """One operator: its results go to the writer, and nothing of it is kept."""
-    if one.first.rank:
+    if call.first.rank:
         raise Refusal("it was recorded by another process of a distributed run")
-    wide = one.first.pass_ == "escalated" and not truth  # as that pass ran it
+    wide = call.first.pass_ == "escalated" and not truth  # as that pass ran it
     with Widening(torch.float32) if wide else contextlib.nullcontext():
         results = execute_ports(
-            one.call,
-            operand_values(source, one, weights),
+            call.call,
+            operand_values(source, call, weights),
             device=device,
             compute_dtype=torch.float64 if truth else None,
             aligned=source.manifest.environment.device_type != device.partition(":")[0],
             namespaces=namespaces,
         )
-    missing = sorted(set(one.results) - set(results))
+    missing = sorted(set(call.results) - set(results))
     if missing:
-        raise Refusal("it returned other results than were recorded", detail=one.path)
-    for port, record in one.results.items():
+        raise Refusal("it returned other results than were recorded", detail=call.path)
+    for port, record in call.results.items():
         writer.put(
             CapturedTensor(results[port]),
             pass_="replayed",

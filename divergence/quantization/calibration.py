@@ -105,7 +105,7 @@ def watching(
         stack.callback(uninstall, model)
         for path, module in model.named_modules():
             kind_and_name = type(module).__name__.lower(), path.rpartition(".")[2].lower()
-            if any("norm" in one for one in kind_and_name):
+            if any("norm" in word for word in kind_and_name):
                 stack.enter_context(module.register_forward_hook(seen(path)))
         yield watches
 
@@ -151,8 +151,8 @@ def _migration(
         weights += [matrix.detach().float().abs().amax(0) for matrix in targets[name].matrices]
     inputs = torch.stack(sizes).amax(0).double().cpu()
     columns = torch.stack(weights).amax(0).double().cpu().clamp(min=_LEAST)
-    found = (inputs**alpha / columns ** (1 - alpha)).clamp(min=_LEAST)
-    return [_three_digits(one) for one in found.tolist()]
+    scales = (inputs**alpha / columns ** (1 - alpha)).clamp(min=_LEAST)
+    return [_three_digits(scale) for scale in scales.tolist()]
 
 
 def _three_digits(value: float) -> float:

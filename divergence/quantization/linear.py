@@ -125,14 +125,14 @@ class QuantizedWeight:
             return scales_of(wide, self.scheme.activations)
         assert self.limits is not None
         shape = (1,) * wide.ndim
-        least, most = (torch.full(shape, one, device=wide.device) for one in self.limits)
+        least, most = (torch.full(shape, limit, device=wide.device) for limit in self.limits)
         return scales_of(wide, self.scheme.activations, limits=(least, most))
 
     def _is_whole(self) -> bool:
         """Whole numbers on both sides, and one scale a row?"""
         return all(
-            one is not None and not one.is_float and one.per != "group"
-            for one in (self.scheme.weights, self.scheme.activations)
+            quantizer is not None and not quantizer.is_float and quantizer.per != "group"
+            for quantizer in (self.scheme.weights, self.scheme.activations)
         )
 
 
@@ -192,9 +192,9 @@ def put_in(module: nn.Module, weights: Weights) -> None:
 def watchable(module: nn.Module) -> QuantizedWeight | None:
     """The matrix of a layer whose input becomes codes; None for any other module."""
     held = module.__dict__.get("_quantized", {}).get("weight", ())
-    one = held[0] if len(held) == 1 else None
-    quantises = isinstance(one, QuantizedWeight) and one.scheme.activations is not None
-    return one if quantises else None
+    weight = held[0] if len(held) == 1 else None
+    quantises = isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None
+    return weight if quantises else None
 
 
 def take_out(module: nn.Module) -> None:

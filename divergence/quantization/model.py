@@ -62,10 +62,10 @@ def targets_of(model: nn.Module) -> dict[str, Target]:
     blocks = [unescape_path(path) for path, note in notes.items() if note.role == "block"]
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
     for path, module in model.named_modules():
         linear = isinstance(module, nn.Linear) or is_transposed(type(module))
-        block = next((one for one in blocks if path == one or path.startswith(f"{one}.")), None)
+        block = next((root for root in blocks if path == root or path.startswith(f"{root}.")), None)
         part = "head" if module is head else routing.get(path, "linear" if linear else "")
         if not part:
             continue
@@ -73,8 +73,8 @@ def targets_of(model: nn.Module) -> dict[str, Target]:
             if weight is None or weight.ndim != (3 if part == "experts" else 2):
                 continue
             full = path if name == "weight" else f"{path}.{name}"
-            found[full] = Target(full, module, name, part, block)
-    return found
+            targets[full] = Target(full, module, name, part, block)
+    return targets
 
 
 def chosen(targets: Mapping[str, Target], keep: Sequence[str]) -> list[Target]:
@@ -84,9 +84,9 @@ def chosen(targets: Mapping[str, Target], keep: Sequence[str]) -> list[Target]:
     ``ignore`` list of compressed-tensors; ``!NAME`` quantises what is kept otherwise.
     Raises UsageError for one that fits nothing.
     """
-    wanted = {one[1:] for one in keep if one.startswith("!")}
+    wanted = {pattern[1:] for pattern in keep if pattern.startswith("!")}
     forced = set(matching(targets, wanted))
-    kept = set(matching(targets, [one for one in keep if not one.startswith("!")]))
+    kept = set(matching(targets, [pattern for pattern in keep if not pattern.startswith("!")]))
     usual = {t.name for t in targets.values() if t.part in ("linear", "experts") and t.block}
     return [t for t in targets.values() if t.name in (usual | forced) - kept]
 
@@ -94,14 +94,14 @@ def chosen(targets: Mapping[str, Target], keep: Sequence[str]) -> list[Target]:
 def matching(targets: Mapping[str, Target], patterns: Iterable[str]) -> Iterator[str]:
     """Names that patterns fit. Raises UsageError for a pattern that fits none."""
     for pattern in patterns:
-        found = [name for name, target in targets.items() if _fits(pattern, name, target)]
-        if not found:
+        names = [name for name, target in targets.items() if _fits(pattern, name, target)]
+        if not names:
             raise UsageError(
                 f"{pattern!r} fits no matrix of the model",
                 hint=did_you_mean(pattern, targets, count=2)
                 or "a name, re: and a regular expression, or the class of a module",
             )
-        yield from found
+        yield from names
 
 
 def _fits(pattern: str, name: str, target: Target) -> bool:

@@ -99,11 +99,11 @@ def scheme_named(
     Raises UsageError for a name that there is none of (with near ones), and for an option that the
     scheme cannot have.
     """
-    names = [_SAME.get(one, one) for one in text.strip().lower().split("+")]
-    found = _named(names[0])
+    names = [_SAME.get(part, part) for part in text.strip().lower().split("+")]
+    scheme = _named(names[0])
     for name in names[1:]:
-        found = _joined(found, _named(name))
-    weights, activations = found.weights, found.activations
+        scheme = _joined(scheme, _named(name))
+    weights, activations = scheme.weights, scheme.activations
     weights = _changed(weights, "weights", weights_per, asymmetric in ("weights", "both"))
     activations = _changed(
         activations, "activations", activations_per, asymmetric in ("activations", "both")
@@ -112,20 +112,20 @@ def scheme_named(
         raise UsageError(
             f"asymmetric {asymmetric!r}: what gets a zero point?", hint="weights, activations, both"
         )
-    if found.static and activations is not None and activations.per != "tensor":
+    if scheme.static and activations is not None and activations.per != "tensor":
         raise UsageError(
-            f"{found.name}: scales known beforehand are per tensor, not per {activations.per}",
+            f"{scheme.name}: scales known beforehand are per tensor, not per {activations.per}",
             hint="a dynamic scheme, such as w8a8",
         )
     if smooth is not None and (weights is None or activations is None):
         raise UsageError(
-            f"{found.name} quantises no activations, so there is nothing to migrate",
+            f"{scheme.name} quantises no activations, so there is nothing to migrate",
             hint="--smooth is for w8a8, w8a8-static, fp8 and w4a8",
         )
     if smooth is not None and not 0 <= smooth <= 1:
         raise UsageError(f"alpha is from 0 to 1, not {smooth:g}", hint="--smooth 0.5")
     return msgspec.structs.replace(
-        found, name="+".join(names), weights=weights, activations=activations, smooth=smooth
+        scheme, name="+".join(names), weights=weights, activations=activations, smooth=smooth
     )
 
 
@@ -141,16 +141,16 @@ def _named(name: str) -> Scheme:
     raise UsageError(f"there is no scheme {name!r}", hint=near or f"one of {', '.join(SCHEMES)}")
 
 
-def _joined(one: Scheme, two: Scheme) -> Scheme:
+def _joined(first: Scheme, second: Scheme) -> Scheme:
     for field in ("weights", "activations", "kv"):
-        if getattr(one, field) is not None and getattr(two, field) is not None:
+        if getattr(first, field) is not None and getattr(second, field) is not None:
             raise UsageError(
-                f"{one.name}+{two.name}: both say how {field} are quantised",
+                f"{first.name}+{second.name}: both say how {field} are quantised",
                 hint="w8a8+kv8, for example",
             )
     return Scheme(
-        name=one.name, weights=one.weights or two.weights, kv=one.kv or two.kv,
-        activations=one.activations or two.activations, static=one.static or two.static,
+        name=first.name, weights=first.weights or second.weights, kv=first.kv or second.kv,
+        activations=first.activations or second.activations, static=first.static or second.static,
     )  # fmt: skip
 
 

@@ -88,8 +88,8 @@ class _RecordedRows:
                 return None
             return self._run.read(record)
         group = self._groups[sample]
-        found = [self._recorded(number, step, site) for number in group]
-        known = [rows for rows in found if rows is not None]
+        recorded = [self._recorded(number, step, site) for number in group]
+        known = [rows for rows in recorded if rows is not None]
         if not known or own.ndim < 2:
             return None
         records = (self._run.find(("free", self._theirs[n][0][0], step, site)) for n in group)
@@ -102,7 +102,7 @@ class _RecordedRows:
         if own.shape[0] != len(group):
             return None
         laid = own.clone()
-        for row, (number, rows) in enumerate(zip(group, found, strict=True)):
+        for row, (number, rows) in enumerate(zip(group, recorded, strict=True)):
             if rows is None:
                 continue
             place = self._place(number, rows, own)

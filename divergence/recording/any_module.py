@@ -161,13 +161,14 @@ def _identity(module: torch.nn.Module) -> ModelIdentity:
     """Class and weights. Equal weights have equal digests, as in a capture."""
     state = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
     digests = {name: digest_tensor(tensor) for name, tensor in state.items()}
-    floats = [one for one in state.values() if one.is_floating_point()]
+    floats = [tensor for tensor in state.values() if tensor.is_floating_point()]
     return ModelIdentity(
         source=type(module).__qualname__,
         model_class=type(module).__name__,
         task="encoder",
         config_digest="",
-        dtype=usual_dtype((format_of(one.dtype).name, one.numel()) for one in floats) or "float32",
+        dtype=usual_dtype((format_of(tensor.dtype).name, tensor.numel()) for tensor in floats)
+        or "float32",
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         digest=digest_many(digests),
         digests=digests,

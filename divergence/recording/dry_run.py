@@ -193,11 +193,11 @@ def forward_shapes(
     """Site → shape in a prefill of ``loaded.structure`` whole, from shapes alone; as far as the
     architecture can be run without values."""
     whole = replace(loaded, module=loaded.structure, device=torch.device("meta"))
-    one = msgspec.structs.replace(request, max_new_tokens=1)
+    prefill = msgspec.structs.replace(request, max_new_tokens=1)
     for attempt in range(2):
         counter = _Counter(request.store)
         try:
-            _count(one, whole, selection, notes, [0] * batch, [tokens], counter)
+            _count(prefill, whole, selection, notes, [0] * batch, [tokens], counter)
             break
         except ModelError:
             experts: Any = getattr(whole.module, "set_experts_implementation", None)
@@ -367,10 +367,10 @@ def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureO
     refuse_options(options, collectives=of_collectives(model, like))
     rows = [
         PlannedSite(
-            site=one.path, role=one.operator, shape=one.shape, dtype=one.dtype,
-            bytes_prefill=one.num_bytes, bytes_per_step=0, num_steps=1, bytes=one.num_bytes,
+            site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
+            bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
         )
-        for one in _cases(model, like, options)
+        for case in _cases(model, like, options)
     ]  # fmt: skip
     return DryRun(
         model=str(model or ("" if like is None else like.manifest.model.source)),

@@ -173,18 +173,18 @@ class Execution:
             self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
         return run
 
-    def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
+    def _check_pass(self, recorder: Recorder, pass_: Pass, manifest: Manifest) -> None:
         num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
-        if one.whole and num_emitted == 0:
-            manifest.plan.passes.remove(one.name)
+        if pass_.whole and num_emitted == 0:
+            manifest.plan.passes.remove(pass_.name)
             self._note("no whole pass: no decode step was made, so there is nothing to hold to it")
             return
-        if (one.anchored or one.whole) and num_anchored == 0:
+        if (pass_.anchored or pass_.whole) and num_anchored == 0:
             self._note(
-                f"the {one.name} pass replaced no input: the recorded inputs fit none of "
+                f"the {pass_.name} pass replaced no input: the recorded inputs fit none of "
                 "this model's"
             )
-        if one.name != "free":
+        if pass_.name != "free":
             return
         check_fired(self.plants, recorder.fired)
         if num_emitted == 0:
@@ -303,23 +303,23 @@ class Execution:
             self.division.note_environments(manifest)
         return manifest
 
-    def _recorder(self, sink: Any, one: Pass, anchor: Anchor | None = None) -> Recorder:
+    def _recorder(self, sink: Any, pass_: Pass, anchor: Anchor | None = None) -> Recorder:
         request, task = self.request, self.loaded.task
-        steps = 1 if one.whole or task == "encoder" else request.max_new_tokens
+        steps = 1 if pass_.whole or task == "encoder" else request.max_new_tokens
         forwards = steps * len(self.groups) or len(self.groups)
         num_blocks = sum(note.role == "block" for note in self.notes.values())
         # in a wide pass one forward may take minutes: progress goes by blocks
         # (of an encoder-decoder not each forward passes every block)
-        wide = one.compute_dtype is not None
+        wide = pass_.compute_dtype is not None
         by_block = wide and num_blocks > 0 and task != "encoder-decoder"
         decides = task == "causal-lm" and not padded_right(self.loaded, self.samples)
         # in the anchored passes, where there are any: there an error is where it is made
         anchored = any(made.anchored for made in self._made)
-        with_operators = not one.whole and one.anchored == anchored
+        with_operators = not pass_.whole and pass_.anchored == anchored
         total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
 
         def advance(what: str) -> None:
-            self.on_progress(one.name, min(next(done), total), total, what)
+            self.on_progress(pass_.name, min(next(done), total), total, what)
 
         return self.session.recorder(
             self.notes,
@@ -327,22 +327,22 @@ class Execution:
             hooked=self.selection.hooked,
             flat=self.selection.is_routing,
             sink=sink if self.division is None else self.division.sink(sink),
-            pass_=one.name,
+            pass_=pass_.name,
             steps=request.steps,
             positions=request.positions,
             logit_paths=output_paths(self.loaded.structure) if decides else (),
-            plants=own_plants(self.plants, self.notes) if one.whole else self.plants,
+            plants=own_plants(self.plants, self.notes) if pass_.whole else self.plants,
             anchor=anchor,
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,
             weights=request.weights,
-            forwards=USUAL if one.whole else self.loaded.forwards,
+            forwards=USUAL if pass_.whole else self.loaded.forwards,
             substitutes=request.substitutes,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,
         )
 
-    def _run_pass(self, recorder: Recorder, one: Pass, writer: RunWriter | None) -> None:
+    def _run_pass(self, recorder: Recorder, pass_: Pass, writer: RunWriter | None) -> None:
         """Run all groups; with ``writer`` the tokens are noted and the manifest kept up to date."""
 
         def note_tokens(group: list[int], result: GroupResult) -> None:
@@ -361,11 +361,11 @@ class Execution:
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
             writer.update_manifest()
 
-        self.on_progress(one.name, 0, None, "")
-        if one.whole:
+        self.on_progress(pass_.name, 0, None, "")
+        if pass_.whole:
             run_whole(self.session, recorder, self.samples, self.own_groups)
             return
-        with widened(one, self.loaded, self.training) as wide:
+        with widened(pass_, self.loaded, self.training) as wide:
             run_pass(
                 self.session,
                 recorder,
@@ -382,7 +382,7 @@ class Execution:
         if wide is not None and wide.num_rounded:
             self._note(
                 f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "
-                f"there the {one.name} pass is rounded to them"
+                f"there the {pass_.name} pass is rounded to them"
             )
 
     def _repeat(self, first: dict[TensorKey, CapturedTensor]) -> Repeatability:

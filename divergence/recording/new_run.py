@@ -95,9 +95,9 @@ def unlike(
         yield f"this model has {blocks[0]} blocks, and that of the recorded run {blocks[1]}"
     if recorded.dtype != model.dtype or recorded.digest == model.digest:
         return
-    engines = [one for one in (engine, like.engine) if one is not None]
-    in_part = any("weights" in one.facts for one in engines) or any(
-        UNKNOWN in one.digests.values() for one in (model, recorded)
+    engines = [engine_note for engine_note in (engine, like.engine) if engine_note is not None]
+    in_part = any("weights" in engine_note.facts for engine_note in engines) or any(
+        UNKNOWN in identity.digests.values() for identity in (model, recorded)
     )
     ours, theirs = model.digests, recorded.digests
     both = [name for name in theirs if UNKNOWN not in (theirs[name], ours.get(name, UNKNOWN))]

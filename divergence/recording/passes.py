@@ -179,23 +179,23 @@ def why_not_whole(
 
 
 @contextlib.contextmanager
-def widened(one: Pass, loaded: LoadedModel, training: Training) -> Iterator[Widening | None]:
+def widened(pass_: Pass, loaded: LoadedModel, training: Training) -> Iterator[Widening | None]:
     """The dtype that a pass computes in. Widened weights are kept if there is ample room; those of
     a training step are wide for its length, since their gradients are as wide as they are."""
     with contextlib.ExitStack() as stack:
         if training.train:
-            stack.enter_context(leaves(loaded.module, one.compute_dtype, training))
-        if one.compute_dtype is None:
+            stack.enter_context(leaves(loaded.module, pass_.compute_dtype, training))
+        if pass_.compute_dtype is None:
             yield None
             return
         # a tensor class that holds codes has no memory of its own
         weights = [
             parameter for parameter in loaded.module.parameters() if not hasattr(parameter, "qdata")
         ]
-        needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
+        needed = sum(weight.numel() for weight in weights) * pass_.compute_dtype.itemsize
         room = free_bytes(loaded.device) // 2
         keep = needed if needed <= room and not training.train else 0
-        wide = Widening(one.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes)
+        wide = Widening(pass_.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes)
         yield stack.enter_context(wide)
 
 

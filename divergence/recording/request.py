@@ -202,13 +202,13 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
     options = replace(options, store=store)
 
     def choose(
-        name: str, given: Any, found: Any, allowed: Callable[[Manifest], Any] | None = None
+        name: str, given: Any, recorded_value: Any, allowed: Callable[[Manifest], Any] | None = None
     ) -> Any:
         if given is None and allowed is not None:  # of what the user chooses the run is not asked
             return allowed(recorded)
-        if given is None or given == found:
-            return found
-        overrides.append(Override(name=name, reference=str(found), used=str(given)))
+        if given is None or given == recorded_value:
+            return recorded_value
+        overrides.append(Override(name=name, reference=str(recorded_value), used=str(given)))
         return given
 
     settings, plan, identity = recorded.settings, recorded.plan, recorded.model
@@ -260,8 +260,8 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
             value = getattr(options, name)
             value = list(value) if isinstance(value, tuple) else value
             given = None if value in (field.default, []) else value
-            found, allowed = special.get(name) or (attrgetter(place)(recorded), None)
-            used[name] = choose(name, given, found, allowed)
+            recorded_value, allowed = special.get(name) or (attrgetter(place)(recorded), None)
+            used[name] = choose(name, given, recorded_value, allowed)
     used["attn_implementation"] = used["attn_implementation"] or "eager"
     decided = {
         "like": run, "named": model is not None, "engine_named": options.engine is not None,

@@ -99,7 +99,7 @@ def _roots(globs: Sequence[str], notes: Mapping[str, ModuleNote]) -> set[str]:
         _check(glob.rstrip(":"), notes)
         match = compile_patterns([glob.rstrip(":") + ":*"])
         named |= {path for path in notes if match(f"{path}:")}
-    return {path for path in named if not any(path.startswith(f"{one}.") for one in named)}
+    return {path for path in named if not any(path.startswith(f"{outer}.") for outer in named)}
 
 
 def _path_part(pattern: str) -> str:

@@ -126,7 +126,7 @@ class Widening(TorchDispatchMode):
         self._coded = {} if codes is None else codes.by_storage()
         narrow = _ORDER[: _ORDER.index(dtype)]
         self.wider = dict.fromkeys(narrow, dtype)
-        self.wider |= {_COMPLEX[one]: _COMPLEX[dtype] for one in narrow if one in _COMPLEX}
+        self.wider |= {_COMPLEX[real]: _COMPLEX[dtype] for real in narrow if real in _COMPLEX}
         self._functions = _SameDtype(self.wider)
         self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
         self._own: dict[Any, Callable[..., torch.Tensor]] = {

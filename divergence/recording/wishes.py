@@ -55,7 +55,7 @@ def plain_wishes(**wishes: Any) -> dict[str, Any]:
     if plain.get("dtype") == "auto":
         plain["dtype"] = None
     if "sites" in wishes:
-        plain["sites"] = tuple(_text("sites", one) for one in one_or_more(wishes["sites"]))
+        plain["sites"] = tuple(_text("sites", site) for site in one_or_more(wishes["sites"]))
     if "plants" in wishes:
         plain["plants"] = tuple(one_or_more(wishes["plants"]))
     if "prompts" in wishes:
@@ -91,7 +91,7 @@ def _prompt(value: Any) -> str | Prompt:
     ids = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(ids, list | tuple) or not ids:
         raise _not("prompts", value, "a text, or token ids such as [1, 2, 3]")
-    numbers = [_whole_number("prompts", one) for one in ids]
+    numbers = [_whole_number("prompts", token_id) for token_id in ids]
     if min(numbers) < 0:
         raise UsageError(f"prompts: {min(numbers)} is no token id")
     return Prompt(input_ids=tuple(numbers))

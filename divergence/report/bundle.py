@@ -46,8 +46,8 @@ def bundle_files(
     ``reproducer``: the files of one that `localize` wrote."""
     report = redacted_report(report, redaction)
     machines = {
-        name: msgspec.convert(redaction.all(msgspec.to_builtins(one)), Environment)
-        for name, one in environments.items()
+        name: msgspec.convert(redaction.all(msgspec.to_builtins(environment)), Environment)
+        for name, environment in environments.items()
     }
     files = {"report.json": report.to_json(indent=1)}
     # under other ids, since a page opens the runs again if it can, and they tell more
@@ -101,9 +101,9 @@ def _markdown(report: Report, machines: Mapping[str, Environment], files: list[s
 
 def _machine_table(machines: Mapping[str, Environment]) -> list[str]:
     """A row for each fact, a column for each machine; rows that differ first."""
-    facts = {name: _facts(one) for name, one in machines.items()}
-    keys = list(dict.fromkeys(key for one in facts.values() for key in one))
-    rows = {key: [one.get(key, "") for one in facts.values()] for key in keys}
+    facts = {name: _facts(machine) for name, machine in machines.items()}
+    keys = list(dict.fromkeys(key for fact in facts.values() for key in fact))
+    rows = {key: [fact.get(key, "") for fact in facts.values()] for key in keys}
     lines = [f"| | {' | '.join(machines)} | |", f"| --- |{' --- |' * (len(machines) + 1)}"]
     for key in sorted(rows, key=lambda key: len(set(rows[key])) == 1):
         differs = "**differs**" if len(set(rows[key])) > 1 else ""
@@ -116,7 +116,7 @@ def _facts(machine: Environment) -> dict[str, str]:
     facts: dict[str, str] = {}
     for name, value in msgspec.to_builtins(machine).items():
         if isinstance(value, dict):
-            facts |= {f"{name}: {key}": str(one) for key, one in sorted(value.items())}
+            facts |= {f"{name}: {key}": str(fact) for key, fact in sorted(value.items())}
         elif value not in (None, ""):
             facts[name] = str(value)
     return facts

@@ -248,13 +248,13 @@ def select_records(records: Sequence[Record], site: str) -> list[Record]:
     """The records of one site, or of the sites that a pattern matches; UsageError if none is."""
     names = site_names(records)
     wanted = {site} if site in names else set(filter(compile_patterns([site]), names))
-    found = records_at(records, wanted)
-    if not found:
+    matches = records_at(records, wanted)
+    if not matches:
         near = near_names(site, sorted(names, key=natural_key))
         hint = "`divergence inspect RUN -v` lists every site"
         hint = f"did you mean {' or '.join(near)}?" if near else hint
         raise UsageError(f"the run has no record of {site!r}", hint=hint)
-    return found
+    return matches
 
 
 def verified_text(kept: int, total: int, why: str) -> str:

@@ -89,7 +89,7 @@ def _answer(result: Localization) -> list[Line]:
         told = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
         lines.append(prose("proven", told))
     elif result.side is not None:
-        unmet = (str(one) for one in result.repetitions if not one.met)
+        unmet = (str(repetition) for repetition in result.repetitions if not repetition.met)
         untried = next(unmet, f"that takes {letter(result.side)}'s machine")
         lines.append(prose("proven", f"not tried: {untried}"))
     return lines
@@ -118,12 +118,12 @@ def _level(level: Level, *, named: bool) -> Line:
 
 def _repeated(result: Localization) -> list[Line]:
     """Which runs that were captured again have the bits of the run they stand for."""
-    equal = [one.run for one in result.repetitions if one.how == "bits"]
+    equal = [repetition.run for repetition in result.repetitions if repetition.how == "bits"]
     texts = [f"bit for bit: {', '.join(equal)}"] if equal else []
     texts += [
-        str(one) + (f" ({one.reason})" if one.reason else "")
-        for one in result.repetitions
-        if one.how != "bits"
+        str(repetition) + (f" ({repetition.reason})" if repetition.reason else "")
+        for repetition in result.repetitions
+        if repetition.how != "bits"
     ]
     return [prose("  repeated", text, width=12) for text in texts]
 
@@ -165,19 +165,20 @@ def _given(result: Localization) -> str:
     assert first is not None
     called = f": {first.called_at}" if first.called_at else ""
     parts = [
-        f"B is given {one.argument}={one.candidate} where A is given {one.reference}{called}"
-        for one in first.other_operands
+        f"B is given {operand.argument}={operand.candidate} where A is given "
+        f"{operand.reference}{called}"
+        for operand in first.other_operands
     ]
     if first.fed_by and not parts:
         parts = [
             f"its input comes from {first.fed_by[-1]}, which only {letter(first.fed_by_side)} calls"
         ]
-    for one in result.given[:2]:
-        if one.difference is None:
+    for operand in result.given[:2]:
+        if operand.difference is None:
             continue
-        whence = dict.fromkeys((one.reference, one.candidate))
-        by = f"{one.difference:.2g} (from {' / '.join(whence)})"
-        parts.append(f"its operand {one.argument} differs by {by}")
+        whence = dict.fromkeys((operand.reference, operand.candidate))
+        by = f"{operand.difference:.2g} (from {' / '.join(whence)})"
+        parts.append(f"its operand {operand.argument} differs by {by}")
     return "; ".join(parts)
 
 

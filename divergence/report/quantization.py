@@ -97,7 +97,7 @@ def _table(result: Quantization, *, verbose: bool) -> list[Line]:
     worst = result.worst()
     shown = worst if verbose else worst[:_SHOWN]
     lines = [heading("each alone", f"costliest first; {_sum_text(result)}")]
-    lines += columns([_TITLES, *(_row(one) for one in shown)])
+    lines += columns([_TITLES, *(_row(matrix) for matrix in shown)])
     if len(worst) > len(shown):
         lines.append(line(f"  and {len(worst) - len(shown)} more: -v"))
     lines += [BLANK, heading("by kind", "matrices, sum of KL alone, the costliest of them")]
@@ -115,15 +115,15 @@ def _sum_text(result: Quantization) -> str:
     )
 
 
-def _row(one: MatrixCost) -> tuple[str, ...]:
-    seen = one.outliers
-    name = one.name if one.by_default else f"{one.name} (kept: {one.part})"
+def _row(matrix: MatrixCost) -> tuple[str, ...]:
+    seen = matrix.outliers
+    name = matrix.name if matrix.by_default else f"{matrix.name} (kept: {matrix.part})"
     error = "-"
-    if one.block_error is not None:
-        floors = "" if one.times_floor is None else f" ({one.times_floor:,.0f} x floor)"
-        error = f"{one.block_error:.1e}{floors}"
+    if matrix.block_error is not None:
+        floors = "" if matrix.times_floor is None else f" ({matrix.times_floor:,.0f} x floor)"
+        error = f"{matrix.block_error:.1e}{floors}"
     return (
-        _nats(one.cost.kl_mean), _percent(one.cost.same_top), error,
+        _nats(matrix.cost.kl_mean), _percent(matrix.cost.same_top), error,
         "-" if seen is None else f"{seen.max:.3g}",
         "-" if seen is None else f"{seen.kurtosis:.3g}",
         "-" if seen is None else f"{seen.quantile_score:.2g}", name,
@@ -132,14 +132,14 @@ def _row(one: MatrixCost) -> tuple[str, ...]:
 
 def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, ...]]:
     kinds: dict[str, list[MatrixCost]] = {}
-    for one in matrices:
-        leaf = one.name.rpartition(".")[2]
-        kept = "" if one.by_default else f" (kept: {one.part})"
-        kinds.setdefault(f"{leaf}{kept}", []).append(one)
+    for matrix in matrices:
+        leaf = matrix.name.rpartition(".")[2]
+        kept = "" if matrix.by_default else f" (kept: {matrix.part})"
+        kinds.setdefault(f"{leaf}{kept}", []).append(matrix)
     rows = []
     for kind, group in kinds.items():
-        worst = max(group, key=lambda one: one.cost.kl_mean)
-        total = sum(one.cost.kl_mean for one in group)
+        worst = max(group, key=lambda matrix: matrix.cost.kl_mean)
+        total = sum(matrix.cost.kl_mean for matrix in group)
         rows.append((total, (kind, str(len(group)), _nats(total), worst.name)))
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 

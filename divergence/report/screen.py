@@ -79,9 +79,9 @@ def smallest_visible(report: Report) -> float | None:
     block: its limit times its floor. None where no block was judged."""
     for of in ("escalated", main_pass(report.sites)):
         judged = [site for site in report.sites if site.pass_ == of and site.role == "block"]
-        found = [s.limit * s.floor for s in judged if s.limit is not None and s.floor is not None]
-        if found:
-            return statistics.median(found)
+        sizes = [s.limit * s.floor for s in judged if s.limit is not None and s.floor is not None]
+        if sizes:
+            return statistics.median(sizes)
     return None
 
 
@@ -132,14 +132,14 @@ def _to_tell(report: Report) -> list[PreflightLine]:
     """What stops a comparison stands behind ``because`` already."""
     if report.verdict.kind != "incomparable":
         return report.preflight
-    return [one for one in report.preflight if one.status in ("differs", "unknown")]
+    return [line for line in report.preflight if line.status in ("differs", "unknown")]
 
 
 def settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
     """What differs, in the order of how much it explains."""
-    differ = [one for one in preflight if one.status in ("differs", "blocking")]
-    unknown = [one.check for one in preflight if one.status == "unknown"]
-    shown = [_setting(one) for one in differ[:_NUM_SETTINGS]]
+    differ = [line for line in preflight if line.status in ("differs", "blocking")]
+    unknown = [line.check for line in preflight if line.status == "unknown"]
+    shown = [_setting(line) for line in differ[:_NUM_SETTINGS]]
     if len(differ) > len(shown):
         shown.append(f"{len(differ) - len(shown)} more")
     if unknown:
@@ -172,12 +172,12 @@ def token_lines(report: Report) -> list[Line]:
     text = f"next-token choice agrees in {tokens.num_equal} of {total} steps ({how})"
     first = tokens.first_difference
     if first is not None:
-        one, two = (
+        token_a, token_b = (
             f"#{choice.id}" if choice.text is None else repr(choice.text)
             for choice in (first.reference, first.candidate)
         )
         said = {"tie": ", a tie", "fault": ", no tie", None: ""}[first.judgement]
-        text += f"; first at prompt {first.sample}, step {first.step}: {one} / {two}{said}"
+        text += f"; first at prompt {first.sample}, step {first.step}: {token_a} / {token_b}{said}"
     return [prose("tokens", text)]
 
 
@@ -207,7 +207,7 @@ def _operator_lines(report: Report) -> list[Line]:
     operators = report.operators
     if operators is None:
         return []
-    beyond = [one for one in operators.results if one.limit_usage > 1]
+    beyond = [result for result in operators.results if result.limit_usage > 1]
     text = f"{operators.num_matched} compared, {len(beyond)} beyond the limit"
     return [prose("operators", text + (f"; first {operators.onset}" if operators.onset else ""))]
 

@@ -24,20 +24,20 @@ def selfcheck_answer(result: SelfcheckResult) -> list[Line]:
 
 def _answer(result: SelfcheckResult) -> tuple[str, str]:
     untold = [*result.with_status("undetermined"), *result.with_status("not_run")]
-    rest = f"; {', '.join(one.name for one in untold)} could not be told" if untold else ""
+    rest = f"; {', '.join(way.name for way in untold)} could not be told" if untold else ""
     if result.diverged:
-        names = ", ".join(f"{one.name} ({_place(one)})" for one in result.diverged)
+        names = ", ".join(f"{way.name} ({_place(way)})" for way in result.diverged)
         return f"This machine does not agree with itself: {names} diverged{rest}.", "bold red"
     doubts = result.with_status("suspected")
     if doubts:
-        names = " and ".join(f"{one.name} ({_place(one)})" for one in doubts)
+        names = " and ".join(f"{doubt.name} ({_place(doubt)})" for doubt in doubts)
         return (
             f"This machine may not agree with itself: {names} is beyond a limit, but not surely; "
             f"more prompts tell{rest}.",
             "bold yellow",
         )
     if result.not_repeated:
-        names = " and ".join(one.name for one in result.not_repeated)
+        names = " and ".join(way.name for way in result.not_repeated)
         return (
             f"This machine agrees with itself to rounding, but not in its bits: {names} must give "
             f"equal bits and does not{rest}.",
@@ -65,7 +65,7 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
     )
     lines = [*selfcheck_answer(result), BLANK, prose("base run", ran, width=10), BLANK]
     rows = [
-        (one.name, how_changed(one), result_text(one), _STYLES[one.status]) for one in result.lines
+        (way.name, how_changed(way), result_text(way), _STYLES[way.status]) for way in result.lines
     ]
     first, second = (
         max([len(head), *(min(len(row[n]), _WIDEST) for row in rows)])
@@ -78,69 +78,69 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
     lines += _closer(result)
     if verbose:
         lines += [BLANK, heading("verdicts")]
-        lines += [prose(f"  {one.name}", one.summary, width=12) for one in result.lines]
+        lines += [prose(f"  {way.name}", way.summary, width=12) for way in result.lines]
     return lines
 
 
-def how_changed(one: SelfcheckLine) -> str:
-    return one.changed if one.against == "base" else f"{one.changed} (against {one.against})"
+def how_changed(way: SelfcheckLine) -> str:
+    return way.changed if way.against == "base" else f"{way.changed} (against {way.against})"
 
 
-def _place(one: SelfcheckLine) -> str:
-    return "in no one block" if one.block is None else f"from {one.block} on"
+def _place(way: SelfcheckLine) -> str:
+    return "in no one block" if way.block is None else f"from {way.block} on"
 
 
-def result_text(one: SelfcheckLine) -> str:
-    if one.status == "identical":
-        more = one.num_missing if one.name != "hooks" else 0
+def result_text(way: SelfcheckLine) -> str:
+    if way.status == "identical":
+        more = way.num_missing if way.name != "hooks" else 0
         return f"bit-identical, {more:,} tensors not compared" if more else "bit-identical"
-    if one.status == "not_applicable":
-        return f"not applicable: {one.reason}"
-    if one.status == "not_run":
-        return f"not run: {one.reason}"
-    if one.status == "undetermined":
-        return f"not told: {one.summary}"
-    used = "" if one.limit_usage is None else f"{one.limit_usage:.2g} of its limit"
-    if one.limit_usage is not None and one.limit_usage > 1:
-        used = f"{times(one.limit_usage)} its limit"
-    if one.status in ("diverged", "suspected"):
-        side = {"reference": one.against, "candidate": one.name}.get(one.side or "", "")
+    if way.status == "not_applicable":
+        return f"not applicable: {way.reason}"
+    if way.status == "not_run":
+        return f"not run: {way.reason}"
+    if way.status == "undetermined":
+        return f"not told: {way.summary}"
+    used = "" if way.limit_usage is None else f"{way.limit_usage:.2g} of its limit"
+    if way.limit_usage is not None and way.limit_usage > 1:
+        used = f"{times(way.limit_usage)} its limit"
+    if way.status in ("diverged", "suspected"):
+        side = {"reference": way.against, "candidate": way.name}.get(way.side or "", "")
         wrong = f"{side} is wrong" if side else ""
-        sure = one.status == "diverged"
-        surely = "DIVERGED" if sure else f"suspected ({one.confidence} confidence)"
-        parts = [f"{surely} {_place(one)}", used, wrong, _tokens(one)]
+        sure = way.status == "diverged"
+        surely = "DIVERGED" if sure else f"suspected ({way.confidence} confidence)"
+        parts = [f"{surely} {_place(way)}", used, wrong, _tokens(way)]
     else:
-        parts = [_floor(one), _bits(one), used, _tokens(one)]
+        parts = [_floor(way), _bits(way), used, _tokens(way)]
     return ", ".join(filter(None, parts))
 
 
-def _floor(one: SelfcheckLine) -> str:
-    return "NOT bit-identical, within floor" if one.same_bits else "within floor"
+def _floor(way: SelfcheckLine) -> str:
+    return "NOT bit-identical, within floor" if way.same_bits else "within floor"
 
 
-def _bits(one: SelfcheckLine) -> str:
-    if not one.num_blocks:
-        return f"{one.num_different:,} of {one.num_compared:,} tensors differ"
-    if not one.num_blocks_different:
+def _bits(way: SelfcheckLine) -> str:
+    if not way.num_blocks:
+        return f"{way.num_different:,} of {way.num_compared:,} tensors differ"
+    if not way.num_blocks_different:
         return "every block bit-identical on equal inputs"
-    text = f"{one.num_blocks_different} of {one.num_blocks} blocks differ in bits"
-    return text + (f": {one.first_different}" if one.num_blocks_different == 1 else "")
+    text = f"{way.num_blocks_different} of {way.num_blocks} blocks differ in bits"
+    return text + (f": {way.first_different}" if way.num_blocks_different == 1 else "")
 
 
-def _tokens(one: SelfcheckLine) -> str:
-    if not one.num_tokens_different:
+def _tokens(way: SelfcheckLine) -> str:
+    if not way.num_tokens_different:
         return ""
-    return f"{one.num_tokens_different} of {count(one.num_tokens, 'token')} chosen otherwise"
+    return f"{way.num_tokens_different} of {count(way.num_tokens, 'token')} chosen otherwise"
 
 
 def _closer(result: SelfcheckResult) -> list[Line]:
     shown = result.diverged + result.with_status("suspected", "undetermined")
-    shown += [one for one in result.not_repeated if one not in shown]
-    shown += [one for one in result.with_status("within_floor") if one not in shown]
+    shown += [way for way in result.not_repeated if way not in shown]
+    shown += [way for way in result.with_status("within_floor") if way not in shown]
     if not shown:
         return []
     lines = [
         BLANK,
         heading("look closer", "" if result.kept else "with --keep RUNS, which keeps the runs"),
     ]
-    return lines + [line(f"  {command}") for one in shown for command in one.next]
+    return lines + [line(f"  {command}") for way in shown for command in way.next]

@@ -33,26 +33,26 @@ def sensitivity_lines(result: Sensitivity, *, verbose: bool = False) -> list[Lin
 
 
 def _answer(result: Sensitivity, fault: str) -> Line:
-    sizes = [one for one in result.of(fault) if one.reason is None]
+    sizes = [size for size in result.of(fault) if size.reason is None]
     told = result.phrases[fault]
     where = f"in {result.dtype} "
     if not sizes:
         return prose("", f"{where}{fault}: {result.of(fault)[0].reason}", width=0)
-    unseen = [one for one in sizes if one.size is None]
+    unseen = [size for size in sizes if size.size is None]
     if unseen:
         most = told.format(size=f"up to {share(unseen[0].tried)}")
         text = f"{where}you would not see {most} in {unseen[0].block}"
         text += f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         text += f" (of that size it is {unseen[0].by})"
     else:
-        seen = [(one.size, one.block) for one in sizes if one.size is not None]
-        low, best = min(seen, key=lambda one: one[0])
-        high, worst = max(seen, key=lambda one: one[0])
+        seen = [(size.size, size.block) for size in sizes if size.size is not None]
+        low, best = min(seen, key=lambda pair: pair[0])
+        high, worst = max(seen, key=lambda pair: pair[0])
         text = f"{where}you would see {told.format(size=share(high))} in {_blocks(result)}"
         if low < high:
             text += f" (worst: {worst}; best {share(low)} at {best})"
     if result.escalated:
-        deep = [one.escalated_size for one in sizes if one.escalated_size is not None]
+        deep = [size.escalated_size for size in sizes if size.escalated_size is not None]
         text += "; with the escalated pass "
         text += "not in all of them" if len(deep) < len(sizes) else share(max(deep))
     return Line(prose("", text, width=0).spans[1:], hang=2)
@@ -95,41 +95,41 @@ def _table(result: Sensitivity, *, escalated: bool) -> list[Line]:
         detail = "with the escalated pass, float32: faults of formula or data"
     rows = [("block", *result.phrases)]
     for block in result.blocks:
-        found = {one.fault: one for one in result.sizes if one.block == block}
-        rows.append((block, *(cell(found[fault], escalated) for fault in result.phrases)))
+        sizes = {size.fault: size for size in result.sizes if size.block == block}
+        rows.append((block, *(cell(sizes[fault], escalated) for fault in result.phrases)))
     return [heading("smallest size seen", detail), *columns(rows, widest=44), BLANK]
 
 
-def cell(one: FaultSize, escalated: bool) -> str:
-    if one.reason is not None:
+def cell(fault_size: FaultSize, escalated: bool) -> str:
+    if fault_size.reason is not None:
         return "-"
-    size = one.escalated_size if escalated else one.size
-    return f"not to {share(one.tried)}" if size is None else share(size)
+    size = fault_size.escalated_size if escalated else fault_size.size
+    return f"not to {share(fault_size.tried)}" if size is None else share(size)
 
 
 def _reason_lines(result: Sensitivity) -> list[Line]:
     lines = [heading("seen by")]
-    for one in result.sizes:
-        for size, why in ((one.size, one.by), (one.escalated_size, one.escalated_by)):
+    for entry in result.sizes:
+        for size, why in ((entry.size, entry.by), (entry.escalated_size, entry.escalated_by)):
             if why is not None:
-                told = share(one.tried if size is None else size)
-                lines.append(prose(f"  {one.fault} {told}: ", why, width=4))
-        if one.reason is not None:
-            lines.append(prose(f"  {one.fault} at {one.block}: ", one.reason, width=4))
+                told = share(entry.tried if size is None else size)
+                lines.append(prose(f"  {entry.fault} {told}: ", why, width=4))
+        if entry.reason is not None:
+            lines.append(prose(f"  {entry.fault} at {entry.block}: ", entry.reason, width=4))
     return [*lines, BLANK]
 
 
 def _confirmation_lines(result: Sensitivity) -> list[Line]:
     if not result.confirmations:
         return []
-    wrong = sum(one.seen != one.expected for one in result.confirmations)
+    wrong = sum(confirmation.seen != confirmation.expected for confirmation in result.confirmations)
     what = "as expected" if not wrong else f"{wrong} NOT as expected"
     lines = [heading("planted for real", f"{count(len(result.confirmations), 'capture')}, {what}")]
     rows = [("fault", "plant", "expected", "found")]
     words = {True: "seen", False: "not seen"}
     rows += [
-        (f"{one.fault} {share(one.size)}", one.plant, words[one.expected],
-         f"{words[one.seen]} ({one.verdict})")
-        for one in result.confirmations
+        (f"{confirmation.fault} {share(confirmation.size)}", confirmation.plant,
+         words[confirmation.expected], f"{words[confirmation.seen]} ({confirmation.verdict})")
+        for confirmation in result.confirmations
     ]  # fmt: skip
     return [*lines, *columns(rows), BLANK]

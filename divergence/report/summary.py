@@ -62,7 +62,7 @@ def headline(report: Report) -> str:
     kind = report.verdict.kind
     a, b = report.reference, report.candidate
     dtypes = (a.dtype, a.compute_dtype), (b.dtype, b.compute_dtype)
-    codes = any(one.check == "quantization" and one.status == "differs" for one in report.preflight)
+    codes = any(row.check == "quantization" and row.status == "differs" for row in report.preflight)
     wide = dtypes[0] != dtypes[1] and UNKNOWN not in (a.dtype, b.dtype)
     if kind == "within_floor" and (wide or codes):
         return "DIFFERENT PRECISION"
@@ -86,7 +86,7 @@ def verdict_lines(report: Report) -> list[Line]:
     if verdict.side is not None:
         wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)
         lines.append(prose("side", f"{wrong or f'{letter(verdict.side)} is'} wrong"))
-    lacking = [one.detail for one in verdict.checks if one.state != "met" and one.detail]
+    lacking = [check.detail for check in verdict.checks if check.state != "met" and check.detail]
     why = f": {'; '.join(lacking)}" if lacking else ""
     lines.append(prose("confidence", verdict.confidence + why))
     return lines

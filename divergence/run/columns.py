@@ -93,7 +93,7 @@ class Columns:
         flags = KEPT * (kept != self.shards.get(None, -1)).astype(np.uint8)
         for bits, ones in ((CALL, calls), (KEPT | SKETCH, sketches)):
             if ones.count(None) < num:
-                flags |= bits * np.array([one is not None for one in ones], np.uint8)
+                flags |= bits * np.array([value is not None for value in ones], np.uint8)
         for name, column in (
             ("begin", _begins(lines, num)),
             ("pass", _codes(self.passes, passes)),

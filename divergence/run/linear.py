@@ -128,7 +128,7 @@ def _in_words(items: list[_Item]) -> str:
         elif operation is code.LITERAL:
             parts.append(re.escape(chr(argument)))
         elif operation is code.RANGE:
-            parts.append("-".join(re.escape(chr(one)) for one in argument))
+            parts.append("-".join(re.escape(chr(bound)) for bound in argument))
         else:
             parts.append(_CATEGORIES[argument])
     return f"[{''.join(parts)}]"
@@ -201,23 +201,23 @@ class _Match:
             wanted = [False] * (len(text) + 1)
             later: set[int] = set()
             for at in range(len(text), -1, -1):
-                now = {one for one in parts if states[one][0] == "here"}
+                now = {part for part in parts if states[part][0] == "here"}
                 if at < len(text):
                     now |= {
-                        one
-                        for one in parts
-                        if states[one][0] == "char"
-                        and states[one][2][0] in later
-                        and states[one][1](text[at])
+                        part
+                        for part in parts
+                        if states[part][0] == "char"
+                        and states[part][2][0] in later
+                        and states[part][1](text[at])
                     }
                 waiting = list(now)
                 while waiting:
-                    for one in parts[waiting.pop()]:
-                        kind, argument, _ = states[one]
-                        if one in now or kind == "char" or not self._passes(kind, argument, at):
+                    for part in parts[waiting.pop()]:
+                        kind, argument, _ = states[part]
+                        if part in now or kind == "char" or not self._passes(kind, argument, at):
                             continue
-                        now.add(one)
-                        waiting.append(one)
+                        now.add(part)
+                        waiting.append(part)
                 later, wanted[at] = now, inner in now
             self._ahead[inner] = wanted
         return self._ahead[inner]
@@ -228,10 +228,10 @@ def _reachable(states: list[_State], start: int) -> dict[int, list[int]]:
     parts: dict[int, list[int]] = {start: []}
     waiting = [start]
     while waiting:
-        one = waiting.pop()
-        for other in states[one][2]:
+        state = waiting.pop()
+        for other in states[state][2]:
             if other not in parts:
                 parts[other] = []
                 waiting.append(other)
-            parts[other].append(one)
+            parts[other].append(state)
     return parts

@@ -134,7 +134,7 @@ class Table(StoredRecords):
                     self._share(record)
                 first = self._firsts[number]
                 if self._single:
-                    records = [self._single.pop(row, one) for row, one in enumerate(records, first)]
+                    records = [self._single.pop(row, rec) for row, rec in enumerate(records, first)]
                 self._held[number] = records
             return records
 
@@ -196,13 +196,13 @@ class Table(StoredRecords):
         bad: defaultdict[int, int] = defaultdict(int)
         for row, number in self._columns.nonfinite.items():
             bad[int(self._col["site"][row])] += number
-        found = []
+        sites = []
         for code, site in enumerate(self._columns.sites):
             own, at = counts[code * num :][:num], firsts[code * num :][:num]
             held = {passes[n]: int(own[n]) for n in np.argsort(at, kind="stable") if own[n]}
             kind = kinds[self._col["kind"][at.min()]]
-            found.append(SiteCounts(site, kind[0], kind[1], held, bad[code]))
-        return found
+            sites.append(SiteCounts(site, kind[0], kind[1], held, bad[code]))
+        return sites
 
     def call_passes(self) -> set[PassName]:
         codes = np.unique(self._col["pass"][self._col["flags"] & CALL != 0])
@@ -235,7 +235,7 @@ class Table(StoredRecords):
 
     def shards(self) -> set[str]:
         names = {name for name in self._columns.shards if name is not None}
-        return names | {part.place.shard for one in self._sketched() for part in parts_of(one)}
+        return names | {part.place.shard for rec in self._sketched() for part in parts_of(rec)}
 
     def num_kept(self) -> int:
         return int(np.count_nonzero(self._col["flags"] & KEPT))

@@ -129,7 +129,7 @@ class Browser(App[None]):
 
     def _show(self) -> None:
         page, row = self.stack[-1]
-        where = " › ".join(printable(shortened(one.title, 60)) for one, _ in self.stack)
+        where = " › ".join(printable(shortened(level.title, 60)) for level, _ in self.stack)
         note = f"   {page.table.note}" if page.table.note else ""
         self.query_one("#where", Static).update(where + note)
         table: DataTable[_Cell] = self.query_one(DataTable)
@@ -146,8 +146,8 @@ class Browser(App[None]):
 
 def _rows(table: Table) -> list[list[_Cell]]:
     """Marks first; figures end where their column ends."""
-    found = [[shortened(printable(cell), _WIDEST) for cell in row] for row in table.rows]
-    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    cells = [[shortened(printable(cell), _WIDEST) for cell in row] for row in table.rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         [
             _Cell(_MARKS.get(table.mark(number), "")),
@@ -156,5 +156,5 @@ def _rows(table: Table) -> list[list[_Cell]]:
                 for n, cell in enumerate(row)
             ),
         ]
-        for number, row in enumerate(found)
+        for number, row in enumerate(cells)
     ]

@@ -86,12 +86,12 @@ def _modules(report: Report, block: str) -> Page:
         if table.caption != part.tables[0].caption
     ]
     width = len(table.titles) - 1
-    rows = [*table.rows, *((f"{one.caption} ›", *[""] * width) for one in more)]
+    rows = [*table.rows, *((f"{extra.caption} ›", *[""] * width) for extra in more)]
 
     def opened(number: int) -> Page:
         if number >= len(table.rows):
-            one = more[number - len(table.rows)]
-            return Page(title=one.caption, table=one)
+            extra = more[number - len(table.rows)]
+            return Page(title=extra.caption, table=extra)
         return _forwards(report, own[table.rows[number][0]].site)
 
     shown = Table(caption=block, titles=table.titles, rows=rows, marks=table.marks,
@@ -101,8 +101,8 @@ def _modules(report: Report, block: str) -> Page:
 
 def _forwards(report: Report, name: str) -> Page:
     """All results of one site: each pass, prompt and step."""
-    found = [site for site in report.sites if site.site == name]
-    found.sort(key=lambda site: (site.pass_, site.sample, site.step))
+    sites = [site for site in report.sites if site.site == name]
+    sites.sort(key=lambda site: (site.pass_, site.sample, site.step))
     titles = ("pass", "prompt", "step", "relative L2", "× floor", "limit", "worst token", "at")
     rows = [
         (
@@ -111,10 +111,10 @@ def _forwards(report: Report, name: str) -> Page:
             times(site.limit), times(site.ratio_max),
             "-" if site.worst_position is None else str(site.worst_position),
         )
-        for site in found
+        for site in sites
     ]  # fmt: skip
-    table = Table(caption=name, titles=titles, rows=rows, num_left=3, marks=_marks(found))
-    return Page(title=name, table=table, open=lambda number: _result(found[number]))
+    table = Table(caption=name, titles=titles, rows=rows, num_left=3, marks=_marks(sites))
+    return Page(title=name, table=table, open=lambda number: _result(sites[number]))
 
 
 def _result(site: SiteResult) -> Page:

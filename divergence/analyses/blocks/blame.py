@@ -199,7 +199,7 @@ def _excess(
         usual = min(statistics.median(others), ALLOWED[1] / limit) if others else 0.0
         control = max(chance, usual)
         blames.append(Blame(side, why, value, control, limit, at))
-    return sorted(blames, key=lambda one: -one.limit_usage)[:1]
+    return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]
 
 
 def _gain(
@@ -226,4 +226,4 @@ def _gain(
             Blame(side, "gain", deviations, 1.0, thresholds.truth_gain * widened, mine.first,
                   detail=f"the {what} is scaled by {1 + own[side]:.6g}")
         )  # fmt: skip
-    return sorted(blames, key=lambda one: -one.limit_usage)[:1]
+    return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]

@@ -108,18 +108,18 @@ def _says(row: Row) -> str:
 
 def _truth_plot(phase: str, what: str, rows: Sequence[Row]) -> Plot:
     truths = [row.main.truth if row.main is not None else None for row in rows]
-    a = [None if one is None else one.reference_error for one in truths]
-    b = [None if one is None else one.candidate_error for one in truths]
+    a = [None if truth is None else truth.reference_error for truth in truths]
+    b = [None if truth is None else truth.candidate_error for truth in truths]
     says = [
         f"{row.name}: "
         + (
-            "no truth here" if one is None else
-            f"A {decimal(one.reference_error)}, B {decimal(one.candidate_error)} from the truth, "
-            f"B over A {times(one.w_median)}"
+            "no truth here" if truth is None else
+            f"A {decimal(truth.reference_error)}, B {decimal(truth.candidate_error)} from the "
+            f"truth, B over A {times(truth.w_median)}"
         )
-        for row, one in zip(rows, truths, strict=True)
+        for row, truth in zip(rows, truths, strict=True)
     ]  # fmt: skip
-    apart = [(one.w_median, row.name) for row, one in zip(rows, truths, strict=True) if one]
+    apart = [(truth.w_median, row.name) for row, truth in zip(rows, truths, strict=True) if truth]
     most, where = max(apart, key=lambda item: max(item[0], 1 / item[0] if item[0] else 0.0))
     told = f"B over A is {times(most)} at {where}, where they are most unlike"
     flagged = [n for n, row in enumerate(rows) if row.flagged]

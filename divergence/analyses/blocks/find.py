@@ -190,8 +190,8 @@ def _with_limits(
             mine = fields[id(look.result)]
             mine["usage"] = max(mine["usage"], look.usage)
             mine["prompts"] = [
-                msgspec.structs.replace(one, usage=look.usage) if one.sample == look.sample else one
-                for one in mine.get("prompts", look.result.prompts)
+                msgspec.structs.replace(row, usage=look.usage) if row.sample == look.sample else row
+                for row in mine.get("prompts", look.result.prompts)
             ]
     for unit in flagged:
         for result in unit.results:
@@ -200,9 +200,9 @@ def _with_limits(
             if beyond and _one_token(unit):  # of no look: its prompt uses as much all the same
                 mine["usage"] = unit.limit_usage
                 mine["prompts"] = [
-                    msgspec.structs.replace(one, usage=unit.limit_usage)
-                    if one.sample == result.worst_sample else one
-                    for one in mine.get("prompts", result.prompts)
+                    msgspec.structs.replace(prompt, usage=unit.limit_usage)
+                    if prompt.sample == result.worst_sample else prompt
+                    for prompt in mine.get("prompts", result.prompts)
                 ]  # fmt: skip
     return [
         msgspec.structs.replace(site, **fields[id(site)]) if id(site) in fields else site

@@ -67,10 +67,10 @@ def looks_of(results: Iterable[SiteResult]) -> list[Look]:
         if not result.prompts:
             looks.append(Look(result, result.sample, result.ratio, rows))
             continue
-        total = sum(one.num_rows for one in result.prompts)
+        total = sum(prompt.num_rows for prompt in result.prompts)
         looks += [
-            Look(result, one.sample, one.ratio, one.num_rows, one.num_rows / total)
-            for one in result.prompts
+            Look(result, prompt.sample, prompt.ratio, prompt.num_rows, prompt.num_rows / total)
+            for prompt in result.prompts
         ]
     return looks
 
@@ -87,11 +87,11 @@ def one_step(result: SiteResult) -> bool:
     values = result.max_abs, result.max_abs_reference, result.max_abs_candidate
     if any(value is None or not math.isfinite(value) for value in values):
         return False
-    largest, one, two = (abs(value) for value in values if value is not None)
+    largest, reference, candidate = (abs(value) for value in values if value is not None)
     if math.sqrt(2) * largest <= result.rel_l2 * result.reference_norm:  # no square: it overflows
         return False
     form = format_named(result.ulp_format)
-    exponent = math.frexp(max(one, two, form.smallest_normal))[1] - 1
+    exponent = math.frexp(max(reference, candidate, form.smallest_normal))[1] - 1
     return largest <= math.ldexp(1.0, exponent - form.mantissa_bits)
 
 

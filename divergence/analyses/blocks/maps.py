@@ -39,12 +39,12 @@ def maps(
     report: Report, background: Background
 ) -> tuple[list[Element], dict[str, dict[str, object]]]:
     """The figures, and what the script needs for each."""
-    found = [
-        _thinned(one)
-        for one in (*_of_forwards(report), _of_positions(background))
-        if one is not None
+    grids = [
+        _thinned(grid)
+        for grid in (*_of_forwards(report), _of_positions(background))
+        if grid is not None
     ]
-    return [_figure(one) for one in found], {one.id: _data(one) for one in found}
+    return [_figure(grid) for grid in grids], {grid.id: _data(grid) for grid in grids}
 
 
 def _of_forwards(report: Report) -> list[_Map]:
@@ -63,19 +63,23 @@ def _of_forwards(report: Report) -> list[_Map]:
             continue
         row = site.block or site.site
         _keep_worst(by_step, (row, site.step), value)
-        members = [(one.sample, one.usage) for one in site.prompts] if scale is LIMIT_SHARES else []
+        members = (
+            [(prompt.sample, prompt.usage) for prompt in site.prompts]
+            if scale is LIMIT_SHARES
+            else []
+        )
         for sample, usage in members or [(site.sample, value)]:
             _keep_worst(by_prompt, (row, sample), usage)
-    found = []
+    grids = []
     for id, column, cells in (("steps", "step", by_step), ("prompts", "prompt", by_prompt)):
         columns = sorted({number for _, number in cells})
         if len(columns) > 1:
             values = [[cells.get((row, number)) for number in columns] for row in rows]
-            found.append(_Map(
+            grids.append(_Map(
                 id=f"map-{id}", title=f"Blocks × {id}", column=column, rows=rows,
                 columns=[str(number) for number in columns], values=values, scale=scale,
             ))  # fmt: skip
-    return found
+    return grids
 
 
 def _of_positions(background: Background) -> _Map | None:
@@ -104,23 +108,23 @@ def _keep_worst(cells: Cells, at: tuple[str, int], value: float) -> None:
         cells[at] = value
 
 
-def _thinned(one: _Map) -> _Map:
+def _thinned(grid: _Map) -> _Map:
     """At most so many rows and columns, by the worst of neighbours."""
-    tall, wide = (1 + (len(names) - 1) // _MOST for names in (one.rows, one.columns))
+    tall, wide = (1 + (len(names) - 1) // _MOST for names in (grid.rows, grid.columns))
     if tall == wide == 1:
-        return one
+        return grid
     values = [
         [
             _worst(
-                value for row in one.values[y : y + tall] for value in row[x : x + wide]
+                value for row in grid.values[y : y + tall] for value in row[x : x + wide]
             )
-            for x in range(0, len(one.columns), wide)
+            for x in range(0, len(grid.columns), wide)
         ]
-        for y in range(0, len(one.rows), tall)
+        for y in range(0, len(grid.rows), tall)
     ]  # fmt: skip
     return _Map(
-        id=one.id, title=one.title, column=one.column, values=values, scale=one.scale,
-        rows=_named(one.rows, tall), columns=_named(one.columns, wide),
+        id=grid.id, title=grid.title, column=grid.column, values=values, scale=grid.scale,
+        rows=_named(grid.rows, tall), columns=_named(grid.columns, wide),
     )  # fmt: skip
 
 
@@ -137,40 +141,40 @@ def _named(names: Sequence[str], step: int) -> list[str]:
     return [f"{group[0]} to {group[-1]}" if len(group) > 1 else group[0] for group in groups]
 
 
-def _figure(one: _Map) -> Element:
+def _figure(fig: _Map) -> Element:
     known = [
         (value, row, column)
-        for row, line in zip(one.rows, one.values, strict=True)
-        for column, value in zip(one.columns, line, strict=True)
+        for row, line in zip(fig.rows, fig.values, strict=True)
+        for column, value in zip(fig.columns, line, strict=True)
         if value is not None
     ]
     value, row, column = max(known, key=lambda item: (not math.isfinite(item[0]), item[0]))
     beyond = sum(item[0] > 1 or not math.isfinite(item[0]) for item in known)
-    told = f"The largest is {_amount(value)} {one.scale.unit}, at {row}, {one.column} {column}"
-    if one.scale.num_calm < len(one.scale.names) and one.scale is LIMIT_SHARES:
+    told = f"The largest is {_amount(value)} {fig.scale.unit}, at {row}, {fig.column} {column}"
+    if fig.scale.num_calm < len(fig.scale.names) and fig.scale is LIMIT_SHARES:
         told += f"; {count(beyond, 'cell')} of {len(known):,} beyond the limit"
-    legend = list(zip([f"cell {kind}" for kind in one.scale.classes()], one.scale.names,
+    legend = list(zip([f"cell {kind}" for kind in fig.scale.classes()], fig.scale.names,
                       strict=True))  # fmt: skip
     if any(not math.isfinite(item[0]) for item in known):
         legend.append(("cell broken", "nan, inf"))
     picture = heat_map(
-        [row.removesuffix(":out").rpartition(".")[2] for row in one.rows], one.columns, one.values,
-        scale=one.scale, label=f"{one.title}. {told}.",
-        row_height=max(3.0, min(16.0, 300 / len(one.rows))),
+        [row.removesuffix(":out").rpartition(".")[2] for row in fig.rows], fig.columns, fig.values,
+        scale=fig.scale, label=f"{fig.title}. {told}.",
+        row_height=max(3.0, min(16.0, 300 / len(fig.rows))),
     )  # fmt: skip
-    return figure(one.id, one.title, picture, described=f"{told}.", legend=legend,
-                  wide=one.column == "token")  # fmt: skip
+    return figure(fig.id, fig.title, picture, described=f"{told}.", legend=legend,
+                  wide=fig.column == "token")  # fmt: skip
 
 
 def _amount(value: float) -> str:
     return f"{value:.2g}" if math.isfinite(value) else f"{value:g}"
 
 
-def _data(one: _Map) -> dict[str, object]:
+def _data(grid: _Map) -> dict[str, object]:
     return {
-        "kind": "heat", "rows": one.rows, "columns": one.columns, "column": one.column,
-        "unit": one.scale.unit, "blocks": one.rows,
-        "values": [[None if v is None else _rounded(v) for v in row] for row in one.values],
+        "kind": "heat", "rows": grid.rows, "columns": grid.columns, "column": grid.column,
+        "unit": grid.scale.unit, "blocks": grid.rows,
+        "values": [[None if v is None else _rounded(v) for v in row] for row in grid.values],
     }  # fmt: skip
 
 

@@ -118,14 +118,14 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
     """The rotary table that makes a whole kind differ: it is off itself, and an input of a block
     on one side, which the other does not show, so that no anchored pass could replace it."""
     block, side = family.members[0].results[0].block, family.members[0].side
-    unseen = [one for one in measured.alignment.unmatched if one.site.startswith(f"{block}:in.")]
+    unseen = [lone for lone in measured.alignment.unmatched if lone.site.startswith(f"{block}:in.")]
     for unit in sorted(flagged, key=lambda unit: order_of(unit.first)):
         if TABLES not in (unit.results[0].kind or "").lower() or unit.side != side:
             continue
-        for one in unseen:
-            run = measured.reference if one.side == "reference" else measured.candidate
-            sites = (unit.site, one.site)
-            records = [run.find(("free", one.sample, one.step, site)) for site in sites]
+        for lone in unseen:
+            run = measured.reference if lone.side == "reference" else measured.candidate
+            sites = (unit.site, lone.site)
+            records = [run.find(("free", lone.sample, lone.step, site)) for site in sites]
             digests = {record and (record.xxh3 or record.fold) for record in records}
             if len(digests) == 1 and None not in digests:
                 return unit
@@ -238,7 +238,7 @@ def unit_evidence(unit: Unit) -> Evidence:
             values={"ratio": ratio, "limit": unit.worst_limit},
         )
     if unit.why == "forward":
-        look = max(unit.beyond, key=lambda one: one.usage)
+        look = max(unit.beyond, key=lambda forward_look: forward_look.usage)
         forward = f"step {look.result.step}" if look.result.step else look.result.phase
         return Evidence(
             text=f"{unit.site}: in prompt {look.sample} ({forward}) the typical token's error is "

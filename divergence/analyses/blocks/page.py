@@ -45,8 +45,8 @@ def page(report: Report, background: Background) -> list[Section]:
     for phase, every in rows_of.items():
         rows = [row for row in every if not row.inner]
         curves = phase_curves(report, phase, rows)
-        plots += [one.figure() for one in curves]
-        figures |= {one.id: one.data() for one in curves}
+        plots += [curve.figure() for curve in curves]
+        figures |= {curve.id: curve.data() for curve in curves}
         tables.append(table(_table(rows, f"All blocks, {phase}")))
     pictures, more = maps(report, background)
     figures |= more
@@ -214,12 +214,12 @@ def _modules_table(
               "max |a−b|", "B over A")  # fmt: skip
     rows = [_module_row(block, result) for result in results]
     kept = [n for n in range(len(titles)) if n < 4 or any(row[n] != "-" for row in rows)]
-    flagged = {site for site, group in sites.items() if any(one.flagged for one in group)}
+    flagged = {site for site, group in sites.items() if any(forward.flagged for forward in group)}
     return Table(
         caption="Modules, the worst forward of each", titles=tuple(titles[n] for n in kept),
         rows=[tuple(row[n] for n in kept) for row in rows], num_left=3, names=True, note=note,
-        marks=["onset" if one.site == onset else "flagged" if one.site in flagged else ""
-               for one in results],
+        marks=["onset" if shown.site == onset else "flagged" if shown.site in flagged else ""
+               for shown in results],
     )  # fmt: skip
 
 
@@ -250,19 +250,19 @@ def _facts(site: SiteResult, groups: Iterable[list[SiteResult]]) -> list[tuple[s
     if site.ratio is not None and site.limit is not None:
         facts.append(("× floor, limit", f"{times(site.ratio)}, {times(site.limit)}"))
     if site.truth is not None:
-        one = site.truth
-        facts.append(("from the truth, A", decimal(one.reference_error)))
-        facts.append(("from the truth, B", decimal(one.candidate_error)))
+        truth = site.truth
+        facts.append(("from the truth, A", decimal(truth.reference_error)))
+        facts.append(("from the truth, B", decimal(truth.candidate_error)))
     if site.worst_position is not None and not site.identical:
         facts.append(("worst token", str(site.worst_position)))
     if site.worst_channel is not None and not site.identical:
         facts.append(("worst feature", str(site.worst_channel)))
-    flagged = sum(one.flagged for group in groups for one in group)
+    flagged = sum(result.flagged for group in groups for result in group)
     if flagged:
         facts.append(("results beyond a limit", str(flagged)))
     return facts
 
 
-def _both(one: str, two: str) -> str:
-    one, two = one.removeprefix("torch."), two.removeprefix("torch.")
-    return one if one == two else f"{one} / {two}"
+def _both(reference: str, candidate: str) -> str:
+    reference, candidate = reference.removeprefix("torch."), candidate.removeprefix("torch.")
+    return reference if reference == candidate else f"{reference} / {candidate}"

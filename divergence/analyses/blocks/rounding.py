@@ -107,7 +107,7 @@ def within_rounding(
         kind="within_floor",
         summary=f"only rounding differs{whence}; both runs compute the same model",
         rests_on=checks,
-        side="neither" if told and not any(one.side for one in standouts) else None,
+        side="neither" if told and not any(standout.side for standout in standouts) else None,
         evidence=evidence,
         next=_next(measured, standouts, escalation),
     )
@@ -126,10 +126,10 @@ def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation)
 
 
 def _what_stands_out(standouts: list[StandOut]) -> str:
-    sides = [one.side for one in standouts if one.side is not None]
+    sides = [standout.side for standout in standouts if standout.side is not None]
     if sides:
         return f"{letter(sides[0])} is farther from the truth in all blocks"
-    blocks = [one.unit.results[0].block or one.unit.site for one in standouts]
+    blocks = [standout.unit.results[0].block or standout.unit.site for standout in standouts]
     return f"{blocks[0]} differs more than the other blocks" if blocks else ""
 
 
@@ -202,8 +202,12 @@ class StandOut:
 def evidence_of(standouts: Sequence[StandOut]) -> list[Evidence]:
     """The first three, for a verdict."""
     return [
-        Evidence(text=one.text, values={"times": one.times}, block=one.unit.results[0].block)
-        for one in standouts[:3]
+        Evidence(
+            text=standout.text,
+            values={"times": standout.times},
+            block=standout.unit.results[0].block,
+        )
+        for standout in standouts[:3]
     ]
 
 
@@ -223,10 +227,10 @@ def find_standouts(
             ):
                 standouts.append(StandOut(unit, times))
         standouts += _all_of(family, thresholds)
-    standouts.sort(key=lambda one: order_of(one.unit.first))
+    standouts.sort(key=lambda standout: order_of(standout.unit.first))
     named: dict[str | None, StandOut] = {}
-    for one in standouts:
-        named.setdefault(one.unit.results[0].block, one)
+    for standout in standouts:
+        named.setdefault(standout.unit.results[0].block, standout)
     return list(named.values())
 
 
@@ -238,9 +242,9 @@ def _all_of(family: Sequence[Unit], thresholds: Thresholds) -> list[StandOut]:
     from divergence.analyses.blocks.blame import least_of
 
     least = least_of(stats, thresholds)
-    middle = statistics.median(one.w(least) for one in stats)
+    middle = statistics.median(stat.w(least) for stat in stats)
     times = max(middle, 1 / max(middle, 1e-300))
-    width = spread(sum(one.num_values for one in stats))
+    width = spread(sum(stat.num_values for stat in stats))
     if times <= thresholds.truth_standout * width * max(unit.widened for unit in family):
         return []
     first = min(family, key=lambda unit: order_of(unit.first))

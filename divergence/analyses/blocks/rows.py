@@ -42,9 +42,9 @@ class Row(NamedTuple):
 
     @property
     def worst(self) -> SiteResult:
-        found = self.main or self.free
-        assert found is not None
-        return found
+        result = self.main or self.free
+        assert result is not None
+        return result
 
 
 class Elision(NamedTuple):
@@ -153,7 +153,7 @@ def worst_rows(report: Report) -> list[Row]:
         for name, group in groups:
             own = [site for site in group if site.block is None or is_output(site)]
             site = max(own or group, key=_place)
-            flagged = any(one.flagged for one in group)
+            flagged = any(result.flagged for result in group)
             here = onset is not None and name in (onset.site, onset.block)
             row = Row(name, False, site, None, flagged, here)
             if name not in by_site or _share(row) > _share(by_site[name]):

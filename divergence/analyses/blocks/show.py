@@ -49,12 +49,12 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
 
 
 def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
-    found = [site for site in sites if site.nonfinite is not None and site.nonfinite.total]
-    if not found:
+    nonfinite = [site for site in sites if site.nonfinite is not None and site.nonfinite.total]
+    if not nonfinite:
         return []
-    found.sort(key=lambda site: (site.sample, site.step, site.order, site.pass_))
-    shown = found if all_sites else found[:5]
-    lines = [heading("non-finite values", f"at {count(len(found), 'site')}; in order:")]
+    nonfinite.sort(key=lambda site: (site.sample, site.step, site.order, site.pass_))
+    shown = nonfinite if all_sites else nonfinite[:5]
+    lines = [heading("non-finite values", f"at {count(len(nonfinite), 'site')}; in order:")]
     rows = [("site", "pass", "step", "A nan/inf", "B nan/inf")]
     for site in shown:
         n = site.nonfinite
@@ -63,8 +63,8 @@ def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
         candidate = f"{n.candidate_nan:,}/{n.candidate_inf:,}"
         rows.append((site.site, site.pass_, str(site.step), reference, candidate))
     lines += columns(rows, widest=42)
-    if len(shown) < len(found):
-        lines.append(line((f"  … {len(found) - len(shown)} more (--all lists them)", "dim")))
+    if len(shown) < len(nonfinite):
+        lines.append(line((f"  … {len(nonfinite) - len(shown)} more (--all lists them)", "dim")))
     return [*lines, BLANK]
 
 
@@ -99,15 +99,15 @@ def prompt_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
 def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
     """(usage, prompt, site, its ratio), the largest usage first."""
     wanted = main_pass(report.sites)
-    found: dict[int, tuple[float, int, SiteResult, float]] = {}
+    worst: dict[int, tuple[float, int, SiteResult, float]] = {}
     for site in report.sites:
         if site.pass_ != wanted or site.usage is None or site.ratio is None:
             continue
-        prompts = [(one.sample, one.usage, one.ratio) for one in site.prompts]
+        prompts = [(prompt.sample, prompt.usage, prompt.ratio) for prompt in site.prompts]
         for sample, usage, ratio in prompts or [(site.sample, site.usage, site.ratio)]:
-            if sample not in found or usage > found[sample][0]:
-                found[sample] = (usage, sample, site, ratio)
-    return sorted(found.values(), key=lambda row: (-row[0], row[1]))
+            if sample not in worst or usage > worst[sample][0]:
+                worst[sample] = (usage, sample, site, ratio)
+    return sorted(worst.values(), key=lambda row: (-row[0], row[1]))
 
 
 MARK_WIDTH = 4
@@ -178,25 +178,25 @@ def _phase_columns(report: Report, phase: str) -> list[_Column]:
         at = _at(site, phase)
         return f"{site.sample}:{at}" if several and at != "-" else str(at)
 
-    found = [
+    cols = [
         _Column("rel L2", of_main(lambda site: decimal(site.rel_l2))),
         _Column(f"p:{where}" if several else where, of_main(place)),
     ]
     if with_truth:
-        found += [
+        cols += [
             _Column("r", of_main(lambda site: times(site.truth.r_median if site.truth else None))),
             _Column("W", of_main(lambda site: times(site.truth.w_median if site.truth else None))),
         ]
     else:
-        found += [_Column("floors", of_main(lambda site: times(site.ratio)))] * with_floor
-        found += [_Column("worst", of_main(lambda site: times(site.ratio_max)))] * with_worst
+        cols += [_Column("floors", of_main(lambda site: times(site.ratio)))] * with_floor
+        cols += [_Column("worst", of_main(lambda site: times(site.ratio_max)))] * with_worst
     if escalated:
-        found.append(_Column("float32", lambda row: times(escalated.get(row.site))))
+        cols.append(_Column("float32", lambda row: times(escalated.get(row.site))))
     else:
-        found.append(_bar_column(with_floor=with_floor))
+        cols.append(_bar_column(with_floor=with_floor))
     if any(row.free is not None for row in rows):
-        found.append(_Column("free L2", lambda row: decimal(row.free.rel_l2 if row.free else None)))
-    return found
+        cols.append(_Column("free L2", lambda row: decimal(row.free.rel_l2 if row.free else None)))
+    return cols
 
 
 def _bar_column(*, with_floor: bool) -> _Column:
@@ -260,9 +260,9 @@ def _phase_lines(
 
 def _estimated(rows: list[Row]) -> str:
     """How well the rows are known that were estimated."""
-    found = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
-    errors = [one.relative_error for one in found if one.relative_error is not None]
-    if not found:
+    known = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
+    errors = [estimate.relative_error for estimate in known if estimate.relative_error is not None]
+    if not known:
         return ""
     spread = f" ±{100 * statistics.median(errors):.0f}%" if errors else ""
     return f"; estimated{spread}"

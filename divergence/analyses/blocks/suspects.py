@@ -215,10 +215,10 @@ def _sources(unit: Unit, units: list[Unit]) -> list[Unit]:
 
 def _adds(out: Unit, entering: Unit) -> bool:
     """The module's own error stands out from the one that it was given."""
-    one, two = entering.results[0].truth, out.results[0].truth
-    if one is None or two is None or out.side not in ("reference", "candidate"):
+    given, own = entering.results[0].truth, out.results[0].truth
+    if given is None or own is None or out.side not in ("reference", "candidate"):
         return False
-    before, after = (getattr(truth, f"{out.side}_error") for truth in (one, two))
+    before, after = (getattr(truth, f"{out.side}_error") for truth in (given, own))
     return bool(after > THRESHOLDS.truth_confirm * before)
 
 

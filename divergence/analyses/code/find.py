@@ -62,10 +62,14 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]
     """
     differences = code_differences(a, b)
     if block is None:
-        return [Evidence(text=f"other code: {one.text}") for one in differences if one.deliberate][
-            :_MOST
-        ]
-    texts = difference_texts([one for one in differences if one.concerns(block)], a, b)[:_MOST]
+        return [
+            Evidence(text=f"other code: {difference.text}")
+            for difference in differences
+            if difference.deliberate
+        ][:_MOST]
+    texts = difference_texts(
+        [difference for difference in differences if difference.concerns(block)], a, b
+    )[:_MOST]
     return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts]
 
 

@@ -53,11 +53,11 @@ class _Site:
         parts = self.errors.get(side, [])
         looks = [(part.looks(), at) for part, at in zip(parts, self.results, strict=False)]
         if len(parts) > 1:
-            first = next((at for found, at in looks if any(one.usage > 1 for one in found)), None)
+            first = next((at for group, at in looks if any(look.usage > 1 for look in group)), None)
             looks.append((merged(parts).looks(), first or self.results[0]))
-        off = [([one for one in found if one.usage > 1], at) for found, at in looks]
-        found = [item for item in off if item[0]]
-        return max(found, key=lambda item: (item[0][0].num_codes, len(item[0])), default=None)
+        off = [([look for look in group if look.usage > 1], at) for group, at in looks]
+        nonempty = [item for item in off if item[0]]
+        return max(nonempty, key=lambda item: (item[0][0].num_codes, len(item[0])), default=None)
 
 
 def find(measured: Measured) -> Answer:
@@ -68,18 +68,18 @@ def find(measured: Measured) -> Answer:
     told = measured.truth is not None
     off: list[tuple[_Site, dict[Side, tuple[list[Look], SiteResult]]]] = []
     for site in sites.values():
-        found = {side: beyond for side in site.errors if (beyond := site.beyond(side)) is not None}
-        if found:
-            off.append((site, found))
+        faults = {side: beyond for side in site.errors if (beyond := site.beyond(side)) is not None}
+        if faults:
+            off.append((site, faults))
     if not off:
         return Answer(findings=[_healthy(list(sites.values()))])
     off.sort(key=lambda item: order_of(item[0].results[0]))
-    first, found = off[0]
+    first, faults = off[0]
     sides = {side for _, mine in off for side in mine}
     side: SideOrBoth | None = None
     if told:
         side = "both" if len(sides) > 1 else sides.pop()
-    _, at = next(iter(found.values()))
+    _, at = next(iter(faults.values()))
     family = len(off) >= 3 and len(off) > len(sites) / 2
     path = module_of(at.site)
     by = f", by {letter(side)}" if side in _SIDES else ""
@@ -135,15 +135,15 @@ def _sites(measured: Measured) -> dict[str, _Site]:
     results = {(s.pass_, s.sample, s.step, s.site): s for s in measured.sites if s.of is None}
     pieces, sites = Pieces(a, b), dict[str, _Site]()
     for pair in measured.alignment.pairs:
-        one = pair.reference.record
-        if pair.pass_ != "anchored" or not one.site.endswith(f":{CODES}"):
+        reference = pair.reference.record
+        if pair.pass_ != "anchored" or not reference.site.endswith(f":{CODES}"):
             continue
         result = results.get((pair.pass_, pair.reference.sample, pair.reference.record.step,
-                              one.site))  # fmt: skip
+                              reference.site))  # fmt: skip
         both = ((a, pair.reference.record), (b, pair.candidate.record))
         if result is None or not all(run.has_bytes(record) for run, record in both):
             continue
-        _add(sites.setdefault(one.site, _Site()), measured, pieces, pair, result)
+        _add(sites.setdefault(reference.site, _Site()), measured, pieces, pair, result)
     return {name: site for name, site in sites.items() if site.errors}
 
 
@@ -169,9 +169,9 @@ def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: Si
         x, y = x.flatten(0, -2)[real], y.flatten(0, -2)[real]
         wanted = None if wanted is None else wanted.flatten(0, -2)[real]
 
-    def errors(codes: torch.Tensor, right: torch.Tensor, within: float) -> CodeErrors:
+    def errors(codes: torch.Tensor, expected: torch.Tensor, within: float) -> CodeErrors:
         return code_errors(
-            codes, right, ends=ends, roundoff=work.unit_roundoff, room=measured.thresholds.token,
+            codes, expected, ends=ends, roundoff=work.unit_roundoff, room=measured.thresholds.token,
             floor=floor, within=within,
         )  # fmt: skip
 

@@ -31,14 +31,14 @@ def order_row(recorded: Recorded, case: Case, elements: int, stretches: list[Str
     n = recorded.num_ranks
     trials, measured = [], None
     for values in ("random", "cancelling", "outlier"):
-        found = recorded.find(Case(case.collective, case.dtype, case.size, values))
-        out = None if found is None or not found.has_inputs else found.whole
-        if found is None or out is None:
+        recorded_case = recorded.find(Case(case.collective, case.dtype, case.size, values))
+        out = None if recorded_case is None or not recorded_case.has_inputs else recorded_case.whole
+        if recorded_case is None or out is None:
             continue
-        trials.append((found.inputs, out))
+        trials.append((recorded_case.inputs, out))
         if values == "random":
-            error = exact_sum(found.inputs).error(out)
-            terms = torch.stack(found.inputs).double()
+            error = exact_sum(recorded_case.inputs).error(out)
+            terms = torch.stack(recorded_case.inputs).double()
             measured = float(error.square().mean().sqrt() / terms.square().mean().sqrt())
     replayed = replay(stretches, trials)
     named = name_order(stretches, n)
@@ -55,14 +55,14 @@ def _expected(
 ) -> float | None:
     """rms error of a sum of n terms of variance 1 (trees: E[error²] = c² u² Σ size(node)); a wider
     accumulator leaves the last rounding, of a sum of variance n."""
-    known = [one for one in stretches if one.tree is not None]
+    known = [stretch for stretch in stretches if stretch.tree is not None]
     if not known or accumulates is None:
         return None
     form, inner = format_named(dtype), format_named(accumulates)
     if inner.unit_roundoff < form.unit_roundoff:
         return _ROUNDING_RMS * form.unit_roundoff * math.sqrt(num_ranks)
-    total = sum((one.stop - one.start) * one.tree.partials for one in known if one.tree)
-    mean = total / sum(one.stop - one.start for one in known)
+    total = sum((part.stop - part.start) * part.tree.partials for part in known if part.tree)
+    mean = total / sum(part.stop - part.start for part in known)
     return float(_ROUNDING_RMS * inner.unit_roundoff * mean**0.5)
 
 
@@ -77,7 +77,7 @@ class Identity:
 
 def identities(recorded: Recorded, orders: Mapping[Key, list[Stretch]]) -> list[Identity]:
     """AR = RS + AG, case by case: bit for bit where both add every element in the same order."""
-    found = []
+    pairs = []
     for composed in recorded.cases():
         if composed.case.collective != "rs_ag" or not composed.has_inputs:
             continue
@@ -85,34 +85,34 @@ def identities(recorded: Recorded, orders: Mapping[Key, list[Stretch]]) -> list[
         direct = recorded.find(Case("all_reduce", dtype, size, values))
         if direct is not None and not direct.has_inputs:
             continue
-        one, two = None if direct is None else direct.whole, composed.whole
-        if direct is None or one is None or two is None:
+        first, second = None if direct is None else direct.whole, composed.whole
+        if direct is None or first is None or second is None:
             continue
         ways = [orders.get((name, dtype, size)) for name in ("all_reduce", "reduce_scatter")]
-        alike = _added_alike(ways[0], ways[1], len(one))
-        differ = bits_differ(one, two)
+        alike = _added_alike(ways[0], ways[1], len(first))
+        differ = bits_differ(first, second)
         if alike is not None:  # at the edge between two chunks it is not known
             differ &= alike
         bound = exact_sum(direct.inputs).bound
-        usage = ((one.double() - two.double()).abs() / (2 * bound).clamp_min(5e-324)).max()
+        usage = ((first.double() - second.double()).abs() / (2 * bound).clamp_min(5e-324)).max()
         row = IdentityRow(
             dtype=dtype, size=size, values=values, promised=alike is not None,
             num_different=int(differ.sum()), elements=len(differ), limit_usage=float(usage),
         )  # fmt: skip
-        found.append(Identity(composed, row, differ))
-    return found
+        pairs.append(Identity(composed, row, differ))
+    return pairs
 
 
 def _added_alike(
-    one: list[Stretch] | None, two: list[Stretch] | None, size: int
+    direct: list[Stretch] | None, composed: list[Stretch] | None, size: int
 ) -> torch.Tensor | None:
     """(size,) of bool: the elements that are known to be added in the same order; None where some
     are known to be added in another."""
-    if not one or not two:
+    if not direct or not composed:
         return None
     number: dict[object, int] = {}
     known = []
-    for stretches in (one, two):
+    for stretches in (direct, composed):
         trees = torch.full((size,), -1)
         for part in stretches:
             if part.tree is None:

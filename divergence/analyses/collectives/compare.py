@@ -54,18 +54,18 @@ def report_on(
             )
     sides: list[tuple[Side, Run]] = [("reference", a), ("candidate", b)]
     judged = [judge(run, side, progress) for side, run in sides]
-    one, two = Recorded(a), Recorded(b)
-    result, coverage = _pair(one, two, judged)
+    reference, candidate = Recorded(a), Recorded(b)
+    result, coverage = _pair(reference, candidate, judged)
     lines = [line for line in facts_of_operators(a, b)[0] if line.check != "engine"]
     finding = find_in_two(result, a, b, coverage)
     return report_of(a, b, finding, coverage, lines, collectives=result)
 
 
 def _pair(
-    one: Recorded, two: Recorded, judged: list[CollectivesSide]
+    reference: Recorded, candidate: Recorded, judged: list[CollectivesSide]
 ) -> tuple[CollectivesResult, Coverage]:
-    ours = {case.site: case for case in one.cases()}
-    theirs = {case.site: case for case in two.cases()}
+    ours = {case.site: case for case in reference.cases()}
+    theirs = {case.site: case for case in candidate.cases()}
     skipped: list[Skipped] = []
     differing: list[CollectiveDiff] = []
     num_common = 0
@@ -75,9 +75,9 @@ def _pair(
             skipped.append(_skip(site, "no partner", "reference"))
             continue
         reason = None
-        if one.num_ranks != two.num_ranks:
-            reason = f"{one.num_ranks} ranks and {two.num_ranks}: they add other terms"
-        elif _inputs(one, case.place) != _inputs(two, case.place):
+        if reference.num_ranks != candidate.num_ranks:
+            reason = f"{reference.num_ranks} ranks and {candidate.num_ranks}: they add other terms"
+        elif _inputs(reference, case.place) != _inputs(candidate, case.place):
             reason = "the ranks put in other values"
         if reason is not None:
             skipped.append(_skip(site, reason, "both"))

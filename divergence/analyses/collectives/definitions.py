@@ -31,15 +31,15 @@ class Sum:
 
     def part(self, rank: int, num_ranks: int) -> Sum:
         """The part of the buffer that reduce-scatter gives to ``rank``."""
-        return Sum(*(one.chunk(num_ranks)[rank] for one in (self.high, self.low, self.bound)))
+        return Sum(*(tensor.chunk(num_ranks)[rank] for tensor in (self.high, self.low, self.bound)))
 
 
 def exact_sum(inputs: list[torch.Tensor]) -> Sum:
     """Compensated (Neumaier's summation): the error is below 2^-100 Σ|x_r|."""
     high = torch.zeros(inputs[0].shape, dtype=torch.float64)
     low, size = torch.zeros_like(high), torch.zeros_like(high)
-    for one in inputs:
-        x = one.double()
+    for term in inputs:
+        x = term.double()
         total = high + x
         low += torch.where(high.abs() >= x.abs(), (high - total) + x, (x - total) + high)
         high, size = total, size + x.abs()
@@ -58,7 +58,7 @@ def expected_of(case: RecordedCase) -> dict[int, torch.Tensor]:
     if name == "all_gather":
         return dict.fromkeys(range(n), torch.cat(inputs))
     if name == "all_to_all":
-        return {rank: torch.cat([one.chunk(n)[rank] for one in inputs]) for rank in range(n)}
+        return {rank: torch.cat([sent.chunk(n)[rank] for sent in inputs]) for rank in range(n)}
     return {rank: inputs[(rank - 1) % n] for rank in range(n)}
 
 
@@ -71,13 +71,13 @@ def bits_differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def instead(
-    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, right: Sum | torch.Tensor
+    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Sum | torch.Tensor
 ) -> str:
     """What a rank holds where it is wrong, as a clause."""
     size, count = len(out), int(wrong.sum())
     places = wrong.nonzero().flatten()
     first, last = int(places[0]), int(places[-1])
-    swapped = _swapped(out, right, case.num_ranks)
+    swapped = _swapped(out, exact, case.num_ranks)
     if swapped:
         return swapped
     if last == size - 1 and count == size - first and first > 0:
@@ -86,11 +86,11 @@ def instead(
         where = f"all {size:,} elements"
     else:
         where = f"{count:,} of {size:,} elements, from {first:,} to {last:,},"
-    return f"{where} {_held(out, wrong, case, rank, right)}"
+    return f"{where} {_held(out, wrong, case, rank, exact)}"
 
 
 def _held(
-    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, right: Sum | torch.Tensor
+    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Sum | torch.Tensor
 ) -> str:
     held = out[wrong]
     if not held.double().isfinite().all() and out.dtype.is_floating_point:
@@ -100,24 +100,24 @@ def _held(
     own = case.inputs[rank] if rank < len(case.inputs) else None
     if own is not None and own.shape == out.shape and not bits_differ(out, own)[wrong].any():
         return "are what the rank itself put in"
-    if not isinstance(right, Sum):
+    if not isinstance(exact, Sum):
         return "are not what was sent"
-    error = right.error(out)[wrong]
+    error = exact.error(out)[wrong]
     for other, x in enumerate(case.inputs):
         theirs = x.chunk(case.num_ranks)[rank] if x.shape != out.shape else x
         term = theirs.double()[wrong]
-        limit = 4 * right.bound[wrong] + 0.01 * term.abs()
+        limit = 4 * exact.bound[wrong] + 0.01 * term.abs()
         if (term != 0).any() and bool(((error + term).abs() <= limit).all()):
             return f"lack what rank {other} put in"
         if (term != 0).any() and bool(((error - term).abs() <= limit).all()):
             return f"hold twice what rank {other} put in"
-    worst = (error.abs() / right.bound[wrong].clamp_min(1e-300)).max()
-    if bool((right.bound[wrong] == 0).any()) or float(worst) > 1e12:
+    worst = (error.abs() / exact.bound[wrong].clamp_min(1e-300)).max()
+    if bool((exact.bound[wrong] == 0).any()) or float(worst) > 1e12:
         return "are not the exact sum"
     return f"are up to {float(worst):,.0f} times as far from the sum as rounding explains"
 
 
-def _swapped(out: torch.Tensor, right: Sum | torch.Tensor, num_ranks: int) -> str | None:
+def _swapped(out: torch.Tensor, exact: Sum | torch.Tensor, num_ranks: int) -> str | None:
     """Two chunks that stand in each other's place."""
     if len(out) < 2 * num_ranks:
         return None
@@ -126,19 +126,19 @@ def _swapped(out: torch.Tensor, right: Sum | torch.Tensor, num_ranks: int) -> st
     def fits(i: int, j: int) -> bool:
         """Does chunk i hold what belongs in chunk j?"""
         size = min(len(chunks[i]), len(chunks[j]))
-        if isinstance(right, Sum):
-            parts = [one.tensor_split(num_ranks)[j][:size] for one in
-                     (right.high, right.low, right.bound)]  # fmt: skip
+        if isinstance(exact, Sum):
+            parts = [tensor.tensor_split(num_ranks)[j][:size] for tensor in
+                     (exact.high, exact.low, exact.bound)]  # fmt: skip
             other = Sum(*parts)
             return bool((other.error(chunks[i][:size]).abs() <= other.bound).all())
-        there = right.tensor_split(num_ranks)[j][:size]
+        there = exact.tensor_split(num_ranks)[j][:size]
         return not bool(bits_differ(chunks[i][:size], there).any())
 
     wrong = [i for i in range(num_ranks) if not fits(i, i)]
-    found = {i: [j for j in range(num_ranks) if j != i and fits(i, j)] for i in wrong}
-    if len(wrong) < 2 or not all(len(others) == 1 for others in found.values()):
+    matches = {i: [j for j in range(num_ranks) if j != i and fits(i, j)] for i in wrong}
+    if len(wrong) < 2 or not all(len(others) == 1 for others in matches.values()):
         return None
-    told = [f"chunk {i} holds what belongs in chunk {others[0]}" for i, others in found.items()]
+    told = [f"chunk {i} holds what belongs in chunk {others[0]}" for i, others in matches.items()]
     return ", ".join(told[:4])
 
 

@@ -30,12 +30,12 @@ def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
     num = sum(row.num_cases for row in judged.rows)
     done = run.manifest.complete and not judged.num_missing
     held = f"all {num:,} cases hold on {judged.num_ranks} ranks ({judged.backend}): "
-    right = "every rank has what it should, the same bits each time" if num else ""
+    detail = "every rank has what it should, the same bits each time" if num else ""
     orders = orders_text(judged.orders)
     return Finding(
         claim="collectives",
         kind="within_floor",
-        summary=(f"{held}{right}" if num else "nothing was checked but orders and times")
+        summary=(f"{held}{detail}" if num else "nothing was checked but orders and times")
         + (f"; {orders}" if orders else ""),
         rests_on=_checks(judged, done),
         evidence=_facts(judged),
@@ -44,18 +44,18 @@ def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
 
 def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -> Finding:
     """The one finding on two runs."""
-    faulty = [one for one in result.sides if one.faults]
+    faulty = [judged for judged in result.sides if judged.faults]
     if faulty:
         side: SideOrBoth = "both" if len(faulty) == 2 else faulty[0].side
         runs = {"reference": a, "candidate": b}
         return _of_faults(
-            faulty, [runs[one.side] for one in faulty], faulty[0].faults, side, of=2
+            faulty, [runs[judged.side] for judged in faulty], faulty[0].faults, side, of=2
         )  # fmt: skip
     sides = result.sides
     done = a.manifest.complete and b.manifest.complete and not coverage.unmatched
     checks = [check("coverage", done, "not every case was compared")]
-    checks += [item for one in sides for item in _checks(one, True)[1:]]
-    facts = [fact for one in sides for fact in _facts(one, name=True)]
+    checks += [item for judged in sides for item in _checks(judged, True)[1:]]
+    facts = [fact for judged in sides for fact in _facts(judged, name=True)]
     if not result.num_common:
         return Finding(
             claim="collectives",
@@ -74,15 +74,15 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
             evidence=facts,
         )
     most = result.differing[0]
-    two = " and ".join(
-        f"{letter(one.side)} {orders_text(one.orders) or 'in an order that is not known'}"
-        for one in sides
+    orders = " and ".join(
+        f"{letter(judged.side)} {orders_text(judged.orders) or 'in an order that is not known'}"
+        for judged in sides
     )
     return Finding(
         claim="collectives",
         kind="within_floor",
         summary=f"{len(result.differing):,} of {result.num_common:,} cases differ, by no more than "
-        f"rounding in two orders (relative difference up to {most.rel_l2:.1e}): {two}",
+        f"rounding in two orders (relative difference up to {most.rel_l2:.1e}): {orders}",
         rests_on=checks,
         evidence=facts,
         next=[command_line("compare", a.path, b.path, all=True)],
@@ -108,19 +108,21 @@ def _of_faults(
     """``of``: how many runs there are."""
     first = faults[0]
     whose = "" if of == 1 else f" of {letter(sides[0].side)}"
-    collectives = {fault.collective for one in sides for fault in one.faults}
-    known = {row.collective for one in sides for row in one.rows}
+    collectives = {fault.collective for judged in sides for fault in judged.faults}
+    known = {row.collective for judged in sides for row in judged.rows}
     many = len(known) > 3 and 2 * len(collectives) > len(known)
-    cases = len({fault.site for one in sides for fault in one.faults})
+    cases = len({fault.site for judged in sides for fault in judged.faults})
     more = (
         f" ({count(cases, 'case')} in all: {', '.join(sorted(collectives))})" if cases > 1 else ""
     )
     facts = [
-        Evidence(text=("" if of == 1 else f"{letter(one.side)}: ") + _sentence(fault, alike))
-        for one in sides
-        for fault, alike in _grouped(one.faults)[:_MOST]
+        Evidence(text=("" if of == 1 else f"{letter(judged.side)}: ") + _sentence(fault, alike))
+        for judged in sides
+        for fault, alike in _grouped(judged.faults)[:_MOST]
     ]
-    missing = any(one.num_missing for one in sides) or not all(r.manifest.complete for r in runs)
+    missing = any(judged.num_missing for judged in sides) or not all(
+        r.manifest.complete for r in runs
+    )
     return Finding(
         claim="collectives",
         kind="systematic" if many else "localized",
@@ -144,7 +146,7 @@ def _of_faults(
 
 def _confirmed(fault: CollectiveFault, faults: Sequence[CollectiveFault]) -> bool:
     """Does another fault name the same ranks by what they hold?"""
-    return any(not one.assumed and one.ranks == fault.ranks for one in faults)
+    return any(not other.assumed and other.ranks == fault.ranks for other in faults)
 
 
 def _who(fault: CollectiveFault, whose: str = "") -> str:
@@ -191,7 +193,7 @@ def _facts(judged: CollectivesSide, *, name: bool = False) -> list[Evidence]:
     facts = []
     sums = {row.collective: row.limit_usage for row in judged.rows if row.limit_usage is not None}
     if sums:
-        worst = max(sums, key=lambda one: sums[one] or 0.0)
+        worst = max(sums, key=lambda collective: sums[collective] or 0.0)
         facts.append(
             Evidence(
                 text=f"{whose}sums are at most {sums[worst] or 0.0:.0%} of what rounding in any "

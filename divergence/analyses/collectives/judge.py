@@ -65,11 +65,11 @@ class _Judge:
     ) -> None:  # fmt: skip
         count = wrong if isinstance(wrong, int) else int(wrong.sum())
         size = elements if isinstance(wrong, int) else len(wrong)
-        one = case.case
+        spec = case.case
         self.faults.append(
             CollectiveFault(
-                check=check, collective=one.collective, dtype=one.dtype, size=one.size,
-                values=one.values, site=case.site, elements=size, num_wrong=count, ranks=ranks,
+                check=check, collective=spec.collective, dtype=spec.dtype, size=spec.size,
+                values=spec.values, site=case.site, elements=size, num_wrong=count, ranks=ranks,
                 text=text, assumed=assumed,
             )
         )  # fmt: skip
@@ -81,8 +81,8 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
     n = recorded.num_ranks
     all_of = _Judge(recorded)
     measured = list(recorded.orders())
-    for one in measured:
-        all_of.orders[_key(one.case)] = decode(one.sizes, n)
+    for order in measured:
+        all_of.orders[_key(order.case)] = decode(order.sizes, n)
     cases = list(recorded.cases())
     for number, case in enumerate(cases):
         (progress or silent)("compare", number, len(cases), case.case.path)
@@ -96,8 +96,8 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
         for name, tally in all_of.tallies.items()
     ]  # fmt: skip
     order_rows = [
-        order_row(recorded, one.case, one.elements, all_of.orders[_key(one.case)])
-        for one in measured
+        order_row(recorded, order.case, order.elements, all_of.orders[_key(order.case)])
+        for order in measured
     ]
     pairs = identities(recorded, all_of.orders)
     for pair in pairs:
@@ -116,9 +116,9 @@ def _unsupported(run: Run) -> list[str]:
     told: dict[tuple[str, str], list[str]] = {}
     others = []
     for reason in run.manifest.plan.skipped_operators:
-        what, found, why = reason.partition(" is not supported: ")
+        what, separator, why = reason.partition(" is not supported: ")
         name, of, dtype = what.partition(" of ")
-        if found and of:
+        if separator and of:
             told.setdefault((dtype, why), []).append(name)
         else:
             others.append(reason)
@@ -153,21 +153,21 @@ def _judge_bits(all_of: _Judge, case: RecordedCase) -> set[int]:
     wrong: dict[int, torch.Tensor] = {}
     expected = expected_of(case)
     for rank, out in case.results.items():
-        right = expected[rank]
-        if out.shape != right.shape:
-            text = f"has {len(out):,} elements in place of {len(right):,}"
+        exact = expected[rank]
+        if out.shape != exact.shape:
+            text = f"has {len(out):,} elements in place of {len(exact):,}"
             all_of.add(case, "definition", len(out), (rank,), text, elements=len(out))
             wrong[rank] = torch.ones(1, dtype=torch.bool)
             continue
-        differ = bits_differ(out, right)
+        differ = bits_differ(out, exact)
         if differ.any():
             wrong[rank] = differ
     groups = _alike(wrong)
     for ranks, differ in groups:
         rank = ranks[0]
-        right = expected[rank]
-        if len(differ) == len(right):
-            text = instead(case.results[rank], differ, case, rank, right)
+        exact = expected[rank]
+        if len(differ) == len(exact):
+            text = instead(case.results[rank], differ, case, rank, exact)
             everywhere = len(ranks) == case.num_ranks > 1
             named = _sender(case, differ) if everywhere else ranks
             all_of.add(case, "definition", differ, named, text)
@@ -200,29 +200,29 @@ def _sender(case: RecordedCase, differ: torch.Tensor) -> tuple[int, ...]:
 
 def _judge_sum(all_of: _Judge, case: RecordedCase, tally: _Tally) -> set[int]:
     """Ranks whose sums are beyond what rounding explains."""
-    n, one = case.num_ranks, case.case
+    n, spec = case.num_ranks, case.case
     whole = exact_sum(case.inputs)
-    exact = one.values in ("integers", "rank_coded")
-    parts = one.collective == "reduce_scatter"
+    exact = spec.values in ("integers", "rank_coded")
+    parts = spec.collective == "reduce_scatter"
     wrong: dict[int, torch.Tensor] = {}
     rights: dict[int, Sum] = {}
     for rank, out in case.results.items():
-        right = rights[rank] = whole.part(rank, n) if parts else whole
-        if out.shape != right.high.shape:
+        expected = rights[rank] = whole.part(rank, n) if parts else whole
+        if out.shape != expected.high.shape:
             all_of.add(case, "sum", len(out), (rank,),
-                       f"has {len(out):,} elements in place of {len(right.high):,}",
+                       f"has {len(out):,} elements in place of {len(expected.high):,}",
                        elements=len(out))  # fmt: skip
             wrong[rank] = torch.ones(1, dtype=torch.bool)
             continue
-        error = right.error(out).abs()
-        beyond = error > (torch.zeros_like(error) if exact else right.bound)
-        if one.values == "subnormal" and beyond.any() and bool((out[beyond] == 0).all()):
+        error = expected.error(out).abs()
+        beyond = error > (torch.zeros_like(error) if exact else expected.bound)
+        if spec.values == "subnormal" and beyond.any() and bool((out[beyond] == 0).all()):
             tally.num_flushed += 1
             continue
         if beyond.any():
             wrong[rank] = beyond
         if not exact:
-            usage = float((error / right.bound.clamp_min(5e-324)).max())
+            usage = float((error / expected.bound.clamp_min(5e-324)).max())
             tally.usage = max(tally.usage or 0.0, usage)
     if wrong:
         _name_wrong_sums(all_of, case, wrong, rights)
@@ -236,9 +236,9 @@ def _name_wrong_sums(
 ) -> None:
     """Who made wrong sums: the rank whose additions explain every bit, or the one that is wrong
     alone, or the one whose part of the buffer is."""
-    found = _adds_narrow(all_of, case)
-    if found is not None:
-        ranks, dtype = found
+    narrow = _adds_narrow(all_of, case)
+    if narrow is not None:
+        ranks, dtype = narrow
         beyond = wrong[min(wrong)]
         told = ranks if len(ranks) == 1 else _only(case, wrong, ranks)
         text = f"adds in {dtype}: with its additions rounded so, every bit is explained"
@@ -264,16 +264,16 @@ def _name_wrong_sums(
 
 def _look_below(all_of: _Judge, case: RecordedCase) -> None:
     """A rank that adds in another dtype than the others, below what the bound shows."""
-    one = case.case
-    stretches = all_of.orders.get(_key(one))
+    spec = case.case
+    stretches = all_of.orders.get(_key(spec))
     out = case.whole
-    if stretches is None or out is None or one.values != "random":
+    if stretches is None or out is None or spec.values != "random":
         return
     if replay(stretches, [(case.inputs, out)]).accumulates is not None:
         return
-    found = _adds_narrow(all_of, case)
-    if found is not None:
-        ranks, dtype = found
+    narrow = _adds_narrow(all_of, case)
+    if narrow is not None:
+        ranks, dtype = narrow
         text = f"adds in {dtype}, unlike the others: every bit is explained so, and not otherwise"
         told = ranks if len(ranks) == 1 else ()
         all_of.add(case, "sum", len(out), told, text, elements=len(out))
@@ -284,9 +284,9 @@ def _adds_alike(all_of: _Judge, case: RecordedCase) -> str | None:
     out, stretches = case.whole, all_of.orders.get(_key(case.case))
     if out is None or not stretches:
         return None
-    found = replay(stretches, [(case.inputs, out)]).accumulates
+    dtype = replay(stretches, [(case.inputs, out)]).accumulates
     wider = format_named(case.case.dtype).unit_roundoff
-    return found if found and format_named(found).unit_roundoff > wider else None
+    return dtype if dtype and format_named(dtype).unit_roundoff > wider else None
 
 
 def _only(
@@ -302,10 +302,10 @@ def _only(
 
 
 def _adds_narrow(all_of: _Judge, case: RecordedCase) -> tuple[tuple[int, ...], str] | None:
-    one = case.case
-    stretches = all_of.orders.get(_key(one))
+    spec = case.case
+    stretches = all_of.orders.get(_key(spec))
     out = case.whole
-    if not stretches or out is None or format_named(one.dtype).kind != "float":
+    if not stretches or out is None or format_named(spec.dtype).kind != "float":
         return None
     return narrow_ranks(stretches, case.inputs, out)
 
@@ -322,13 +322,13 @@ def _judge_copies(all_of: _Judge, case: RecordedCase) -> None:
     told = len(groups[1]) < len(most)
     if not told and case.case.adds:
         stretches = all_of.orders.get(_key(case.case), [])
-        right = [
+        replayed = [
             group
             for group in groups
             if replay(stretches, [(case.inputs, case.results[group[0]])]).accumulates
         ]
-        if len(right) == 1:
-            most, told = right[0], True
+        if len(replayed) == 1:
+            most, told = replayed[0], True
             others = [rank for group in groups if group is not most for rank in group]
     differ = bits_differ(case.results[most[0]], case.results[others[0]])
     against = ", ".join(map(str, most[:6]))
@@ -389,11 +389,11 @@ def _sorted(faults: list[CollectiveFault]) -> list[CollectiveFault]:
     others."""
     names = list(COLLECTIVES)
 
-    def key(one: CollectiveFault) -> tuple[int, ...]:
+    def key(bug: CollectiveFault) -> tuple[int, ...]:
         dtypes = ("float32", "bfloat16", "float16", "float64")
-        dtype = dtypes.index(one.dtype) if one.dtype in dtypes else len(dtypes)
-        name = next((n for n, known in enumerate(names) if known == one.collective), len(names))
-        return (_CHECKS.index(one.check), not one.ranks, name, dtype, _SIZES.index(one.size),
-                next((n for n, known in enumerate(_VALUES) if known == one.values), 9))  # fmt: skip
+        dtype = dtypes.index(bug.dtype) if bug.dtype in dtypes else len(dtypes)
+        name = next((n for n, known in enumerate(names) if known == bug.collective), len(names))
+        return (_CHECKS.index(bug.check), not bug.ranks, name, dtype, _SIZES.index(bug.size),
+                next((n for n, known in enumerate(_VALUES) if known == bug.values), 9))  # fmt: skip
 
     return sorted(faults, key=key)

@@ -31,8 +31,8 @@ def page(report: Report, background: Background) -> list[Section]:
             table(
                 Table(
                     caption=f"Collectives{whose}", titles=first, rows=rows, num_left=2,
-                    marks=["" if one.num_right == one.num_cases else "flagged"
-                           for one in side.rows],
+                    marks=["" if row.num_right == row.num_cases else "flagged"
+                           for row in side.rows],
                 )
             )
         ]  # fmt: skip
@@ -48,7 +48,7 @@ def page(report: Report, background: Background) -> list[Section]:
             first, *rows = bandwidth_rows(side, whole=True)
             rates = Table(caption=f"Bandwidth{whose}", titles=first, rows=rows)
             body.append(details("Bandwidth", table(rates)))
-        cases = count(sum(one.num_cases for one in side.rows), "case")
+        cases = count(sum(row.num_cases for row in side.rows), "case")
         sections.append(
             Section(
                 id=f"collectives-{side.side}", title=f"Collectives{whose}",

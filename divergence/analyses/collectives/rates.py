@@ -14,14 +14,14 @@ __all__ = ["bandwidth_of"]
 def bandwidth_of(recorded: Recorded) -> list[BandwidthRow]:
     """One row a collective and size, by the median of its calls."""
     rows = []
-    for one in recorded.timed():
-        seconds = statistics.median(one.seconds)
-        algbw = one.num_bytes / max(seconds, 1e-12)
+    for timed in recorded.timed():
+        seconds = statistics.median(timed.seconds)
+        algbw = timed.num_bytes / max(seconds, 1e-12)
         rows.append(
             BandwidthRow(
-                collective=one.collective, bytes=one.num_bytes, seconds=seconds, algbw=algbw,
-                busbw=algbw * bus_factor(one.collective, recorded.num_ranks),
-                link_rate=one.link_rate,
+                collective=timed.collective, bytes=timed.num_bytes, seconds=seconds, algbw=algbw,
+                busbw=algbw * bus_factor(timed.collective, recorded.num_ranks),
+                link_rate=timed.link_rate,
             )
         )  # fmt: skip
     return rows

@@ -49,7 +49,7 @@ class Recorded:
     def __init__(self, run: Run) -> None:
         self.run = run.run if isinstance(run, UnshardedRun) else run
         self.num_ranks = run.manifest.num_ranks
-        self.records = {(one.rank, one.site): one for one in self.run.records}
+        self.records = {(record.rank, record.site): record for record in self.run.records}
         if not 2 <= self.num_ranks <= max(2, len(self.run.records)):
             raise RunFormatError(
                 f"collectives of {self.num_ranks} ranks, and {len(self.run.records)} records",
@@ -57,9 +57,9 @@ class Recorded:
             )  # fmt: skip
         self.run.expect(self.run.records)
         self._calls: dict[str, Record] = {}
-        for one in self.run.records:
-            if one.call is not None:
-                self._calls.setdefault(one.site, one)
+        for record in self.run.records:
+            if record.call is not None:
+                self._calls.setdefault(record.site, record)
 
     def cases(self) -> Iterator[RecordedCase]:
         """Every case of this version, in order."""
@@ -76,8 +76,8 @@ class Recorded:
 
     def find(self, case: Case) -> RecordedCase | None:
         """The recorded case, if the run has it."""
-        found = RecordedCase(self, case)
-        return found if found.site in self._calls else None
+        recorded_case = RecordedCase(self, case)
+        return recorded_case if recorded_case.site in self._calls else None
 
     def orders(self) -> Iterator[Measured]:
         """What was measured of the orders, the ranks' parts put together."""
@@ -95,7 +95,7 @@ class Recorded:
             if not (known and alike and sum(part.shape[1] for part in held) == elements):
                 continue
             sizes = torch.cat(held, dim=1).to(torch.int64).numpy()
-            case = Case(next(one for one in COLLECTIVES if one == name), dtype, size, "random")
+            case = Case(next(kind for kind in COLLECTIVES if kind == name), dtype, size, "random")
             yield Measured(case, sizes.shape[1], sizes)
 
     def timed(self) -> Iterator[Timed]:
@@ -133,15 +133,15 @@ class RecordedCase:
         """By rank; of a broadcast the root's alone. Raises RunFormatError for one that is not of
         the case's size and dtype. ``has_inputs``: are they all there?"""
         sites = [(rank, join_site(self.place, "in.x")) for rank in self._givers]
-        found = [one for one in (self.recorded.read(*at) for at in sites) if one is not None]
+        parts = [part for part in (self.recorded.read(*at) for at in sites) if part is not None]
         size = self.case.elements(self.num_ranks)
-        for one in found:
-            if tuple(one.shape) != (size,) or one.dtype != getattr(torch, self.case.dtype):
+        for part in parts:
+            if tuple(part.shape) != (size,) or part.dtype != getattr(torch, self.case.dtype):
                 raise RunFormatError(
                     f"what a rank put in is not {size} elements of {self.case.dtype}",
                     where=f"{self.recorded.run.path}, {self.place}",
                 )
-        return found
+        return parts
 
     @property
     def _givers(self) -> range:
@@ -156,10 +156,10 @@ class RecordedCase:
     @cached_property
     def results(self) -> dict[int, torch.Tensor]:
         """By rank, of those that are there."""
-        found = {rank: self.recorded.read(rank, self.site) for rank in self.ranks}
-        held = {rank: one for rank, one in found.items() if one is not None}
-        for rank, one in held.items():
-            if one.ndim != 1 or one.dtype != getattr(torch, self.case.dtype):
+        by_rank = {rank: self.recorded.read(rank, self.site) for rank in self.ranks}
+        held = {rank: out for rank, out in by_rank.items() if out is not None}
+        for rank, out in held.items():
+            if out.ndim != 1 or out.dtype != getattr(torch, self.case.dtype):
                 raise RunFormatError(
                     f"what rank {rank} got is no row of {self.case.dtype}",
                     where=f"{self.recorded.run.path}, {self.site}",
@@ -181,17 +181,17 @@ class RecordedCase:
         if self.case.collective == "reduce_scatter":
             return torch.cat([results[rank] for rank in self.ranks])
         first = results[0]
-        return first if all(torch.equal(first, one) for one in results.values()) else None
+        return first if all(torch.equal(first, result) for result in results.values()) else None
 
     def digests(self, rank: int) -> list[str | None]:
         """Of a rank's result, and of those of its repetitions."""
-        found = []
+        hashes = []
         for number in range(1, self.recorded.run.manifest.repeatability.num_runs + 1):
             port = "out" if number == 1 else f"out.run{number}"
             record = self.recorded.records.get((rank, join_site(self.place, port)))
             if record is not None:
-                found.append(record.xxh3)
-        return found
+                hashes.append(record.xxh3)
+        return hashes
 
     def repetition(self, rank: int, number: int) -> torch.Tensor | None:
         return self.recorded.read(rank, join_site(self.place, f"out.run{number}"))

@@ -38,8 +38,8 @@ def replay(
     stretches: Sequence[Stretch], trials: Sequence[tuple[list[torch.Tensor], torch.Tensor]]
 ) -> Replay:
     """``trials``: what the ranks put in, and the whole result. No stretch without a tree."""
-    known = [one for one in stretches if one.tree is not None]
-    num = sum(one.stop - one.start for one in known) * len(trials)
+    known = [stretch for stretch in stretches if stretch.tree is not None]
+    num = sum(stretch.stop - stretch.start for stretch in known) * len(trials)
     if not known or not trials or len(known) < len(stretches):
         return Replay(None, 0)
     own = str(trials[0][1].dtype).removeprefix("torch.")
@@ -47,12 +47,12 @@ def replay(
         kind = getattr(torch, name)
         if all(
             torch.equal(
-                _sum(one.tree, [x[one.start : one.stop] for x in inputs], kind),
-                out[one.start : one.stop],
+                _sum(stretch.tree, [x[stretch.start : stretch.stop] for x in inputs], kind),
+                out[stretch.start : stretch.stop],
             )
             for inputs, out in trials
-            for one in known
-            if one.tree is not None
+            for stretch in known
+            if stretch.tree is not None
         ):
             return Replay(name, num)
     return Replay(None, num)
@@ -65,17 +65,17 @@ def _sum(
     """The sum of one stretch, each node rounded to ``kind``, those of ``narrow`` to its dtype. A
     fused node is added in float64."""
     assert tree is not None
-    values = [one.to(kind) for one in leaves]
+    values = [leaf.to(kind) for leaf in leaves]
     for number, node in enumerate(tree.nodes):
         wide = len(node) > 2
         parts = [values[child] for child in node]
         if narrow is not None and number in narrow[0]:
-            parts = [one.to(narrow[1]) for one in parts]
+            parts = [part.to(narrow[1]) for part in parts]
         if wide:
-            parts = [one.double() for one in parts]
+            parts = [part.double() for part in parts]
         total = parts[0]
-        for one in parts[1:]:
-            total = total + one
+        for part in parts[1:]:
+            total = total + part
         values.append(total.to(kind))
     return values[-1].to(leaves[0].dtype)
 
@@ -90,39 +90,39 @@ def narrow_ranks(
     is added. Of the first two terms of a chain either may, so two ranks are not told apart.
     """
     stretches = _divided(stretches, len(inputs), len(out))
-    known = [(one, chain_of(one.tree)) for one in stretches if one.tree is not None]
+    known = [(stretch, chain_of(stretch.tree)) for stretch in stretches if stretch.tree is not None]
     if not known or any(chain is None for _, chain in known) or len(known) < len(stretches):
         return None
     own = out.dtype
     roundoff = format_of(own).unit_roundoff
-    found = []
+    matches = []
     for name, rank in product(_NARROWER, range(len(inputs))):
         kind = getattr(torch, name)
         if format_of(kind).unit_roundoff <= roundoff:
             continue
-        if all(_fits(one, chain or [], rank, kind, inputs, out) for one, chain in known):
-            found.append((rank, name))
-    dtypes = {name for _, name in found}
-    return (tuple(rank for rank, _ in found), dtypes.pop()) if len(dtypes) == 1 else None
+        if all(_fits(stretch, chain or [], rank, kind, inputs, out) for stretch, chain in known):
+            matches.append((rank, name))
+    dtypes = {name for _, name in matches}
+    return (tuple(rank for rank, _ in matches), dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def _divided(stretches: Sequence[Stretch], num_ranks: int, size: int) -> list[Stretch]:
     """Cut at the edges of the ranks' parts too: of two ranks every part has the same order."""
     each = -(-size // num_ranks)
     return [
-        Stretch(max(one.start, edge), min(one.stop, edge + each), one.tree)
-        for one in stretches
+        Stretch(max(stretch.start, edge), min(stretch.stop, edge + each), stretch.tree)
+        for stretch in stretches
         for edge in range(0, size, each)
-        if max(one.start, edge) < min(one.stop, edge + each)
+        if max(stretch.start, edge) < min(stretch.stop, edge + each)
     ]
 
 
 def _fits(
-    one: Stretch, chain: list[int], rank: int, kind: torch.dtype, inputs: list[torch.Tensor],
+    part: Stretch, chain: list[int], rank: int, kind: torch.dtype, inputs: list[torch.Tensor],
     out: torch.Tensor,
 ) -> bool:  # fmt: skip
     place = chain.index(rank)
     ways = [frozenset({place - 1})] if place > 1 else [frozenset({0}), frozenset[int]()]
-    leaves = [x[one.start : one.stop] for x in inputs]
-    held = out[one.start : one.stop]
-    return any(torch.equal(_sum(one.tree, leaves, out.dtype, (way, kind)), held) for way in ways)
+    leaves = [x[part.start : part.stop] for x in inputs]
+    held = out[part.start : part.stop]
+    return any(torch.equal(_sum(part.tree, leaves, out.dtype, (way, kind)), held) for way in ways)

@@ -44,8 +44,8 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
         what = f"{len(result.differing):,} of {result.num_common:,} cases"
         shown = result.differing if all_sites else result.differing[:_MOST_FAULTS]
         rows: list[tuple[str, ...]] = [("case", "ranks", "rel L2")]
-        rows += [(one.site.partition("/")[0], _ranks(one.ranks), decimal(one.rel_l2))
-                 for one in shown]  # fmt: skip
+        rows += [(diff.site.partition("/")[0], _ranks(diff.ranks), decimal(diff.rel_l2))
+                 for diff in shown]  # fmt: skip
         lines += [heading("different bits", what), *_table(rows), BLANK]
     return lines
 
@@ -61,7 +61,7 @@ def _side(side: CollectivesSide, *, alone: bool, whole: bool) -> list[Line]:
     lines += [
         prose("  ", "error: of rounded sums, in units of what rounding in any order may make at "
               "most, (n - 1) u Σ|x|.", width=2, style="dim"),
-        *(prose("  not supported", one, width=16, style="yellow") for one in side.unsupported),
+        *(prose("  not supported", text, width=16, style="yellow") for text in side.unsupported),
         BLANK,
     ]  # fmt: skip
     if side.faults:
@@ -108,15 +108,16 @@ def fault_rows(side: CollectivesSide, *, whole: bool) -> list[tuple[str, ...]]:
     ``whole``."""
     rows: list[tuple[str, ...]] = [("ranks", "case", "check", "wrong", "what")]
     groups: dict[tuple[object, ...], list[CollectiveFault]] = {}
-    for number, one in enumerate(side.faults):
-        key = (one.check, one.collective, one.ranks, one.text if one.ranks else "")
-        groups.setdefault((*key, number if whole else 0), []).append(one)
+    for number, fault in enumerate(side.faults):
+        key = (fault.check, fault.collective, fault.ranks, fault.text if fault.ranks else "")
+        groups.setdefault((*key, number if whole else 0), []).append(fault)
     for group in groups.values():
-        one = group[0]
+        fault = group[0]
         more = f", {len(group) - 1} more" if len(group) > 1 else ""
+        case = f"{fault.collective}.{fault.dtype}.{fault.size}.{fault.values}{more}"
         rows.append(
-            (_ranks(one.ranks), f"{one.collective}.{one.dtype}.{one.size}.{one.values}{more}",
-             one.check, f"{one.num_wrong:,}/{one.elements:,}", one.text)
+            (_ranks(fault.ranks), case, fault.check,
+             f"{fault.num_wrong:,}/{fault.elements:,}", fault.text)
         )  # fmt: skip
     return rows
 
@@ -128,42 +129,42 @@ def order_rows(side: CollectivesSide, *, whole: bool) -> list[tuple[str, ...]]:
         ("collective", "dtype", "elements", "order", "ranks added", "sums in", "expected", "error")
     ]
     seen: dict[tuple[str, ...], list[OrderRow]] = {}
-    for one in side.orders:
+    for order in side.orders:
         key: tuple[str, ...] = (
-            one.collective,
-            one.dtype,
-            one.order,
-            one.accumulates or "-",
-            one.first,
+            order.collective,
+            order.dtype,
+            order.order,
+            order.accumulates or "-",
+            order.first,
         )
         if whole:
-            key += (str(one.elements),)
-        seen.setdefault(key, []).append(one)
+            key += (str(order.elements),)
+        seen.setdefault(key, []).append(order)
     for group in seen.values():
-        one = group[0]
-        sums = one.accumulates or ("-" if one.measured is None else "not told")
+        order = group[0]
+        sums = order.accumulates or ("-" if order.measured is None else "not told")
         rows.append(
-            (one.collective, one.dtype, ", ".join(f"{each.elements:,}" for each in group),
-             one.order, one.first, sums, decimal(one.expected), decimal(one.measured))
+            (order.collective, order.dtype, ", ".join(f"{each.elements:,}" for each in group),
+             order.order, order.first, sums, decimal(order.expected), decimal(order.measured))
         )  # fmt: skip
     return rows
 
 
 def bandwidth_rows(side: CollectivesSide, *, whole: bool) -> list[tuple[str, ...]]:
     """One a collective and size, below titles; the largest size alone unless ``whole``."""
-    linked = any(one.link_rate for one in side.bandwidth)
+    linked = any(row.link_rate for row in side.bandwidth)
     rows: list[tuple[str, ...]] = [
         ("collective", "bytes", "time", "algbw", "busbw", *(["link", "of it"] if linked else []))
     ]
     shown: Sequence[BandwidthRow] = side.bandwidth
     if not whole:
-        shown = list({one.collective: one for one in side.bandwidth}.values())
-    for one in shown:
-        cells = [one.collective, size(one.bytes), _time(one.seconds), _rate(one.algbw),
-                 _rate(one.busbw)]  # fmt: skip
+        shown = list({row.collective: row for row in side.bandwidth}.values())
+    for row in shown:
+        cells = [row.collective, size(row.bytes), _time(row.seconds), _rate(row.algbw),
+                 _rate(row.busbw)]  # fmt: skip
         if linked:
-            rate = one.link_rate
-            cells += ["-", "-"] if not rate else [_rate(rate), share(one.busbw / rate)]
+            rate = row.link_rate
+            cells += ["-", "-"] if not rate else [_rate(rate), share(row.busbw / rate)]
         rows.append(tuple(cells))
     return rows
 

@@ -54,8 +54,8 @@ def find(measured: Measured) -> Answer:
 
         integers = find_integers(measured)
     broken = sorted((s for s in seams if s.beyond), key=lambda seam: order_of(seam.result))
-    unequal = [one for one in integers if one.judged]
-    unequal.sort(key=lambda one: (order_of(one.result), one.result.pass_ != "anchored"))
+    unequal = [integer for integer in integers if integer.judged]
+    unequal.sort(key=lambda integer: (order_of(integer.result), integer.result.pass_ != "anchored"))
     misfits = _find_misfits(measured.reference, measured.candidate)
     findings = []
     if unequal:
@@ -66,7 +66,7 @@ def find(measured: Measured) -> Answer:
         site = measured.reference.manifest.plan.logits_site or ".:out"
         findings.append(_misfit(measured, misfits, site))
     within = [seam for seam in seams if not seam.beyond]
-    unjudged = [one for one in integers if one.choice and not one.judged]
+    unjudged = [integer for integer in integers if integer.choice and not integer.judged]
     return Answer(findings=findings, notes=_notes(within, unjudged))
 
 
@@ -90,20 +90,20 @@ def _unequal(measured: Measured, unequal: Sequence[Integers]) -> Finding:
         place=order_of(first.result),
         side=first.side,
         evidence=[_integer_evidence(first)],
-        beside=[_integer_evidence(one) for one in unequal[:_SHOWN]],
+        beside=[_integer_evidence(integer) for integer in unequal[:_SHOWN]],
         next=measured.advice.look_at(first.result.site),
         flags=[first.result.key],
     )
 
 
-def _integer_evidence(one: Integers) -> Evidence:
-    result = one.result
-    of = "tokens" if one.choice else "elements"
+def _integer_evidence(gap: Integers) -> Evidence:
+    result = gap.result
+    of = "tokens" if gap.choice else "elements"
     return Evidence(
         text=f"{result.site} ({result.pass_}, prompt {result.sample}, step {result.step}): "
-        f"{one.num_different} of {one.num_compared} {of} differ, the first is {one.reference} in "
-        f"A, {one.candidate} in B",
-        values={"num_different": one.num_different, "num_compared": one.num_compared},
+        f"{gap.num_different} of {gap.num_compared} {of} differ, the first is {gap.reference} in "
+        f"A, {gap.candidate} in B",
+        values={"num_different": gap.num_different, "num_compared": gap.num_compared},
     )
 
 
@@ -205,7 +205,7 @@ def _notes(seams: Sequence[Seam], choices: Sequence[Integers]) -> list[str]:
             f"between {before} and {site} {letter(by)} changes what the other side hands on, {how}"
         )
     if choices:
-        most = max(choices, key=lambda one: one.num_different / max(1, one.num_compared))
+        most = max(choices, key=lambda choice: choice.num_different / max(1, choice.num_compared))
         notes.append(
             f"choices made of numbers differ at {len({c.result.site for c in choices})} sites, "
             f"most at {most.result.site}: {most.num_different} of {most.num_compared} tokens; "
@@ -255,10 +255,10 @@ def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
     if sample >= len(samples) or samples[sample].chosen_ids[step : step + 1] != [chosen]:
         return False
     records = []
-    for one in (run, other):
-        group = next((g for g in one.manifest.tokens.groups if sample in g), [sample])
-        site = one.manifest.plan.logits_site
-        records.append(one.find(("free", group[0], step, site)) if site else None)
+    for side in (run, other):
+        group = next((g for g in side.manifest.tokens.groups if sample in g), [sample])
+        site = side.manifest.plan.logits_site
+        records.append(side.find(("free", group[0], step, site)) if site else None)
     first, second = records
     return first is not None and second is not None and first.xxh3 == second.xxh3 is not None
 

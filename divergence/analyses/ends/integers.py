@@ -65,16 +65,16 @@ def find_integers(measured: Measured) -> list[Integers]:
     pieces = Pieces(a, b)
     integers: list[Integers] = []
     for pair in measured.alignment.pairs:
-        one, two = pair.reference.record, pair.candidate.record
-        kinds = {format_named(record.dtype).kind for record in (one, two)}
-        if one.site.endswith(f":{CODES}"):
+        ours, theirs = pair.reference.record, pair.candidate.record
+        kinds = {format_named(record.dtype).kind for record in (ours, theirs)}
+        if ours.site.endswith(f":{CODES}"):
             continue  # rounding may decide them: analyses/codes
-        if kinds & {"float", "complex"} or not (a.has_bytes(one) and b.has_bytes(two)):
+        if kinds & {"float", "complex"} or not (a.has_bytes(ours) and b.has_bytes(theirs)):
             continue
-        result = results.get((pair.pass_, pair.reference.sample, two.step, one.site))
+        result = results.get((pair.pass_, pair.reference.sample, theirs.step, ours.site))
         if result is None or result.identical:
             continue
-        if _is_choice(one, a):
+        if _is_choice(ours, a):
             difference = _choice(pair, result, a, b, pieces)
         else:
             difference = _given(pair, result, a, b, pieces, truth)
@@ -106,12 +106,12 @@ def _is_choice(record: Record, run: Run) -> bool:
 def _given(
     pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces, truth: Run | None
 ) -> Integers | None:
-    one, two = pair.reference.record, pair.candidate.record
+    reference, candidate = pair.reference.record, pair.candidate.record
     x, y = pieces.tensor(a, pair.reference), pieces.tensor(b, pair.candidate)
     if x.shape != y.shape:
         return None  # some positions of the other's
     other = x.long() != y.long()
-    real = _real_tokens(pair, a.manifest, x.shape, mask=is_mask(one.site))
+    real = _real_tokens(pair, a.manifest, x.shape, mask=is_mask(reference.site))
     if real is not None:
         other = other & real
     if not bool(other.any()):
@@ -124,22 +124,22 @@ def _given(
         reference=str(x[first].item()),
         candidate=str(y[first].item()),
         choice=False,
-        side=_side(one, two, truth),
+        side=_side(reference, candidate, truth),
     )
 
 
-def _side(one: Record, two: Record, truth: Run | None) -> Side | None:
+def _side(reference: Record, candidate: Record, truth: Run | None) -> Side | None:
     """The side that the truth does not have the integers of."""
     if truth is None:
         return None
-    for pass_ in dict.fromkeys((one.pass_, two.pass_, "free", "anchored")):
-        for record in (one, two):
+    for pass_ in dict.fromkeys((reference.pass_, candidate.pass_, "free", "anchored")):
+        for record in (reference, candidate):
             true_record = truth.find((pass_, record.sample, record.step, record.site))
             if true_record is None or true_record.xxh3 is None:
                 continue
-            if true_record.xxh3 == one.xxh3 != two.xxh3:
+            if true_record.xxh3 == reference.xxh3 != candidate.xxh3:
                 return "candidate"
-            if true_record.xxh3 == two.xxh3 != one.xxh3:
+            if true_record.xxh3 == candidate.xxh3 != reference.xxh3:
                 return "reference"
     return None
 

@@ -203,7 +203,7 @@ class _Looked:
         mine, theirs = pair.reference.record, pair.candidate.record
         ours = self._sources(self.a, mine, given, 0)
         others = self._sources(self.b, theirs, given, 1)
-        if any(one is two for one in ours for two in others):
+        if any(source is other for source in ours for other in others):
             return None  # the same output is handed on: no number is made
         if ours:
             return self._changed(self.b, theirs, ours[0].candidate.record, ours[0], result)
@@ -274,9 +274,9 @@ class _Looked:
             return None
         site = result.site, result.candidate_site or result.site
         before = source.reference.record.site, source.candidate.record.site
-        for one, two in zip(site, before, strict=True):
+        for end, start in zip(site, before, strict=True):
             record, other = (
-                self.truth.find(("free", result.sample, result.step, name)) for name in (one, two)
+                self.truth.find(("free", result.sample, result.step, name)) for name in (end, start)
             )
             if record is None or other is None:
                 continue

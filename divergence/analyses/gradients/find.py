@@ -39,20 +39,22 @@ _APART = 0.02
 
 def find(measured: Measured) -> Answer:
     """The first gradient of a parameter that is off in the free pass alone."""
-    free = [one for one in measured.sites if one.pass_ == "free"]
-    again = {one.site: one for one in measured.sites if one.pass_ == "anchored"}
-    own = [one for one in free if one.phase == "backward" and of_parameter(one.site)]
-    if not own or any((again[one.site].limit_usage or 0) > 1 for one in own if one.site in again):
+    free = [site for site in measured.sites if site.pass_ == "free"]
+    again = {site.site: site for site in measured.sites if site.pass_ == "anchored"}
+    own = [site for site in free if site.phase == "backward" and of_parameter(site.site)]
+    if not own or any(
+        (again[site.site].limit_usage or 0) > 1 for site in own if site.site in again
+    ):
         return Answer()  # told of the anchored pass
-    spread = max((one.rel_l2 or 0.0 for one in free if not of_parameter(one.site)), default=0.0)
+    spread = max((site.rel_l2 or 0.0 for site in free if not of_parameter(site.site)), default=0.0)
     beyond = []
-    for one in own:
-        same, floor = again.get(one.site), one.floor
-        if same is None or same.rel_l2 is None or one.rel_l2 is None or not floor:
+    for site in own:
+        same, floor = again.get(site.site), site.floor
+        if same is None or same.rel_l2 is None or site.rel_l2 is None or not floor:
             continue
         bound = _AMPLE * max(same.rel_l2, floor) * max(1.0, spread / floor)
-        if one.rel_l2 > bound:
-            beyond.append((one, same.rel_l2, bound))
+        if site.rel_l2 > bound:
+            beyond.append((site, same.rel_l2, bound))
     if not beyond:
         return Answer()
     first, rounding, bound = min(beyond, key=lambda told: order_of(told[0]))
@@ -72,7 +74,7 @@ def find(measured: Measured) -> Answer:
         evidence=[fact],
         beside=[fact],
         next=measured.advice.look_at(first.site),
-        flags=[one.key for one, *_ in beyond],
+        flags=[site.key for site, *_ in beyond],
     )
     return Answer(findings=[finding])
 
@@ -85,10 +87,10 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
     if onset.phase == "optimizer":
         return _clipped(measured) if f"{OPTIMIZER}:in." in onset.site else []
     pass_ = "anchored" if measured.anchored else "free"
-    found = [one for one in measured.sites if one.pass_ == pass_]
-    gradients = [one for one in found if one.phase == "backward" and of_parameter(one.site)]
-    beyond = [one for one in gradients if one.flagged]
-    handed_on = [one for one in found if one.site.endswith(f"{BACKWARD}:out") and one.flagged]
+    sites = [site for site in measured.sites if site.pass_ == pass_]
+    gradients = [site for site in sites if site.phase == "backward" and of_parameter(site.site)]
+    beyond = [gradient for gradient in gradients if gradient.flagged]
+    handed_on = [site for site in sites if site.site.endswith(f"{BACKWARD}:out") and site.flagged]
     if len(beyond) < 2 or handed_on:
         return []
     share = f"{len(beyond)} of {len(gradients)} parameters' gradients are off"
@@ -112,9 +114,9 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
 
 def _clipped(measured: Measured) -> list[Finding]:
     """What an optimizer gets is off: what all of it has in common."""
-    steps = [one for one in measured.sites if one.pass_ == "anchored" and not is_norm(one.site)]
-    given = [one for one in steps if f"{OPTIMIZER}:in." in one.site]
-    beyond = [one for one in given if one.flagged]
+    steps = [site for site in measured.sites if site.pass_ == "anchored" and not is_norm(site.site)]
+    given = [step for step in steps if f"{OPTIMIZER}:in." in step.site]
+    beyond = [entering for entering in given if entering.flagged]
     if len(beyond) < 2:
         return []
     text = (
@@ -132,16 +134,16 @@ def _clipped(measured: Measured) -> list[Finding]:
 def _factor(sites: Sequence[SiteResult]) -> float | None:
     """B over A, where it is the same in nearly all."""
     factors = []
-    for one in sites:
-        if one.gain is None or one.one_minus_cosine is None:
+    for site in sites:
+        if site.gain is None or site.one_minus_cosine is None:
             return None
-        coarse = 1e-4 if one.reference_dtype != "float32" else _STRAIGHT
-        if one.one_minus_cosine < coarse:
-            factors.append(1 + one.gain)
+        coarse = 1e-4 if site.reference_dtype != "float32" else _STRAIGHT
+        if site.one_minus_cosine < coarse:
+            factors.append(1 + site.gain)
     if len(factors) < 0.9 * len(sites):
         return None
     middle = statistics.median(factors)
-    near = [one for one in factors if abs(one - middle) <= _MULTIPLE * abs(middle)]
+    near = [factor for factor in factors if abs(factor - middle) <= _MULTIPLE * abs(middle)]
     if len(near) < 0.9 * len(factors) or abs(middle - 1) < _APART:
         return None
     return middle

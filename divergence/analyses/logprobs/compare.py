@@ -49,7 +49,7 @@ def report_on(
             "--truth means nothing to log-probabilities alone: no block was seen",
             hint="compare the float64 run itself: divergence compare TRUTH RUN",
         )
-    floors = [Run.open(one) for one in one_or_more(floor)]
+    floors = [Run.open(source) for source in one_or_more(floor)]
     pairs = pair_runs(a, b)
     lines = _preflight(pairs, a, b)
     blocking = [line for line in lines if line.status == "blocking"]
@@ -79,7 +79,7 @@ def report_on(
 def _alone(pairs: list[Pair], side: int) -> int:
     """Tokens that one side alone scored, or scored after other text."""
     sides = (pair.candidate if side else pair.reference for pair in pairs)
-    return sum(len(one.rows) for one in sides) - sum(len(pair.rows) for pair in pairs)
+    return sum(len(sequence.rows) for sequence in sides) - sum(len(pair.rows) for pair in pairs)
 
 
 def _preflight(pairs: list[Pair], a: Run, b: Run) -> list[PreflightLine]:

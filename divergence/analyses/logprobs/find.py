@@ -219,7 +219,7 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
             values={"kl_lower": kl.kl_lower, "tail": kl.tail},
         ))  # fmt: skip
     if flip is not None:
-        gaps = [one for one in (flip.margin, flip.candidate_margin) if one is not None]
+        gaps = [margin for margin in (flip.margin, flip.candidate_margin) if margin is not None]
         said = "no list holds both" if not gaps else f"{decimal(max(gaps))} nats between them"
         word = {"tie": ": a tie", "fault": ": no tie", None: ""}[flip.judgement]
         facts.append(Evidence(
@@ -247,12 +247,12 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
 
 
 def _rollout_facts(result: LogprobsResult) -> list[Evidence]:
-    bad = [one for one in result.checks if one.state != "normal"]
+    bad = [check for check in result.checks if check.state != "normal"]
     if not result.checks:
         return []
     if not bad:
         return [Evidence(text="every number that trainers watch is normal by its own limit")]
     return [
-        Evidence(text=f"{one.framework}'s {one.name} is {one.value:.4g}, normal {one.normal}")
-        for one in bad
+        Evidence(text=f"{stat.framework}'s {stat.name} is {stat.value:.4g}, normal {stat.normal}")
+        for stat in bad
     ]

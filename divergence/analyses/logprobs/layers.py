@@ -77,7 +77,7 @@ def layers_of(
             "the runs of --layers score none of the compared tokens",
             hint="capture them with --like of the run that holds the log-probabilities",
         )
-    mine, other = (np.array([one[key] for key in common]) for one in (ours, theirs))
+    mine, other = (np.array([deltas[key] for key in common]) for deltas in (ours, theirs))
     whole = float((mine * mine).sum())
     explained = 1 - float(((mine - other) ** 2).sum()) / whole if whole else None
     onset = report.verdict.onset

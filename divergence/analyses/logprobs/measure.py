@@ -77,8 +77,8 @@ def measure(
         ) if sure.num_prompts else None,
         first_difference=flips[0] if flips else None,
         num_flips=len(flips),
-        num_ties=sum(one.judgement == "tie" for one in flips),
-        num_faults=sum(one.judgement == "fault" for one in flips),
+        num_ties=sum(flip.judgement == "tie" for flip in flips),
+        num_faults=sum(flip.judgement == "fault" for flip in flips),
         sequences=_sequences(pairs),
         rollout=metrics,
         rollout_side=side if metrics else None,
@@ -107,7 +107,7 @@ def _delta(pairs: Sequence[Pair]) -> LogprobDelta | None:
 
 def _by_position(pairs: Sequence[Pair]) -> list[float]:
     """Mean |Δ| of tenths of the longest answer; the last ones are of long answers alone."""
-    found: list[list[np.ndarray]] = [[] for _ in range(_TENTHS)]
+    by_tenth: list[list[np.ndarray]] = [[] for _ in range(_TENTHS)]
     answers = [(p.places - p.answer_begins, np.abs(p.delta)) for p in pairs if len(p.delta)]
     longest = max((int(at.max()) + 1 for at, _ in answers), default=0)
     if longest < _TENTHS:
@@ -115,8 +115,8 @@ def _by_position(pairs: Sequence[Pair]) -> list[float]:
     for at, size in answers:
         tenth = at * _TENTHS // longest
         for number in range(_TENTHS):
-            found[number].append(size[(at >= 0) & (tenth == number)])
-    joined = [np.concatenate(part) for part in found]
+            by_tenth[number].append(size[(at >= 0) & (tenth == number)])
+    joined = [np.concatenate(part) for part in by_tenth]
     return [float(part.mean()) if len(part) else math.nan for part in joined]
 
 
@@ -127,16 +127,16 @@ def _perplexity(pairs: Sequence[Pair]) -> LogprobPerplexity | None:
     known = known[np.isfinite(known).all(axis=1)]
     if len(known) < 2:
         return None
-    one, two = known.T
-    delta, ratio = np.exp(two) - np.exp(one), one - two
-    varies = one.std() > 0 and two.std() > 0
+    ours, theirs = known.T
+    delta, ratio = np.exp(theirs) - np.exp(ours), ours - theirs
+    varies = ours.std() > 0 and theirs.std() > 0
     return LogprobPerplexity(
         num_tokens=len(known), delta_p_mean=float(delta.mean()),
         delta_p_rms=math.sqrt(float((delta * delta).mean())),
         delta_p_p1=float(np.quantile(delta, 0.01)), delta_p_p99=float(np.quantile(delta, 0.99)),
-        reference=_exp(-one.mean()), candidate=_exp(-two.mean()), ln_ratio=float(ratio.mean()),
+        reference=_exp(-ours.mean()), candidate=_exp(-theirs.mean()), ln_ratio=float(ratio.mean()),
         ln_ratio_error=float(ratio.std(ddof=1)) / math.sqrt(len(ratio)),
-        ln_correlation=float(np.corrcoef(one, two)[0, 1]) if varies else None,
+        ln_correlation=float(np.corrcoef(ours, theirs)[0, 1]) if varies else None,
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _exp(value: float) -> float:
 
 
 def _divergence(pairs: Sequence[Pair]) -> LogprobDivergence | None:
-    found, same = [], []
+    all_bounds, same = [], []
     for pair in pairs:
         parting = [] if pair.parting is None else [pair.parting]
         for _, mine, other in [*pair.rows, *parting]:
@@ -156,14 +156,14 @@ def _divergence(pairs: Sequence[Pair]) -> LogprobDivergence | None:
                 continue  # the chosen token alone is no distribution
             bounds = divergence_bounds(p.ids, p.log, q.ids, q.log)
             if bounds is not None:
-                found.append(bounds)
+                all_bounds.append(bounds)
                 same.append(p.ids[p.log.argmax()] == q.ids[q.log.argmax()])
-    if not found:
+    if not all_bounds:
         return None
-    lower, upper, low, high, tail, _ = np.array(found).mean(axis=0)
-    each = np.array(found)[:, 0]
+    lower, upper, low, high, tail, _ = np.array(all_bounds).mean(axis=0)
+    each = np.array(all_bounds)[:, 0]
     return LogprobDivergence(
-        num_tokens=len(found), kl_lower=float(lower),
+        num_tokens=len(all_bounds), kl_lower=float(lower),
         kl_upper=float(upper) if math.isfinite(upper) else None, tv_lower=float(low),
         tv_upper=float(high), tail=float(tail), kl_median=float(np.median(each)),
         kl_p99=float(np.quantile(each, 0.99)), kl_max=float(each.max()),
@@ -174,11 +174,11 @@ def _divergence(pairs: Sequence[Pair]) -> LogprobDivergence | None:
 def _flip(pair: Pair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
     assert pair.parting is not None and pair.tokens is not None
     place, mine, other = pair.parting
-    one, two = pair.tokens
+    token_a, token_b = pair.tokens
     gaps = [
         _gap(side, row, first, second)
         for side, row, first, second in (
-            (pair.reference, mine, one, two), (pair.candidate, other, two, one),
+            (pair.reference, mine, token_a, token_b), (pair.candidate, other, token_b, token_a),
         )
     ]  # fmt: skip
     chosen = [
@@ -187,7 +187,7 @@ def _flip(pair: Pair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
             logprob=math.nan if row is None else float(side.logprobs[row]),
         )
         for run, side, row, token in (
-            (a, pair.reference, mine, one), (b, pair.candidate, other, two)
+            (a, pair.reference, mine, token_a), (b, pair.candidate, other, token_b)
         )
     ]  # fmt: skip
     known = [gap for gap in gaps if gap is not None]
@@ -205,29 +205,29 @@ def _gap(side, row: int | None, first: int, second: int) -> float | None:  # typ
     """log p of the first less that of the second, as far as the side's list tells."""
     if row is None:
         return None
-    found = side.distribution(row)
-    one, two = found.of(first), found.of(second)
-    return None if one is None or two is None else one - two
+    distribution = side.distribution(row)
+    first_log, second_log = distribution.of(first), distribution.of(second)
+    return None if first_log is None or second_log is None else first_log - second_log
 
 
 def _sequences(pairs: Sequence[Pair]) -> list[LogprobSequence]:
-    found = []
+    sequences = []
     for pair in pairs:
         if not len(pair.delta):
             continue
         size = np.abs(pair.delta)
-        rows = {place: (one, two) for place, one, two in pair.rows}
+        rows = {place: (mine, other) for place, mine, other in pair.rows}
         both = np.array([rows[int(place)] for place in pair.places])
         p = np.exp(pair.reference.logprobs[both[:, 0]])
         q = np.exp(pair.candidate.logprobs[both[:, 1]])
-        found.append(LogprobSequence(
+        sequences.append(LogprobSequence(
             sample=pair.sample, num_tokens=len(size), mean=float(pair.delta.mean()),
             mean_abs=float(size.mean()), max_abs=float(size.max()),
             worst_position=int(pair.places[size.argmax()]), log_ratio=float(pair.delta.sum()),
             probs_diff_mean=float(np.abs(p - q).mean()),
             mult_prob_error=float(np.exp(np.minimum(size, SAFETY_BOUND)).mean()),
         ))  # fmt: skip
-    return sorted(found, key=lambda one: (-one.mean_abs, one.sample))
+    return sorted(sequences, key=lambda sequence: (-sequence.mean_abs, sequence.sample))
 
 
 def _rollout_side(a: Run, b: Run) -> Side | None:
@@ -249,8 +249,8 @@ def _rollout(pairs: Sequence[Pair], side: Side) -> dict[str, float]:
         y = pair.candidate.logprobs[[row for _, _, row in rows]]
         fine = np.isfinite(x) & np.isfinite(y)
         parts.append((x[fine], y[fine]))
-    one, two = [x for x, _ in parts], [y for _, y in parts]
-    return rollout_metrics(one, two) if side == "reference" else rollout_metrics(two, one)
+    ours, theirs = [x for x, _ in parts], [y for _, y in parts]
+    return rollout_metrics(ours, theirs) if side == "reference" else rollout_metrics(theirs, ours)
 
 
 def _check(name: str, value: float) -> RolloutCheck:
@@ -266,7 +266,7 @@ def _check(name: str, value: float) -> RolloutCheck:
 def _not_likeliest(pairs: Sequence[Pair], a: Run, b: Run) -> dict[str, int]:
     """Answers that are said to be greedy, and are not: a token that its own list holds another
     above. Equal numbers are a tie."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, run in (("reference", a), ("candidate", b)):
         if facts_of(run).get("tokens") != "greedy":
             continue
@@ -278,5 +278,5 @@ def _not_likeliest(pairs: Sequence[Pair], a: Run, b: Run) -> dict[str, int]:
                     known = side.distribution(row)
                     count += bool(len(known.log) and known.log[0] > side.logprobs[row] + 1e-5)
         if count:
-            found[name] = count
-    return found
+            counts[name] = count
+    return counts

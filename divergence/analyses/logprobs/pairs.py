@@ -48,11 +48,11 @@ class Pair:
 
 def pair_runs(a: Run, b: Run) -> list[Pair]:
     """One a prompt, in order."""
-    one, two = _with_common_ids(a, b)
+    reference, candidate = _with_common_ids(a, b)
     samples = a.manifest.tokens.samples
     pairs = [
         _pair(number, tuple(samples[number].prompt_ids) or samples[number].text or number, x, y)
-        for number, (x, y) in enumerate(zip(one, two, strict=False))
+        for number, (x, y) in enumerate(zip(reference, candidate, strict=False))
     ]
     engines = [run.manifest.engine and run.manifest.engine.version for run in (a, b)]
     # one engine lists the token that ends an answer, another does not
@@ -143,24 +143,24 @@ def prompt_line(pairs: list[Pair], a: Run, b: Run) -> PreflightLine:
     for detail in _other_prompts(pairs):
         return PreflightLine(check="prompt ids", status="blocking", reference="-", candidate="-",
                              detail=detail)  # fmt: skip
-    for number, (one, two) in enumerate(
+    for number, (ours, theirs) in enumerate(
         zip(a.manifest.tokens.samples, b.manifest.tokens.samples, strict=True)
     ):
-        untold = not (one.prompt_ids and two.prompt_ids)
-        if untold and None not in (one.text, two.text) and one.text != two.text:
+        untold = not (ours.prompt_ids and theirs.prompt_ids)
+        if untold and None not in (ours.text, theirs.text) and ours.text != theirs.text:
             return PreflightLine(
                 check="prompt ids", status="blocking", reference="-", candidate="-",
                 detail=f"prompt {number} is another text",
             )  # fmt: skip
     counts = [_counts(run) for run in (a, b)]
-    for number, (one, two) in enumerate(zip(*counts, strict=True)):
-        if one is not None and two is not None and one != two:
+    for number, (ours, theirs) in enumerate(zip(*counts, strict=True)):
+        if ours is not None and theirs is not None and ours != theirs:
             detail = (
-                f"prompt {number} had {one} tokens in A, {two} in B: "
+                f"prompt {number} had {ours} tokens in A, {theirs} in B: "
                 "another chat template or tokenizer"
             )
-            return PreflightLine(check="prompt ids", status="blocking", reference=f"{one} tokens",
-                                 candidate=f"{two} tokens", detail=detail)  # fmt: skip
+            return PreflightLine(check="prompt ids", status="blocking", reference=f"{ours} tokens",
+                                 candidate=f"{theirs} tokens", detail=detail)  # fmt: skip
     told = [all(s.prompt_ids for s in run.manifest.tokens.samples) for run in (a, b)]
     shown = [
         "ids" if ids else "their number" if None not in count else "unknown"
@@ -175,8 +175,8 @@ def _counts(run: Run) -> list[int | None]:
     samples = run.manifest.tokens.samples
     said = facts_of(run).get("prompt tokens", "").split()
     if len(said) == len(samples):
-        return [int(one) if one.isdecimal() else None for one in said]
-    return [len(one.prompt_ids) or None for one in samples]
+        return [int(word) if word.isdecimal() else None for word in said]
+    return [len(sample.prompt_ids) or None for sample in samples]
 
 
 def _other_prompts(pairs: list[Pair]) -> Iterator[str]:

@@ -105,14 +105,14 @@ def _odd_tokens(
     share, weight = float(out.mean()), float(together[out].sum() / together.sum())
     if int(out.sum()) < 3 or share > _MOST_TOKENS or weight < 0.5:
         return [], 0.0
-    found = [
+    tokens = [
         (pair.sample, int(place), float(size))
         for pair, held_sizes in zip(held, sizes, strict=True)
         for place, size in zip(pair.places, held_sizes, strict=True)
         if size > bound
     ]
-    found.sort(key=lambda item: -item[2])
-    return [(sample, place) for sample, place, _ in found], float(together[~out].mean())
+    tokens.sort(key=lambda item: -item[2])
+    return [(sample, place) for sample, place, _ in tokens], float(together[~out].mean())
 
 
 def _growth(held: Sequence[Pair], scale: Scale) -> tuple[float | None, bool]:
@@ -136,10 +136,10 @@ def _growth(held: Sequence[Pair], scale: Scale) -> tuple[float | None, bool]:
 def _by_prompt(held: Sequence[Pair], values: Sequence[float] | np.ndarray) -> np.ndarray:
     """One number a prompt: the mean over its answers, which are no more independent than its
     tokens."""
-    found: dict[Hashable, list[float]] = {}
+    by_prompt: dict[Hashable, list[float]] = {}
     for pair, value in zip(held, values, strict=True):
-        found.setdefault(pair.prompt, []).append(float(value))
-    return np.array([np.mean(one) for one in found.values()])
+        by_prompt.setdefault(pair.prompt, []).append(float(value))
+    return np.array([np.mean(group) for group in by_prompt.values()])
 
 
 def _worst(pair: Pair) -> int:

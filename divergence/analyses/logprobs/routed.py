@@ -46,14 +46,14 @@ def expert_of(pairs: Sequence[Pair], runs: Sequence[Run]) -> LogprobExpert | Non
         (block, expert): np.array([expert in chosen.get(block, ()) for chosen, *_ in held])
         for block, expert in {(b, e) for chosen, *_ in held for b, of in chosen.items() for e in of}
     }
-    found = [
+    scores = [
         (rank_sum(size, there), block, expert, there)
         for (block, expert), there in splits.items()
         if _FEWEST <= int(there.sum()) <= len(size) - _FEWEST
     ]
-    if not found:
+    if not scores:
         return None
-    z, block, expert, there = max(found, key=lambda one: one[0])
+    z, block, expert, there = max(scores, key=lambda score: score[0])
     p_value = min(1.0, len(splits) * (1 - NormalDist().cdf(z)))
     mean, rest = float(size[there].mean()), float(size[~there].mean())
     if p_value > _LEVEL or mean <= _TIMES * rest:
@@ -67,7 +67,7 @@ def expert_of(pairs: Sequence[Pair], runs: Sequence[Run]) -> LogprobExpert | Non
 
 def _choices(run: Run) -> _Choices:
     blocks = [path for path, note in run.manifest.plan.modules.items() if note.routed]
-    found: _Choices = {}
+    choices: _Choices = {}
     for record in run.records if blocks else ():
         block = _block_of(record, blocks)
         if block is None or not run.has_bytes(record):
@@ -79,8 +79,8 @@ def _choices(run: Run) -> _Choices:
         rows = tensor.reshape(len(group), -1, tensor.shape[-1]).tolist()
         for sample, tokens in zip(group, rows, strict=True):
             for place, experts in _places(run, record, sample, tokens):
-                found.setdefault((sample, place), {})[block] = frozenset(experts)
-    return found
+                choices.setdefault((sample, place), {})[block] = frozenset(experts)
+    return choices
 
 
 def _block_of(record: Record, blocks: Sequence[str]) -> str | None:
@@ -100,4 +100,4 @@ def _places(
     if record.step:
         return [(num_prompt + record.step - 1, tokens[-1])]
     pads = len(tokens) - num_prompt
-    return [(n - pads, one) for n, one in enumerate(tokens) if n >= pads >= 0]
+    return [(n - pads, token) for n, token in enumerate(tokens) if n >= pads >= 0]

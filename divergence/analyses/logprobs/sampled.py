@@ -58,16 +58,16 @@ def texts_of(pairs: Sequence[Pair]) -> LogprobTexts | None:
         groups.setdefault(pair.prompt, []).append(pair)
     if not groups or min(map(len, groups.values())) < 2:
         return None
-    found = two_sample([
-        (_table([one.reference for one in group], width), _table([one.candidate for one in group],
+    result = two_sample([
+        (_table([row.reference for row in group], width), _table([row.candidate for row in group],
                                                                  width))
         for group in groups.values()
-        if (width := max(len(_answer(side)) for one in group
-                         for side in (one.reference, one.candidate)))
+        if (width := max(len(_answer(side)) for row in group
+                         for side in (row.reference, row.candidate)))
     ])  # fmt: skip
     return LogprobTexts(
-        num_prompts=found.num_prompts, num_answers=found.num_answers, mmd=found.mmd,
-        p_value=found.p_value, smallest_share=found.smallest_share,
+        num_prompts=result.num_prompts, num_answers=result.num_answers, mmd=result.mmd,
+        p_value=result.p_value, smallest_share=result.smallest_share,
     )  # fmt: skip
 
 

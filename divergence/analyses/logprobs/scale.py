@@ -39,15 +39,15 @@ class Scale:
 def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
     """From the runs of ``floors``, else from both sides' dtypes."""
     if floors:
-        found = [pair.delta for run in floors for pair in pair_runs(a, run)]
-        together = np.concatenate(found) if found else np.empty(0)
+        deltas = [pair.delta for run in floors for pair in pair_runs(a, run)]
+        together = np.concatenate(deltas) if deltas else np.empty(0)
         if len(together):
             value = THRESHOLDS.widen * float(np.abs(together).mean())
             return Scale(max(value, 2.0**-20), f"{len(floors)} floor run(s)", known=True)
     dtypes = [_dtype(run) for run in (a, b)]
-    told = [BY_DTYPE[one] for one in dtypes if one in BY_DTYPE]
+    told = [BY_DTYPE[dtype] for dtype in dtypes if dtype in BY_DTYPE]
     if len(told) == 2:
-        coarse = max((one for one in dtypes if one), key=lambda one: BY_DTYPE.get(one, 0))
+        coarse = max((dtype for dtype in dtypes if dtype), key=lambda dtype: BY_DTYPE.get(dtype, 0))
         return Scale(max(told), coarse, known=True)
     return Scale(WIDEST, "bfloat16, for want of a side's dtype", known=False)
 

@@ -38,8 +38,8 @@ class Distribution:
 
     def of(self, token: int) -> float | None:
         """log p of a token, if it is known."""
-        found = np.flatnonzero(self.ids == token)
-        return float(self.log[found[0]]) if len(found) else None
+        indices = np.flatnonzero(self.ids == token)
+        return float(self.log[indices[0]]) if len(indices) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def sequences_of(run: Run) -> list[Sequence]:
         return [_recorded(run, number) for number in range(len(run.manifest.tokens.samples))]
     site = run.manifest.plan.logits_site
     records = [] if site is None else [
-        one for one in run.records if one.pass_ == "free" and one.site == site
+        record for record in run.records if record.pass_ == "free" and record.site == site
     ]  # fmt: skip
     if not records or not all(map(run.has_bytes, records)):
         raise UsageError(
@@ -151,8 +151,8 @@ def _of_places(run: Run, reader: Pieces, number: int, places: dict[int, tuple]) 
         piece, row = places[place]
         logits = reader.tensor(run, piece)[0, row].double().numpy()
         top = logits.max()
-        found: np.ndarray = logits - (top + math.log(np.exp(logits - top).sum()))
-        return found
+        log_probs: np.ndarray = logits - (top + math.log(np.exp(logits - top).sum()))
+        return log_probs
 
     def distribution(row: int) -> Distribution:
         values = log_softmax(order[row])

@@ -28,7 +28,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
         lines += [BLANK, heading("prompts", "the ones that differ most first"), *columns(rows)]
     if result.delta is not None and result.delta.by_position:
         tenths = " ".join(
-            "-" if math.isnan(one) else decimal(one) for one in result.delta.by_position
+            "-" if math.isnan(mean) else decimal(mean) for mean in result.delta.by_position
         )
         lines.append(prose("along", f"mean |Δ| by tenths of the longest answer: {tenths}"))
     return [*lines, BLANK]
@@ -44,8 +44,8 @@ def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
              f"rounding explains {decimal(result.explained)} ({result.explained_by})"),
             ("mean Δ log p", decimal(delta.mean), "B less A, nats"),
             ("p50, p90, p99, max", ", ".join(
-                decimal(one)
-                for one in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)
+                decimal(value)
+                for value in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)
             ), f"of |Δ|, {count(delta.num_tokens, 'token')}"),
         ]  # fmt: skip
     if (layers := result.layers) is not None and layers.share is not None:
@@ -86,10 +86,10 @@ def check_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
     if not result.rollout:
         return []
     rows: list[tuple[str, ...]] = [("trainer-rollout", "value", "of", "normal", "")]
-    watched = {one.name: one for one in result.checks}
+    watched = {check.name: check for check in result.checks}
     for name, value in sorted(result.rollout.items(), key=lambda item: item[0] not in watched):
-        one = watched.get(name)
-        said = ("", "", "") if one is None else (one.framework, one.normal, one.state)
+        check = watched.get(name)
+        said = ("", "", "") if check is None else (check.framework, check.normal, check.state)
         rows.append((name, f"{value:.4g}", *said))
     return rows
 
@@ -99,10 +99,10 @@ def sequence_rows(result: LogprobsResult, most: int | None) -> list[tuple[str, .
     rows: list[tuple[str, ...]] = [
         ("prompt", "tokens", "mean |Δ|", "mean Δ", "max |Δ|", "at", "log ratio", "exp|Δ|")
     ]
-    for one in result.sequences[:most]:
+    for sequence in result.sequences[:most]:
         rows.append((
-            str(one.sample), f"{one.num_tokens:,}", decimal(one.mean_abs), decimal(one.mean),
-            decimal(one.max_abs), str(one.worst_position), f"{one.log_ratio:.4g}",
-            f"{one.mult_prob_error:.4f}",
+            str(sequence.sample), f"{sequence.num_tokens:,}", decimal(sequence.mean_abs),
+            decimal(sequence.mean), decimal(sequence.max_abs), str(sequence.worst_position),
+            f"{sequence.log_ratio:.4g}", f"{sequence.mult_prob_error:.4f}",
         ))  # fmt: skip
     return rows

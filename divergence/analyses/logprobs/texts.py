@@ -26,14 +26,14 @@ def renumbered(
         start, inner = sequence.num_prompt, sequence.distribution
 
         def distribution(row: int) -> Distribution:
-            found = inner(row)
-            if found.whole:  # texts are told of few ids; the rest is a tail
+            listed = inner(row)
+            if listed.whole:  # texts are told of few ids; the rest is a tail
                 few = slice(0, 64)
-                found = Distribution(found.ids[few], found.log[few])
-            ids = np.array([number(int(token)) for token in found.ids], np.int64)
+                listed = Distribution(listed.ids[few], listed.log[few])
+            ids = np.array([number(int(token)) for token in listed.ids], np.int64)
             _, first = np.unique(ids, return_index=True)
             kept = np.sort(first[ids[first] >= 0])
-            return Distribution(ids[kept], found.log[kept])
+            return Distribution(ids[kept], listed.log[kept])
 
         return dataclasses.replace(
             sequence, ids=[number(token) for token in sequence.ids[start:]], num_prompt=0,

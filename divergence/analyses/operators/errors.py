@@ -109,8 +109,8 @@ def measure_operators(
     for forward in sorted(set(ours) & set(theirs)):
         pads = Pads(a.manifest, forward)
 
-        def apart(one: Node, two: Node) -> float:
-            x, y = a.read(one.results[0]), b.read(two.results[0])
+        def apart(reference: Node, candidate: Node) -> float:
+            x, y = a.read(reference.results[0]), b.read(candidate.results[0])
             return distance_of(pads.blank(x), pads.blank(y))  # noqa: B023
 
         if replays:
@@ -209,14 +209,14 @@ def _of_operand(
     consumer, operands = region.consumer, region.operands()
     if consumer is None or operands is None:
         return None
-    one = operand_record(consumer.reference, operands[0], a)
-    two = operand_record(consumer.candidate, operands[1], b)
+    reference = operand_record(consumer.reference, operands[0], a)
+    candidate = operand_record(consumer.candidate, operands[1], b)
     truth = rights.operand(consumer.reference, region.number)
-    if one is None or two is None or (truth is None and rights.exist):
+    if reference is None or candidate is None or (truth is None and rights.exist):
         return None
-    if {format_named(record.dtype).kind for record in (one, two)} != {"float"}:
+    if {format_named(record.dtype).kind for record in (reference, candidate)} != {"float"}:
         return None
-    x, y = a.read(one), b.read(two)
+    x, y = a.read(reference), b.read(candidate)
     if x.numel() != y.numel() or (truth is not None and truth.numel() != x.numel()):
         return None
     shape = operands[0].shape
@@ -267,25 +267,25 @@ def _measure(
     """All results of one call; the first that is floating-point is the measured one."""
     errors: OperatorErrors | None = None
     equal = True
-    for index, (one, two) in enumerate(
+    for index, (reference, candidate) in enumerate(
         zip(match.reference.results, match.candidate.results, strict=False)
     ):
-        right = rights.of(match.reference, index)
-        same = one.xxh3 == two.xxh3 and one.dtype == two.dtype
+        true_result = rights.of(match.reference, index)
+        same = reference.xxh3 == candidate.xxh3 and reference.dtype == candidate.dtype
         equal = equal and same
-        if one.numel != two.numel or one.numel == 0:
+        if reference.numel != candidate.numel or reference.numel == 0:
             continue
-        x, y = a.read(one), b.read(two)
-        r = None if right is None else right[0].read(right[1])
-        kinds = {format_named(record.dtype).kind for record in (one, two)}
+        x, y = a.read(reference), b.read(candidate)
+        r = None if true_result is None else true_result[0].read(true_result[1])
+        kinds = {format_named(record.dtype).kind for record in (reference, candidate)}
         behind = any(match.reference.path in routing.behind for routing in routings)
-        cleared = pads.cleared(one.shape, x, y, r)
+        cleared = pads.cleared(reference.shape, x, y, r)
         if cleared is None and not (same or behind):  # a routing leaves pads out by itself
             unit.untold = True
             continue
         x, y, r = cleared or (x, y, r)
         if kinds <= {"int", "bool"}:
-            unit.num_codes += one.numel
+            unit.num_codes += reference.numel
             if not same:
                 count_codes(unit.codes, match, x, y, r, a, b)
         elif kinds == {"float"} and errors is None:
@@ -342,17 +342,17 @@ class Rights:
     """What is right at each call of the reference in one forward."""
 
     def __init__(
-        self, truth: Run | None, ours: list[Node], right: list[Node], *, exact: bool, run: Run
+        self, truth: Run | None, ours: list[Node], true_nodes: list[Node], *, exact: bool, run: Run
     ) -> None:
         self._truth, self._run, self._exact = truth, run, exact
         self.exist = exact or truth is not None
         apart = None
         if truth is not None:
 
-            def apart(one: Node, two: Node) -> float:
-                return distance_of(run.read(one.results[0]), truth.read(two.results[0]))
+            def apart(own: Node, true_node: Node) -> float:
+                return distance_of(run.read(own.results[0]), truth.read(true_node.results[0]))
 
-        matches, _, _ = match_calls(ours, right, apart=apart)
+        matches, _, _ = match_calls(ours, true_nodes, apart=apart)
         self._by_path = {match.reference.path: match.candidate.results for match in matches}
         self._nodes = {match.reference.path: match.candidate for match in matches}
         for node in ours:  # in exact arithmetic a cast changes nothing
@@ -373,12 +373,12 @@ class Rights:
 
     def operand(self, node: Node, number: int) -> torch.Tensor | None:
         """What is right of an argument of a call; None where that is not recorded."""
-        right, run = self._nodes.get(node.path), self._truth
+        true_node, run = self._nodes.get(node.path), self._truth
         if self._exact:
-            right, run = node, self._run
-        if right is None or run is None or number >= len(right.call.operands):
+            true_node, run = node, self._run
+        if true_node is None or run is None or number >= len(true_node.call.operands):
             return None
-        record = operand_record(right, right.call.operands[number], run)
+        record = operand_record(true_node, true_node.call.operands[number], run)
         return None if record is None else run.read(record)
 
 

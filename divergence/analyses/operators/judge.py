@@ -69,7 +69,9 @@ def judge_operators(
             with_truth=measured.with_truth, alone=measured.frame == "operator",
         )  # fmt: skip
         if two_dtypes:  # casts are to other dtypes by right
-            told = [one for one in result.other_operands if one.is_value]
+            told = [
+                other_operand for other_operand in result.other_operands if other_operand.is_value
+            ]
             result = replace(result, other_operands=told)
         if two_dtypes and result.why != "nonfinite":
             result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
@@ -101,7 +103,7 @@ def judge_operators(
     way = first_source(measured, by_path, thresholds)
     verdict = way[0].verdict if way else None
     moved = {id(result) for result in way[1:]}
-    results = [replace(one, verdict=verdict) if id(one) in moved else one for one in results]
+    results = [replace(row, verdict=verdict) if id(row) in moved else row for row in results]
     return OperatorsResult(
         frame="operator" if measured.frame == "operator" else "block",
         judged="truth" if measured.with_truth else "difference",
@@ -190,27 +192,27 @@ def _only_there(node: Node, extra: dict[str, Node]) -> list[str]:
 
 
 def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str]) -> OperatorResult:
-    one, two = unit.match.reference, unit.match.candidate
-    module = module_of(f"{one.path}:out")
+    reference, candidate = unit.match.reference, unit.match.candidate
+    module = module_of(f"{reference.path}:out")
     note = notes.get(module)
     inside = [b for b in blocks if module == b or module.startswith(b + ".")]
     return OperatorResult(
-        site=one.path,
-        candidate_site=two.path,
+        site=reference.path,
+        candidate_site=candidate.path,
         match=unit.match.method,
-        operator=one.call.operator,
-        candidate_operator=two.call.operator,
+        operator=reference.call.operator,
+        candidate_operator=candidate.call.operator,
         kind=note.kind if note else None,
         block=max(inside, key=len) if inside else None,
-        source=one.call.source,
-        backward_of=one.call.backward_of,
+        source=reference.call.source,
+        backward_of=reference.call.backward_of,
         phase=unit.phase,
-        order=one.order,
+        order=reference.order,
         sample=unit.forwards[0][0][0],
         step=unit.forwards[0][0][1],
-        shape=one.results[0].shape,
-        reference_dtype=one.results[0].dtype,
-        candidate_dtype=two.results[0].dtype,
+        shape=reference.results[0].shape,
+        reference_dtype=reference.results[0].dtype,
+        candidate_dtype=candidate.results[0].dtype,
         identical=unit.num_equal == len(unit.forwards),
         region=None if unit.region is None else region_result(unit),
     )
@@ -247,17 +249,17 @@ def first_source(
     def feeds(result: OperatorResult) -> list[OperatorResult]:
         """Those that are judged: what feeds an unjudged one (a copy that the truth's layout does
         not need) feeds what that feeds."""
-        found: list[OperatorResult] = []
+        judged: list[OperatorResult] = []
         waiting, seen = [result], {id(result)}
         while waiting:
-            one = waiting.pop()
-            keys = _keys(entering[one.site, one.phase], one.phase)
+            current = waiting.pop()
+            keys = _keys(entering[current.site, current.phase], current.phase)
             known = [by_path[key] for key in keys if key in by_path]
             known = [feed for feed in known if id(feed) not in seen]
             seen.update(id(feed) for feed in known)
-            found += [feed for feed in known if feed.verdict != "unjudged"]
+            judged += [feed for feed in known if feed.verdict != "unjudged"]
             waiting += [feed for feed in known if feed.verdict == "unjudged"]
-        return found
+        return judged
 
     flagged = [r for r in by_path.values() if r.limit_usage > 1 and r.verdict != "unjudged"]
     if measured.frame == "operator":

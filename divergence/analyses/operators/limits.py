@@ -100,7 +100,7 @@ def judge_unit(
             }
             carried = max((feed.difference or 0.0 for feed in feeds), default=0.0)
             if unit.match.reference.name in _EXPONENTIAL:
-                carried *= max([1.0, *(one.largest for one in entering.values())])
+                carried *= max([1.0, *(size.largest for size in entering.values())])
             elif unit.match.reference.name in _ADDITIVE:
                 carried = max(carried, _added(unit, entering))
             result = _against_each_other(result, pooled, carried, thresholds)
@@ -112,7 +112,9 @@ def judge_unit(
 
 def _size(unit: OperatorUnit) -> Size:
     by_forward = {at: errors for at, _, errors in unit.forwards if errors is not None}
-    largest = max(float(one.norm.max()) if len(one.norm) else 0.0 for one in by_forward.values())
+    largest = max(
+        float(forward.norm.max()) if len(forward.norm) else 0.0 for forward in by_forward.values()
+    )
     return Size(largest, by_forward)
 
 
@@ -213,10 +215,10 @@ def _against_truth(
         asked += [(columns[s] / limit, "column", s) for s in columns]
         peak = max(peak, *columns.values())
     for members in pooled.slices:
-        one, two = (_typical(side[members]) for side in (pooled.reference, pooled.candidate))
-        times = max(one / two, two / one)
+        ours, theirs = (_typical(side[members]) for side in (pooled.reference, pooled.candidate))
+        times = max(ours / theirs, theirs / ours)
         limit = thresholds.operator_column * rare_ratio(len(members) * pooled.num_columns)
-        asked.append((times / limit, "slice", _side(two > one)))
+        asked.append((times / limit, "slice", _side(theirs > ours)))
         peak = max(peak, times)
     usage, why, side = max(asked)
     result = replace(
@@ -293,7 +295,9 @@ def _with_codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) ->
 def _judge_operands(result: OperatorResult, unit: OperatorUnit) -> OperatorResult:
     """With ``other_operands``, and flagged for those that are numbers."""
     result = replace(result, other_operands=unit.other_operands)
-    if result.why == "nonfinite" or not any(one.is_value for one in unit.other_operands):
+    if result.why == "nonfinite" or not any(
+        other_operand.is_value for other_operand in unit.other_operands
+    ):
         return result
     verdict = result.verdict if result.verdict in ("candidate", "reference", "both") else "differs"
     return replace(

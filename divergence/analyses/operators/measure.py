@@ -65,8 +65,8 @@ def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
     """(the reference's, the candidate's), the anchored ones first."""
     if a.tokens.groups != b.tokens.groups:
         return []  # of other batches: other shapes, and rows of other prompts
-    found = anchored_passes(a, b, [])
-    passes = [] if found is None else [found]
+    anchored = anchored_passes(a, b, [])
+    passes = [] if anchored is None else [anchored]
     plans = (a.plan, b.plan)
     same = a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to
     if same and all(_ESCALATED in plan.passes for plan in plans):
@@ -98,8 +98,8 @@ def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[st
             "both runs recorded operators, but in passes whose blocks had other inputs: they are "
             "not compared (repeat one from the other: capture --like)"
         ]
-    one, other = sorted(counts, key=lambda name: -counts[name])
+    holder, other = sorted(counts, key=lambda name: -counts[name])
     return [
-        f"{letter(one)} recorded {counts[one]:,} operators, {letter(other)} none: "
+        f"{letter(holder)} recorded {counts[holder]:,} operators, {letter(other)} none: "
         "they are not compared"
     ]

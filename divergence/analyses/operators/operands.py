@@ -45,14 +45,14 @@ _MEASURED = 2.0**-5
 
 
 def other_operands(
-    one: Node, two: Node, a: Run, b: Run, *, measured: bool = False
+    ours: Node, theirs: Node, a: Run, b: Run, *, measured: bool = False
 ) -> list[OtherOperand]:
     """Scalars and constants that differ between the reference's call and its partner.
 
     ``measured``: the model takes numbers out of tensors (``.item()``), so a scalar may be a result,
     which rounding moves: one that is off by less than ``_MEASURED`` is told, and is no fact.
     """
-    if one.name != two.name:
+    if ours.name != theirs.name:
         return []
     operands = [
         OtherOperand(
@@ -63,15 +63,17 @@ def other_operands(
             is_value=item.is_number and not (measured and _is_near(item)),
             difference=_relative(item.reference, item.candidate),
         )
-        for item in other_scalars(one.call, two.call)
+        for item in other_scalars(ours.call, theirs.call)
     ]
-    if len(one.call.operands) != len(two.call.operands):
+    if len(ours.call.operands) != len(theirs.call.operands):
         return operands
-    names = argument_names(one.call)
-    for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
-        if _is_written(one, names.get(number, "")):
+    names = argument_names(ours.call)
+    for number, (mine, other) in enumerate(
+        zip(ours.call.operands, theirs.call.operands, strict=True)
+    ):
+        if _is_written(ours, names.get(number, "")):
             continue  # what it writes to may be memory that nothing was written to before
-        item = _other_constant(names.get(number, str(number)), (one, mine, a), (two, other, b))
+        item = _other_constant(names.get(number, str(number)), (ours, mine, a), (theirs, other, b))
         if item is not None:
             operands.append(item)
     return operands
@@ -91,12 +93,12 @@ def _other_constant(
     name: str, mine: tuple[Node, Operand, Run], other: tuple[Node, Operand, Run]
 ) -> OtherOperand | None:
     operands = mine[1], other[1]
-    if any(maker_of(one) is not None for one in operands):
+    if any(maker_of(operand) is not None for operand in operands):
         return None
     left, right = operand_record(*mine), operand_record(*other)
     if left is None or right is None or left.xxh3 == right.xxh3:
         return None
-    weights = [one.weight is not None for one in operands]
+    weights = [operand.weight is not None for operand in operands]
     if any(weights) and (not all(weights) or left.numel > _SMALL):
         return None  # a weight; a small buffer is a constant
     if operands[0].shape != operands[1].shape or operands[0].dtype != operands[1].dtype:
@@ -154,18 +156,20 @@ def _relative(mine: object, other: object) -> float | None:
 
 def operands_text(items: list[OtherOperand]) -> str:
     """``other=0.13125 (A 0.125)``."""
-    return " and ".join(f"{one.argument}={one.candidate} (A {one.reference})" for one in items[:3])
+    return " and ".join(f"{arg.argument}={arg.candidate} (A {arg.reference})" for arg in items[:3])
 
 
-def given_inputs(one: Node, two: Node, a: Run, b: Run) -> list[OtherInput]:
+def given_inputs(ours: Node, theirs: Node, a: Run, b: Run) -> list[OtherInput]:
     """By how much each tensor operand of two calls differs, the largest first; equal ones are left
     out. For a pair that is right on both sides: what it is given then tells."""
-    if len(one.call.operands) != len(two.call.operands):
+    if len(ours.call.operands) != len(theirs.call.operands):
         return []
-    names = argument_names(one.call)
+    names = argument_names(ours.call)
     inputs = []
-    for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
-        left, right = operand_record(one, mine, a), operand_record(two, other, b)
+    for number, (mine, other) in enumerate(
+        zip(ours.call.operands, theirs.call.operands, strict=True)
+    ):
+        left, right = operand_record(ours, mine, a), operand_record(theirs, other, b)
         if left is None or right is None or mine.shape != other.shape or left.xxh3 == right.xxh3:
             continue
         difference = relative_difference(a.read(left), b.read(right))
@@ -181,21 +185,23 @@ def given_inputs(one: Node, two: Node, a: Run, b: Run) -> list[OtherInput]:
 
 
 def other_inputs(
-    one: Node, two: Node, a: Run, b: Run, *, partner: Callable[[str], str | None]
+    ours: Node, theirs: Node, a: Run, b: Run, *, partner: Callable[[str], str | None]
 ) -> list[OtherInput]:
-    """Arguments of the reference's call ``one`` and the candidate's ``two`` that do not come from
+    """Arguments of the reference's call ``ours`` and the candidate's ``theirs`` that do not come from
     the same place. ``partner``: the candidate's path of a reference's matched call."""
-    if one.name != two.name or len(one.call.operands) != len(two.call.operands):
+    if ours.name != theirs.name or len(ours.call.operands) != len(theirs.call.operands):
         return []
     inputs: list[OtherInput] = []
-    names = argument_names(one.call)
-    for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
+    names = argument_names(ours.call)
+    for number, (mine, other) in enumerate(
+        zip(ours.call.operands, theirs.call.operands, strict=True)
+    ):
         if mine.weight is not None and other.weight is not None:
             if (mine.xxh3, mine.offset) == (other.xxh3, other.offset):
                 continue
         elif _same_place(mine, other, partner):
             continue
-        left, right = operand_record(one, mine, a), operand_record(two, other, b)
+        left, right = operand_record(ours, mine, a), operand_record(theirs, other, b)
         if left is not None and right is not None and left.xxh3 == right.xxh3:
             continue
         viewed = _same_maker(mine, other, partner) and mine.weight == other.weight

@@ -61,7 +61,7 @@ def _alone(operators: OperatorsResult) -> Node:
     left = len(operators.unmatched) - len(shown)
     content = Table(
         caption="Called by one side alone", titles=("operator", "side", "line"), num_left=3,
-        rows=[(one.site, one.side, one.source or "-") for one in shown],
+        rows=[(operator.site, operator.side, operator.source or "-") for operator in shown],
         note=f"{left} more." if left else "", names=True,
     )  # fmt: skip
     named = f"{count(len(operators.unmatched), 'operator')} that one side alone called"
@@ -75,8 +75,8 @@ def _parts(operators: OperatorsResult) -> list[BlockPart]:
     most = max(4, min(_MOST_OF_BLOCK, _MOST // max(1, len(blocks))))
     parts = []
     for block, results in blocks.items():
-        kept = sorted(results, key=lambda one: -one.limit_usage)[:most]
-        shown = [one for one in results if one in kept]
+        kept = sorted(results, key=lambda operator: -operator.limit_usage)[:most]
+        shown = [operator for operator in results if operator in kept]
         left = len(results) - len(shown)
         content = _table(
             operators, shown, "Operators", f"{left} more are in the JSON." if left else ""
@@ -102,20 +102,20 @@ def _table(
         caption=caption, titles=("operator", "verdict", "line", *titles), num_left=3, note=note,
         names=True,
         rows=[
-            (short_name(one), verdict_word(one) or "fine", one.source or "-",
-             *(_against_truth(one) if with_truth else
-               (f"{one.limit_usage:.2f}", decimal(one.difference), decimal(one.floor))))
-            for one in results
+            (short_name(result), verdict_word(result) or "fine", result.source or "-",
+             *(_against_truth(result) if with_truth else
+               (f"{result.limit_usage:.2f}", decimal(result.difference), decimal(result.floor))))
+            for result in results
         ],
-        marks=["onset" if one.site == operators.onset else "flagged" if one.limit_usage > 1 else ""
-               for one in results],
+        marks=["onset" if result.site == operators.onset
+               else "flagged" if result.limit_usage > 1 else "" for result in results],
     )  # fmt: skip
 
 
-def _against_truth(one: OperatorResult) -> tuple[str, ...]:
-    over = max(one.ulp_share_reference or 0.0, one.ulp_share_candidate or 0.0)
+def _against_truth(result: OperatorResult) -> tuple[str, ...]:
+    over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
     return (
-        times(one.w) if one.w is not None else "codes" if one.codes is not None else "-",
-        decimal(one.reference_error), decimal(one.candidate_error), decimal(one.floor),
-        share(over) if one.w is not None else share(one.codes),
+        times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
+        decimal(result.reference_error), decimal(result.candidate_error), decimal(result.floor),
+        share(over) if result.w is not None else share(result.codes),
     )  # fmt: skip

@@ -81,7 +81,7 @@ def own_error(run: Run, nodes: Sequence[Node]) -> OwnError | None:
         if node.name in CONSTANTS:
             made[node.path] = run.read(node.results[0]).to(torch.float64)
             continue
-        known = [_value(run, node, one, made, paths) for one in node.call.operands]
+        known = [_value(run, node, operand, made, paths) for operand in node.call.operands]
         values = [value for value in known if value is not None]
         if len(values) < len(known):
             return None
@@ -99,7 +99,7 @@ def own_error(run: Run, nodes: Sequence[Node]) -> OwnError | None:
     kept = (norm > 0) & value.isfinite().all(1) & stored.isfinite().all(1)
     if not bool(kept.any()):
         return None
-    parts = [((one - truth)[kept].norm(dim=1) / norm[kept]).square() for one in (value, stored)]
+    parts = [((out - truth)[kept].norm(dim=1) / norm[kept]).square() for out in (value, stored)]
     num_rows, u = int(kept.sum()), format_named(last.dtype).unit_roundoff
     ideal = float(parts[1].sum()) or num_rows * (_ONE_ROUNDING * u) ** 2
     return OwnError(float(parts[0].sum()), ideal, num_rows, num_rows * columns)

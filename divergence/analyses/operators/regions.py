@@ -160,7 +160,7 @@ def _before(places: Places, side: int, node: Node) -> list[Node]:
             if places.lone(side, source) and source[1] not in reached and source[1] != node.path:
                 reached[source[1]] = places.nodes[side][source[1]]
                 waiting.append(reached[source[1]])
-    return sorted(reached.values(), key=lambda one: one.order)
+    return sorted(reached.values(), key=lambda call: call.order)
 
 
 def _region(

@@ -156,7 +156,9 @@ def _place(part: PartOperators, manifest: Manifest, family: OperatorFamily | Non
     narrow, narrowest = min(results, key=lambda item: _width(item[1]))
     same = {dtype for _, dtype in results} == {narrowest}
     computed = narrowest
-    taken = [_COMPONENT.get(one.dtype, one.dtype) for one in part.nodes[0].call.operands]
+    taken = [
+        _COMPONENT.get(operand.dtype, operand.dtype) for operand in part.nodes[0].call.operands
+    ]
     if part.part in ("matrix product", "router product", "logits"):
         # what is multiplied is rounded to the operands' dtype before anything is added up
         factors = [t for t in taken if format_named(t).kind == "float" or t in _CODES]
@@ -259,11 +261,11 @@ def differing(
     ours: list[AuditedPlace], theirs: list[AuditedPlace], rename: Callable[[str], str]
 ) -> list[PlacePair]:
     """Places of the same module and part whose dtypes are known on both sides, and differ."""
-    one = _by_module(ours, lambda path: rename(f"{path}:out").rpartition(":")[0])
-    two = _by_module(theirs, lambda path: path)
+    reference = _by_module(ours, lambda path: rename(f"{path}:out").rpartition(":")[0])
+    candidate = _by_module(theirs, lambda path: path)
     pairs = []
-    for module in one.keys() & two.keys():
-        mine, other = one[module], two[module]
+    for module in reference.keys() & candidate.keys():
+        mine, other = reference[module], candidate[module]
         if mine.keys() != other.keys():
             odd = [place for dtype, place in mine.items() if dtype not in other]
             new = [place for dtype, place in other.items() if dtype not in mine]
@@ -312,7 +314,7 @@ def _against_each_other(row: AuditRow, pairs: list[PlacePair]) -> tuple[str, lis
     else the narrower one, else the candidate."""
     reference, candidate = pairs[0]
     sides = [("reference", reference, candidate), ("candidate", candidate, reference)]
-    (one, first, second) = max(
+    (odd, first, second) = max(
         sides,
         key=lambda side: (
             side[1].below,
@@ -321,11 +323,11 @@ def _against_each_other(row: AuditRow, pairs: list[PlacePair]) -> tuple[str, lis
             side[0] == "candidate",
         ),
     )
-    two = "candidate" if one == "reference" else "reference"
+    other = "candidate" if odd == "reference" else "reference"
     others = len({place.module for place, _ in pairs}) - 1
     more = f", also in {others} other module{'s' if others > 1 else ''}" if others else ""
     text = (
-        f"{letter(one)} computes {row.part} in {_dtype_and_place(first)}, {letter(two)} in "
+        f"{letter(odd)} computes {row.part} in {_dtype_and_place(first)}, {letter(other)} in "
         f"{second.computed}{more}{_expected(row)}"
     )
     return text, [place for pair in pairs for place in pair]

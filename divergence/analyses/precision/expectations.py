@@ -164,8 +164,8 @@ def is_below(dtype: str, expected: tuple[str, ...] | list[str]) -> bool:
     return all(_narrower(dtype, other) for other in expected)
 
 
-def _narrower(one: str, two: str) -> bool:
-    a, b = format_named(one), format_named(two)
+def _narrower(dtype: str, other: str) -> bool:
+    a, b = format_named(dtype), format_named(other)
     if a.kind != "float" or b.kind != "float":
         return a.kind in ("int", "bool") and b.kind == "float"
     return a.mantissa_bits < b.mantissa_bits or a.max < b.max / 2

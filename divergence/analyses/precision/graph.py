@@ -81,8 +81,8 @@ class Calls:
     def add(self, part: Part, nodes: Iterable[Node], root: Node, *, kernel: bool = False) -> None:
         kept = tuple(sorted(nodes, key=lambda node: node.order))
         self._claimed.update(node.path for node in kept)
-        casts = [n for one in kept for n in self.feeders(one) if n.is_cast]
-        takers = [n for one in kept for n in self.eaters.get(one.path, [])]
+        casts = [n for call in kept for n in self.feeders(call) if n.is_cast]
+        takers = [n for call in kept for n in self.eaters.get(call.path, [])]
         near = tuple(dict.fromkeys(node.path for node in (*casts, *takers)))
         self.found.append(PartOperators(part, kept, root, kernel, near))
 
@@ -117,11 +117,11 @@ class Calls:
         """Did a matrix product lead to it?"""
         ahead, seen = [node] if node is not None else [], set()
         while ahead:
-            one = ahead.pop()
-            if one.path in seen:
+            current = ahead.pop()
+            if current.path in seen:
                 continue
-            seen.add(one.path)
-            if is_product(one) or is_attention(one):
+            seen.add(current.path)
+            if is_product(current) or is_attention(current):
                 return True
-            ahead += self.feeders(one)
+            ahead += self.feeders(current)
         return False

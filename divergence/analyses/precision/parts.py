@@ -132,7 +132,9 @@ def _written_out(graph: Calls, root: Node) -> list[Node]:
         return []
     inside, _ = graph.back(root, lambda node: bare(node) in ("sum", "reciprocal", "add"))
     sums = [node for node in inside if bare(node) == "sum"]
-    if not any(top in graph.feeders(cast) for one in sums for cast in (one, *graph.feeders(one))):
+    if not any(
+        top in graph.feeders(cast) for total in sums for cast in (total, *graph.feeders(total))
+    ):
         return []
     before = [n for n in graph.feeders(top) if bare(n) == "sub" and graph.free(n)]
     return sorted([*before, top, *inside, root], key=lambda node: node.order)
@@ -308,10 +310,10 @@ def _of_weights(graph: Calls, node: Node) -> bool:
     """Made of weights and constants alone, in one module: ``1 + weight.float()``."""
     ahead = [node]
     while ahead:
-        one = ahead.pop()
-        if one.module != node.module or not one.call.operands:
+        current = ahead.pop()
+        if current.module != node.module or not current.call.operands:
             return False
-        for operand in one.call.operands:
+        for operand in current.call.operands:
             if operand.weight is None:
                 maker = graph.maker(operand)
                 if maker is None:

@@ -71,27 +71,27 @@ def step_rows(
         return [], []
     rows, findings = [], []
     for part, read in _READ.items():
-        found = [None if step is None else read(step) for step in sides]
+        dtypes = [None if step is None else read(step) for step in sides]
         if part == "gradient sums":  # one micro-batch is no sum
-            found = [
+            dtypes = [
                 dtype if manifest is not None and len(manifest.tokens.groups) > 1 else None
-                for dtype, manifest in zip(found, (reference, candidate), strict=True)
+                for dtype, manifest in zip(dtypes, (reference, candidate), strict=True)
             ]
-        if found == [None, None]:
+        if dtypes == [None, None]:
             continue
         by, named = _EXPECTED[part]
-        below = [dtype is not None and is_below(dtype, ["float32"]) for dtype in found]
+        below = [dtype is not None and is_below(dtype, ["float32"]) for dtype in dtypes]
         whose: SideOrBoth | None = None
         if any(below):
             whose = "both" if all(below) else "reference" if below[0] else "candidate"
         given: list[list[str] | None] = [
             None if step is None else [dtype] if dtype is not None else []
-            for step, dtype in zip(sides, found, strict=True)
+            for step, dtype in zip(sides, dtypes, strict=True)
         ]
         row = AuditRow(
             part=part, reference=given[0], candidate=given[1], expected=["float32"],
             expected_by=by, own=named, below=whose,
-            differs=None not in found and found[0] != found[1], num_places=1,
+            differs=None not in dtypes and dtypes[0] != dtypes[1], num_places=1,
         )  # fmt: skip
         rows.append(row)
         if row.differs or (whose is not None and named):
@@ -111,8 +111,8 @@ def gradient_errors(measured: Measured) -> str:
     if not known:
         return ""
     errors = (
-        statistics.median(one.reference_error for one in known),
-        statistics.median(one.candidate_error for one in known),
+        statistics.median(truth.reference_error for truth in known),
+        statistics.median(truth.candidate_error for truth in known),
     )
     said = ", ".join(f"{side} {error:.1e}" for side, error in zip("AB", errors, strict=True))
     return f"; parameters' gradients are off the truth by {said} (median parameter)"

@@ -131,9 +131,9 @@ def _nearer(
     return 1 if far[1] * _FAR < far[0] else None
 
 
-def _apart(one: Run, a: Record, two: Run, b: Record) -> float:
+def _apart(run_a: Run, a: Record, run_b: Run, b: Record) -> float:
     """‖a - b‖ / ‖a‖; nan and inf count as infinitely far."""
-    return _rel_l2(one.read(a), two.read(b))
+    return _rel_l2(run_a.read(a), run_b.read(b))
 
 
 def _rel_l2(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -250,8 +250,8 @@ def _result_of(pair: Pair, sites: Sequence[SiteResult]) -> SiteResult | None:
 
 
 def _key(pair: Pair) -> tuple[str, int, int, str]:
-    one = pair.reference
-    return (pair.pass_, one.sample, pair.candidate.record.step, one.record.site)
+    reference = pair.reference
+    return (pair.pass_, reference.sample, pair.candidate.record.step, reference.record.site)
 
 
 def _result_at(onset: Onset, sites: Sequence[SiteResult]) -> SiteResult | None:
@@ -265,20 +265,23 @@ def _share(onset: Onset, measured: Measured) -> RankShare | None:
     at = _result_at(onset, measured.sites)
     a, b = measured.reference, measured.candidate
     for pair in measured.alignment.pairs:
-        one, two = pair.reference.record, pair.candidate.record
+        ours, theirs = pair.reference.record, pair.candidate.record
         if at is None or _key(pair) != (at.pass_, at.sample, at.step, at.site):
             continue
-        sides: tuple[tuple[Side, Run, Record], ...] = ("candidate", b, two), ("reference", a, one)
+        sides: tuple[tuple[Side, Run, Record], ...] = (
+            ("candidate", b, theirs),
+            ("reference", a, ours),
+        )
         for side, run, own in sides:
             if not isinstance(run, UnshardedRun) or pair.reference.row is not None:
                 continue
-            if one.shape != two.shape or not (a.has_bytes(one) and b.has_bytes(two)):
+            if ours.shape != theirs.shape or not (a.has_bytes(ours) and b.has_bytes(theirs)):
                 continue
             parts = run.shares(own)
             if len({repr(part.index) for part in parts}) < max(2, len(parts)):
                 continue  # whole on each rank, or terms of a sum
-            x = without_pads(a.manifest, one, a.read(one))
-            y = without_pads(b.manifest, two, b.read(two))
+            x = without_pads(a.manifest, ours, a.read(ours))
+            y = without_pads(b.manifest, theirs, b.read(theirs))
             if x is None or y is None:
                 continue
             errors = [_rel_l2(x[part.index], y[part.index]) for part in parts]

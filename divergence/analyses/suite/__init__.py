@@ -16,6 +16,8 @@ def applies(a: Run, b: Run) -> bool:
     """Where both runs are of operator suites."""
     models = (a.manifest.model, b.manifest.model)
     return all(
-        one.task == "operators" and one.source.startswith("suite:") and one.source != _COLLECTIVES
-        for one in models
+        model.task == "operators"
+        and model.source.startswith("suite:")
+        and model.source != _COLLECTIVES
+        for model in models
     )

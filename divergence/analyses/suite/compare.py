@@ -151,7 +151,8 @@ def _inputs(run: Run, other: Run) -> dict[str, tuple[object, ...]]:
     for record in run.records:
         if record.call is not None:
             operands = tuple(
-                (digests.get(one.site or ""), one.stride) for one in record.call.operands
+                (digests.get(operand.site or ""), operand.stride)
+                for operand in record.call.operands
             )
             inputs[module_of(record.site)] = (record.call.arguments, operands)
     return inputs
@@ -173,9 +174,9 @@ def _check_truth(truth: Run, a: Run, b: Run) -> None:
 
 
 def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> SuiteCase:
-    one, two = a.read(record), b.read(other)
-    kind = kind_of(one.dtype)
-    rel_l2, p99, largest = between(one, two)
+    reference, candidate = a.read(record), b.read(other)
+    kind = kind_of(reference.dtype)
+    rel_l2, p99, largest = between(reference, candidate)
     same = record.xxh3 == other.xxh3
     case = SuiteCase(
         site=record.site, operator=operator_of(record.site), dtype=record.dtype, kind=kind,
@@ -183,11 +184,11 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
         ulp_max=largest,
     )  # fmt: skip
     truths = None if truth is None else _truths(truth, record.site)
-    if truths is None or truths.value.shape != one.shape:
+    if truths is None or truths.value.shape != reference.shape:
         return case
     subnormal = "subnormals" in module_of(record.site).split(".")
-    sides = [score_of_side(x, truths, subnormal=subnormal) for x in (one, two)]
-    count = one.numel()
+    sides = [score_of_side(x, truths, subnormal=subnormal) for x in (reference, candidate)]
+    count = reference.numel()
     expected = None
     if kind == "codes" and truths.floor is not None:
         judged = ~truths.value.float().isnan()
@@ -195,7 +196,7 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
     over = [excess(side, expected_off=expected, count=count) for side in sides]
     status, side, why = _status(sides, over, same)
     if kind == "values":
-        ideal, before = ideal_error(truths, format_of(one.dtype))
+        ideal, before = ideal_error(truths, format_of(reference.dtype))
         case = msgspec.structs.replace(case, ideal_error=ideal, floor=before, w=_w(sides))
     return msgspec.structs.replace(
         case, status=status, side=side, why=why, expected_off=expected,
@@ -205,7 +206,7 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
 
 def _truths(truth: Run, site: str) -> Truths | None:
     records = [truth.find(("replayed", 0, 0, site + port)) for port in ("", *_TRUTH_PORTS)]
-    value, *rest = (None if one is None else truth.read(one) for one in records)
+    value, *rest = (None if record is None else truth.read(record) for record in records)
     return None if value is None else Truths(value, *rest)
 
 
@@ -288,7 +289,7 @@ def _operators(cases: list[SuiteCase], a: Manifest, b: Manifest) -> list[SuiteOp
                 worst=worst,
             )
         )
-    return sorted(operators, key=lambda one: _badness(one.worst))
+    return sorted(operators, key=lambda operator: _badness(operator.worst))
 
 
 def _implementation(manifest: Manifest, path: str) -> str:

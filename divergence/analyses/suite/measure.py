@@ -99,11 +99,11 @@ def between(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float | None, floa
     if kind_of(a.dtype) != "values":
         share = float((a.float() != b.float()).double().mean()) if a.numel() else 0.0
         return share, None, None
-    one, two = a.double(), b.double()
-    finite = one.isfinite() & two.isfinite()
-    difference = float((one - two)[finite].norm())
-    p99, largest = _ulp(b, a, one, form)
-    return _over(difference, float(one[finite].norm())), p99, largest
+    wide_a, wide_b = a.double(), b.double()
+    finite = wide_a.isfinite() & wide_b.isfinite()
+    difference = float((wide_a - wide_b)[finite].norm())
+    p99, largest = _ulp(b, a, wide_a, form)
+    return _over(difference, float(wide_a[finite].norm())), p99, largest
 
 
 def _values(x: torch.Tensor, truth: Truths, subnormal: bool) -> SuiteSide:

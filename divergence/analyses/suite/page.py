@@ -24,14 +24,14 @@ def page(report: Report, background: Background) -> list[Section]:
     marks = {"wrong": "flagged", "flushed": "differs", "ties": "differs"}
     operators = Table(
         caption="Operators", titles=titles(suite.judged),
-        rows=[operator_row(one, judged=suite.judged) for one in suite.operators],
-        marks=[marks.get(one.status, "") for one in suite.operators], num_left=2,
+        rows=[operator_row(operator, judged=suite.judged) for operator in suite.operators],
+        marks=[marks.get(operator.status, "") for operator in suite.operators], num_left=2,
     )  # fmt: skip
     first, *rows = all_rows(suite.cases[:_MOST_RESULTS], judged=suite.judged)
     left = len(suite.cases) - len(rows)
     results = Table(
         caption="Results", titles=first, rows=rows, num_left=2,
-        marks=[marks.get(one.status, "") for one in suite.cases[:_MOST_RESULTS]],
+        marks=[marks.get(case.status, "") for case in suite.cases[:_MOST_RESULTS]],
         note=f"{left:,} more are in the JSON." if left else "",
     )  # fmt: skip
     return [

@@ -31,10 +31,12 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     against = "against the truth" if suite.judged else "against one another: no truth was given"
     what = f"{count(len(suite.operators), 'operator')}, {count(len(suite.cases), 'result')}"
     lines = [heading("operators", f"{what}, {against}")]
-    equal = [one for one in suite.operators if one.status == "identical" and not all_sites]
-    shown = [one for one in suite.operators if one not in equal]
+    equal = [
+        operator for operator in suite.operators if operator.status == "identical" and not all_sites
+    ]
+    shown = [operator for operator in suite.operators if operator not in equal]
     if shown:
-        rows = [titles(suite.judged), *(operator_row(one, judged=suite.judged) for one in shown)]
+        rows = [titles(suite.judged), *(operator_row(op, judged=suite.judged) for op in shown)]
         for number, item in enumerate(columns(rows, indent=2, widest=44)):
             style = "dim" if number == 0 else _STYLES.get(shown[number - 1].status, "")
             lines.append(line((item.text, style)))
@@ -50,7 +52,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
             )
         )
     if equal:
-        names = ", ".join(_short(one.operator) for one in equal)
+        names = ", ".join(_short(op.operator) for op in equal)
         lines.append(prose("  ", f"bit-identical: {names}", width=2, style="dim"))
     if all_sites:
         rows = all_rows(suite.cases, judged=suite.judged)
@@ -69,17 +71,17 @@ def titles(judged: bool) -> tuple[str, ...]:
     return ("operator", "worse", "differ", "W", "score", "ulp p99", "ulp max", "worst case")
 
 
-def operator_row(one: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
+def operator_row(op: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
     """Implementations other than torch's stand behind the name."""
-    name = _short(one.operator)
-    implementations = {one.reference_implementation, one.candidate_implementation}
+    name = _short(op.operator)
+    implementations = {op.reference_implementation, op.candidate_implementation}
     if implementations != {"torch"}:
         name += f" ({' / '.join(sorted(implementations - {'torch'}))})"
-    differ = f"{one.num_cases - one.num_same}/{one.num_cases}"
-    worse = {"wrong": letter(one.side or "both")}.get(one.status, "-")
-    if one.status in ("flushed", "ties"):
-        worse = f"{one.status}: {letter(one.side)}"
-    return (name, *([worse] if judged else []), differ, *_figures(one.worst, judged=judged))
+    differ = f"{op.num_cases - op.num_same}/{op.num_cases}"
+    worse = {"wrong": letter(op.side or "both")}.get(op.status, "-")
+    if op.status in ("flushed", "ties"):
+        worse = f"{op.status}: {letter(op.side)}"
+    return (name, *([worse] if judged else []), differ, *_figures(op.worst, judged=judged))
 
 
 def _figures(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:

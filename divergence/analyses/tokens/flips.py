@@ -69,16 +69,16 @@ def difference_at(
     sample, step = place
     runs = [run for run in (truth, candidate, reference) if run is not None]
     texts = {key: text for run in runs for key, text in run.manifest.tokens.texts.items()}
-    one = reference.manifest.tokens.samples[sample].chosen_ids[step]
-    two = candidate.manifest.tokens.samples[sample].chosen_ids[step]
+    token_a = reference.manifest.tokens.samples[sample].chosen_ids[step]
+    token_b = candidate.manifest.tokens.samples[sample].chosen_ids[step]
     row_a, row_b = logits_row(reference, *place), logits_row(candidate, *place)
     top_a, top_b = _top(row_a, texts), _top(row_b, texts)
     margin = _margin(top_a)
     difference = TokenDifference(
         sample=sample,
         step=step,
-        reference=_choice(one, row_a, texts),
-        candidate=_choice(two, row_b, texts),
+        reference=_choice(token_a, row_a, texts),
+        candidate=_choice(token_b, row_b, texts),
         margin=margin,
         candidate_margin=_margin(top_b),
         z=_deviations(margin, row_a, row_b),
@@ -162,9 +162,9 @@ def _judge_flip(
     ids = (flip.reference.id, flip.candidate.id)
     if max(ids) >= truth.shape[-1]:
         return flip
-    one, two = (float(truth[token]) for token in ids)
-    flip = msgspec.structs.replace(flip, truth_margin=one - two)
-    z = _deviations(abs(one - two), floor, truth)
+    reference, candidate = (float(truth[token]) for token in ids)
+    flip = msgspec.structs.replace(flip, truth_margin=reference - candidate)
+    z = _deviations(abs(reference - candidate), floor, truth)
     if z is None:
         return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")
     judgement = "tie" if z <= TIE else "fault" if z > thresholds.flip else None

@@ -61,8 +61,8 @@ def compare_tokens(
     a, b = reference.manifest.tokens, candidate.manifest.tokens
     places = comparable_places(reference, candidate)
     count = sum(
-        min(len(one.chosen_ids), len(two.chosen_ids))
-        for one, two in zip(a.samples, b.samples, strict=False)
+        min(len(ours.chosen_ids), len(theirs.chosen_ids))
+        for ours, theirs in zip(a.samples, b.samples, strict=False)
     )
     num_reference = sum(len(sample.chosen_ids) for sample in a.samples)
     if count == 0 and num_reference == 0:
@@ -106,8 +106,8 @@ def _num_missing(a: Tokens, b: Tokens, parted: set[int]) -> int:
     """Tokens of the reference that the candidate did not go on to. In a sample whose text
     ``parted``, the candidate's may well be shorter."""
     return sum(
-        max(0, len(one.chosen_ids) - len(two.chosen_ids))
-        for number, (one, two) in enumerate(zip(a.samples, b.samples, strict=False))
+        max(0, len(ours.chosen_ids) - len(theirs.chosen_ids))
+        for number, (ours, theirs) in enumerate(zip(a.samples, b.samples, strict=False))
         if number not in parted
     )
 
@@ -124,9 +124,9 @@ def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
     """(sample, step) of every choice that both sides made after the same tokens, in order."""
     a, b = reference.manifest.tokens, candidate.manifest.tokens
     places: list[PromptStep] = []
-    for number, (one, two) in enumerate(zip(a.samples, b.samples, strict=False)):
-        fed = list(zip(one.generated_ids, two.generated_ids, strict=False))
-        for step in range(min(len(one.chosen_ids), len(two.chosen_ids))):
+    for number, (ours, theirs) in enumerate(zip(a.samples, b.samples, strict=False)):
+        fed = list(zip(ours.generated_ids, theirs.generated_ids, strict=False))
+        for step in range(min(len(ours.chosen_ids), len(theirs.chosen_ids))):
             places.append((number, step))
             if step < len(fed) and fed[step][0] != fed[step][1]:
                 break  # other tokens follow: no agreement to speak of
@@ -167,19 +167,19 @@ def _distances_of(
     between: list[float] = []
     errors: dict[Side, list[float]] = {"reference": [], "candidate": []}
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="divergence-logits") as pool:
-        for found in pool.map(partial(_distances_at, reference, candidate, truth), places):
-            if found is not None:
-                between.append(found[0])
-            if found is not None and found[1] is not None and found[2] is not None:
-                errors["reference"].append(found[1])
-                errors["candidate"].append(found[2])
+        for distances in pool.map(partial(_distances_at, reference, candidate, truth), places):
+            if distances is not None:
+                between.append(distances[0])
+            if distances is not None and distances[1] is not None and distances[2] is not None:
+                errors["reference"].append(distances[1])
+                errors["candidate"].append(distances[2])
     if not between:
         return None
     if len(errors["reference"]) < len(between):
         return Distances(num_positions=len(between), between=_spread(between))
     side = _coarser(reference, candidate)
     if side is None:
-        means = [float(np.mean(errors[one])) for one in ("reference", "candidate")]
+        means = [float(np.mean(errors[name])) for name in ("reference", "candidate")]
         side = "candidate" if means[1] < means[0] else "reference"
     floor = np.array(errors[side])
     squares = float(np.square(floor).sum())
@@ -202,20 +202,20 @@ def _distances_at(
     apart = kl_divergence(a, b)
     if apart is None:
         return None
-    right = None if truth is None else logits_row(truth, *place)
-    if right is None:
+    true_logits = None if truth is None else logits_row(truth, *place)
+    if true_logits is None:
         return apart, None, None
-    return apart, kl_divergence(right, a), kl_divergence(right, b)
+    return apart, kl_divergence(true_logits, a), kl_divergence(true_logits, b)
 
 
 def _coarser(reference: Run, candidate: Run) -> Side | None:
     """The side whose dtype rounds more: its rounding is what may move a token, not the other's."""
-    one, two = (
+    roundoff_a, roundoff_b = (
         format_named(run.manifest.model.dtype).unit_roundoff for run in (reference, candidate)
     )
-    if one == two:
+    if roundoff_a == roundoff_b:
         return None
-    return "reference" if one > two else "candidate"
+    return "reference" if roundoff_a > roundoff_b else "candidate"
 
 
 def _spread(values: Sequence[float]) -> Spread:

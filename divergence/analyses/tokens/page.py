@@ -64,7 +64,7 @@ def _first(first: TokenDifference) -> list[Node]:
         content = Table(
             caption="The most likely tokens there", num_left=2, names=True,
             titles=("A", "B", "A, log-probability", "B, log-probability"),
-            rows=[(one, two, a, b) for one, a, two, b in tops],
+            rows=[(token_a, token_b, a, b) for token_a, a, token_b, b in tops],
         )  # fmt: skip
         shown.append(table(content))
     return shown
@@ -72,11 +72,13 @@ def _first(first: TokenDifference) -> list[Node]:
 
 def _strips(tokens: TokensResult, background: Background) -> list[Node]:
     """Prompts with different choices first; of equal ones a few."""
-    flips: Places = {(one.sample, one.step): one for one in tokens.differences}
+    flips: Places = {
+        (difference.sample, difference.step): difference for difference in tokens.differences
+    }
     samples = [
-        (number, one, two)
-        for number, (one, two) in enumerate(background.samples())
-        if one.chosen_ids or two.chosen_ids
+        (number, reference, candidate)
+        for number, (reference, candidate) in enumerate(background.samples())
+        if reference.chosen_ids or candidate.chosen_ids
     ]
     if not samples:
         return []
@@ -84,8 +86,8 @@ def _strips(tokens: TokensResult, background: Background) -> list[Node]:
     equal = [item for item in samples if item not in apart]
     strips, folded = (
         [
-            _strip(number, one, two, flips, background, forced=tokens.forced)
-            for number, one, two in group[:_MOST_STRIPS]
+            _strip(number, reference, candidate, flips, background, forced=tokens.forced)
+            for number, reference, candidate in group[:_MOST_STRIPS]
         ]
         for group in (apart, equal)
     )
@@ -103,10 +105,10 @@ def _strips(tokens: TokensResult, background: Background) -> list[Node]:
 
 
 def _strip(
-    number: int, one: SampleTokens, two: SampleTokens, flips: Places, background: Background, *,
+    number: int, ours: SampleTokens, theirs: SampleTokens, flips: Places, background: Background, *,
     forced: bool,
 ) -> Element:  # fmt: skip
-    ids = one.chosen_ids, two.chosen_ids
+    ids = ours.chosen_ids, theirs.chosen_ids
     steps = max(map(len, ids))
     parted = next((n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), steps)
     shown = min(_MOST_TOKENS, steps if forced else parted + 1, steps)
@@ -121,7 +123,7 @@ def _strip(
     more = max(0, steps - shown)
     return el(
         "div", el("p", f"Prompt {number}", class_="of-prompt"),
-        el("p", shortened(one.text, 400), class_="prompt") if one.text else None,
+        el("p", shortened(ours.text, 400), class_="prompt") if ours.text else None,
         el("p", *cells, class_="strip"),
         _apart(rest) if not forced and any(rest) else None,
         el("p", f"{count(more, 'more token')}.", class_="note") if more and forced else None,
@@ -162,23 +164,23 @@ def _visible(text: str | None) -> str:
 
 
 def _flips(differences: Iterable[TokenDifference]) -> Table:
-    found = list(differences)
-    shown = found[:_MOST_FLIPS]
-    more = len(found) - len(shown)
-    judged = any(one.judgement for one in shown)
-    with_truth = any(one.truth_choice for one in shown)
+    flips = list(differences)
+    shown = flips[:_MOST_FLIPS]
+    more = len(flips) - len(shown)
+    judged = any(flip.judgement for flip in shown)
+    with_truth = any(flip.truth_choice for flip in shown)
     return Table(
         caption="Different choices", num_left=4,
         titles=("prompt", "step", "A chose", "B chose", "A ahead by", "B ahead by",
                 *(["the truth chose"] if with_truth else []), *(["judged"] if judged else [])),
         rows=[
-            (str(one.sample), str(one.step), _quoted(one.reference), _quoted(one.candidate),
-             fixed(one.margin), fixed(one.candidate_margin),
-             *([_quoted(one.truth_choice)] if with_truth else []),
-             *([one.judgement or "-"] if judged else []))
-            for one in shown
+            (str(flip.sample), str(flip.step), _quoted(flip.reference), _quoted(flip.candidate),
+             fixed(flip.margin), fixed(flip.candidate_margin),
+             *([_quoted(flip.truth_choice)] if with_truth else []),
+             *([flip.judgement or "-"] if judged else []))
+            for flip in shown
         ],
-        marks=["flagged" if one.judgement == "fault" else "" for one in shown],
+        marks=["flagged" if flip.judgement == "fault" else "" for flip in shown],
         note=f"{more:,} more are in the JSON." if more else "",
     )  # fmt: skip
 

@@ -212,7 +212,7 @@ def top_rows(
         return ("", "") if choice is None else (_token(choice), fixed(choice.logprob))
 
     pairs = itertools.islice(itertools.zip_longest(reference, candidate), num)
-    return [(*cells(one), *cells(two)) for one, two in pairs]
+    return [(*cells(ours), *cells(theirs)) for ours, theirs in pairs]
 
 
 def _token(choice: TokenChoice) -> str:

@@ -119,8 +119,8 @@ def find_accumulator(operator: Summing, tree: Tree, *, row: int = 0) -> Accumula
     rounding = None
     if bits is not None and between is not None:
         # float16 has no 2^-24 to spare: there everything is lifted
-        one = 2.0**10 if operator.dtype == torch.float16 else 1.0
-        rest = _leftover(operator, between, one, one * 1.5 * 2.0**-bits, row) / one
+        scale = 2.0**10 if operator.dtype == torch.float16 else 1.0
+        rest = _leftover(operator, between, scale, scale * 1.5 * 2.0**-bits, row) / scale
         rounding = {2.0 ** (1 - bits): "rounded to nearest", 0.0: "cut off"}.get(rest)
     return Accumulator(
         bits=bits, rounding=rounding, fraction_bits=None if fraction is None else fraction - 1
@@ -170,11 +170,11 @@ def _lost_from(operator: Summing, where: tuple[int, int, int], row: int) -> int 
 
 
 def _leftover(
-    operator: Summing, where: tuple[int, int, int], one: float, two: float, row: int
+    operator: Summing, where: tuple[int, int, int], big: float, small: float, row: int
 ) -> float:
     leaves = torch.zeros(operator.columns, operator.terms, dtype=torch.float64)
     i, j, k = where
-    leaves[:, i], leaves[:, j], leaves[:, k] = one, two, -one
+    leaves[:, i], leaves[:, j], leaves[:, k] = big, small, -big
     return float(_call(operator, leaves)[row, 0])
 
 

@@ -64,9 +64,9 @@ class _Describer:
         if depth > 6:
             return f"irregular {self.size[at]}"
         for form in (self._pairwise, self._sequential):
-            found = form(at)
-            if found is not None:
-                name, parts = found
+            pattern = form(at)
+            if pattern is not None:
+                name, parts = pattern
                 inner = self.text(parts[0], depth + 1)
                 by = self.first[parts[1]] - self.first[parts[0]]
                 fused = len(self.kids(at)) > 2

@@ -92,12 +92,12 @@ def note_finding(notebook: Notebook, finding: Finding) -> None:
 
 def _note_widths(notebook: Notebook, operator: Summing, order: Order) -> None:
     row = int(order.cells.any(1).nonzero()[0])
-    found = find_accumulator(operator, order.tree, row=row)
-    if found.bits is not None or found.fraction_bits is not None:
-        cut = None if found.rounding is None else int(found.rounding == "cut off")
-        numbers = {"bits": found.bits, "fraction_bits": found.fraction_bits, "cut": cut}
+    accumulator = find_accumulator(operator, order.tree, row=row)
+    if accumulator.bits is not None or accumulator.fraction_bits is not None:
+        cut = None if accumulator.rounding is None else int(accumulator.rounding == "cut off")
+        numbers = {"bits": accumulator.bits, "fraction_bits": accumulator.fraction_bits, "cut": cut}
         notebook.note(
-            "accumulator", operator.title, found.value, verified=order.verified, unit="bits",
+            "accumulator", operator.title, accumulator.value, verified=order.verified, unit="bits",
             numbers={name: value for name, value in numbers.items() if value is not None},
         )  # fmt: skip
     if operator.products and format_of(operator.dtype).name == "float32":

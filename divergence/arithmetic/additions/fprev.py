@@ -100,7 +100,7 @@ def _split(groups: list[_Group], measure: Measure) -> list[_Group]:
     others = [group.leaves[group.leaves != group.pivot] for group in groups]
     pivots = [np.full(len(rest), group.pivot) for group, rest in zip(groups, others, strict=True)]
     sizes = np.asarray(measure(np.concatenate(pivots), np.concatenate(others)))
-    found: list[_Group] = []
+    children: list[_Group] = []
     start = 0
     for group, rest in zip(groups, others, strict=True):
         mine = sizes[start : start + len(rest)]
@@ -110,7 +110,7 @@ def _split(groups: list[_Group], measure: Measure) -> list[_Group]:
             joined = rest[mine == size]
             poor = 2 * len(joined) > len(group.leaves)
             child = _Group(joined, int(size), group.turn + 1 if poor else 0)
-            found.append(child)
+            children.append(child)
             if size == group.size and here + len(joined) == len(group.leaves) != size:
                 group.beside = child
             elif here + len(joined) == size <= len(group.leaves):
@@ -121,7 +121,7 @@ def _split(groups: list[_Group], measure: Measure) -> list[_Group]:
                     f"{len(joined)} terms meet term {group.pivot} in a sum of {size}, "
                     f"beside {here} that do so earlier"
                 )
-    return found
+    return children
 
 
 def _assemble(groups: list[_Group], num_leaves: int) -> Tree:
@@ -156,14 +156,14 @@ def _encodings(operator: Summing) -> list[Encoding]:
     if form.name != "float16":
         return [Encoding(2.0**100, 1.0, 1.0, counts)]
     partner = 2.0**10 if operator.products else 1.0
-    found = [
+    encodings = [
         Encoding(2.0**15, 2.0**-24, partner, counts // 2),
         Encoding(2.0**15, 2.0**-14, 1.0, 16),
     ]
     if operator.even:  # one unit must remain a number after the division by n
         unit = 2.0**-24 * operator.terms
-        found = [Encoding(2.0**15, unit, 1.0, max(1, int(2.0 ** (15 - 26) / unit)))]
-    return found
+        encodings = [Encoding(2.0**15, unit, 1.0, max(1, int(2.0 ** (15 - 26) / unit)))]
+    return encodings
 
 
 def _portions(terms: int, encoding: Encoding, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -195,13 +195,13 @@ def find_encoding(operator: Summing) -> Encoding:
             pair[0], pair[-1] = encoding.big, -encoding.big
             probes.append(pair)
         wanted = [float((row != 0).sum()) for row in rows] + [0.0] * (len(probes) - len(rows))
-        found: list[float] = []
+        counts: list[float] = []
         for start in range(0, len(probes), operator.columns):
             leaves = torch.zeros(operator.columns, operator.terms, dtype=operator.dtype)
             part = probes[start : start + operator.columns]
             leaves[: len(part)] = torch.stack(part)
-            found += _counts(operator, operator.call(leaves, partner)[0], encoding)[: len(part)]
-        if found == wanted:
+            counts += _counts(operator, operator.call(leaves, partner)[0], encoding)[: len(part)]
+        if counts == wanted:
             return encoding
     raise NotATreeError("its units are not counted, or M - M is not 0")
 
@@ -229,18 +229,18 @@ def size_measure(
     def measure(i: np.ndarray, j: np.ndarray) -> np.ndarray:
         sizes = np.empty(len(i), dtype=np.int64)
         for start in range(0, len(i), width):
-            one = torch.from_numpy(i[start : start + width])
-            two = torch.from_numpy(j[start : start + width])
-            at, counted = place[: len(one)], np.zeros(len(one))
+            i_part = torch.from_numpy(i[start : start + width])
+            j_part = torch.from_numpy(j[start : start + width])
+            at, counted = place[: len(i_part)], np.zeros(len(i_part))
             for units, leaves in zip(rows, laid_out, strict=True):
-                leaves[at, one], leaves[at, two] = encoding.big, -encoding.big
+                leaves[at, i_part], leaves[at, j_part] = encoding.big, -encoding.big
                 output = operator.call(leaves, partner)[row, at]
-                leaves[at, one], leaves[at, two] = units[one], units[two]
+                leaves[at, i_part], leaves[at, j_part] = units[i_part], units[j_part]
                 counted += np.array(_counts(operator, output, encoding))
             whole = np.rint(counted)
             if not np.array_equal(whole, counted):
                 raise NotATreeError("an output is no count of units: M did not swallow them")
-            sizes[start : start + len(one)] = terms - whole.astype(np.int64)
+            sizes[start : start + len(i_part)] = terms - whole.astype(np.int64)
         return sizes
 
     return measure

@@ -96,7 +96,7 @@ def candidates(operator: Summing, tree: Tree, *, row: int = 0) -> list[Arithmeti
         tries = [Arithmetic(fused=fused, inputs=inputs) for fused in ("first", "last", None)]
     if name in ("bfloat16", "float16"):  # products of 8 or 11 bits are exact in float32
         tries = [Arithmetic(), Arithmetic(stored=name)]
-    return [*tries, *(dataclasses.replace(one, cut=True) for one in tries)]
+    return [*tries, *(dataclasses.replace(arithmetic, cut=True) for arithmetic in tries)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def prove(
     if cells is None:
         cells = torch.ones(operator.rows, operator.columns, dtype=torch.bool)
     chosen = [_chosen(trial, cells) for trial in made]
-    telling = sum(_num_inexact(operator, *one) for one in chosen)
+    telling = sum(_num_inexact(operator, *choice) for choice in chosen)
     num_outputs, best = sum(int(mask.sum()) for *_, mask in chosen), 0
     row = int(cells.any(1).nonzero()[0])
     for arithmetic in candidates(operator, tree, row=row):
@@ -251,8 +251,8 @@ def _pair(
     return made
 
 
-def _add(one: np.ndarray, two: np.ndarray, how: Arithmetic) -> np.ndarray:
-    return _fma(one.astype(np.float64), two, cut=True) if how.cut else one + two
+def _add(augend: np.ndarray, addend: np.ndarray, how: Arithmetic) -> np.ndarray:
+    return _fma(augend.astype(np.float64), addend, cut=True) if how.cut else augend + addend
 
 
 def _fma(product: np.ndarray, addend: np.ndarray, *, cut: bool = False) -> np.ndarray:

@@ -170,10 +170,10 @@ def cancelling(
     """
     shuffled = np.argsort(np.random.PCG64(seed).random_raw(leaves.shape[-1]), kind="stable")
     half = len(shuffled) // 2
-    one, other = shuffled[:half], shuffled[half : 2 * half]
+    kept, other = shuffled[:half], shuffled[half : 2 * half]
     leaves, partner = leaves.clone(), partner.clone()
-    leaves[..., other] = -leaves[..., one]
-    partner[..., other] = partner[..., one]
+    leaves[..., other] = -leaves[..., kept]
+    partner[..., other] = partner[..., kept]
     if len(shuffled) % 2:
         leaves[..., shuffled[-1]] = 0
     return leaves, partner

@@ -121,8 +121,8 @@ def tokens_row(tokens: TokensResult | None) -> list[PassCoverage]:
     return [row.result()]
 
 
-def _is_empty(one: Piece, other: Piece) -> bool:
-    return one.record.numel == 0 and other.record.numel == 0
+def _is_empty(piece: Piece, other: Piece) -> bool:
+    return piece.record.numel == 0 and other.record.numel == 0
 
 
 class _Ledger:
@@ -241,7 +241,7 @@ class _Ledger:
         """Of operators the module and forward count: the calls may differ (calls.match)."""
         lone = set()
         if self._operators is not None:
-            lone = {one.site for one in self._operators.unmatched if one.side == "reference"}
+            lone = {call.site for call in self._operators.unmatched if call.side == "reference"}
         ours = [r for r in self._a.records if self._kinds[0](r) == "operator"]
         if not ours:
             return
@@ -297,9 +297,12 @@ def _extra_modules(a: Manifest, b: Manifest, rename: NameMap) -> set[str]:
 def _selects(sites: Iterable[str]) -> Callable[[str, ModuleNote], bool]:
     """Would a capture with these sites record something of a module?"""
     sites = list(sites)
-    patterns = [one for one in sites if one not in BUILTIN_SITES and not one.startswith("ops@")]
+    patterns = [site for site in sites if site not in BUILTIN_SITES and not site.startswith("ops@")]
     match = compile_patterns(
-        [one if one.startswith("re:") else one.rpartition(":")[0] or one for one in patterns]
+        [
+            pattern if pattern.startswith("re:") else pattern.rpartition(":")[0] or pattern
+            for pattern in patterns
+        ]
     )
 
     def selects(path: str, note: ModuleNote) -> bool:

@@ -73,7 +73,7 @@ def find_prefix(reference: Iterable[str], candidate: Iterable[str]) -> tuple[str
     rests, others = _by_rest(ours), _by_rest(theirs)
     counts: Counter[tuple[str, str]] = Counter()
     for rest in rests.keys() & others.keys():
-        counts.update((one, two) for one in rests[rest] for two in others[rest] if one != two)
+        counts.update((a, b) for a in rests[rest] for b in others[rest] if a != b)
     if not counts:
         return None
     best = min(counts, key=lambda pair: (-counts[pair], *map(_simplest, pair)))
@@ -90,7 +90,7 @@ def _by_rest(sites: set[str]) -> dict[str, list[str]]:
     holds: Counter[str] = Counter()
     for site in sites:
         holds.update(_prefixes(site))
-    kept = set(sorted(holds, key=lambda one: (-holds[one], *_simplest(one)))[:_MAX_PREFIXES])
+    kept = set(sorted(holds, key=lambda head: (-holds[head], *_simplest(head)))[:_MAX_PREFIXES])
     rests: dict[str, list[str]] = {}
     for site in sites:
         for prefix in _prefixes(site):

@@ -216,8 +216,8 @@ def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
     if ours.replayed_pass is not None and ours.anchored_to == b.id:
         return b.id, ours.replayed_pass
     if ours.replayed_pass is not None and ours.anchored_to is not None:
-        one = ours.anchored_to, ours.replayed_pass
-        return one if one == (theirs.anchored_to, theirs.replayed_pass) else None
+        source = ours.anchored_to, ours.replayed_pass
+        return source if source == (theirs.anchored_to, theirs.replayed_pass) else None
     return None
 
 
@@ -230,8 +230,8 @@ def _replayed_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, s
             "replay of the same pass of that run"
         )
         return None
-    one, two = (REPLAYED if m.plan.replayed_pass is not None else replayed[1] for m in (a, b))
-    return one, two
+    pass_a, pass_b = (REPLAYED if m.plan.replayed_pass is not None else replayed[1] for m in (a, b))
+    return pass_a, pass_b
 
 
 def why_nothing(alignment: Alignment) -> str:
@@ -252,8 +252,8 @@ def why_nothing(alignment: Alignment) -> str:
 def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
     """Per sample, the last step at which both sides had been fed the same tokens."""
     last: dict[int, int] = {}
-    for number, (one, two) in enumerate(zip(a.tokens.samples, b.tokens.samples, strict=False)):
-        tokens = zip(one.generated_ids, two.generated_ids, strict=False)
+    for number, (ours, theirs) in enumerate(zip(a.tokens.samples, b.tokens.samples, strict=False)):
+        tokens = zip(ours.generated_ids, theirs.generated_ids, strict=False)
         different = next((index for index, (x, y) in enumerate(tokens) if x != y), None)
         if different is not None:
             last[number] = different

@@ -113,12 +113,12 @@ def _shape(piece: Piece) -> tuple[int, ...]:
 def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | None:
     """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
     token positions picked out of one of them."""
-    one, two = piece.record, other.record
+    record, other_record = piece.record, other.record
     if _shape(piece) != _shape(other):
         if not exactly and _selectable(piece, other):
             return None
         return f"shapes differ: {list(_shape(piece))} and {list(_shape(other))}"
-    if one.positions is not None and two.positions is not None:
+    if record.positions is not None and other_record.positions is not None:
         mine, theirs = (
             [position - half.pads for position in half.record.positions or ()]
             for half in (piece, other)
@@ -188,12 +188,12 @@ class Pieces:
         return record if run is self.reference else None
 
     def _base(self, pair: Pair) -> tuple[Run, Record | None, Piece]:
-        one, two = pair.reference.record, pair.candidate.record
-        run, other, piece = self.reference, one, pair.reference
+        reference_record, candidate_record = pair.reference.record, pair.candidate.record
+        run, other, piece = self.reference, reference_record, pair.reference
         if pair.pass_ != "free" and self._inputs is not None:
             run = self._inputs
             if run is self.candidate:
-                other, piece = two, pair.candidate
+                other, piece = candidate_record, pair.candidate
         site = other.site.rpartition(":")[0] + ":in"
         record = run.find(("free", other.sample, other.step, site))
         if record is None or record.shape != other.shape or record.positions != other.positions:
@@ -252,15 +252,15 @@ class Pieces:
 
 
 def same_positions(
-    a: torch.Tensor, one: Record, b: torch.Tensor, two: Record
+    a: torch.Tensor, record_a: Record, b: torch.Tensor, record_b: Record
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where one side holds all tokens and the other some, pick those out."""
-    if one.positions == two.positions or a.shape == b.shape:
+    if record_a.positions == record_b.positions or a.shape == b.shape:
         return a, b
-    if one.positions is not None:
-        return a, b[:, list(one.positions)]
-    assert two.positions is not None  # they differ from those of the other side
-    return a[:, list(two.positions)], b
+    if record_a.positions is not None:
+        return a, b[:, list(record_a.positions)]
+    assert record_b.positions is not None  # they differ from those of the other side
+    return a[:, list(record_b.positions)], b
 
 
 _DIGEST = re.compile("[0-9a-f]{32}")

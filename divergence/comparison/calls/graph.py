@@ -127,12 +127,12 @@ class Places:
         self._rename = rename
         self._sources: dict[tuple[int, str], list[Source]] = {}
 
-    def pair(self, one: Node, two: Node) -> None:
-        self.partner[0][one.path], self.partner[1][two.path] = two.path, one.path
+    def pair(self, a: Node, b: Node) -> None:
+        self.partner[0][a.path], self.partner[1][b.path] = b.path, a.path
 
-    def part(self, one: Node, two: Node) -> None:
+    def part(self, a: Node, b: Node) -> None:
         """They are no pair after all."""
-        del self.partner[0][one.path], self.partner[1][two.path]
+        del self.partner[0][a.path], self.partner[1][b.path]
 
     def lone(self, side: int, source: Source) -> bool:
         """Is it the result of a call without a partner?"""
@@ -142,7 +142,7 @@ class Places:
         """One for each operand, copies looked through."""
         key = (side, node.path)
         if key not in self._sources:
-            self._sources[key] = [self.source(side, one) for one in node.call.operands]
+            self._sources[key] = [self.source(side, operand) for operand in node.call.operands]
         return self._sources[key]
 
     def source(self, side: int, operand: Operand) -> Source:
@@ -164,11 +164,11 @@ class Places:
         sources: set[Source] = set()
         waiting, seen = [source], {source}
         while waiting:
-            one = waiting.pop()
-            if not self.lone(side, one):
-                sources.add(one)
+            current = waiting.pop()
+            if not self.lone(side, current):
+                sources.add(current)
                 continue
-            before = set(self.sources(side, self.nodes[side][one[1]])) - seen
+            before = set(self.sources(side, self.nodes[side][current[1]])) - seen
             waiting += before
             seen |= before
         return sources
@@ -184,21 +184,21 @@ class Places:
             return kind, f"{renamed}.{last}" if module else name
         return kind, self._rename(name) if name else name
 
-    def compare(self, one: Node, two: Node) -> list[Linkage]:
+    def compare(self, a: Node, b: Node) -> list[Linkage]:
         """Operand by operand; of a sum or a product in whichever order fits better."""
-        mine, theirs = self.sources(0, one), self.sources(1, two)
+        mine, theirs = self.sources(0, a), self.sources(1, b)
         linkages = [
-            self._operand(one, two, number, number, x, y)
+            self._operand(a, b, number, number, x, y)
             for number, (x, y) in enumerate(zip(mine, theirs, strict=False))
         ]
-        swaps = one.name in COMMUTE and len(mine) == len(theirs) == 2
+        swaps = a.name in COMMUTE and len(mine) == len(theirs) == 2
         if swaps and set(linkages) != {"same"}:
-            turned = [self._operand(one, two, n, 1 - n, mine[n], theirs[1 - n]) for n in (0, 1)]
+            turned = [self._operand(a, b, n, 1 - n, mine[n], theirs[1 - n]) for n in (0, 1)]
             if turned.count("same") > linkages.count("same"):
                 return turned
         return linkages
 
-    def _operand(self, one: Node, two: Node, m: int, n: int, x: Source, y: Source) -> Linkage:
+    def _operand(self, a: Node, b: Node, m: int, n: int, x: Source, y: Source) -> Linkage:
         lone = self.lone(0, x), self.lone(1, y)
         if all(lone):
             return "open"
@@ -207,7 +207,7 @@ class Places:
                 return "same"  # their values tell (operators.operands)
             if self.in_candidates_words(x) == y:
                 return "same"
-            mine, other = one.call.operands[m], two.call.operands[n]
+            mine, other = a.call.operands[m], b.call.operands[n]
             if mine.weight and other.weight and (mine.xxh3, mine.offset) == (
                 other.xxh3, other.offset
             ):  # fmt: skip

@@ -61,7 +61,7 @@ def match_paths(
 ) -> tuple[list[Match], list[Node], list[Node]]:
     """The same for two recordings of the very same calls, as a replay is one: by their names."""
     theirs = {node.path: node for node in candidate}
-    matches = [Match(one, theirs[one.path], "exact") for one in reference if one.path in theirs]
+    matches = [Match(ours, theirs[ours.path], "exact") for ours in reference if ours.path in theirs]
     matched = {match.reference.path for match in matches}
     return (
         matches,
@@ -117,14 +117,14 @@ class _Matcher:
             self._move_behind()
         self.found.sort(key=lambda match: match.reference.order)
 
-    def _add(self, one: Node, two: Node, method: Method | None = None) -> None:
+    def _add(self, a: Node, b: Node, method: Method | None = None) -> None:
         if method is None:
-            exact = self._rename(f"{one.path}:out").rpartition(":")[0] == two.path
+            exact = self._rename(f"{a.path}:out").rpartition(":")[0] == b.path
             method = "exact" if exact else "sequence"
-        self.found.append(Match(one, two, method))
-        self._places.pair(one, two)
-        self.lone[0].remove(one)
-        self.lone[1].remove(two)
+        self.found.append(Match(a, b, method))
+        self._places.pair(a, b)
+        self.lone[0].remove(a)
+        self.lone[1].remove(b)
 
     def _key(self, side: int, node: Node) -> _Job:
         module = node.module
@@ -133,7 +133,7 @@ class _Matcher:
         operands = node.call.operands
         if node.name in _JOINS:  # of rows sorted by expert: as many as were sent to each
             return module, node.name, len(operands), node.results[0].shape
-        shapes = [one.shape for one in operands]
+        shapes = [operand.shape for operand in operands]
         if node.name in COMMUTE:  # w * x and x * w are one job
             shapes.sort()
         return module, node.name, tuple(shapes), node.results[0].shape
@@ -149,13 +149,13 @@ class _Matcher:
         while True:
             theirs = self._by_key(1)
             added = 0
-            for one in list(self.lone[0]):
-                group = theirs.get(self._key(0, one), [])
-                same = [two for two in group if set(self._places.compare(one, two)) <= {"same"}]
-                alike = [two for two in same if not other_scalars(one.call, two.call)]
+            for a in list(self.lone[0]):
+                group = theirs.get(self._key(0, a), [])
+                same = [b for b in group if set(self._places.compare(a, b)) <= {"same"}]
+                alike = [b for b in same if not other_scalars(a.call, b.call)]
                 if alike:
                     group.remove(alike[0])
-                    self._add(one, alike[0])
+                    self._add(a, alike[0])
                     added += 1
             if not added:
                 return
@@ -163,70 +163,70 @@ class _Matcher:
     def _next(self) -> bool:
         """One pair more: the first of the reference's calls that can only be one other call."""
         mine, theirs = self._by_key(0), self._by_key(1)
-        for one in self.lone[0]:
-            key = self._key(0, one)
+        for a in self.lone[0]:
+            key = self._key(0, a)
             group = theirs.get(key, [])
-            fits = [(two, self._places.compare(one, two)) for two in group[:_MOST]]
-            never = {"other", "rewired"} if is_copy(one) else {"other"}
-            fits = [(two, places) for two, places in fits if not never & set(places)]
+            fits = [(b, self._places.compare(a, b)) for b in group[:_MOST]]
+            never = {"other", "rewired"} if is_copy(a) else {"other"}
+            fits = [(b, places) for b, places in fits if not never & set(places)]
             if not fits:
                 continue
-            named = self._rename(f"{one.path}:out").rpartition(":")[0]
+            named = self._rename(f"{a.path}:out").rpartition(":")[0]
             fits.sort(
                 key=lambda fit: (
                     -fit[1].count("same"), fit[0].path != named,
-                    bool(other_scalars(one.call, fit[0].call)),
+                    bool(other_scalars(a.call, fit[0].call)),
                 )
             )  # fmt: skip
             best, places = fits[0]
             equal_counts = len(mine[key]) == len(group)
             if set(places) == {"rewired"} and best.path != named:
                 continue  # nothing that it is given is the same
-            unknown = set(places) == {"open"} and self._apart is not None and not is_copy(one)
-            if unknown and self._distance(one, best) > _SAME:
+            unknown = set(places) == {"open"} and self._apart is not None and not is_copy(a)
+            if unknown and self._distance(a, best) > _SAME:
                 continue  # nor known to be, nor what it makes of it
             if set(places) <= {"same"} or len(fits) == 1 or equal_counts:
-                if len(fits) > 1 and not equal_counts and self._is_taken(one, best, mine[key]):
+                if len(fits) > 1 and not equal_counts and self._is_taken(a, best, mine[key]):
                     continue
-                self._add(one, best)
+                self._add(a, best)
                 return True
-            near = [two for two, _ in fits if self._distance(one, two) <= _SAME]
+            near = [b for b, _ in fits if self._distance(a, b) <= _SAME]
             if near:
-                self._add(one, min(near, key=lambda two: self._distance(one, two)))
+                self._add(a, min(near, key=lambda b: self._distance(a, b)))
                 return True
         return False
 
-    def _is_taken(self, one: Node, two: Node, group: list[Node]) -> bool:
+    def _is_taken(self, a: Node, b: Node, group: list[Node]) -> bool:
         """Does another of the reference's calls fit it better, with equal scalars?"""
-        return bool(other_scalars(one.call, two.call)) and any(
-            not other_scalars(other.call, two.call)
-            and set(self._places.compare(other, two)) <= {"same"}
+        return bool(other_scalars(a.call, b.call)) and any(
+            not other_scalars(other.call, b.call)
+            and set(self._places.compare(other, b)) <= {"same"}
             for other in group
-            if other is not one
+            if other is not a
         )
 
-    def _distance(self, one: Node, two: Node) -> float:
-        if self._apart is None or one.results[0].numel != two.results[0].numel:
+    def _distance(self, a: Node, b: Node) -> float:
+        if self._apart is None or a.results[0].numel != b.results[0].numel:
             return float("inf")
-        key = (one.path, two.path)
+        key = (a.path, b.path)
         if key not in self._known:
-            self._known[key] = self._apart(one, two)
+            self._known[key] = self._apart(a, b)
         return self._known[key]
 
     def _by_value(self) -> bool:
         """Between two pairs, from the end: where a stretch ends both sides hold the same again."""
         stretches: dict[tuple[int, int], list[Node]] = defaultdict(list)
-        for one in self.lone[0]:
-            stretches[self._bounds(one)].append(one)
+        for a in self.lone[0]:
+            stretches[self._bounds(a)].append(a)
         added = False
         for (low, high), ours in stretches.items():
             theirs = [n for n in self.lone[1] if low < self._index[n.path] < high]
             end = len(theirs)
-            for one in reversed(ours):
+            for a in reversed(ours):
                 for index in reversed(range(end)):
-                    two = theirs[index]
-                    if self._common_input(one, two) and self._distance(one, two) <= _SAME:
-                        self._add(one, two, "value")
+                    b = theirs[index]
+                    if self._common_input(a, b) and self._distance(a, b) <= _SAME:
+                        self._add(a, b, "value")
                         added, end = True, index
                         break
         return added
@@ -243,11 +243,11 @@ class _Matcher:
             high = self._index[min(after, key=lambda m: m.reference.order).candidate.path]
         return (low, high) if low <= high else (first, last)  # called in another order: anywhere
 
-    def _common_input(self, one: Node, two: Node) -> bool:
+    def _common_input(self, a: Node, b: Node) -> bool:
         """Does something that both sides have lead to both?"""
         places = self._places
-        mine = places.leaves(0, ("made", one.path)) if one.call.operands else set()
-        theirs = places.leaves(1, ("made", two.path))
+        mine = places.leaves(0, ("made", a.path)) if a.call.operands else set()
+        theirs = places.leaves(1, ("made", b.path))
         return bool({places.in_candidates_words(leaf) for leaf in mine} & theirs)
 
     def _by_dataflow(self) -> bool:
@@ -257,8 +257,8 @@ class _Matcher:
             if match.reference.name != match.candidate.name:
                 continue  # their arguments need not mean the same
             pairs = zip(match.reference.call.operands, match.candidate.call.operands, strict=False)
-            for one, two in pairs:
-                chains = _makers(one, lone[0]), _makers(two, lone[1])
+            for operand_a, operand_b in pairs:
+                chains = _makers(operand_a, lone[0]), _makers(operand_b, lone[1])
                 pair = next(((x, y) for x in chains[0] for y in chains[1] if _alike(x, y)), None)
                 if pair is not None:
                     self._add(*pair, "dataflow")
@@ -316,12 +316,12 @@ class _Matcher:
         """Calls without a partner that work on its result, and on theirs."""
         reached = {node.path}
         behind = []
-        for one in sorted(self.lone[side], key=lambda n: n.order):
-            sources = self._places.sources(side, one)
+        for other in sorted(self.lone[side], key=lambda n: n.order):
+            sources = self._places.sources(side, other)
             if any(source[0] == "made" and source[1] in reached for source in sources):
-                reached.add(one.path)
-                if not is_copy(one):
-                    behind.append(one)
+                reached.add(other.path)
+                if not is_copy(other):
+                    behind.append(other)
         return behind
 
 
@@ -340,7 +340,7 @@ def _makers(operand: Operand, by_path: dict[str, Node]) -> list[Node]:
     return makers
 
 
-def _alike(one: Node, two: Node) -> bool:
+def _alike(a: Node, b: Node) -> bool:
     """The same shape but for axes of length 1: the numbers are in the same order."""
-    shapes = [[size for size in node.results[0].shape if size != 1] for node in (one, two)]
+    shapes = [[size for size in node.results[0].shape if size != 1] for node in (a, b)]
     return shapes[0] == shapes[1]

@@ -22,13 +22,13 @@ def shared_rounding(runs: Sequence[Run]) -> Callable[[str], float]:
     judged as a site of its own; what follows from it is held to how far the norms are apart. A new
     value moves by no more than the rate times that: a first step of AdamW is the rate at most, and
     one of SGD where gradients are clipped to less than 1 is."""
-    given = [one for run in runs for one in run.records if f"{OPTIMIZER}:in." in one.site]
-    rounding = norm_floor(max((one.numel for one in given), default=0))
+    given = [record for run in runs for record in run.records if f"{OPTIMIZER}:in." in record.site]
+    rounding = norm_floor(max((record.numel for record in given), default=0))
     norms = _last_norms(runs)
     apart = max(norms) / min(norms) - 1 if norms and min(norms) > 0 else 0.0
     rate = runs[0].manifest.training.learning_rate or 0.0
-    sizes = {one.site: one.summary.rms for one in runs[0].records
-             if f"{OPTIMIZER}:out." in one.site and one.summary is not None}  # fmt: skip
+    sizes = {record.site: record.summary.rms for record in runs[0].records
+             if f"{OPTIMIZER}:out." in record.site and record.summary is not None}  # fmt: skip
 
     def of(site: str) -> float:
         path, _, port = site.partition(":")
@@ -48,9 +48,9 @@ def _last_norms(runs: Sequence[Run]) -> list[float]:
     """Of each run's last pass, which is the anchored one where there is one."""
     norms = []
     for run in runs:
-        found = {one.pass_: one.summary for one in run.records
-                 if is_norm(one.site) and one.summary is not None}  # fmt: skip
-        summary = found.get("anchored", found.get("free"))
+        summaries = {record.pass_: record.summary for record in run.records
+                 if is_norm(record.site) and record.summary is not None}  # fmt: skip
+        summary = summaries.get("anchored", summaries.get("free"))
         if summary is not None and summary.rms is not None:
             norms.append(summary.rms)
     return norms

@@ -83,8 +83,8 @@ def _has(run: Run) -> bool:
 
 
 def _measured(
-    one: Run,
-    two: Run,
+    reference: Run,
+    candidate: Run,
     pass_: str,
     of: Side | None,
     inputs: Run | None,
@@ -94,9 +94,9 @@ def _measured(
     routes: Routes | None,
 ) -> list[SiteResult]:
     pairs = []
-    split = one.manifest.tokens.groups != two.manifest.tokens.groups
-    theirs = pieces_in(one, pass_, split=split)
-    for key, piece in pieces_in(two, ESCALATED, split=split).items():
+    split = reference.manifest.tokens.groups != candidate.manifest.tokens.groups
+    theirs = pieces_in(reference, pass_, split=split)
+    for key, piece in pieces_in(candidate, ESCALATED, split=split).items():
         other = theirs.get(key)
         if is_operator_site(piece.record.site) and BACKWARD in piece.record.site:
             continue  # sums of gradients are made in another order where casts are: see calls.match
@@ -108,7 +108,7 @@ def _measured(
     pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
                                  pair.reference.record.order))  # fmt: skip
     float32 = format_named("float32")
-    measurer = Measurer(one, two, ModelFloor(thresholds), inputs=inputs, work=float32)
+    measurer = Measurer(reference, candidate, ModelFloor(thresholds), inputs=inputs, work=float32)
     results = [
         msgspec.structs.replace(result, of=of) for result in measure(measurer, pairs, progress)
     ]

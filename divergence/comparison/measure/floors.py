@@ -245,8 +245,8 @@ def gradient_format(work: Format, *manifests: Manifest) -> Format:
     sums = []
     for manifest in manifests:
         training = manifest.training
-        named = [one for one in (training.reduce_dtype, training.accumulate_dtype) if one]
-        forms = [format_named(one) for one in named] or [work]
+        named = [dtype for dtype in (training.reduce_dtype, training.accumulate_dtype) if dtype]
+        forms = [format_named(dtype) for dtype in named] or [work]
         sums.append(max(forms, key=lambda form: form.unit_roundoff))
     finer = min(sums, key=lambda form: form.unit_roundoff)
     return max((work, finer), key=lambda form: form.unit_roundoff)
@@ -310,12 +310,12 @@ def size_of_terms(run: Run, record: Record) -> float:
 
 def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
     """(N, T) of N pairs."""
-    updates = [one.update_norm for one in rows if one.update_norm is not None]
+    updates = [row.update_norm for row in rows if row.update_norm is not None]
     return msgspec.structs.replace(
         rows[0],
-        rel_l2=np.stack([one.rel_l2 for one in rows]),
-        diff=np.stack([one.diff for one in rows]),
-        norm=np.stack([one.norm for one in rows]),
+        rel_l2=np.stack([row.rel_l2 for row in rows]),
+        diff=np.stack([row.diff for row in rows]),
+        norm=np.stack([row.norm for row in rows]),
         update_norm=np.stack(updates) if updates else None,
     )
 

@@ -155,8 +155,8 @@ class Judge:
         judged.routed = self._routing.of(pair, len(rows.rel_l2))
         if judged.routed is not None:
             judged.rows = kept_rows(rows, judged.routed)
-        one, two = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
-        if one.kind != "float" or two.kind != "float":
+        form_a, form_b = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
+        if form_a.kind != "float" or form_b.kind != "float":
             return judged
         estimated = numbers.estimate is not None
         judged.members = [] if estimated else self._pieces.members(pair.reference, numbers.shape)
@@ -203,7 +203,7 @@ class Judge:
         """The ratios of pairs of one kind."""
         first = alike[0]
         form, work = self._formats(first.pair)
-        found = self._floor.ratios(
+        rated = self._floor.ratios(
             stacked([judged.rows for judged in alike]),
             form=form,
             work=work,
@@ -216,7 +216,7 @@ class Judge:
             shared=self._shared(first.pair.reference.record.site),
             num_members=max(1, len(first.members or ())),
         )
-        for judged, ratios in zip(alike, found, strict=True):
+        for judged, ratios in zip(alike, rated, strict=True):
             judged.ratios = ratios
 
     def _row_floor(
@@ -235,7 +235,7 @@ class Judge:
         form = storage_format(pair)
         if self._sums is self._work or not is_gradient(pair.reference.record.site):
             return form, self._work
-        return max(form, self._sums, key=lambda one: one.unit_roundoff), self._sums
+        return max(form, self._sums, key=lambda format_: format_.unit_roundoff), self._sums
 
     def _role(self, pair: Pair) -> str:
         return self._site_fields(pair.reference.record.site)["role"] or "inner"
@@ -265,18 +265,18 @@ class Judge:
         return next(within, None)
 
     def _place(self, pair: Pair) -> SitePlace:
-        one, two = pair.reference.record, pair.candidate.record
+        reference, candidate = pair.reference.record, pair.candidate.record
         return {
             "pass_": pair.pass_,
             "sample": pair.reference.sample,
-            "step": two.step,
-            "site": one.site,
-            "order": one.order,
-            "candidate_site": two.site if two.site != one.site else None,
+            "step": candidate.step,
+            "site": reference.site,
+            "order": reference.order,
+            "candidate_site": candidate.site if candidate.site != reference.site else None,
             "match": pair.match,
-            "reference_dtype": one.dtype,
-            "candidate_dtype": two.dtype,
-            **self._site_fields(one.site),
+            "reference_dtype": reference.dtype,
+            "candidate_dtype": candidate.dtype,
+            **self._site_fields(reference.site),
         }
 
     def _identical(self, pair: Pair, truth: TruthDiff | None) -> SiteResult:
@@ -353,10 +353,10 @@ class Judge:
         floors: dict[int, np.ndarray] = {}
         for alike in grouped(judged, lambda item: self._kind_of_truth(item[1])):
             _, (pair, result, _) = alike[0]
-            rows = [one for _, (_, _, one) in alike if one is not None]
-            updates = [one.update for one in rows if one.update is not None]
+            rows = [row for _, (_, _, row) in alike if row is not None]
+            updates = [row.update for row in rows if row.update is not None]
             row_floors = self._row_floor(
-                pair, _last(result.shape), np.stack([one.norm for one in rows]),
+                pair, _last(result.shape), np.stack([row.norm for row in rows]),
                 np.stack(updates) if updates else None,
             )  # fmt: skip
             if row_floors is None:
@@ -364,27 +364,27 @@ class Judge:
             if self._cancels(result.site):
                 records = (pair.reference.record for _, (pair, _, _) in alike)
                 terms = (size_of_terms(self._reference, record) for record in records)
-                shares = map(share_of_usual, (one.norm for one in rows), terms)
+                shares = map(share_of_usual, (row.norm for row in rows), terms)
                 row_floors = row_floors / np.stack(list(shares))
             floors |= {number: floor for (number, _), floor in zip(alike, row_floors, strict=True)}
-        for number, (_, result, one) in judged:
+        for number, (_, result, row) in judged:
             floor = floors.get(number)
-            if one is not None and floor is not None:
+            if row is not None and floor is not None:
                 if not self._same_dtype or self._shared(result.site):
                     from divergence.numerics.pairs.against import with_rounding
 
-                    one = with_rounding(one, floor)
-                self.truth_samples.add(result, one, floor)
+                    row = with_rounding(row, floor)
+                self.truth_samples.add(result, row, floor)
 
     def _kind_of_truth(
         self, item: tuple[Pair, SiteResult, AgainstTruth | None]
     ) -> tuple[object, ...] | None:
-        pair, result, one = item
-        if one is None:
+        pair, result, against = item
+        if against is None:
             return None
         return (
-            self._formats(pair)[0].name, _last(result.shape), self._role(pair), one.num_rows,
-            one.update is None, self._cancels(result.site), self._shared(result.site),
+            self._formats(pair)[0].name, _last(result.shape), self._role(pair), against.num_rows,
+            against.update is None, self._cancels(result.site), self._shared(result.site),
         )  # fmt: skip
 
     def _cancels(self, site: str) -> bool:

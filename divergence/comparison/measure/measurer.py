@@ -125,24 +125,24 @@ class Measurer:
 
     def _operands(self, pair: Pair) -> _Operands | None:
         """What a pair is measured with; None for one that is not measured beside others."""
-        one, two = pair.reference.record, pair.candidate.record
+        ref, cand = pair.reference.record, pair.candidate.record
         if (
-            one.numel > MOST_NUMEL or one.shape != two.shape or one.positions != two.positions
+            ref.numel > MOST_NUMEL or ref.shape != cand.shape or ref.positions != cand.positions
             or pair.reference.row is not None or pair.candidate.row is not None
-            or self.device is not None or one.site == self._logits_site
+            or self.device is not None or ref.site == self._logits_site
             or not self.reading.has_both(pair)
-            or self._pieces.row_mask(pair.reference, one.shape) is not None
+            or self._pieces.row_mask(pair.reference, ref.shape) is not None
         ):  # fmt: skip
             return None
-        right = None if self._truth is None else self._truth.record(pair)
-        if right is not None:
+        truth = None if self._truth is None else self._truth.record(pair)
+        if truth is not None:
             assert self._truth is not None
-            float_ = all(format_named(r.dtype).kind == "float" for r in (right, one))
-            routed = self._routing.of(pair, math.prod(one.shape[:-1]), (self._truth.run, right))
-            if not float_ or right.shape != one.shape or (routed and routed.kept is not None):
+            float_ = all(format_named(r.dtype).kind == "float" for r in (truth, ref))
+            routed = self._routing.of(pair, math.prod(ref.shape[:-1]), (self._truth.run, truth))
+            if not float_ or truth.shape != ref.shape or (routed and routed.kept is not None):
                 return None
         base = self._pieces.base_source(pair) if self._is_block(pair) else None
-        return _Operands(one, two, base, right, equal=equal_by_record(pair))
+        return _Operands(ref, cand, base, truth, equal=equal_by_record(pair))
 
     def _measure_alike(self, pairs: Sequence[tuple[Pair, _Operands]]) -> list[PairNumbers | None]:
         """Pairs of one kind; None for one that must be measured by itself, also where its bytes
@@ -173,8 +173,8 @@ class Measurer:
         shape = first.one.shape
         if first.equal:
             return [
-                None if one is None else PairNumbers(None, None, None, shape, against=one)
-                for one in against
+                None if errors is None else PairNumbers(None, None, None, shape, against=errors)
+                for errors in against
             ]
         return [
             None
@@ -231,15 +231,15 @@ class Measurer:
         )
 
     def _numbers(self, pair: Pair, is_block: bool, threads: int) -> PairNumbers:
-        one, two = pair.reference.record, pair.candidate.record
-        base = self._pieces.base(pair) if is_block and one.site.endswith(":out") else None
-        logits = one.site == self._logits_site
+        ref, cand = pair.reference.record, pair.candidate.record
+        base = self._pieces.base(pair) if is_block and ref.site.endswith(":out") else None
+        logits = ref.site == self._logits_site
         whole = pair.reference.row is None and pair.candidate.row is None
         # what has no digest (a tensor in parts) cannot be told from another like it
-        whole = whole and None not in (one.xxh3, two.xxh3)
+        whole = whole and None not in (ref.xxh3, cand.xxh3)
         key = (
-            one.xxh3, one.dtype, two.xxh3, two.dtype, one.shape, logits, one.positions,
-            two.positions, base is not None, one.step == 0,
+            ref.xxh3, ref.dtype, cand.xxh3, cand.dtype, ref.shape, logits, ref.positions,
+            cand.positions, base is not None, ref.step == 0,
         )  # fmt: skip
         known = self._cache.get(key) if whole else None
         if known is not None:
@@ -249,9 +249,9 @@ class Measurer:
             self._pieces.tensor(self._reference, pair.reference),
             self._pieces.tensor(self._candidate, pair.candidate),
         )
-        if base is not None and one.positions is None and two.positions is not None:
-            base = same_positions(base, one, b, two)[0]
-        a, b = same_positions(a, one, b, two)
+        if base is not None and ref.positions is None and cand.positions is not None:
+            base = same_positions(base, ref, b, cand)[0]
+        a, b = same_positions(a, ref, b, cand)
         mask = self._pieces.row_mask(pair.reference, tuple(a.shape))
         metrics, rows = measure_pair(
             a, b, row_mask=mask, base=base, threads=threads, kernel=self.kernel, device=self.device
@@ -280,18 +280,18 @@ class _Operands:
 
     def __init__(
         self,
-        one: Record,
-        two: Record,
+        ref: Record,
+        cand: Record,
         base: tuple[Run, Record] | None,
-        right: Record | None,
+        truth: Record | None,
         *,
         equal: bool,
     ) -> None:
-        self.one, self.two, self.base, self.right, self.equal = one, two, base, right, equal
+        self.one, self.two, self.base, self.right, self.equal = ref, cand, base, truth, equal
         self.kind: _Key = (
-            equal, one.shape, one.dtype, two.dtype,
+            equal, ref.shape, ref.dtype, cand.dtype,
             None if base is None else (id(base[0]), base[1].dtype),
-            None if right is None else right.dtype,
+            None if truth is None else truth.dtype,
         )  # fmt: skip
 
     def content(self, number: int) -> _Key:

@@ -189,8 +189,8 @@ def measure_pairs(
             under_way_bytes -= batch.num_bytes
             number += len(batch.pairs)
     finally:
-        for one in (fetcher, reader, pool):
-            one.shutdown(wait=True, cancel_futures=True)
+        for executor in (fetcher, reader, pool):
+            executor.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +222,8 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
 
 def _num_bytes(pair: Pair) -> int:
     """Of both sides."""
-    one, two = pair.reference.record, pair.candidate.record
-    return one.numel * _itemsize(one.dtype) + two.numel * _itemsize(two.dtype)
+    ref, cand = pair.reference.record, pair.candidate.record
+    return ref.numel * _itemsize(ref.dtype) + cand.numel * _itemsize(cand.dtype)
 
 
 @functools.cache

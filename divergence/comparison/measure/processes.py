@@ -97,8 +97,8 @@ def share_out(pairs: Sequence[Pair], num_ranks: int) -> list[int]:
     known: dict[tuple[object, ...], int] = {}
     owners = []
     for pair in pairs:
-        one, two = pair.reference.record, pair.candidate.record
-        key = (one.xxh3, two.xxh3) if one.xxh3 and two.xxh3 else (id(pair),)
+        reference, candidate = pair.reference.record, pair.candidate.record
+        key = (reference.xxh3, candidate.xxh3) if reference.xxh3 and candidate.xxh3 else (id(pair),)
         if key not in known:
             known[key] = load.index(min(load))
             load[known[key]] += _num_bytes(pair)
@@ -169,12 +169,12 @@ class _Ranks:
 
     def _found_by(self, rank: int) -> Generator[PairNumbers | None]:
         while True:
-            found, error, more = self._receive(rank)
+            numbers, error, more = self._receive(rank)
             if not more:
                 self._busy.discard(rank)
             else:
                 self._send(True, rank)
-            yield from found
+            yield from numbers
             if error is not None:
                 raise error
             if not more:
@@ -234,8 +234,8 @@ def _batches(
             raise
         with contextlib.closing(measure_pairs(measurer, pairs)) as measured:
             num_bytes = 0
-            for pair, one in zip(pairs, measured, strict=True):
-                batch.append(one)
+            for pair, numbers in zip(pairs, measured, strict=True):
+                batch.append(numbers)
                 num_bytes += _num_bytes(pair)
                 if len(batch) >= BATCH_PAIRS or num_bytes >= BATCH_BYTES:
                     yield batch, None, True

@@ -42,8 +42,8 @@ class Reading:
             in_truth = self._right(pair)
             if equal_by_record(pair) and in_truth is None:
                 continue
-            one, two = pair.reference.record, pair.candidate.record
-            parts = [(self._reference, one), (self._candidate, two)]
+            reference, candidate = pair.reference.record, pair.candidate.record
+            parts = [(self._reference, reference), (self._candidate, candidate)]
             if in_truth is not None:
                 parts.append(in_truth)
             base = self._base_of(pair)
@@ -83,8 +83,8 @@ class Reading:
 
     def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
         """What of which run is read for a pair, a block's input apart."""
-        one, two = pair.reference.record, pair.candidate.record
-        parts = [(self._reference, one), (self._candidate, two)]
+        reference, candidate = pair.reference.record, pair.candidate.record
+        parts = [(self._reference, reference), (self._candidate, candidate)]
         in_truth = self._right(pair)
         return parts if in_truth is None else [*parts, in_truth]
 
@@ -96,9 +96,9 @@ class Reading:
 
 def equal_by_record(pair: Pair) -> bool:
     """Are the two equal bit for bit, by what was recorded of them?"""
-    one, two = pair.reference.record, pair.candidate.record
+    ref, cand = pair.reference.record, pair.candidate.record
     return (
-        one.xxh3 == two.xxh3 is not None and one.dtype == two.dtype and one.shape == two.shape
-        and one.positions == two.positions
+        ref.xxh3 == cand.xxh3 is not None and ref.dtype == cand.dtype and ref.shape == cand.shape
+        and ref.positions == cand.positions
         and pair.reference.row is None and pair.candidate.row is None
     )  # fmt: skip

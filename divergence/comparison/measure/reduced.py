@@ -50,14 +50,14 @@ Looked = tuple[PairMetrics, RowMetrics, Estimate | None, float | None, tuple[int
 """Metrics, rows, how well they are known, the least relative L2, the shape compared."""
 
 
-def equal_contents(a: Run, one: Record, b: Run, two: Record) -> bool | None:
+def equal_contents(a: Run, record_a: Record, b: Run, record_b: Record) -> bool | None:
     """Are the two tensors equal, bit for bit? None where no digest tells."""
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
+    if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
         return False
-    mine, theirs = _digests(a, one), _digests(b, two)
+    mine, theirs = _digests(a, record_a), _digests(b, record_b)
     if (kind := _common(mine, theirs)) is not None:
         return bool(getattr(mine, kind) == getattr(theirs, kind))
-    for run, record, known in ((a, one, theirs), (b, two, mine)):
+    for run, record, known in ((a, record_a, theirs), (b, record_b, mine)):
         kind = _first_kind(known)
         if kind is not None and run.has_bytes(record):
             tensor = run.read(record)
@@ -91,21 +91,21 @@ def _common(mine: Digests, theirs: Digests) -> str | None:
 
 def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None:
     """Why nothing can be said of the two, or None. They have comparable shapes."""
-    one, two = piece.record, other.record
-    if a.has_bytes(one) and b.has_bytes(two):
+    record_a, record_b = piece.record, other.record
+    if a.has_bytes(record_a) and b.has_bytes(record_b):
         return None
     if _sketch_of(a, piece, other) is not None and _sketch_of(b, other, piece) is not None:
         return None
-    whole = piece.row is None and other.row is None and one.positions == two.positions
+    whole = piece.row is None and other.row is None and record_a.positions == record_b.positions
     if not whole:
         return "bytes or sketches of the same rows are needed, and one side keeps none"
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        known = one.summary is not None and two.summary is not None
+    if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
+        known = record_a.summary is not None and record_b.summary is not None
         return None if known else "digests of other dtypes or shapes tell nothing"
-    mine, theirs = _digests(a, one), _digests(b, two)
+    mine, theirs = _digests(a, record_a), _digests(b, record_b)
     told = _common(mine, theirs) is not None
-    told = told or (_first_kind(mine) is not None and b.has_bytes(two))
-    told = told or (_first_kind(theirs) is not None and a.has_bytes(one))
+    told = told or (_first_kind(mine) is not None and b.has_bytes(record_b))
+    told = told or (_first_kind(theirs) is not None and a.has_bytes(record_a))
     if told or _proved_different(piece, other):
         return None
     if mine.cuts != theirs.cuts:
@@ -115,11 +115,11 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None
 
 def _proved_different(piece: Piece, other: Piece) -> bool:
     """Do the statistics show that two tensors of one dtype and shape are not equal?"""
-    one, two = piece.record.summary, other.record.summary
-    if one is None or two is None:
+    summary_a, summary_b = piece.record.summary, other.record.summary
+    if summary_a is None or summary_b is None:
         return False
     exact = ("num_nan", "num_posinf", "num_neginf", "num_zero", "min", "max")
-    if any(getattr(one, name) != getattr(two, name) for name in exact):
+    if any(getattr(summary_a, name) != getattr(summary_b, name) for name in exact):
         return True
     return (_least(piece, other) or 0.0) > 0.0
 
@@ -146,15 +146,15 @@ def without_unknowable(alignment: Alignment, a: Run, b: Run) -> Alignment:
 def look_reduced(pieces: Pieces, pair: Pair, *, base: Record | None) -> Looked | None:
     """What is known of a pair; None where it is equal. ``base``: the record of the block's input
     in the reference."""
-    one, two = pair.reference, pair.candidate
+    ref, cand = pair.reference, pair.candidate
     runs = pieces.reference, pieces.candidate
-    whole = one.row is None and two.row is None and one.record.positions == two.record.positions
-    if whole and equal_contents(runs[0], one.record, runs[1], two.record):
+    whole = ref.row is None and cand.row is None and ref.record.positions == cand.record.positions
+    if whole and equal_contents(runs[0], ref.record, runs[1], cand.record):
         return None
-    mine, theirs = _sketch_of(runs[0], one, two), _sketch_of(runs[1], two, one)
-    shape = _compared_shape(one, two)
+    mine, theirs = _sketch_of(runs[0], ref, cand), _sketch_of(runs[1], cand, ref)
+    shape = _compared_shape(ref, cand)
     if mine is None or theirs is None:
-        return *_unmeasured(one.record, two.record, shape), _least(one, two), shape
+        return *_unmeasured(ref.record, cand.record, shape), _least(ref, cand), shape
     tensors = mine.read(), theirs.read()
     return *_estimated(pieces, pair, [mine, theirs], tensors, base, shape), None, shape
 
@@ -249,13 +249,13 @@ def _rows(tensor: torch.Tensor, piece: Piece, other: Piece) -> torch.Tensor:
     return tensor
 
 
-def _compared_shape(one: Piece, two: Piece) -> tuple[int, ...]:
+def _compared_shape(reference: Piece, candidate: Piece) -> tuple[int, ...]:
     """The shape that both sides have in common."""
-    shape = one.record.shape
-    if one.row is not None:
-        shape = (1, one.right - one.left, *shape[2:]) if len(shape) > 1 else (1,)
-    chosen = two.record.positions
-    if one.record.positions is None and chosen is not None and len(shape) >= 2:
+    shape = reference.record.shape
+    if reference.row is not None:
+        shape = (1, reference.right - reference.left, *shape[2:]) if len(shape) > 1 else (1,)
+    chosen = candidate.record.positions
+    if reference.record.positions is None and chosen is not None and len(shape) >= 2:
         shape = (shape[0], len(chosen), *shape[2:])
     return shape
 
@@ -292,14 +292,14 @@ def _estimated(
     return _with_counts(metrics, pair.reference, pair.candidate), rows, estimate
 
 
-def _with_counts(metrics: PairMetrics, one: Piece, two: Piece) -> PairMetrics:
+def _with_counts(metrics: PairMetrics, reference: Piece, candidate: Piece) -> PairMetrics:
     """With the non-finite elements that were counted when the tensors were recorded."""
     import msgspec
 
-    first, second = one.record.summary, two.record.summary
-    if first is None or second is None or one.row is not None or two.row is not None:
+    first, second = reference.record.summary, candidate.record.summary
+    if first is None or second is None or reference.row is not None or candidate.row is not None:
         return metrics
-    if one.record.positions != two.record.positions:
+    if reference.record.positions != candidate.record.positions:
         return metrics
     more = [
         getattr(second, name) - getattr(first, name)
@@ -321,7 +321,7 @@ def _with_counts(metrics: PairMetrics, one: Piece, two: Piece) -> PairMetrics:
 
 
 def _unmeasured(
-    one: Record, two: Record, shape: tuple[int, ...]
+    reference: Record, candidate: Record, shape: tuple[int, ...]
 ) -> tuple[PairMetrics, RowMetrics, None]:
     """Nothing but that they differ, the norms, and what is no finite number."""
 
@@ -329,8 +329,8 @@ def _unmeasured(
     metrics = PairMetrics(
         identical=False, numel=numel, num_finite=numel, num_rows=0, num_masked=0, rel_l2=None,
         cosine=None, one_minus_cosine=None, sqnr_db=None, max_abs=None, max_abs_index=None,
-        max_abs_reference=None, max_abs_candidate=None, reference_norm=_norm(one),
-        candidate_norm=_norm(two), gain=None, gain_se=None, ulp_format=None,
+        max_abs_reference=None, max_abs_candidate=None, reference_norm=_norm(reference),
+        candidate_norm=_norm(candidate), gain=None, gain_se=None, ulp_format=None,
         ulp_share_over_1=None, ulp_p99=None, ulp_max=None, token_rel_l2_median=None,
         token_rel_l2_p99=None, token_rel_l2_max=None, worst_row=None, channel_rel_l2_max=None,
         worst_channel=None, update_rel_l2=None, update_norm=None, num_sink_tokens=0,
@@ -339,7 +339,7 @@ def _unmeasured(
     )  # fmt: skip
     nothing = np.zeros(0)
     rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)
-    return _with_counts(metrics, Piece(one, 0), Piece(two, 0)), rows, None
+    return _with_counts(metrics, Piece(reference, 0), Piece(candidate, 0)), rows, None
 
 
 def _norm(record: Record) -> float | None:
@@ -350,12 +350,12 @@ def _norm(record: Record) -> float | None:
     return (summary.rms or 0.0) * math.sqrt(finite)
 
 
-def _least(one: Piece, two: Piece) -> float | None:
+def _least(ref: Piece, cand: Piece) -> float | None:
     """The least relative L2 that the statistics allow, from norms and means."""
-    first, second = one.record.summary, two.record.summary
+    first, second = ref.record.summary, cand.record.summary
     if first is None or second is None or not first.rms or second.rms is None:
         return None
-    if one.record.shape != two.record.shape or one.row is not None or two.row is not None:
+    if ref.record.shape != cand.record.shape or ref.row is not None or cand.row is not None:
         return None
     if any(s.num_nan + s.num_posinf + s.num_neginf for s in (first, second)):
         return None

@@ -178,8 +178,8 @@ def run_notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
     """What to know of the runs themselves: names, cut off records, settings that were not met."""
     notes = list(alignment.notes)
     if alignment.prefix is not None:
-        one, two = (name or "(nothing)" for name in alignment.prefix)
-        notes.append(f"sites were matched with the prefix {one} read as {two}")
+        prefix_a, prefix_b = (name or "(nothing)" for name in alignment.prefix)
+        notes.append(f"sites were matched with the prefix {prefix_a} read as {prefix_b}")
     for name, run in (("reference", a), ("candidate", b)):
         if run.torn_tail:
             notes.append(f"{letter(name)}'s last record line was cut off and left out")

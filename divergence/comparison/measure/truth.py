@@ -46,8 +46,8 @@ class Truth:
         replayed = replayed_from(a, b)
         make = command_line("truth", reference.path, o="TRUTH")
         if replayed is not None:
-            source = next((one.path for one in (reference, candidate)
-                           if one.manifest.id == replayed[0]), "RUN")  # fmt: skip
+            source = next((side.path for side in (reference, candidate)
+                           if side.manifest.id == replayed[0]), "RUN")  # fmt: skip
             make = command_line("replay", source, o="TRUTH", truth=True)
         if manifest.settings.compute_dtype != "float64":
             raise UsageError(

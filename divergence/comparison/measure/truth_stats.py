@@ -230,10 +230,12 @@ def _gains(stats: TruthStats, rows: _Rows) -> None:
 def truth_diffs(judged: Sequence[AgainstTruth | None]) -> list[TruthDiff | None]:
     """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
     by_number: dict[int, TruthDiff] = {}
-    numbered = [(n, one) for n, one in enumerate(judged) if one is not None and one.num_rows]
+    numbered = [(n, errs) for n, errs in enumerate(judged) if errs is not None and errs.num_rows]
     for alike in grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
-        differences = _differences([one for _, one in alike])
-        by_number |= {number: one for (number, _), one in zip(alike, differences, strict=True)}
+        differences = _differences([errs for _, errs in alike])
+        by_number |= {
+            number: difference for (number, _), difference in zip(alike, differences, strict=True)
+        }
     return [by_number.get(number) for number in range(len(judged))]
 
 
@@ -242,7 +244,7 @@ def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
 
     def joined(name: str) -> np.ndarray:
         """(N, …): sooner than np.stack, which looks at each array by itself."""
-        together: np.ndarray = np.concatenate([getattr(one, name) for one in alike])
+        together: np.ndarray = np.concatenate([getattr(errs, name) for errs in alike])
         return together.reshape(len(alike), -1)
 
     sink = joined("sink")

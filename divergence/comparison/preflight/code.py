@@ -43,17 +43,17 @@ class CodeDifference:
         if self.paths:
             return any(_lies_in(path, block) for path in self.paths)
         # without places, torch's own functions: wherever they are called
-        return not self.places or any(_lies_in(one, starred(block)) for one in self.places)
+        return not self.places or any(_lies_in(place, starred(block)) for place in self.places)
 
 
 def code_line(a: Manifest, b: Manifest) -> PreflightLine:
     """The line of preflight: what differs most tellingly first."""
-    one, two = a.model.code, b.model.code
-    if not one or not two:
-        said = ["recorded" if code else "not recorded" for code in (one, two)]
+    code_a, code_b = a.model.code, b.model.code
+    if not code_a or not code_b:
+        said = ["recorded" if code else "not recorded" for code in (code_a, code_b)]
         return PreflightLine(check="code", status="same", reference=said[0], candidate=said[1])
     differences = code_differences(a, b)
-    shown = [f"{len(code)} classes of module" for code in (one, two)]
+    shown = [f"{len(code)} classes of module" for code in (code_a, code_b)]
     if not differences:
         return PreflightLine(check="code", status="same", reference=shown[0], candidate=shown[1])
     return PreflightLine(
@@ -64,26 +64,26 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
 
 def difference_texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[str]:
     """What was replaced, one by one, then the differences of code together."""
-    texts = [one.text for one in differences if one.deliberate]
-    plain = [one for one in differences if not one.deliberate]
+    texts = [difference.text for difference in differences if difference.deliberate]
+    plain = [difference for difference in differences if not difference.deliberate]
     return [*texts, _counted(plain, a, b)] if plain else texts
 
 
 def code_differences(a: Manifest, b: Manifest) -> list[CodeDifference]:
     """Every class of module that does not run the same code in both runs, what was replaced first;
     empty where a run does not say."""
-    one, two = a.model.code, b.model.code
-    if not one or not two:
+    code_a, code_b = a.model.code, b.model.code
+    if not code_a or not code_b:
         return []
     differences: list[CodeDifference] = []
-    for name in one:
-        if name in two:
-            differences += _of_class(name, one[name], two[name])
-    for side, mine, others in (("reference", one, two), ("candidate", two, one)):
+    for name in code_a:
+        if name in code_b:
+            differences += _of_class(name, code_a[name], code_b[name])
+    for side, mine, others in (("reference", code_a, code_b), ("candidate", code_b, code_a)):
         for name, note in mine.items():
             if name not in others:
                 differences.append(_alone(name, note, side, others))
-    return sorted(differences, key=lambda one: not one.deliberate)
+    return sorted(differences, key=lambda difference: not difference.deliberate)
 
 
 def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
@@ -109,8 +109,8 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
         if key in b.attributes and a.attributes[key] != b.attributes[key]:
             add(f"{name}.{key} {a.attributes[key]} / {b.attributes[key]}")
     if a.compiled != b.compiled:
-        one, two = (note.compiled or "not compiled" for note in (a, b))
-        add(f"{name}: {one} on A, {two} on B")
+        compiled_a, compiled_b = (note.compiled or "not compiled" for note in (a, b))
+        add(f"{name}: {compiled_a} on A, {compiled_b} on B")
     if differences:
         return differences
     names = _functions(a, b)
@@ -144,7 +144,7 @@ def _alone(name: str, note: CodeNote, side: str, others: dict[str, CodeNote]) ->
         return CodeDifference(
             name=name, text=f"{'; '.join(note.replaced[:_MOST])} on {letter(side)}", deliberate=True
         )  # fmt: skip
-    there = [other for other, one in others.items() if set(one.places) & set(note.places)]
+    there = [other for other, code in others.items() if set(code.places) & set(note.places)]
     instead = f" in place of {', '.join(there[:_MOST])}" if there else ""
     how = f" ({'; '.join([*note.replaced, *_wrappers(note)])})" if note.replaced else ""
     return CodeDifference(
@@ -164,23 +164,23 @@ def _counted(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) ->
     ]
     by = f" ({', '.join(versions)})" if versions else ""
     if len(differences) <= _MOST:
-        return "; ".join(one.text for one in differences) + by
-    names = list_names([one.name for one in differences], _MOST)
+        return "; ".join(difference.text for difference in differences) + by
+    names = list_names([difference.name for difference in differences], _MOST)
     return f"other code in {len(differences)} classes{by}: {names}"
 
 
-def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[str]:
+def other_code(a: Manifest, b: Manifest, block: str | None = None) -> list[str]:
     """Classes of modules whose code differs between two runs, of ``block`` where one is given.
 
     Empty where a run does not say. A class that one run alone has counts where something was
     replaced in it.
     """
-    mine, theirs = one.model.code, two.model.code
+    mine, theirs = a.model.code, b.model.code
     if not mine or not theirs:
         return []
     texts: list[str] = []
     for name in sorted({*mine, *theirs}):
-        notes = [(code[name], m) for code, m in ((mine, one), (theirs, two)) if name in code]
+        notes = [(code[name], m) for code, m in ((mine, a), (theirs, b)) if name in code]
         here = any(_concerns(note, name, manifest, block) for note, manifest in notes)
         if len(notes) == 1:
             differs = bool(notes[0][0].replaced) and here

@@ -42,22 +42,22 @@ def preflight(
     """One line a check, in order of how much it explains. ``names``: the name map that the
     comparison uses."""
     a, b = reference.manifest, candidate.manifest
-    one, two = a.model, b.model
+    ref, cand = a.model, b.model
     here, there = a.environment, b.environment
     computed = _dtype(a), _dtype(b)
-    dtypes = "compared in the wider of the two" if one.dtype != two.dtype else None
+    dtypes = "compared in the wider of the two" if ref.dtype != cand.dtype else None
     lines = [
         code_line(a, b),
         _weights(a, b, names),
         *block_lines(a, b, names),
-        _same("model class", one.model_class, two.model_class),
+        _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
-        _same("quantization", str(one.quantization or "none"), str(two.quantization or "none")),
+        _same("quantization", str(ref.quantization or "none"), str(cand.quantization or "none")),
         _prompt_ids(a, b),
         *_labels(a, b),
-        _digests("tokenizer", one.tokenizer_digest, two.tokenizer_digest, tokenizer_cause(a, b)),
+        _digests("tokenizer", ref.tokenizer_digest, cand.tokenizer_digest, tokenizer_cause(a, b)),
         _digests(
-            "chat template", one.chat_template_digest, two.chat_template_digest,
+            "chat template", ref.chat_template_digest, cand.chat_template_digest,
             template_cause(a, b),
         ),
         _generated_ids(a, b),
@@ -102,8 +102,8 @@ def _tells(manifest: Manifest, check: str, shown: str) -> bool:
 def _unknown(line: PreflightLine, a: Manifest, b: Manifest) -> PreflightLine:
     """The line, or that it is unknown where a side does not say it."""
     shown = [
-        value if _tells(one, line.check, value) else _UNKNOWN
-        for one, value in ((a, line.reference), (b, line.candidate))
+        value if _tells(manifest, line.check, value) else _UNKNOWN
+        for manifest, value in ((a, line.reference), (b, line.candidate))
     ]
     if _UNKNOWN not in shown:
         return line
@@ -121,10 +121,10 @@ def _engines(a: Manifest, b: Manifest) -> PreflightLine:
     ]
     detail = None
     if a.engine.name == b.engine.name:
-        one, two = ({**note.options, **note.facts} for note in (a.engine, b.engine))
-        keys = [key for key in {**one, **two} if one.get(key) != two.get(key)]
-        for number, found in enumerate((one, two)):
-            names[number] += "".join(f", {key} {found.get(key, '-')}" for key in keys[:4])
+        facts_a, facts_b = ({**note.options, **note.facts} for note in (a.engine, b.engine))
+        keys = [key for key in {**facts_a, **facts_b} if facts_a.get(key) != facts_b.get(key)]
+        for number, facts in enumerate((facts_a, facts_b)):
+            names[number] += "".join(f", {key} {facts.get(key, '-')}" for key in keys[:4])
     else:
         detail = "the framework differs too: a cause beside the machine"
     return _same("engine", names[0], names[1], detail)
@@ -132,10 +132,10 @@ def _engines(a: Manifest, b: Manifest) -> PreflightLine:
 
 def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """Operators that a side's device does not have; nothing where there are none."""
-    one, two = a.settings.cpu_fallbacks, b.settings.cpu_fallbacks
-    if not one and not two:
+    fallbacks_a, fallbacks_b = a.settings.cpu_fallbacks, b.settings.cpu_fallbacks
+    if not fallbacks_a and not fallbacks_b:
         return []
-    shown = list_names(one) or "none", list_names(two) or "none"
+    shown = list_names(fallbacks_a) or "none", list_names(fallbacks_b) or "none"
     return [_same("operators on the CPU", *shown, "there the device has no kernel")]
 
 
@@ -146,7 +146,7 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
     odd = [m.mesh for m in (a, b) if m.mesh is not None and m.mesh.environments]
     detail = None
     if odd:
-        labels = list(dict.fromkeys(one.label for one in odd[0].environments))
+        labels = list(dict.fromkeys(environment.label for environment in odd[0].environments))
         detail = "its ranks ran on unlike machines: " + ", ".join(labels[:5])
     return [_same("ranks", a.processes, b.processes, detail)]
 
@@ -166,8 +166,8 @@ def _named(check: str, a: Sequence[str], b: Sequence[str]) -> PreflightLine:
 
 
 def _digests(check: str, a: str | None, b: str | None, cause: str | None) -> PreflightLine:
-    one, two = ("none" if digest is None else digest[:12] for digest in (a, b))
-    return _same(check, one, two, cause if None not in (a, b) and a != b else None)
+    digest_a, digest_b = ("none" if digest is None else digest[:12] for digest in (a, b))
+    return _same(check, digest_a, digest_b, cause if None not in (a, b) and a != b else None)
 
 
 def _recorded(check: str, a: str | None, b: str | None) -> list[PreflightLine]:
@@ -177,23 +177,23 @@ def _recorded(check: str, a: str | None, b: str | None) -> list[PreflightLine]:
 
 def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """What torch was built with: what differs, else its compiler and BLAS."""
-    one, two = a.environment.torch_build, b.environment.torch_build
-    if not one or not two:
+    ref, cand = a.environment.torch_build, b.environment.torch_build
+    if not ref or not cand:
         return []
-    keys = [key for key in {**one, **two} if one.get(key) != two.get(key)] or ["compiler", "BLAS"]
-    shown = [", ".join(f"{k} {side[k]}" for k in keys if k in side) for side in (one, two)]
+    keys = [key for key in {**ref, **cand} if ref.get(key) != cand.get(key)] or ["compiler", "BLAS"]
+    shown = [", ".join(f"{k} {side[k]}" for k in keys if k in side) for side in (ref, cand)]
     return [_same("torch build", shown[0] or "-", shown[1] or "-")]
 
 
 def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
-    one, two = a.model, b.model
-    matching = match_parameters(one.digests, two.digests, names)
-    status, detail = _weights_differ(one, two, matching)
+    model_a, model_b = a.model, b.model
+    matching = match_parameters(model_a.digests, model_b.digests, names)
+    status, detail = _weights_differ(model_a, model_b, matching)
     if status == "blocking" and any(map(tells_in_part, (a, b))):
-        status, detail = as_far_as_told(one, two, matching)
+        status, detail = as_far_as_told(model_a, model_b, matching)
     if status != "same":
-        detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
-    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (one, two)]
+        detail = "; ".join([*filter(None, [detail]), *weight_causes(model_a, model_b)])
+    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
     return PreflightLine(check="weights", status=status, detail=detail,
                          reference=shown[0], candidate=shown[1])  # fmt: skip
 
@@ -259,10 +259,10 @@ def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
 
 def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
     """Other tokens are another experiment."""
-    ids = [[sample.prompt_ids for sample in one.tokens.samples] for one in (a, b)]
+    ids = [[sample.prompt_ids for sample in manifest.tokens.samples] for manifest in (a, b)]
     shown = [
-        f"{len(one)} prompt{'s' if len(one) != 1 else ''}, {sum(map(len, one))} tokens"
-        for one in ids
+        f"{len(prompts)} prompt{'s' if len(prompts) != 1 else ''}, {sum(map(len, prompts))} tokens"
+        for prompts in ids
     ]
     unseen = "operators" not in (a.model.task, b.model.task) and not all(map(all, ids))
     detail = None
@@ -295,11 +295,11 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
     detail = "forced to the recorded tokens" if forced and same else None
     if not same and not (a.model.digest and b.model.digest) and len(ids_a) == len(ids_b):
         pairs = list(zip(ids_a, ids_b, strict=True))
-        if all(one[: len(two)] == two[: len(one)] for one, two in pairs):
+        if all(ref[: len(cand)] == cand[: len(ref)] for ref, cand in pairs):
             same, detail = True, "as far as both sides tell what they were fed"
     if forced and not same and a.tokens.groups != b.tokens.groups and len(ids_a) == len(ids_b):
         pairs = list(zip(ids_a, ids_b, strict=True))
-        if all(one[: len(two)] == two[: len(one)] for one, two in pairs):
+        if all(ref[: len(cand)] == cand[: len(ref)] for ref, cand in pairs):
             same, detail = True, "forced; padding follows where a prompt ended before its batch"
     shown = [f"{sum(map(len, ids))} tokens" for ids in (ids_a, ids_b)]
     return _same("generated ids", shown[0], shown[1], detail, same=same)
@@ -328,7 +328,7 @@ def _stands(switch: Switch) -> tuple[str, str]:
 def _switches(a: Manifest, b: Manifest) -> PreflightLine:
     """Switches that one side has and the other refused, or set otherwise."""
     found_a, found_b = (
-        {switch.name: _stands(switch) for switch in one.settings.switches} for one in (a, b)
+        {switch.name: _stands(switch) for switch in side.settings.switches} for side in (a, b)
     )
     different = [name for name in found_a if name in found_b and found_a[name] != found_b[name]]
     stand = [*found_a.items(), *found_b.items()]
@@ -342,7 +342,7 @@ def _switches(a: Manifest, b: Manifest) -> PreflightLine:
     if noisy:
         details.append("nondeterministic operators: " + list_names(sorted(noisy)))
     shown = [
-        "deterministic" if one.settings.deterministic else "not deterministic" for one in (a, b)
+        "deterministic" if side.settings.deterministic else "not deterministic" for side in (a, b)
     ]
     same = shown[0] == shown[1] and not different
     return _same("determinism", shown[0], shown[1], "; ".join(details) or None, same=same)
@@ -372,21 +372,21 @@ def _device(manifest: Manifest) -> str:
 
 def _libraries(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """A line for torch and for transformers, and for each library whose versions differ."""
-    one, two = a.environment.versions, b.environment.versions
+    ref, cand = a.environment.versions, b.environment.versions
     names = [
-        name for name in sorted({*one, *two} - {*_LIBRARIES}) if one.get(name) != two.get(name)
+        name for name in sorted({*ref, *cand} - {*_LIBRARIES}) if ref.get(name) != cand.get(name)
     ]
-    return [_same(name, one.get(name, "-"), two.get(name, "-")) for name in (*_LIBRARIES, *names)]
+    return [_same(name, ref.get(name, "-"), cand.get(name, "-")) for name in (*_LIBRARIES, *names)]
 
 
 def _variables(a: Manifest, b: Manifest) -> PreflightLine:
-    one, two = a.environment.variables, b.environment.variables
-    different = sorted(k for k in {*one, *two} if one.get(k) != two.get(k))
+    env_a, env_b = a.environment.variables, b.environment.variables
+    different = sorted(k for k in {*env_a, *env_b} if env_a.get(k) != env_b.get(k))
 
     def say(values: dict[str, str]) -> str:
         return ", ".join(f"{k}={values[k]}" for k in different if k in values) or "-"
 
-    return _same("environment variables", say(one), say(two), same=not different)
+    return _same("environment variables", say(env_a), say(env_b), same=not different)
 
 
 def _complete(a: Manifest, b: Manifest) -> PreflightLine:

@@ -60,7 +60,7 @@ class Matching:
 
     def describe(self) -> str:
         """How names were read, and what is left on which side."""
-        parts = [f"{one or '(nothing)'} read as {two or '(nothing)'}" for one, two in self.prefixes]
+        parts = [f"{a or '(nothing)'} read as {b or '(nothing)'}" for a, b in self.prefixes]
         parts += ["by the name map"] if self.mapped else []
         return "; ".join([*parts, *self.left_over()])
 
@@ -93,21 +93,21 @@ def match_parameters(
         theirs = {name for name in b if name not in taken}
         if not ours or not theirs:
             break
-        one, two = "", ""
+        prefix_a, prefix_b = "", ""
         if not (theirs.issuperset(ours) or theirs.issubset(ours)):
             from divergence.comparison.align.names import find_prefix
 
-            one, two = find_prefix(ours, theirs) or ("", "")
-        found = {
-            name: two + name[len(one) :]
+            prefix_a, prefix_b = find_prefix(ours, theirs) or ("", "")
+        matched = {
+            name: prefix_b + name[len(prefix_a) :]
             for name in ours
-            if name.startswith(one) and two + name[len(one) :] in theirs
+            if name.startswith(prefix_a) and prefix_b + name[len(prefix_a) :] in theirs
         }
-        if not found:
+        if not matched:
             break
-        pairs |= found
-        if (one, two) != ("", ""):
-            prefixes.append((one, two))
+        pairs |= matched
+        if (prefix_a, prefix_b) != ("", ""):
+            prefixes.append((prefix_a, prefix_b))
     taken = set(pairs.values())
     alone = [name for name in a if name not in pairs], [name for name in b if name not in taken]
     return Matching(
@@ -116,8 +116,8 @@ def match_parameters(
         mapped=mapped,
         alone=alone,
         beside=(
-            _beside(alone[0], a, {a[name] for name in pairs}, [one for one, _ in prefixes]),
-            _beside(alone[1], b, {b[name] for name in taken}, [two for _, two in prefixes]),
+            _beside(alone[0], a, {a[name] for name in pairs}, [prefix for prefix, _ in prefixes]),
+            _beside(alone[1], b, {b[name] for name in taken}, [prefix for _, prefix in prefixes]),
         ),
     )
 
@@ -129,7 +129,7 @@ def _beside(
 
     def may_be(name: str) -> bool:
         is_copy = digests[name] in matched
-        return is_copy or any(one and not name.startswith(one) for one in prefixes)
+        return is_copy or any(prefix and not name.startswith(prefix) for prefix in prefixes)
 
     numbered = {name for name in names if any(part.isdecimal() for part in name.split("."))}
     return [name for name in names if name not in numbered and may_be(name)]
@@ -146,11 +146,11 @@ def as_far_as_told(
 ) -> tuple[PreflightStatus, str | None]:
     """(status, detail) of two models' weights, where an engine tells some of them, or none."""
     pairs = [
-        (name, one, two)
+        (name, digest_a, digest_b)
         for name, other in (matching.pairs if a.dtype == b.dtype else {}).items()
-        if UNKNOWN not in (one := a.digests[name], two := b.digests[other])
+        if UNKNOWN not in (digest_a := a.digests[name], digest_b := b.digests[other])
     ]
-    different = [name for name, one, two in pairs if one != two]
+    different = [name for name, digest_a, digest_b in pairs if digest_a != digest_b]
     if different:
         text = f"{len(different)} of {len(pairs)} parameters that both tell differ"
         return "blocking", f"{text}: {list_names(different)}"
@@ -160,12 +160,12 @@ def as_far_as_told(
 
 def other_weights(a: Manifest, b: Manifest) -> bool:
     """Have the two, in one dtype, weights that are not equal, as far as both tell?"""
-    one, two = a.model, b.model
-    if one.dtype != two.dtype or one.digest == two.digest:
+    ref, cand = a.model, b.model
+    if ref.dtype != cand.dtype or ref.digest == cand.digest:
         return False
     if not (tells_in_part(a) or tells_in_part(b)):
         return True
-    return as_far_as_told(one, two, match_parameters(one.digests, two.digests))[0] == "blocking"
+    return as_far_as_told(ref, cand, match_parameters(ref.digests, cand.digests))[0] == "blocking"
 
 
 def attention_of(manifest: Manifest) -> str:
@@ -180,8 +180,8 @@ def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[Preflig
     if not (_tells_blocks(a) and _tells_blocks(b)):
         return []
     ours, theirs = (
-        [unescape_path(path) for path, note in one.plan.modules.items() if note.role == "block"]
-        for one in (a, b)
+        [unescape_path(path) for path, note in side.plan.modules.items() if note.role == "block"]
+        for side in (a, b)
     )
     matching = match_parameters(dict.fromkeys(ours, ""), dict.fromkeys(theirs, ""), names)
     parts = matching.left_over()
@@ -214,7 +214,7 @@ _ANYWHERE = ("factor", "type", "name", "value", "rope_type")
 
 def config_line(a: Manifest, b: Manifest) -> PreflightLine:
     """The line of preflight: keys whose values differ, reference first."""
-    digests = [one.model.config_digest[:12] for one in (a, b)]
+    digests = [manifest.model.config_digest[:12] for manifest in (a, b)]
     same = digests[0] == digests[1]
     detail = None
     status: PreflightStatus = "same" if same else "differs"
@@ -251,11 +251,11 @@ def config_differences(
         there = [other for other in only_b if other.rpartition(".")[2] == leaf]
         if len(there) != 1 or (leaf in _ANYWHERE and only_a[key] != only_b[there[0]]):
             continue
-        one, two = only_a.pop(key), only_b.pop(there[0])
-        if one == two:
+        ref, cand = only_a.pop(key), only_b.pop(there[0])
+        if ref == cand:
             moved += 1
         else:
-            differences.append(f"{leaf} {_text(one)} / {_text(two)} ({key}, there {there[0]})")
+            differences.append(f"{leaf} {_text(ref)} / {_text(cand)} ({key}, there {there[0]})")
     for mine, other, flipped in ((only_b, a, False), (only_a, b, True)):
         for key in list(mine):
             leaf = key.rpartition(".")[2]
@@ -300,19 +300,19 @@ def _adapters(a: ModelIdentity, b: ModelIdentity) -> str | None:
 
 
 def _vocabulary(a: ModelIdentity, b: ModelIdentity) -> str | None:
-    for what, one, two in (
+    for what, rows_a, rows_b in (
         ("embedding", a.embedding_rows, b.embedding_rows),
         ("output matrix", a.head_rows, b.head_rows),
     ):
-        if one is None or two is None or one == two:
+        if rows_a is None or rows_b is None or rows_a == rows_b:
             continue
         sizes = {a.tokenizer_size, b.tokenizer_size} - {None}
         size = sizes.pop() if len(sizes) == 1 else None
-        if size is not None and min(one, two) >= size:
+        if size is not None and min(rows_a, rows_b) >= size:
             why = f"the vocabulary of {size:,} tokens is padded otherwise"
         else:
             why = "another vocabulary, or one padded otherwise"
-        return f"{why}: {one:,} rows of the {what} / {two:,}"
+        return f"{why}: {rows_a:,} rows of the {what} / {rows_b:,}"
     return None
 
 
@@ -348,22 +348,22 @@ def _trained(a: ModelIdentity, b: ModelIdentity) -> str | None:
 
 def template_cause(a: Manifest, b: Manifest) -> str | None:
     """Where two chat templates begin to differ, on a fixed conversation."""
-    one, two = a.model.chat_example, b.model.chat_example
-    if one is None or two is None:
+    example_a, example_b = a.model.chat_example, b.model.chat_example
+    if example_a is None or example_b is None:
         return None
-    if one == two:
+    if example_a == example_b:
         return "the same text for a short conversation"
-    return f"rendered text differs {first_difference(one, two)}"
+    return f"rendered text differs {first_difference(example_a, example_b)}"
 
 
 def tokenizer_cause(a: Manifest, b: Manifest) -> str | None:
     """What is known of two tokenizers that differ."""
-    one, two = a.model.tokenizer_size, b.model.tokenizer_size
-    if one is None or two is None:
+    size_a, size_b = a.model.tokenizer_size, b.model.tokenizer_size
+    if size_a is None or size_b is None:
         return None
-    if one != two:
-        return f"{one:,} tokens / {two:,}"
-    return f"{one:,} tokens on both sides: other texts, merges or rules"
+    if size_a != size_b:
+        return f"{size_a:,} tokens / {size_b:,}"
+    return f"{size_a:,} tokens on both sides: other texts, merges or rules"
 
 
 def first_difference(a: str, b: str) -> str:

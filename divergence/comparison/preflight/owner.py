@@ -63,28 +63,28 @@ class Agreement:
     first: Disagreement | None
 
 
-def disagreement(one: Run, two: Run, *, inside: str | None = None) -> Agreement:
+def disagreement(a: Run, b: Run, *, inside: str | None = None) -> Agreement:
     """Hold two float64 runs that are anchored to the same run against each other. ``inside``: in
     this block alone."""
-    if one.manifest.plan.anchored_to != two.manifest.plan.anchored_to:
+    if a.manifest.plan.anchored_to != b.manifest.plan.anchored_to:
         return Agreement(num_compared=0, first=None)
     num_compared, beyond = 0, []
     within = ("",) if inside is None else (f"{inside}.", f"{inside}:", f"{inside}#")
-    for record in one.records:
+    for record in a.records:
         if record.pass_ != "anchored" or is_operator_site(record.site):
             continue
         if not record.site.startswith(within):
             continue
-        other = two.find(record.coordinates)
+        other = b.find(record.coordinates)
         if other is None or other.positions != record.positions:
             continue
         num_compared += 1
-        distance = _distance(one, record, two, other)
+        distance = _distance(a, record, b, other)
         if distance is not None:
             beyond.append((record, *distance))
     if not beyond:
         return Agreement(num_compared=num_compared, first=None)
-    record, rel_l2, limit = min(beyond, key=lambda found: _place(found[0]))
+    record, rel_l2, limit = min(beyond, key=lambda entry: _place(entry[0]))
     first = Disagreement(
         site=record.site, sample=record.sample, step=record.step, rel_l2=rel_l2, limit=limit
     )
@@ -95,20 +95,20 @@ def _place(record: Record) -> tuple[int, int, int]:
     return (record.sample, record.step, record.order)
 
 
-def _distance(one: Run, record: Record, two: Run, other: Record) -> tuple[float, float] | None:
+def _distance(a: Run, record: Record, b: Run, other: Record) -> tuple[float, float] | None:
     """(relative L2, limit) where it is beyond the limit."""
     if record.xxh3 is not None and record.xxh3 == other.xxh3:
         return None
     form = format_named(record.dtype)
-    limit = limit_of(one.manifest, record)
+    limit = limit_of(a.manifest, record)
     if record.shape != other.shape or record.dtype != other.dtype:
         return math.inf, limit
-    if not (one.has_bytes(record) and two.has_bytes(other)):
+    if not (a.has_bytes(record) and b.has_bytes(other)):
         return None
-    x, y = one.read(record), two.read(other)
+    x, y = a.read(record), b.read(other)
     if form.kind != "float":
         return None if bool((x == y).all()) else (math.inf, 0.0)
-    kept = [without_pads(one.manifest, record, tensor.double()) for tensor in (x, y)]
+    kept = [without_pads(a.manifest, record, tensor.double()) for tensor in (x, y)]
     if kept[0] is None or kept[1] is None:
         return None
     x, y = kept[0], kept[1]

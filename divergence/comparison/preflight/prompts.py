@@ -56,28 +56,28 @@ def prompt_headline(a: Manifest, b: Manifest) -> str:
     if parting is None:
         return "the prompts differ"
     same_text = parting.texts is not None and parting.texts[0] == parting.texts[1]
-    named = [name for name, one, two in causes if None not in (one, two) and one != two]
+    named = [name for name, ref, cand in causes if None not in (ref, cand) and ref != cand]
     what = "the tokenizers" if same_text else f"the {named[-1] if named else 'prompts'}"
     where = f"prompt {parting.sample} parts at token {parting.token}"
     if parting.texts is None or same_text:
         return f"{what} differ; {where}: {parting.ids[0][:3]} / {parting.ids[1][:3]}"
-    one, two = _from_the_difference(*parting.texts)
-    return f"{what} differ; {where}: {one!r} / {two!r}"
+    text_a, text_b = _from_the_difference(*parting.texts)
+    return f"{what} differ; {where}: {text_a!r} / {text_b!r}"
 
 
 def _find_parting(
     a: Sequence[SampleTokens], b: Sequence[SampleTokens], *, unseen: bool = False
 ) -> _Parting | None:
     for number, (mine, other) in enumerate(zip(a, b, strict=True)):
-        one, two = mine.prompt_ids, other.prompt_ids
-        if one == two or (unseen and not (one and two)):
+        ids_a, ids_b = mine.prompt_ids, other.prompt_ids
+        if ids_a == ids_b or (unseen and not (ids_a and ids_b)):
             continue
         place = next(
-            (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
-            min(len(one), len(two)),
+            (n for n, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y),
+            min(len(ids_a), len(ids_b)),
         )
         texts = None if mine.text is None or other.text is None else (mine.text, other.text)
-        ids = one[place : place + _SHOWN], two[place : place + _SHOWN]
+        ids = ids_a[place : place + _SHOWN], ids_b[place : place + _SHOWN]
         return _Parting(sample=number, token=place, ids=ids, texts=texts)
     return None
 
@@ -86,10 +86,10 @@ def _text_cause(parting: _Parting) -> str:
     """Why the ids differ, as far as the texts tell."""
     if parting.texts is None:
         return ""
-    one, two = parting.texts
-    if one == two:
+    text_a, text_b = parting.texts
+    if text_a == text_b:
         return " (the text is the same, so the tokenizers differ)"
-    return f" (their texts differ {first_difference(one, two)})"
+    return f" (their texts differ {first_difference(text_a, text_b)})"
 
 
 _LONGEST = 24
@@ -117,9 +117,9 @@ def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
     if not given or ids[0] != ids[1]:
         return []
     detail = None
-    for number, (one, two) in enumerate(zip(*samples, strict=True)):
-        if one.used_labels != two.used_labels:
-            pairs = enumerate(zip(one.used_labels, two.used_labels, strict=False), 1)
+    for number, (sample_a, sample_b) in enumerate(zip(*samples, strict=True)):
+        if sample_a.used_labels != sample_b.used_labels:
+            pairs = enumerate(zip(sample_a.used_labels, sample_b.used_labels, strict=False), 1)
             place, both = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
             here, there = ("none" if label == NO_LABEL else label for label in both)
             detail = f"prompt {number}, token {place}: label {here} against {there}"

@@ -42,8 +42,8 @@ class Format(Protocol):
 def format_named(name: str) -> Format:
     """The module. ``inspect`` has another module's name in Python, so its own ends in ``_ai``."""
     word = {"inspect": "inspect_ai"}.get(name, name.replace("-", "_"))
-    found: Any = import_module(f"divergence.evaluations.formats.{word}")
-    return cast(Format, found)
+    module: Any = import_module(f"divergence.evaluations.formats.{word}")
+    return cast(Format, module)
 
 
 def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
@@ -53,8 +53,8 @@ def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
     for name in names:
         reader = format_named(name)
         if format != "auto" or reader.recognise(folder):
-            found = _read(reader, folder, reading)
-            found.format = name
+            evaluation = _read(reader, folder, reading)
+            evaluation.format = name
             break
     else:
         raise DumpError(
@@ -65,15 +65,15 @@ def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
                 "or write a table: JSON lines or CSV with id and score",
             ),
         )  # fmt: skip
-    if not any(series.rows for series in found.series):
+    if not any(series.rows for series in evaluation.series):
         if reading.refused:
             told = ", ".join(map(str, list(reading.refused)[:12]))
             raise UsageError("nothing has the task, metric and filter asked for",
                              where=str(folder.path), hint=f"there are: {told}")  # fmt: skip
         raise DumpError("nothing that is scored was found", where=str(folder.path),
-                        hint="; ".join(found.notes) or None)  # fmt: skip
+                        hint="; ".join(evaluation.notes) or None)  # fmt: skip
     reading.refused.clear()
-    return found
+    return evaluation
 
 
 def _read(reader: Format, folder: Folder, reading: Reading) -> Evaluation:

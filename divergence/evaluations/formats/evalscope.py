@@ -54,8 +54,8 @@ def _reviews(folder: Folder) -> list[str]:
 
 
 def read(folder: Folder, reading: Reading) -> Evaluation:
-    found = Evaluation(path=str(folder.path), format="evalscope")
-    settings = _settings(folder, found)
+    evaluation = Evaluation(path=str(folder.path), format="evalscope")
+    settings = _settings(folder, evaluation)
     names = _reviews(folder)
     models = {PurePosixPath(name).parent.name for name in names}
     if len(models) > 1:
@@ -64,8 +64,8 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
             where=str(folder.path), hint="name one of them: FOLDER/reviews/MODEL/FILE.jsonl",
         )  # fmt: skip
     for name in names:
-        found.series += _task(folder, name, settings, reading)
-    return finish(found, reading)
+        evaluation.series += _task(folder, name, settings, reading)
+    return finish(evaluation, reading)
 
 
 def _task(
@@ -106,7 +106,7 @@ def _row(
 ) -> Row:  # fmt: skip
     """One answer, without its score."""
     document, repeat = _identity(sample, item)
-    asked = _asked([one for one in item.get("messages") or [] if isinstance(one, dict)])
+    asked = _asked([turn for turn in item.get("messages") or [] if isinstance(turn, dict)])
     return Row(
         document=document, score=None, repeat=repeat, place=number, answer=_answer(score),
         prompt=hashed(asked) if asked else None,
@@ -132,17 +132,17 @@ def _answer(score: Mapping[str, Any]) -> str | None:
 
 def _asked(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(role, content) up to the first answer."""
-    found: list[tuple[str, str]] = []
-    for one in messages:
-        if one.get("role") == "assistant" and one.get("source") == "generate":
+    turns: list[tuple[str, str]] = []
+    for message in messages:
+        if message.get("role") == "assistant" and message.get("source") == "generate":
             break
-        found.append((text_of(one.get("role")), text_of(one.get("content"))))
-    while found and found[-1][0] == "assistant":
-        found.pop()
-    return found
+        turns.append((text_of(message.get("role")), text_of(message.get("content"))))
+    while turns and turns[-1][0] == "assistant":
+        turns.pop()
+    return turns
 
 
-def _settings(folder: Folder, found: Evaluation) -> dict[str, str]:
+def _settings(folder: Folder, evaluation: Evaluation) -> dict[str, str]:
     """Of ``configs/task_config.yaml``, by the YAML reader that comes with transformers."""
     root = folder.path if folder.path.is_dir() else folder.path.parent
     for _ in range(4):
@@ -160,13 +160,13 @@ def _settings(folder: Folder, found: Evaluation) -> dict[str, str]:
         raise DumpError("the file is no YAML, or was cut off", where=str(path)) from error
     if not isinstance(config, dict):
         return {}
-    found.model = config.get("model_id") or config.get("model")
+    evaluation.model = config.get("model_id") or config.get("model")
     version = config.get("evalscope_version")
-    found.tool = f"evalscope {version}" if version else None
+    evaluation.tool = f"evalscope {version}" if version else None
     arguments = {
-        name: {k: v for k, v in one.items() if k not in ("local_path", "dataset_id")}
-        for name, one in (config.get("dataset_args") or {}).items()
-        if isinstance(one, dict)
+        name: {k: v for k, v in options.items() if k not in ("local_path", "dataset_id")}
+        for name, options in (config.get("dataset_args") or {}).items()
+        if isinstance(options, dict)
     }
     generation = config.get("generation_config") or {}
     generation = {k: v for k, v in generation.items() if k != "batch_size"}
@@ -179,11 +179,11 @@ def _settings(folder: Folder, found: Evaluation) -> dict[str, str]:
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The chat up to the answer."""
     folder = Folder(series.file)
-    found: dict[int, Prompt] = {}
+    by_place: dict[int, Prompt] = {}
     for number, item in lines_of(folder, folder.names[0]):
         if number in places:
-            asked = _asked([one for one in item.get("messages") or [] if isinstance(one, dict)])
+            asked = _asked([turn for turn in item.get("messages") or [] if isinstance(turn, dict)])
             messages = tuple(Message(role, content) for role, content in asked)
             if messages:
-                found[number] = Prompt(messages=messages)
-    return found
+                by_place[number] = Prompt(messages=messages)
+    return by_place

@@ -33,11 +33,11 @@ def recognise(folder: Folder) -> bool:
 
 
 def read(folder: Folder, reading: Reading) -> Evaluation:
-    found = Evaluation(path=str(folder.path), format="inspect")
+    evaluation = Evaluation(path=str(folder.path), format="inspect")
     for name in folder.names:
         if name.endswith(".eval"):
-            _log(folder, name, found, reading)
-    return finish(found, reading)
+            _log(folder, name, evaluation, reading)
+    return finish(evaluation, reading)
 
 
 class _Archive:
@@ -53,8 +53,8 @@ class _Archive:
                 hint="let the evaluation end by itself, or recover it: inspect log recover",
             ) from error  # fmt: skip
         members = self._zip.infolist()
-        self.samples = [one for one in members if one.filename.startswith("samples/")]
-        self.names = {one.filename for one in members}
+        self.samples = [member for member in members if member.filename.startswith("samples/")]
+        self.names = {member.filename for member in members}
 
     def json(self, member: zipfile.ZipInfo | str) -> dict[str, Any]:
         """One member. Raises DumpError."""
@@ -64,12 +64,12 @@ class _Archive:
             raise DumpError(f"larger than {_MAX_BYTES:,} bytes", where=where)
         try:
             data = self._bytes(entry)
-            found = json.loads(data)
+            content = json.loads(data)
         except (ValueError, RecursionError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise DumpError(f"it cannot be read: {first_line(error)}", where=where) from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise DumpError("it is no object", where=where)
-        return found
+        return content
 
     def _bytes(self, entry: zipfile.ZipInfo) -> bytes:
         """By zipfile, where that knows the compression; else by ``zstandard``."""
@@ -96,7 +96,7 @@ class _Archive:
         return data
 
 
-def _log(folder: Folder, name: str, found: Evaluation, reading: Reading) -> None:
+def _log(folder: Folder, name: str, evaluation: Evaluation, reading: Reading) -> None:
     archive = _Archive(folder, name)
     if "header.json" not in archive.names:
         raise DumpError(
@@ -105,11 +105,11 @@ def _log(folder: Folder, name: str, found: Evaluation, reading: Reading) -> None
         )  # fmt: skip
     header = archive.json("header.json")
     spec = header.get("eval") or {}
-    found.model = found.model or spec.get("model")
+    evaluation.model = evaluation.model or spec.get("model")
     version = (spec.get("packages") or {}).get("inspect_ai")
-    found.tool = found.tool or (f"inspect {version}" if version else None)
+    evaluation.tool = evaluation.tool or (f"inspect {version}" if version else None)
     if header.get("status") != "success":
-        found.incomplete = f"inspect's status is {header.get('status')!r}"
+        evaluation.incomplete = f"inspect's status is {header.get('status')!r}"
     task = text_of(spec.get("task_registry_name") or spec.get("task") or name)
     settings = _settings(header, spec)
     series: dict[SeriesName, Series] = {}
@@ -129,7 +129,7 @@ def _log(folder: Folder, name: str, found: Evaluation, reading: Reading) -> None
             ))  # fmt: skip
         if sample.get("error") is not None:
             reading.left_out["samples ended in an error, and have no score"] += 1
-    found.series += series.values()
+    evaluation.series += series.values()
 
 
 def _settings(header: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, str]:
@@ -140,7 +140,7 @@ def _settings(header: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, s
         "task version": text_of(spec.get("task_version")),
         "generation settings": json.dumps(generation, sort_keys=True, default=str),
         "task settings": json.dumps(
-            {"solvers": [one.get("solver") for one in plan.get("steps") or []],
+            {"solvers": [step.get("solver") for step in plan.get("steps") or []],
              "arguments": spec.get("task_args") or {}}, sort_keys=True, default=str,
         ),
     }  # fmt: skip
@@ -154,19 +154,19 @@ def _scores(
         value = given.get("value") if isinstance(given, dict) else given
         answer = given.get("answer") if isinstance(given, dict) else None
         parts = value.items() if isinstance(value, dict) else [("", value)]
-        for part, one in parts:
-            if isinstance(one, str):
-                one = _LETTERS.get(one, one)
+        for part, score in parts:
+            if isinstance(score, str):
+                score = _LETTERS.get(score, score)
             metric = f"{name}/{part}" if part else text_of(name)
-            yield metric, *number_of(one), None if answer is None else text_of(answer)[:200]
+            yield metric, *number_of(score), None if answer is None else text_of(answer)[:200]
 
 
 def _asked(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
     given = sample.get("input")
     if isinstance(given, list):
         return [
-            (text_of(one.get("role")), text_of(one.get("content")))
-            for one in given if isinstance(one, dict)
+            (text_of(message.get("role")), text_of(message.get("content")))
+            for message in given if isinstance(message, dict)
         ]  # fmt: skip
     return [("user", text_of(given))]
 
@@ -175,9 +175,9 @@ def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The input, as chat."""
     folder = Folder(series.file)
     archive = _Archive(folder, folder.names[0])
-    found: dict[int, Prompt] = {}
+    by_place: dict[int, Prompt] = {}
     for number, entry in enumerate(archive.samples, 1):
         if number in places:
             asked = _asked(archive.json(entry))
-            found[number] = Prompt(messages=tuple(Message(*one) for one in asked))
-    return found
+            by_place[number] = Prompt(messages=tuple(Message(*turn) for turn in asked))
+    return by_place

@@ -57,28 +57,28 @@ def recognise(folder: Folder) -> bool:
 
 
 def read(folder: Folder, reading: Reading) -> Evaluation:
-    found = Evaluation(path=str(folder.path), format="lm-eval")
+    evaluation = Evaluation(path=str(folder.path), format="lm-eval")
     results = _results(folder)
-    for task, (date, name) in _samples(folder, found).items():
+    for task, (date, name) in _samples(folder, evaluation).items():
         report = results.get(date) or (next(iter(results.values())) if len(results) == 1 else {})
         series = _task(folder, name, task, report, reading)
-        found.series += series
+        evaluation.series += series
         told = _table(_table(report.get("n-samples")).get(task)).get("effective")
-        held = max((len({row.document for row in one.rows}) for one in series), default=told)
+        held = max((len({row.document for row in entry.rows}) for entry in series), default=told)
         if isinstance(told, int) and held != told:
-            found.incomplete = f"{task} has {held:,} documents, and its results say {told:,}"
+            evaluation.incomplete = f"{task} has {held:,} documents, and its results say {told:,}"
         config = _table(report.get("config"))
-        found.model = found.model or config.get("model_source") or config.get("model")
+        evaluation.model = evaluation.model or config.get("model_source") or config.get("model")
         arguments = config.get("model_args")
         if isinstance(arguments, Mapping):
-            found.model = arguments.get("pretrained") or found.model
-        found.dtype = found.dtype or _dtype(config)
+            evaluation.model = arguments.get("pretrained") or evaluation.model
+        evaluation.dtype = evaluation.dtype or _dtype(config)
         version = report.get("lm_eval_version")
-        found.tool = found.tool or (f"lm-eval {version}" if version else None)
-    return finish(found, reading)
+        evaluation.tool = evaluation.tool or (f"lm-eval {version}" if version else None)
+    return finish(evaluation, reading)
 
 
-def _samples(folder: Folder, found: Evaluation) -> dict[str, tuple[str, str]]:
+def _samples(folder: Folder, result: Evaluation) -> dict[str, tuple[str, str]]:
     """The newest file of each task, by date."""
     files: dict[str, tuple[str, str]] = {}
     older = 0
@@ -90,7 +90,7 @@ def _samples(folder: Folder, found: Evaluation) -> dict[str, tuple[str, str]]:
         older += task in files
         files[task] = max(files.get(task, ("", "")), (date, name))
     if older:
-        found.notes.append(f"{older} older files of the same tasks left out; the newest is taken")
+        result.notes.append(f"{older} older files of the same tasks left out; the newest is taken")
     return files
 
 
@@ -143,7 +143,7 @@ def _task(
                 target=_told(item.get("target_hash")), cluster=reading.cluster_of(item.get("doc")),
                 answer=_answer(item, choices), choices=choices, place=number,
             ))  # fmt: skip
-    return [one for one in series.values() if one is not None]
+    return [entry for entry in series.values() if entry is not None]
 
 
 def _series(
@@ -163,29 +163,29 @@ def _told(value: Any) -> str | None:
 
 def _settings(task: str, report: Mapping[str, Any]) -> dict[str, str]:
     config = _table(_table(report.get("configs")).get(task))
-    found = {"task version": text_of(_table(report.get("versions")).get(task))} if report else {}
+    settings = {"task version": text_of(_table(report.get("versions")).get(task))} if report else {}
     shots = _table(report.get("n-shot")).get(task, config.get("num_fewshot"))
     if shots is not None:
-        found["few-shot"] = text_of(shots)
+        settings["few-shot"] = text_of(shots)
     if "generation_kwargs" in config:
-        found["generation settings"] = json.dumps(config["generation_kwargs"], sort_keys=True)
+        settings["generation settings"] = json.dumps(config["generation_kwargs"], sort_keys=True)
     elif _table(report.get("config")).get("gen_kwargs"):
-        found["generation settings"] = json.dumps(report["config"]["gen_kwargs"], sort_keys=True)
+        settings["generation settings"] = json.dumps(report["config"]["gen_kwargs"], sort_keys=True)
     if config:
         rest = {key: config.get(key) for key in _SETTINGS}
-        found["task settings"] = hashed(json.dumps(rest, sort_keys=True, default=str))
+        settings["task settings"] = hashed(json.dumps(rest, sort_keys=True, default=str))
     if report:
         chat = report.get("chat_template_sha") or report.get("chat_template")
-        found["chat template"] = text_of(chat or "none")
-        found["system prompt"] = text_of(report.get("system_instruction_sha") or "none")
-    return found
+        settings["chat template"] = text_of(chat or "none")
+        settings["system prompt"] = text_of(report.get("system_instruction_sha") or "none")
+    return settings
 
 
 def _generation(item: Mapping[str, Any]) -> dict[str, str]:
     """What the first request asked of a generator."""
     given = item.get("arguments")
-    for one in given.values() if isinstance(given, dict) else ():
-        for value in one.values() if isinstance(one, dict) else ():
+    for request in given.values() if isinstance(given, dict) else ():
+        for value in request.values() if isinstance(request, dict) else ():
             if isinstance(value, dict):
                 return {"generation settings": json.dumps(value, sort_keys=True)}
     return {}
@@ -247,17 +247,17 @@ def asked(series: Series, places: Collection[int]) -> dict[int, tuple[str, list[
     """Context and continuations of some rows. Blanks at the end of what choices follow belong to
     the choices, as lm-eval has it."""
     folder = Folder(series.file)
-    found: dict[int, tuple[str, list[str]]] = {}
+    by_place: dict[int, tuple[str, list[str]]] = {}
     for number, item in lines_of(folder, folder.names[0]):
-        if len(found) == len(places):
+        if len(by_place) == len(places):
             break
         if number not in places:
             continue
         given = list(requests(item, series.file))
         context = given[0][0] if given else ""
         if any(value is None for _, _, value in given):
-            found[number] = context, []
+            by_place[number] = context, []
             continue
         bare = context.rstrip()
-        found[number] = bare, [context[len(bare) :] + text for _, text, _ in given]
-    return found
+        by_place[number] = bare, [context[len(bare) :] + text for _, text, _ in given]
+    return by_place

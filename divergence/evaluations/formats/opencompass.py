@@ -52,7 +52,7 @@ def _results(folder: Folder) -> list[str]:
 
 
 def read(folder: Folder, reading: Reading) -> Evaluation:
-    found = Evaluation(path=str(folder.path), format="opencompass")
+    evaluation = Evaluation(path=str(folder.path), format="opencompass")
     names = _results(folder)
     models = {PurePosixPath(name).parent.name for name in names}
     if len(models) > 1:
@@ -60,7 +60,7 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
             f"the folder holds {len(models)} models: {', '.join(sorted(models))}",
             where=str(folder.path), hint="name one file: FOLDER/results/MODEL/DATASET.json",
         )  # fmt: skip
-    found.model = next(iter(models), None) or None
+    evaluation.model = next(iter(models), None) or None
     for name in names:
         path = Path(folder.where(name))
         result = _table(folder.json(name))
@@ -68,8 +68,8 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
         if not isinstance(details, list | dict):
             reading.left_out["data sets without details (--dump-eval-details writes them)"] += 1
             continue
-        found.series += _task(path, result, reading)
-    return finish(found, reading)
+        evaluation.series += _task(path, result, reading)
+    return finish(evaluation, reading)
 
 
 def _task(path: Path, result: dict[str, Any], reading: Reading) -> list[Series]:
@@ -115,18 +115,18 @@ def _task(path: Path, result: dict[str, Any], reading: Reading) -> list[Series]:
 def _entries(details: list[Any] | dict[str, Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(number, identity, fields) of each document."""
     items = (
-        [(str(n), one) for n, one in enumerate(details)]
+        [(str(n), detail) for n, detail in enumerate(details)]
         if isinstance(details, list) else list(details.items())
     )  # fmt: skip
-    for key, one in items:
-        if isinstance(one, dict) and key.isdigit():
-            yield int(key), text_of(one.get("example_abbr", key)), one
+    for key, detail in items:
+        if isinstance(detail, dict) and key.isdigit():
+            yield int(key), text_of(detail.get("example_abbr", key)), detail
 
 
 def _num_once(tables: list[dict[str, Any]]) -> int:
     """Of how many documents the table is made, which may stand there several times over."""
-    keys = [(text_of(one.get("prompt")), text_of(one.get("references"))) for one in tables]
-    if not all("prompt" in one for one in tables):
+    keys = [(text_of(table.get("prompt")), text_of(table.get("references"))) for table in tables]
+    if not all("prompt" in table for table in tables):
         return max(len(keys), 1)
     for num in range(1, len(keys) // 2 + 1):
         if len(keys) % num == 0 and keys[num:] == keys[:-num]:
@@ -139,15 +139,15 @@ def _judge(tables: list[dict[str, Any]], result: Mapping[str, Any], num: int) ->
     last ``num`` entries, as opencompass writes it."""
     if (
         not tables
-        or any(name in one for one in tables for name in _SCORES)
-        or not all("predictions" in one and "references" in one for one in tables)
+        or any(name in table for table in tables for name in _SCORES)
+        or not all("predictions" in table and "references" in table for table in tables)
     ):
         return
-    same = [text_of(one["predictions"]) == text_of(one["references"]) for one in tables]
+    same = [text_of(table["predictions"]) == text_of(table["references"]) for table in tables]
     share = 100 * sum(same[-num:]) / num
-    if any(isinstance(one, int | float) and abs(one - share) < 1e-6 for one in result.values()):
-        for one, right in zip(tables, same, strict=True):
-            one["accuracy"] = right
+    if any(isinstance(rate, int | float) and abs(rate - share) < 1e-6 for rate in result.values()):
+        for table, equal in zip(tables, same, strict=True):
+            table["accuracy"] = equal
 
 
 def _first(entry: Mapping[str, Any], names: tuple[str, ...], repeat: int) -> Any:
@@ -170,13 +170,13 @@ def _predictions(result: Path) -> dict[str, dict[str, Any]]:
         if not part.is_file():
             break
         parts.append(part)
-    found: dict[str, dict[str, Any]] = {}
+    predictions: dict[str, dict[str, Any]] = {}
     for part in parts:
-        one = Folder(part)
-        table = _table(one.json(one.names[0]))
-        start = len(found)
-        found |= {str(start + n): _table(table.get(str(n))) for n in range(len(table))}
-    return found
+        part_folder = Folder(part)
+        table = _table(part_folder.json(part_folder.names[0]))
+        start = len(predictions)
+        predictions |= {str(start + n): _table(table.get(str(n))) for n in range(len(table))}
+    return predictions
 
 
 def _table(value: Any) -> dict[str, Any]:
@@ -185,19 +185,19 @@ def _table(value: Any) -> dict[str, Any]:
 
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The prompt: text, or chat in opencompass's words (HUMAN, BOT)."""
-    found: dict[int, Prompt] = {}
+    by_place: dict[int, Prompt] = {}
     asked = _predictions(Path(series.file))
     for place in places:
         given = asked.get(str(place - 1), {}).get("origin_prompt")
         if isinstance(given, str) and given:
-            found[place] = Prompt(text=given)
+            by_place[place] = Prompt(text=given)
         elif isinstance(given, list) and given:
-            chat = (one for one in given if isinstance(one, dict))
-            found[place] = Prompt(messages=tuple(map(_message, chat)))
-    return found
+            chat = (message for message in given if isinstance(message, dict))
+            by_place[place] = Prompt(messages=tuple(map(_message, chat)))
+    return by_place
 
 
-def _message(one: Mapping[str, Any]) -> Message:
+def _message(message: Mapping[str, Any]) -> Message:
     roles = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}
-    role = roles.get(text_of(one.get("role")), "user")
-    return Message(role, text_of(one.get("prompt") or ""))
+    role = roles.get(text_of(message.get("role")), "user")
+    return Message(role, text_of(message.get("prompt") or ""))

@@ -74,7 +74,7 @@ def _rows(folder: Folder, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def read(folder: Folder, reading: Reading) -> Evaluation:
-    found = Evaluation(path=str(folder.path), format="plain")
+    evaluation = Evaluation(path=str(folder.path), format="plain")
     alone = len(_names(folder)) == 1
     for name in _names(folder):
         series: dict[SeriesName, Series] = {}
@@ -92,8 +92,8 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
                 higher = metric.lower() not in LOWER_IS_BETTER
                 series[named] = Series(named, folder.where(name), {}, higher)
             series[named].rows.append(_row(item, number, where, reading))
-        found.series += series.values()
-    return finish(found, reading)
+        evaluation.series += series.values()
+    return finish(evaluation, reading)
 
 
 def _row(item: Mapping[str, Any], number: int, where: str, reading: Reading) -> Row:

@@ -41,7 +41,7 @@ class Reading:
 
     def wants(self, name: SeriesName) -> bool:
         wanted = all(
-            not patterns or any(fnmatch.fnmatchcase(part, one) for one in patterns)
+            not patterns or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns)
             for part, patterns in (
                 (name.task, self.tasks), (name.metric, self.metrics), (name.filter, self.filters),
             )
@@ -54,15 +54,15 @@ class Reading:
         """Of a document's fields. One without the field is a cluster of its own."""
         if self.cluster is None or not isinstance(fields, Mapping):
             return None
-        found = fields.get(self.cluster)
-        return None if found is None else text_of(found)
+        cluster = fields.get(self.cluster)
+        return None if cluster is None else text_of(cluster)
 
 
-def finish(found: Evaluation, reading: Reading) -> Evaluation:
+def finish(result: Evaluation, reading: Reading) -> Evaluation:
     """With what was left out as notes."""
-    found.notes += [f"{count:,} {reason}" for reason, count in sorted(reading.left_out.items())]
+    result.notes += [f"{count:,} {reason}" for reason, count in sorted(reading.left_out.items())]
     reading.left_out.clear()
-    return found
+    return result
 
 
 def number_of(value: Any) -> tuple[float | None, str | None]:

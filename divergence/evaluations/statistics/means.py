@@ -77,8 +77,8 @@ def padding(sums: Floats, sizes: Floats, span: float) -> Padding:
     changed at all."""
     largest, changed = np.abs(sums).max(-1, initial=0.0), (sums != 0).sum(-1)
     shares = sums / np.where(largest > 0, largest, 1.0)[..., None]  # whose powers stay in range
-    found = largest * ((shares**4).sum(-1) / np.maximum(changed, 1)) ** 0.25
-    far: Floats = np.where(changed > 0, found, span * sizes.mean())
+    power_mean = largest * ((shares**4).sum(-1) / np.maximum(changed, 1)) ** 0.25
+    far: Floats = np.where(changed > 0, power_mean, span * sizes.mean())
     num = sums.shape[-1]
     if sizes.max() == 1:
         return Padding(far, np.ones_like(far))
@@ -90,8 +90,8 @@ def lopsided(sums: Floats) -> Floats:
     whole would change both mean and error, and the interval may be too narrow."""
     changed = (sums != 0).sum(-1)
     one_way = np.maximum((sums > 0).sum(-1), (sums < 0).sum(-1))
-    found: Floats = (changed > 0) & (changed < FEW) & (one_way >= _ONE_WAY * changed)
-    return found
+    flags: Floats = (changed > 0) & (changed < FEW) & (one_way >= _ONE_WAY * changed)
+    return flags
 
 
 def mean_of(
@@ -128,17 +128,17 @@ def _skew(left: Floats) -> Floats:
     """γ / (3 √G) of the clusters' residuals; 0 where all are 0."""
     squares = left**2
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = (squares * left).sum(-1) / squares.sum(-1) ** 1.5 / 3
-    clean: Floats = np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
+        skew = (squares * left).sum(-1) / squares.sum(-1) ** 1.5 / 3
+    clean: Floats = np.nan_to_num(skew, nan=0.0, posinf=0.0, neginf=0.0)
     return clean
 
 
-def interval(found: Mean, level: float) -> tuple[Floats, Floats]:
+def interval(summary: Mean, level: float) -> tuple[Floats, Floats]:
     """Both ends of the interval that holds the true mean with probability ``level``."""
     from scipy import stats
 
-    reach = stats.t.ppf((1 + level) / 2, found.freedom)
-    low, high = (found.mean - _inverse(t, found.skew) * found.error for t in (reach, -reach))
+    reach = stats.t.ppf((1 + level) / 2, summary.freedom)
+    low, high = (summary.mean - _inverse(t, summary.skew) * summary.error for t in (reach, -reach))
     return low, high
 
 
@@ -146,8 +146,8 @@ def _inverse(value: Floats, skew: Floats) -> Floats:
     """The t whose transformation by Hall is ``value``; ``value`` itself without skewness."""
     flat = np.abs(skew) < 1e-9
     a = np.where(flat, 1.0, skew)
-    found: Floats = np.where(flat, value, (np.cbrt(1 + 3 * a * (value - a / 2)) - 1) / a)
-    return found
+    inverse: Floats = np.where(flat, value, (np.cbrt(1 + 3 * a * (value - a / 2)) - 1) / a)
+    return inverse
 
 
 def equivalence_p(sums: Floats, sizes: Floats, band: Floats, *, pad: Padding | None) -> Floats:
@@ -162,9 +162,9 @@ def equivalence_p(sums: Floats, sizes: Floats, band: Floats, *, pad: Padding | N
     middle = band.sum(-1) / sizes.sum()
     worst: Floats = np.zeros(sums.shape[:-1])
     for sign in (1.0, -1.0):
-        found = mean_of(band + sign * sums, sizes, pad=pad, middle=middle)
+        summary = mean_of(band + sign * sums, sizes, pad=pad, middle=middle)
         with np.errstate(divide="ignore", invalid="ignore"):
-            t, a = found.mean / found.error, found.skew
-            p = stats.t.sf(t + a * t**2 + a**2 * t**3 / 3 + a / 2, found.freedom)
+            t, a = summary.mean / summary.error, summary.skew
+            p = stats.t.sf(t + a * t**2 + a**2 * t**3 / 3 + a / 2, summary.freedom)
         worst = np.maximum(worst, np.nan_to_num(p, nan=1.0))
     return worst

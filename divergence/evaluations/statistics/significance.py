@@ -57,8 +57,8 @@ def score_interval(
         c = -lost * difference * (1 - difference)
         q = (np.sqrt(np.maximum(b**2 - 8 * num * c, 0.0)) - b) / (4 * num)
         variance = np.maximum(num * (2 * q + difference * (1 - difference)), 1e-12)
-        found: np.ndarray = (gained - lost - num * difference) / np.sqrt(variance)
-        return found
+        deviation: np.ndarray = (gained - lost - num * difference) / np.sqrt(variance)
+        return deviation
 
     middle, ends = (gained - lost) / num, []
     for sign in (-1.0, 1.0):
@@ -79,8 +79,8 @@ def sign_test(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, str]:
     if len(changed) < 2:  # one alone is as large with either sign
         return 1.0, "permutation"
     if len(changed) > MOST_SIGNS:
-        found = mean_of(sums, sizes)
-        return float(2 * stats.t.sf(abs(found.mean / found.error), found.freedom)), "t"
+        summary = mean_of(sums, sizes)
+        return float(2 * stats.t.sf(abs(summary.mean / summary.error), summary.freedom)), "t"
     result = stats.permutation_test(
         (changed,), lambda values, axis: values.sum(axis=axis), permutation_type="samples",
         n_resamples=_DRAWS, vectorized=True, batch=1 + 2_000_000 // len(changed),

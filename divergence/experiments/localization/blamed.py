@@ -147,12 +147,12 @@ def _is_small(apart: Disagreement, truth: Run, other: Run, run: Run, output: str
         theirs, own = other.find(record.coordinates), run.find(record.coordinates)
         if theirs is None or own is None or {theirs.shape, own.shape} != {record.shape}:
             return False
-        right, mine, its = (
-            without_pads(run.manifest, record, source.read(one).double())
-            for source, one in ((truth, record), (run, own), (other, theirs))
+        true, mine, its = (
+            without_pads(run.manifest, record, source.read(entry).double())
+            for source, entry in ((truth, record), (run, own), (other, theirs))
         )
-        if right is None or mine is None or its is None:
+        if true is None or mine is None or its is None:
             return False
-        errors = max(errors, float((mine - right).norm() / right.norm()))
-        differ = max(differ, float((its - right).norm() / right.norm()))
+        errors = max(errors, float((mine - true).norm() / true.norm()))
+        differ = max(differ, float((its - true).norm() / true.norm()))
     return 0 < differ * _MUCH <= errors

@@ -293,7 +293,7 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
         if verdict.onset.block is not None:
             return verdict.onset.block, None
         return module_of(verdict.onset.site), None
-    standouts = [one.block for one in verdict.evidence if one.block is not None]
+    standouts = [fact.block for fact in verdict.evidence if fact.block is not None]
     if (
         verdict.kind in ("within_floor", "drift") and standouts
     ):  # below every limit, and yet worth a look
@@ -328,7 +328,7 @@ def _alone_there(report: Report) -> str:
     parts = []
     for side in _SIDES:
         unmatched = [] if report.operators is None else report.operators.unmatched
-        names = list(dict.fromkeys(one.site for one in unmatched if one.side == side))
+        names = list(dict.fromkeys(call.site for call in unmatched if call.side == side))
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             parts.append(f"only {letter(side)} calls {shown}")

@@ -149,11 +149,11 @@ def given_to(made: dict[str, Run], first: OperatorResult, pass_: str) -> list[Ot
     last operators take other arguments by right."""
     if first.region is not None:
         return []
-    one = _node(made["reference"], first.site, first, pass_)
-    two = _node(made["candidate"], first.candidate_site, first, pass_)
-    if one is None or two is None:
+    reference = _node(made["reference"], first.site, first, pass_)
+    candidate = _node(made["candidate"], first.candidate_site, first, pass_)
+    if reference is None or candidate is None:
         return []
-    return given_inputs(one, two, made["reference"], made["candidate"])
+    return given_inputs(reference, candidate, made["reference"], made["candidate"])
 
 
 def stands_alone(first: OperatorResult, side: str) -> bool:
@@ -180,7 +180,7 @@ def replaced_sites(made: dict[str, Run], first: OperatorResult, side: str) -> tu
     own = f"{names[side]}:out", f"{names[other]}:out"
     if not first.fed_by or first.fed_by_side != side:
         return own
-    mine, theirs = (_call(made[one], names[one], first) for one in (side, other))
+    mine, theirs = (_call(made[which], names[which], first) for which in (side, other))
     if mine is None or theirs is None:
         return own
     for guilty, healthy in zip(mine.operands, theirs.operands, strict=False):

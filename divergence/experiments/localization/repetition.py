@@ -70,7 +70,7 @@ def check_substituted(made: Run, own: Run, *, site: str, block: str, name: str) 
         other = note is not None and note.role == "block" and module_of(record.site) != block
         return record.pass_ != "free" and other
 
-    pairs = ((one, two) for one, two in _shared(made, own) if untouched(one))
+    pairs = ((new, old) for new, old in _shared(made, own) if untouched(new))
     return _result(_held(made, own, pairs), name=name, repeats="the run without it")
 
 
@@ -93,12 +93,12 @@ def why_not_bits(own: Manifest, made: Manifest) -> str | None:
 def _shared(made: Run, own: Run) -> Iterator[tuple[Record, Record]]:
     """Records of one meaning in both: of passes that gave blocks the same inputs, and of forwards
     before which both were fed the same tokens."""
-    one, two = made.manifest, own.manifest
-    if one.tokens.groups != two.tokens.groups:
+    new, old = made.manifest, own.manifest
+    if new.tokens.groups != old.tokens.groups:
         return
-    last = {group[0]: _last_step(one, two, group) for group in one.tokens.groups}
+    last = {group[0]: _last_step(new, old, group) for group in new.tokens.groups}
     passes = {"free"}
-    if one.plan.anchored_to is not None and one.plan.anchored_to == two.plan.anchored_to:
+    if new.plan.anchored_to is not None and new.plan.anchored_to == old.plan.anchored_to:
         passes |= {"anchored", "escalated"}
     for record in made.records:
         if record.pass_ not in passes or record.step > last.get(record.sample, -1):
@@ -108,11 +108,11 @@ def _shared(made: Run, own: Run) -> Iterator[tuple[Record, Record]]:
             yield record, other
 
 
-def _last_step(one: Manifest, two: Manifest, group: list[int]) -> int:
+def _last_step(new: Manifest, old: Manifest, group: list[int]) -> int:
     """The last forward to which both were fed the same; -1 where the prompts are other ones."""
     last = math.inf
     for number in group:
-        a, b = one.tokens.samples[number], two.tokens.samples[number]
+        a, b = new.tokens.samples[number], old.tokens.samples[number]
         if (a.prompt_ids, a.decoder_prompt_ids, a.num_left_pad, a.num_right_pad) != (
             b.prompt_ids, b.decoder_prompt_ids, b.num_left_pad, b.num_right_pad
         ):  # fmt: skip
@@ -128,31 +128,31 @@ def _held(
 ) -> tuple[int, list[tuple[Record, float | None]]]:
     """(how many were compared, those that differ and by how much)."""
     count, different = 0, []
-    for one, two in pairs:
-        equal = equal_contents(made, one, own, two)  # a device's digest is made of a host's bytes
+    for new, old in pairs:
+        equal = equal_contents(made, new, own, old)  # a device's digest is made of a host's bytes
         if equal is None:
             continue
         count += 1
         if not equal:
-            different.append((one, two))
-    return count, [(one, _rel_l2(made, one, own, two)) for one, two in _named_first(different)]
+            different.append((new, old))
+    return count, [(new, _rel_l2(made, new, own, old)) for new, old in _named_first(different)]
 
 
 def _named_first(different: list[tuple[Record, Record]]) -> list[tuple[Record, Record]]:
     """The one that an error names: a module's before an operator's, an anchored pass first."""
 
     def place(pair: tuple[Record, Record]) -> tuple[object, ...]:
-        one = pair[0]
-        return (is_operator_site(one.site), _PASSES.index(one.pass_), one.sample, one.step,
-                one.order)  # fmt: skip
+        new = pair[0]
+        return (is_operator_site(new.site), _PASSES.index(new.pass_), new.sample, new.step,
+                new.order)  # fmt: skip
 
     return sorted(different, key=place)
 
 
-def _rel_l2(made: Run, one: Record, own: Run, two: Record) -> float | None:
-    if one.shape != two.shape or not (made.has_bytes(one) and own.has_bytes(two)):
+def _rel_l2(made: Run, new: Record, own: Run, old: Record) -> float | None:
+    if new.shape != old.shape or not (made.has_bytes(new) and own.has_bytes(old)):
         return None
-    x, y = own.read(two).double(), made.read(one).double()
+    x, y = own.read(old).double(), made.read(new).double()
     norm, distance = float(x.norm()), float((x - y).norm())
     return distance / norm if norm else (math.inf if distance else 0.0)
 
@@ -176,7 +176,7 @@ def _same_error(made: Run, own: Run, truth: Run, block: str) -> bool:
     """Is the median row of the block's output as far from the truth in both? In a training step
     that of the gradient which leaves it, too."""
     at = [_same_error_at(made, own, truth, f"{block}{end}:out") for end in ("", BACKWARD)]
-    return any(at) and all(one is not False for one in at)
+    return any(at) and all(same is not False for same in at)
 
 
 def _same_error_at(made: Run, own: Run, truth: Run, site: str) -> bool | None:
@@ -201,8 +201,8 @@ def _same_error_at(made: Run, own: Run, truth: Run, site: str) -> bool | None:
         numel += record.numel
     if not rows["made"]:
         return None
-    one, two = (float(torch.cat(rows[which]).median()) for which in ("made", "own"))
-    if one == two:
+    made_error, own_error = (float(torch.cat(rows[which]).median()) for which in ("made", "own"))
+    if made_error == own_error:
         return True
     limit = _SAME_ERROR * spread(numel)
-    return two > 0 and 1 / limit <= one / two <= limit
+    return own_error > 0 and 1 / limit <= made_error / own_error <= limit

@@ -39,14 +39,14 @@ def each_alone(trials: Trials, progress: Progress | None = None) -> list[MatrixC
     total = len(targets) + len(tables)
     outliers = outliers_of(trials, targets)
     floors: dict[int, float] = {}
-    found: list[MatrixCost] = []
+    costs: list[MatrixCost] = []
     for target in targets.values():
-        tell("each", len(found), total, target.name)
+        tell("each", len(costs), total, target.name)
         number = trials.number_of(target)
         cost, error = trials.alone(target)
         if number is not None and number not in floors:
             floors[number] = trials.floor(number)
-        found.append(MatrixCost(
+        costs.append(MatrixCost(
             name=target.name, part=target.part, block=target.block,
             by_default=target.name in trials.session.targets,
             num_weights=sum(matrix.numel() for matrix in target.matrices),
@@ -54,16 +54,16 @@ def each_alone(trials: Trials, progress: Progress | None = None) -> list[MatrixC
             outliers=outliers.get(target.name),
         ))  # fmt: skip
     for table in tables:
-        tell("each", len(found), total, table.name)
+        tell("each", len(costs), total, table.name)
         with _through_codes(table, trials.scheme.weights):
             cost, error = trials.from_block(table.number)
         weight = table.module._parameters["weight"]
-        found.append(MatrixCost(
+        costs.append(MatrixCost(
             name=table.name, part=table.part, block=None, by_default=False,
             num_weights=0 if weight is None else weight.numel(), block_error=error,
             floor=None if table.number is None else floors.get(table.number), cost=cost,
         ))  # fmt: skip
-    return found
+    return costs
 
 
 def _tables(trials: Trials) -> list[_Table]:
@@ -74,16 +74,16 @@ def _tables(trials: Trials) -> list[_Table]:
         for number, block in enumerate(trials.blocks)
         for module in block.modules()
     }
-    found = []
+    tables = []
     for path, module in trials.model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None:
             continue
         if isinstance(module, nn.Embedding):
-            found.append(_Table(path, module, "embedding", None))
+            tables.append(_Table(path, module, "embedding", None))
         elif weight.ndim == 1 and "norm" in type(module).__name__.lower():
-            found.append(_Table(path, module, "norm", numbers.get(id(module))))
-    return found
+            tables.append(_Table(path, module, "norm", numbers.get(id(module))))
+    return tables
 
 
 @contextlib.contextmanager

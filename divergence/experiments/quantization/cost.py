@@ -36,7 +36,7 @@ def _of_following(mine: np.ndarray, other: np.ndarray) -> dict[str, float]:
         return {}
     delta = np.exp(other) - np.exp(mine)
     ratio = mine - other  # ln PPL of b less that of a, token by token
-    found = {
+    figures = {
         "delta_p_mean": float(delta.mean()), "delta_p_error": _error(delta),
         "delta_p_rms": math.sqrt(float((delta * delta).mean())),
         "delta_p_p1": _quantile(delta, 0.01), "delta_p_p99": _quantile(delta, 0.99),
@@ -46,8 +46,8 @@ def _of_following(mine: np.ndarray, other: np.ndarray) -> dict[str, float]:
         "ln_ratio": float(ratio.mean()), "ln_ratio_error": _error(ratio),
     }  # fmt: skip
     if len(mine) > 1 and mine.std() > 0 and other.std() > 0:
-        found["ln_correlation"] = float(np.corrcoef(mine, other)[0, 1])
-    return found
+        figures["ln_correlation"] = float(np.corrcoef(mine, other)[0, 1])
+    return figures
 
 
 def _exp(value: float) -> float:

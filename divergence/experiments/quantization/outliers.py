@@ -40,18 +40,18 @@ def outliers_of(trials: Trials, targets: Mapping[str, Target]) -> dict[str, Outl
     """By target, over all prompts; targets that nothing entered are left out."""
     with watching(trials.model, targets, kind=_Numbers) as watches:
         trials.run_plain()
-    found = {}
+    outliers = {}
     for name, watch in watches.items():
         assert isinstance(watch, _Numbers)
         if watch.least is not None and watch.most is not None:
-            found[name] = _statistics(watch, torch.maximum(-watch.least, watch.most))
-    return found
+            outliers[name] = _statistics(watch, torch.maximum(-watch.least, watch.most))
+    return outliers
 
 
 def _statistics(watch: _Numbers, by_channel: torch.Tensor) -> Outliers:
-    one, two, three, four = (watch.power_sums / watch.count).tolist()
-    variance = two - one * one
-    fourth = four - 4 * one * three + 6 * one * one * two - 3 * one**4
+    mean, mean_square, three, four = (watch.power_sums / watch.count).tolist()
+    variance = mean_square - mean * mean
+    fourth = four - 4 * mean * three + 6 * mean * mean * mean_square - 3 * mean**4
     # not torch.quantile, which takes no more than 2^24 numbers
     first, third = np.quantile(torch.cat(watch.some).numpy(), [0.25, 0.75]).tolist()
     most, median = float(by_channel.max()), float(by_channel.median())

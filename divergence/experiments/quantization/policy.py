@@ -61,9 +61,9 @@ def find_policy(
 ) -> Policy:  # fmt: skip
     """``matrices``: each alone. ``whole``: the cost with nothing kept."""
     tell = progress or silent
-    units = _units([one for one in matrices if one.by_default], measure)
+    units = _units([matrix for matrix in matrices if matrix.by_default], measure)
     known: dict[frozenset[str], Cost] = {frozenset(): whole}
-    order = [tuple(one.name for one in unit) for unit in units]
+    order = [tuple(matrix.name for matrix in unit) for unit in units]
 
     def cost_without(kept: Sequence[tuple[str, ...]]) -> Cost:
         names = frozenset(name for unit in kept for name in unit)
@@ -87,12 +87,12 @@ def find_policy(
     kept, fewer = _irreducible(order[:low], lambda k: value_of(cost_without(k), measure), target)
     names = [name for unit in kept for name in unit]
     cost = cost_without(kept)
-    by_name = {one.name: one for one in matrices}
-    rest = [one for one in matrices if one.by_default and one.name not in names]
+    by_name = {matrix.name: matrix for matrix in matrices}
+    rest = [matrix for matrix in matrices if matrix.by_default and matrix.name not in names]
     return Policy(
         measure=measure, target=target, keep=names,
         num_kept_weights=sum(by_name[name].num_weights for name in names),
-        predicted=sum(value_of(one.cost, measure) for one in rest),
+        predicted=sum(value_of(matrix.cost, measure) for matrix in rest),
         measured=value_of(cost, measure),
         one_fewer=fewer,
         num_runs=len(known), cost=cost,
@@ -113,12 +113,12 @@ def _irreducible(
             if tries == _MOST_TRIES:
                 return kept, None
             tries += 1
-            fewer = [one for one in kept if one != unit]
-            found = value(fewer)
-            if found <= target:
+            fewer = [other for other in kept if other != unit]
+            cost = value(fewer)
+            if cost <= target:
                 kept = fewer
             else:
-                least = min(least, found)
+                least = min(least, cost)
         if kept == before:
             return kept, least if kept else None
 
@@ -126,10 +126,10 @@ def _irreducible(
 def _units(matrices: Sequence[MatrixCost], measure: str) -> list[list[MatrixCost]]:
     """Matrices that stay or go together, costliest first."""
     units: dict[tuple[str, str], list[MatrixCost]] = {}
-    for one in matrices:
-        parent, _, leaf = one.name.rpartition(".")
+    for matrix in matrices:
+        parent, _, leaf = matrix.name.rpartition(".")
         family = next((str(n) for n, names in enumerate(_FUSED) if leaf in names), leaf)
-        units.setdefault((parent, family), []).append(one)
+        units.setdefault((parent, family), []).append(matrix)
     return sorted(units.values(), key=lambda unit: -sum(value_of(o.cost, measure) for o in unit))
 
 

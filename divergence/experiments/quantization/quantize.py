@@ -86,7 +86,7 @@ def quantize(
     options = QuantizeOptions(
         scheme=scheme, smooth=smooth, asymmetric=asymmetric, weights_per=weights_per,
         activations_per=activations_per,
-        keep=_joined([pattern for one in keep for pattern in keep_of(one)]),
+        keep=_joined([pattern for entry in keep for pattern in keep_of(entry)]),
     )  # fmt: skip
     chosen = scheme_of(options)
     _check(chosen, target, measure, each=each)
@@ -251,7 +251,7 @@ def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[str]:
 
 
 def _unreached(matrices: Sequence[MatrixCost]) -> Iterator[str]:
-    names = [one.name for one in matrices if one.by_default and one.outliers is None]
+    names = [matrix.name for matrix in matrices if matrix.by_default and matrix.outliers is None]
     if names:
         yield (
             f"{len(names)} of the matrices ({names[0]}, ...) got no input: no token reached them, "
@@ -263,8 +263,8 @@ def _unlike(session: QuantizeSession, base: Run) -> Iterator[str]:
     """What shows that ``model`` is not the recorded one."""
     module = session.loaded.module
     identity = session.identity(lambda *_: None)
-    for one in unlike(base.manifest, identity, session.note(), describe_modules(module)):
-        yield f"all numbers are those of {session.loaded.source}, of which {one}"
+    for difference in unlike(base.manifest, identity, session.note(), describe_modules(module)):
+        yield f"all numbers are those of {session.loaded.source}, of which {difference}"
 
 
 def _given(options: QuantizeOptions) -> dict[str, str | float]:
@@ -275,7 +275,7 @@ def _given(options: QuantizeOptions) -> dict[str, str | float]:
 
 def _joined(patterns: Sequence[str]) -> str:
     """As ``keep_of`` reads them: expressions last."""
-    return ",".join(sorted(patterns, key=lambda one: one.startswith(("re:", "!re:"))))
+    return ",".join(sorted(patterns, key=lambda pattern: pattern.startswith(("re:", "!re:"))))
 
 
 def _again(options: QuantizeOptions) -> dict[str, Any]:

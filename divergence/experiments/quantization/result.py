@@ -146,4 +146,4 @@ class Quantization(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
 
     def worst(self) -> list[MatrixCost]:
         """The matrices, costliest first."""
-        return sorted(self.matrices, key=lambda one: -one.cost.kl_mean)
+        return sorted(self.matrices, key=lambda matrix: -matrix.cost.kl_mean)

@@ -63,7 +63,7 @@ class Trials:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(one.ids) for one in self.seen)
+        return sum(len(seen.ids) for seen in self.seen)
 
     def without_migration(self, targets: Iterable[Target]) -> Cost:
         """The cost of these quantised with α taken away."""
@@ -78,8 +78,8 @@ class Trials:
 
     def run_plain(self) -> None:
         """The forwards as the model is now; what they give is dropped."""
-        for one in self.seen:
-            self._logits(one)
+        for seen in self.seen:
+            self._logits(seen)
 
     def number_of(self, target: Target) -> int | None:
         """Which block a target is in."""
@@ -87,7 +87,7 @@ class Trials:
             return None
         modules = dict(self.model.named_modules())
         block = modules[target.block]
-        return next(n for n, one in enumerate(self.blocks) if one is block)
+        return next(n for n, other in enumerate(self.blocks) if other is block)
 
     def weight(self, target: Target) -> list[QuantizedWeight]:
         """The target's matrices under the scheme, made once."""
@@ -116,8 +116,8 @@ class Trials:
         return cost_of(rows)
 
     def _check_numbers(self) -> None:
-        for number, one in enumerate(self.seen):
-            if bool(one.logits.isnan().any()):
+        for number, seen in enumerate(self.seen):
+            if bool(seen.logits.isnan().any()):
                 raise UsageError(
                     f"the floating-point model gives logits that are nan (prompt {number})",
                     hint="divergence capture and inspect show where they begin",
@@ -131,12 +131,12 @@ class Trials:
     def from_block(self, number: int | None) -> tuple[Cost, float | None]:
         """The model as it is now, from block ``number`` on; None: from its beginning."""
         rows, errors, norms = [], 0.0, 0.0
-        for one in self.seen:
-            with self._skipping(one, number), _output_of(self.blocks, number) as outputs:
-                logits = self._logits(one)
-            rows.append(self._row_costs(one, logits))
+        for seen in self.seen:
+            with self._skipping(seen, number), _output_of(self.blocks, number) as outputs:
+                logits = self._logits(seen)
+            rows.append(self._row_costs(seen, logits))
             if number is not None:
-                was = _hidden(one.outputs[number]).double()
+                was = _hidden(seen.outputs[number]).double()
                 errors += float((_hidden(outputs[0]).double() - was).square().sum())
                 norms += float(was.square().sum())
         error = None if number is None else (errors / norms) ** 0.5 if norms else 0.0
@@ -147,47 +147,47 @@ class Trials:
         input."""
         errors = norms = 0.0
         block = self.blocks[number]
-        for one in self.seen:
-            args, kwargs = one.calls[number]
+        for seen in self.seen:
+            args, kwargs = seen.calls[number]
             with torch.no_grad(), Widening(torch.float64):
                 wide = _hidden(block(*args, **kwargs)).double()
-            errors += float((_hidden(one.outputs[number]).double() - wide).square().sum())
+            errors += float((_hidden(seen.outputs[number]).double() - wide).square().sum())
             norms += float(wide.square().sum())
         return (errors / norms) ** 0.5 if norms else 0.0
 
     def _base(self, sample: SampleTokens) -> _Seen:
-        one = _Seen([*sample.prompt_ids, *sample.generated_ids[:-1]])
+        seen = _Seen([*sample.prompt_ids, *sample.generated_ids[:-1]])
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            one.calls.append((args, kwargs))
+            seen.calls.append((args, kwargs))
 
         def after(_: nn.Module, __: Any, out: Any) -> None:
-            one.outputs.append(out)
+            seen.outputs.append(out)
 
         handles: list[Any] = []
         for block in self.blocks:
             handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(block.register_forward_hook(after))
         try:
-            one.logits = self._logits(one)
+            seen.logits = self._logits(seen)
         finally:
             for handle in handles:
                 handle.remove()
-        if len(one.calls) != len(self.blocks):
+        if len(seen.calls) != len(self.blocks):
             raise UsageError("a forward of this model does not pass each block once")
-        return one
+        return seen
 
-    def _logits(self, one: _Seen, *, cached: bool = False) -> torch.Tensor:
+    def _logits(self, seen: _Seen, *, cached: bool = False) -> torch.Tensor:
         """(T, V)."""
         device = self.session.loaded.device
-        ids = torch.tensor([one.ids], device=device)
-        with failures(self.session.loaded, [SampleTokens(prompt_ids=one.ids)], 0), torch.no_grad():
+        ids = torch.tensor([seen.ids], device=device)
+        with failures(self.session.loaded, [SampleTokens(prompt_ids=seen.ids)], 0), torch.no_grad():
             out = self.model(input_ids=ids, use_cache=cached)
         logits: torch.Tensor = out.logits[0].detach().cpu()
         return logits
 
-    def _row_costs(self, one: _Seen, logits: torch.Tensor) -> Any:
-        return row_costs(one.logits, logits, [*one.ids[1:], -1])
+    def _row_costs(self, seen: _Seen, logits: torch.Tensor) -> Any:
+        return row_costs(seen.logits, logits, [*seen.ids[1:], -1])
 
     @contextlib.contextmanager
     def _installed(self, targets: Iterable[Target]) -> Iterator[None]:
@@ -199,10 +199,10 @@ class Trials:
             uninstall(self.model)
 
     @contextlib.contextmanager
-    def _skipping(self, one: _Seen, number: int | None) -> Iterator[None]:
+    def _skipping(self, seen: _Seen, number: int | None) -> Iterator[None]:
         """The blocks before ``number`` give what they gave."""
         skipped = self.blocks[: number or 0]
-        for block, output in zip(skipped, one.outputs, strict=False):
+        for block, output in zip(skipped, seen.outputs, strict=False):
             block.__dict__["forward"] = _giving(output)
         try:
             yield
@@ -220,18 +220,18 @@ def _giving(output: Any) -> Any:
 
 def _hidden(output: Any) -> torch.Tensor:
     """The residual stream among what a block gives."""
-    found: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
-    return found
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
+    return hidden
 
 
 @contextlib.contextmanager
 def _output_of(blocks: Sequence[nn.Module], number: int | None) -> Iterator[list[Any]]:
-    found: list[Any] = []
+    outputs: list[Any] = []
     if number is None:
-        yield found
+        yield outputs
         return
-    handle = blocks[number].register_forward_hook(lambda _, __, out: found.append(out))
+    handle = blocks[number].register_forward_hook(lambda _, __, out: outputs.append(out))
     try:
-        yield found
+        yield outputs
     finally:
         handle.remove()

@@ -118,8 +118,8 @@ def selfcheck(
         )  # fmt: skip
         if truth:
             bench.make_truth()
-        chosen = [one for one in variations(base) if one.name in wanted]
-        lines = [bench.line(one, number, len(chosen)) for number, one in enumerate(chosen)]
+        chosen = [variation for variation in variations(base) if variation.name in wanted]
+        lines = [bench.line(way, number, len(chosen)) for number, way in enumerate(chosen)]
         manifest = base.manifest
         return SelfcheckResult(
             tool_version=__version__,
@@ -129,7 +129,7 @@ def selfcheck(
             attention=manifest.model.attn_implementation,
             num_threads=manifest.environment.num_threads,
             num_prompts=len(manifest.tokens.samples),
-            num_prompt_tokens=sum(len(one.prompt_ids) for one in manifest.tokens.samples),
+            num_prompt_tokens=sum(len(sample.prompt_ids) for sample in manifest.tokens.samples),
             max_new_tokens=manifest.settings.max_new_tokens,
             truth=truth,
             lines=lines,
@@ -159,8 +159,8 @@ def _built_in(model: str, *, revision: str | None, trust_remote_code: bool) -> l
     if tokenizer is None:
         return list(_PROMPTS)
     prompts = tokenize(collect_prompts(_PROMPTS, None), tokenizer, chat=False)
-    num = min(_PROMPT_TOKENS, *(len(one.prompt_ids) for one in prompts))
-    return [Prompt(input_ids=tuple(one.prompt_ids[:num])) for one in prompts]
+    num = min(_PROMPT_TOKENS, *(len(prompt.prompt_ids) for prompt in prompts))
+    return [Prompt(input_ids=tuple(prompt.prompt_ids[:num])) for prompt in prompts]
 
 
 class _Bench:
@@ -179,7 +179,7 @@ class _Bench:
         self._say(0, None, "the base run")
         run = self._capture(out=self._folder / BASE, **options)
         self._made[BASE] = run
-        self._variations = {one.name: one for one in variations(run)}
+        self._variations = {variation.name: variation for variation in variations(run)}
         return run
 
     def make_truth(self) -> None:
@@ -189,18 +189,18 @@ class _Bench:
         assert isinstance(base, Run)
         make_truth(base, out=self._truth, force=True)
 
-    def line(self, one: Variation, number: int, total: int) -> SelfcheckLine:
+    def line(self, way: Variation, number: int, total: int) -> SelfcheckLine:
         """Make it, compare it, say what was seen."""
-        self._say(number, total, one.changed)
+        self._say(number, total, way.changed)
         began = time.perf_counter()
         line = SelfcheckLine(
-            name=one.name, changed=one.changed, against=one.against, same_bits=one.same_bits,
-            status="not_applicable", reason=one.reason,
+            name=way.name, changed=way.changed, against=way.against, same_bits=way.same_bits,
+            status="not_applicable", reason=way.reason,
         )  # fmt: skip
-        if one.reason is not None:
+        if way.reason is not None:
             return line
         try:
-            line = replace(line, **_found(self._compared(one), prefill=one.prefill))
+            line = replace(line, **_found(self._compared(way), prefill=way.prefill))
         except (UsageError, ModelError) as error:  # the model cannot be run so
             return replace(line, reason=error.message)
         except DivergenceError as error:
@@ -209,24 +209,24 @@ class _Bench:
             text = (str(error).splitlines() or [""])[0][:200]
             line = replace(line, status="not_run", reason=f"{type(error).__name__}: {text}")
         if line.verdict not in (None, "identical"):
-            line = replace(line, next=self._closer(one))
+            line = replace(line, next=self._closer(way))
         return replace(line, seconds=round(time.perf_counter() - began, 1))
 
-    def _compared(self, one: Variation) -> Report:
+    def _compared(self, way: Variation) -> Report:
         """The free pass alone where all of its bits are equal: then nothing is left to tell."""
-        made = self._run(one.name)
-        if one.name == "whole":
+        made = self._run(way.name)
+        if way.name == "whole":
             return compare(made)
-        report = compare(self._run(one.against), made, truth=self._truth)
-        if report.verdict.kind == "identical" or "hooks" in one.options:
+        report = compare(self._run(way.against), made, truth=self._truth)
+        if report.verdict.kind == "identical" or "hooks" in way.options:
             return report
-        free = [name for name in {one.name, one.against} - {BASE}
+        free = [name for name in {way.name, way.against} - {BASE}
                 if self._run(name).manifest.plan.anchored_to is None]  # fmt: skip
         if not free:
             return report
         for name in free:
             self._made[name] = self._repeat(name, anchor=True)
-        again = compare(self._run(one.against), self._run(one.name), truth=self._truth)
+        again = compare(self._run(way.against), self._run(way.name), truth=self._truth)
         return report if again.verdict.kind == "identical" else again
 
     def _run(self, name: str) -> Run:
@@ -248,11 +248,11 @@ class _Bench:
             **self._variations[name].options,
         )  # fmt: skip
 
-    def _closer(self, one: Variation) -> list[str]:
+    def _closer(self, way: Variation) -> list[str]:
         folder = Path("RUNS" if self._keep is None else str(self._keep))
-        others = [] if one.name == "whole" else [folder / one.against]
+        others = [] if way.name == "whole" else [folder / way.against]
         truth = None if self._truth is None or not others else folder / "truth"
-        return [command_line("compare", *others, folder / one.name, truth=truth)]
+        return [command_line("compare", *others, folder / way.name, truth=truth)]
 
     def _say(self, done: int, total: int | None, what: str) -> None:
         if self._progress is not None:
@@ -283,9 +283,9 @@ def _found(report: Report, *, prefill: bool) -> dict[str, Any]:
     ]
     tokens = report.tokens
     missing = [
-        one
-        for one in report.coverage.unmatched
-        if one.side != "candidate" and not (prefill and one.step)
+        record
+        for record in report.coverage.unmatched
+        if record.side != "candidate" and not (prefill and record.step)
     ]
     return {
         "status": status,

@@ -107,7 +107,9 @@ def sensitivity(
                 capturing=partial(capturing, out=folder / "planted"),
                 comparing=partial(compare, **given),
             )  # fmt: skip
-            left = {fault.name for fault in chosen} - {one.fault for one in confirmations}
+            left = {fault.name for fault in chosen} - {
+                confirmation.fault for confirmation in confirmations
+            }
             if left:
                 notes.append(f"not planted for real: {', '.join(sorted(left))}")
         if verdict.kind == "identical":

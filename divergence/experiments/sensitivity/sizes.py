@@ -156,12 +156,12 @@ def confirm_sizes(
     with other options, ``comparing`` judges as the trials did."""
     confirmations: list[Confirmation] = []
     own = b.manifest.model
-    for one in sizes:
-        fault = FAULTS[one.fault]
-        if one.block != block or one.size is None or fault.spelled is None or fault.in_features:
+    for entry in sizes:
+        fault = FAULTS[entry.fault]
+        if entry.block != block or entry.size is None or fault.spelled is None or fault.in_features:
             continue
         for factor, expected in _AROUND:
-            size = one.size * factor
+            size = entry.size * factor
             spelled = fault.spelled(size, trials.channel(block), trials.num_features(block))
             plant = f"{block}:out={spelled}"
             faulty = capturing(

@@ -82,9 +82,9 @@ class Trials:
         self.measured, self._thresholds = measured, thresholds
         self._unchanged = [
             finding
-            for one in applying(measured, ("tokens", "ends"))
-            if one.find is not None
-            for finding in one.find(measured).findings
+            for analysis in applying(measured, ("tokens", "ends"))
+            if analysis.find is not None
+            for finding in analysis.find(measured).findings
         ]
         self._a, self._b = measured.reference, measured.candidate
         self._inputs = inputs_of(self._a, self._b) or self._a
@@ -163,12 +163,12 @@ class Trials:
         """Each changed record with its faulty tensor."""
         channel = self.channel(block)
         for anchored in records:
-            found: list[Record | None] = [anchored]
+            variants: list[Record | None] = [anchored]
             if escalated:
-                found.append(
+                variants.append(
                     self._b.find(("escalated", anchored.sample, anchored.step, anchored.site))
                 )
-            for record in filter(None, found):
+            for record in filter(None, variants):
                 tensor = fault.apply(
                     self._b.read(record),
                     size,

@@ -60,15 +60,15 @@ def _places(folder: Folder, names: list[str], rules: Rules, notes: Notes) -> lis
     places: list[_Place] = []
     known: list[str] = []
     for name in names:
-        found = rules.of_file(name)
-        if found is not None:
-            places.append(_Place(found, name, None))
+        target = rules.of_file(name)
+        if target is not None:
+            places.append(_Place(target, name, None))
             continue
         keys = list(_keys(folder, name)) if rules.keys else []
         inside = [
-            _Place(found, name, key)
+            _Place(target, name, key)
             for key in keys
-            if (found := rules.of_key(name, key)) is not None
+            if (target := rules.of_key(name, key)) is not None
         ]
         places += inside
         known += [name, *keys]

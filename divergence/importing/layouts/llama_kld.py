@@ -60,31 +60,31 @@ def scores(folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
     table = np.memmap(path, "<u2", "r", begin, (n_chunk, rows, width))
     facts = {"tokens": "given", "top-k": str(min(MOST_TOP, n_vocab)),
              "rounding": "16 bits over 16 nats"}  # fmt: skip
-    found = Scored(Source(engine="llama.cpp", facts=facts))
+    scored = Scored(Source(engine="llama.cpp", facts=facts))
     for chunk in range(n_chunk):
-        ids = [int(one) for one in tokens[chunk]]
-        if not all(0 <= one < n_vocab for one in ids):
+        ids = [int(token) for token in tokens[chunk]]
+        if not all(0 <= token < n_vocab for token in ids):
             raise DumpError(f"chunk {chunk} has a token that is no id of {n_vocab}", where=where)
         positions = [first + 1 + row for row in range(rows)]
         values = [_row(table[chunk, row], n_vocab) for row in range(rows)]
-        found.scores.append(Scores(
+        scored.scores.append(Scores(
             prompt_ids=ids[: first + 1], generated_ids=ids[first + 1 :], positions=positions,
             logprobs=[float(v[ids[p]]) for v, p in zip(values, positions, strict=True)],
-            top=[_top(one) for one in values],
+            top=[_top(value) for value in values],
         ))  # fmt: skip
-        found.wheres.append(f"{where}, chunk {chunk}")
-    return found
+        scored.wheres.append(f"{where}, chunk {chunk}")
+    return scored
 
 
 def _row(codes: np.ndarray, n_vocab: int) -> np.ndarray:
-    scale, least = (float(one) for one in codes[:4].copy().view("<f4"))
-    found: np.ndarray = np.minimum(0.0, scale * codes[4 : 4 + n_vocab].astype(np.float64) + least)
-    return found
+    scale, least = (float(number) for number in codes[:4].copy().view("<f4"))
+    values: np.ndarray = np.minimum(0.0, scale * codes[4 : 4 + n_vocab].astype(np.float64) + least)
+    return values
 
 
 def _top(values: np.ndarray) -> list[tuple[int, float]]:
     order = np.argsort(-values, kind="stable")[:MOST_TOP]
-    return [(int(one), float(values[one])) for one in order]
+    return [(int(token), float(values[token])) for token in order]
 
 
 def _cut(where: str) -> DumpError:

@@ -41,22 +41,22 @@ def recognise(folder: Folder) -> bool:
 
 def scores(folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
     facts = {"tokens": "given", "token ids": BY_TEXT, "units": "continuations"}
-    found, numbers, num_free = Scored(Source(engine="lm-eval", facts=facts)), dict[str, int](), 0
+    scored, numbers, num_free = Scored(Source(engine="lm-eval", facts=facts)), dict[str, int](), 0
     for item, where in objects(folder):
         for context, text, value in requests(item, where):
             if value is None:
                 num_free += 1
                 continue
             number = numbers.setdefault(text, len(numbers))
-            found.texts[str(number)] = text
-            found.scores.append(Scores(
+            scored.texts[str(number)] = text
+            scored.scores.append(Scores(
                 prompt_ids=(), generated_ids=[number], positions=[0], logprobs=[value],
                 text=context,
             ))  # fmt: skip
-            found.wheres.append(where)
+            scored.wheres.append(where)
     if num_free:
         notes.say(f"{num_free} requests without a log-likelihood (generated freely) left out")
-    return found
+    return scored
 
 
 def requests(item: Any, where: str) -> Iterator[tuple[str, str, float | None]]:
@@ -68,8 +68,8 @@ def requests(item: Any, where: str) -> Iterator[tuple[str, str, float | None]]:
     answers = item.get("resps")
     if not isinstance(given, list) or not isinstance(answers, list) or len(given) != len(answers):
         raise DumpError("arguments and resps are not of one length", where=where)
-    for one, answer in zip(given, answers, strict=True):
-        words = list(one.values()) if isinstance(one, dict) else one
+    for request, answer in zip(given, answers, strict=True):
+        words = list(request.values()) if isinstance(request, dict) else request
         if not isinstance(words, list) or len(words) < 2:
             raise DumpError("a request is context and continuation", where=where)
         while isinstance(answer, list) and answer and isinstance(answer[0], list):

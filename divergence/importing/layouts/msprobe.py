@@ -46,9 +46,9 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
                 where=str(folder.path), hint="dump again, and let every rank end by itself",
             )  # fmt: skip
         tensors = [
-            one
+            tensor
             for rank in sorted(ranks)
-            for one in _tensors(folder, ranks[rank], rank, notes)
+            for tensor in _tensors(folder, ranks[rank], rank, notes)
         ]  # fmt: skip
         yield Forward(where=folder.where(ranks[min(ranks)]), tensors=tensors, number=step)
 
@@ -97,7 +97,7 @@ def _tensors(folder: Folder, name: str, rank: int, notes: Notes) -> Iterator[Dum
             hint='dump with "task": "tensor"',
         )  # fmt: skip
     first: dict[str, int] = {}
-    found: list[tuple[tuple[int, int, int], str, int, str, Any]] = []
+    rows: list[tuple[tuple[int, int, int], str, int, str, Any]] = []
     for number, (full, entry) in enumerate(data.items()):
         match = _MODULE.fullmatch(full)
         if match is None or not isinstance(entry, dict):
@@ -113,8 +113,8 @@ def _tensors(folder: Folder, name: str, rank: int, notes: Notes) -> Iterator[Dum
         begin = first[path] if call == 1 else number
         for port, leaf in _ports(entry):
             place = (begin, 0, depth) if port.startswith("in") else (number, 1, 0)
-            found.append((place, path, call, port, leaf))
-    for _, path, call, port, leaf in sorted(found, key=lambda one: one[0]):
+            rows.append((place, path, call, port, leaf))
+    for _, path, call, port, leaf in sorted(rows, key=lambda row: row[0]):
         file = leaf["data_name"]
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\]+\.(?:pt|npy)", file):
             raise DumpError(f"{path} names no file of the dump: {file!r}", where=where)

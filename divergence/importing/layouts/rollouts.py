@@ -75,28 +75,28 @@ class Rollouts:
         return bool(_files(folder))
 
     def scores(self, folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
-        found: Scored | None = None
+        scored: Scored | None = None
         for item, where in objects(folder):
             if fields is None:
                 framework, fields = self._known(item, where)
-            elif found is None:
+            elif scored is None:
                 framework = "unknown"
-            if found is None:
+            if scored is None:
                 facts = {"role": self.role, "tokens": "sampled", "field": fields.logprobs}
-                found = Scored(Source(engine=framework, facts=facts))
+                scored = Scored(Source(engine=framework, facts=facts))
             scores = scores_of(item, fields, where)
-            found.scores.append(scores)
-            found.wheres.append(where)
-        if found is None:
+            scored.scores.append(scores)
+            scored.wheres.append(where)
+        if scored is None:
             raise DumpError("the file holds no line", where=str(folder.path))
-        longest = max(len(one.generated_ids) for one in found.scores)
-        found.source = Source(
-            engine=found.source.engine, facts=found.source.facts, max_new_tokens=longest
+        longest = max(len(score.generated_ids) for score in scored.scores)
+        scored.source = Source(
+            engine=scored.source.engine, facts=scored.source.facts, max_new_tokens=longest
         )
-        empty = sum(not one.positions for one in found.scores)
+        empty = sum(not score.positions for score in scored.scores)
         if empty:
-            notes.say(f"{empty} of {len(found.scores)} lines have no scored token")
-        return found
+            notes.say(f"{empty} of {len(scored.scores)} lines have no scored token")
+        return scored
 
     def _known(self, item: Any, where: str) -> tuple[str, FieldMap]:
         """The framework by its fields."""

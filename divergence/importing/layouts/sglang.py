@@ -74,7 +74,7 @@ def _late(held: dict[str, Any]) -> dict[str, Any]:
 
 def _passes(folder: Folder) -> list[dict[int, str]]:
     """By pass: rank → file."""
-    found: dict[tuple[int, int], dict[int, str]] = {}
+    files: dict[tuple[int, int], dict[int, str]] = {}
     processes: dict[tuple[int, int], str] = {}
     for name in folder.names:
         match = _PASS.fullmatch(name)
@@ -87,22 +87,22 @@ def _passes(folder: Folder) -> list[dict[int, str]]:
                 "the folder holds dumps of several processes of one rank",
                 where=f"{other} and {match['folder']}", hint="keep those of one start of it",
             )  # fmt: skip
-        found.setdefault(place, {})[int(match["number"])] = name
-    sizes = [max(place[axis] for place in found) + 1 for axis in (0, 1)]
+        files.setdefault(place, {})[int(match["number"])] = name
+    sizes = [max(place[axis] for place in files) + 1 for axis in (0, 1)]
     for pp in range(sizes[0]):
         for tp in range(sizes[1]):
-            if (pp, tp) not in found:
+            if (pp, tp) not in files:
                 raise DumpError(f"the rank TP{tp} PP{pp} is missing", where=str(folder.path),
                                 hint="copy the folders of all ranks together")  # fmt: skip
-    num = max(max(numbers) for numbers in found.values()) + 1
-    for place, numbers in found.items():
+    num = max(max(numbers) for numbers in files.values()) + 1
+    for place, numbers in files.items():
         if missing := sorted(set(range(num)) - numbers.keys()):
             raise DumpError(
                 f"Pass{missing[0]:05d}.pt is missing, of {num} passes",
                 where=folder.where(processes[place]), hint="copy all files of the dump",
             )  # fmt: skip
-    ranks = {place: place[0] * sizes[1] + place[1] for place in sorted(found)}
-    return [{ranks[place]: found[place][n] for place in ranks} for n in range(num)]
+    ranks = {place: place[0] * sizes[1] + place[1] for place in sorted(files)}
+    return [{ranks[place]: files[place][n] for place in ranks} for n in range(num)]
 
 
 def _dict(folder: Folder, name: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _dict(folder: Folder, name: str) -> dict[str, Any]:
 
 def _tensors(held: dict[str, Any], rank: int, where: str, notes: Notes) -> Iterator[Dumped]:
     lengths = [v for k, v in held.items() if k.endswith(f"{_BATCH}seq_lens")]
-    if any(isinstance(one, torch.Tensor) and one.numel() > 1 for one in lengths):
+    if any(isinstance(length, torch.Tensor) and length.numel() > 1 for length in lengths):
         raise DumpError(
             f"the pass holds {lengths[0].numel()} sequences at once", where=where,
             hint="send one request at a time while dumping",
@@ -143,12 +143,12 @@ def _sites(key: str, value: Any, last: str | None) -> Iterator[_Found]:
     path = re.sub(r"(^|\.)logits_processor$", r"\1lm_head", key)
     parts = list(value) if isinstance(value, list | tuple) else [value]
     parts = [part for part in parts if isinstance(part, torch.Tensor)]
-    two = len(parts) == 2 and same_kind(*parts)
-    if two and BLOCK.fullmatch(key):
+    is_pair = len(parts) == 2 and same_kind(*parts)
+    if is_pair and BLOCK.fullmatch(key):
         yield module_site(path, "out"), parts[0], parts[1]
         return
     for number, part in enumerate(parts):
-        if not (two and number and adds_residual(key)):
+        if not (is_pair and number and adds_residual(key)):
             yield module_site(path, f"out.{number}" if number else "out"), part, None
             continue
         yield module_site(path, "in"), part, None

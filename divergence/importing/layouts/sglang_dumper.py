@@ -70,7 +70,7 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
                             hint="copy all files of the dump")  # fmt: skip
         tensors: list[Dumped] = []
         for rank in sorted(steps[step]):
-            files = sorted(steps[step][rank], key=lambda one: int(one[1].get("dump_index", "0")))
+            files = sorted(steps[step][rank], key=lambda file: int(file[1].get("dump_index", "0")))
             values = [(tags, _value(folder, name, ranks, notes)) for name, tags in files]
             names |= {tags.get("name", "") for tags, _ in values}
             tensors += _tensors(values, rank, rules, notes, str(folder.path))
@@ -125,9 +125,9 @@ def _tensors(
         if name == "seq_lens" and tensor.numel() > 1:
             raise DumpError(f"a forward holds {tensor.numel()} sequences at once", where=where,
                             hint="send one request at a time while dumping")  # fmt: skip
-        found = None if rules is None else rules.of_key("", name, tags)
-        if found is not None:
-            yield Dumped(site=found.site, tensor=tensor, rank=rank)
+        target = None if rules is None else rules.of_key("", name, tags)
+        if target is not None:
+            yield Dumped(site=target.site, tensor=tensor, rank=rank)
         elif match := _HOOKED.fullmatch(name):
             parts = modules.setdefault((match["path"] or "", match["what"]), {})
             if (match["port"] or "0") in parts:

@@ -110,11 +110,11 @@ def _pruned(sites: dict[str, str], folder: Folder) -> dict[str, str]:
     known: dict[str, tuple[str, str]] = {}
     for name, site in sites.items():
         known.setdefault(_NUMBER.sub(".*", name), (name, site))
-    found: dict[str, str] = {}
+    pruned: dict[str, str] = {}
     for name in sorted(folder.names, key=natural_key):
         like = known.get(_NUMBER.sub(".*", name))
         if name in sites or like is None:
             continue
         numbers = iter(_NUMBER.findall(name))
-        found[name] = re.sub(r"\.\d+(?=[.:])", lambda _, left=numbers: next(left), like[1])  # type: ignore[misc]  # a default holds the loop's value
-    return found
+        pruned[name] = re.sub(r"\.\d+(?=[.:])", lambda _, left=numbers: next(left), like[1])  # type: ignore[misc]  # a default holds the loop's value
+    return pruned

@@ -88,7 +88,7 @@ def _pick_beyond(
     beyond: np.ndarray,
 ) -> int:
     """``counts``: counted, over 1, largest, at the bound. Returns how many ``beyond`` got."""
-    found = 0
+    num_beyond = 0
     for row in rows:
         for start in range(0, a.shape[1], _RUN):
             stop = min(start + _RUN, a.shape[1])
@@ -109,9 +109,9 @@ def _pick_beyond(
             counts[3] += at
             if top > bound:
                 for j in range(stop - start):
-                    beyond[found] = run[j]
-                    found += run[j] > bound
-    return found
+                    beyond[num_beyond] = run[j]
+                    num_beyond += run[j] > bound
+    return num_beyond
 
 
 @jit
@@ -123,7 +123,7 @@ def _sample(
     high: np.signedinteger,
     nothing: np.signedinteger,
     length: int,
-    found: np.ndarray,
+    distances: np.ndarray,
 ) -> int:
     """Distances of up to ``length`` elements at the start of each of ``rows``."""
     num = 0
@@ -131,7 +131,7 @@ def _sample(
         for j in range(min(length, a.shape[1])):
             p, q = key(a[row, j]), key(b[row, j])
             keep = in_range(p, low, high) & in_range(q, nothing, high)
-            found[num] = or_zero(keep, distance(p, q))
+            distances[num] = or_zero(keep, distance(p, q))
             num += 1
     return num
 
@@ -177,13 +177,13 @@ class Distances:
         run: np.ndarray = np.empty(_RUN, kind)
         # one more than can be found: the loop writes before it knows
         beyond = np.empty(len(rows) * self.a.shape[1] + 1, kind)
-        found = _pick_beyond(
+        num_beyond = _pick_beyond(
             *self._arguments(rows), kind(0), kind(1), kind(bound), counts, run, beyond
         )
-        return counts.tolist(), beyond[:found].copy()
+        return counts.tolist(), beyond[:num_beyond].copy()
 
     def sample(self, rows: np.ndarray, length: int) -> np.ndarray:
         """The distances of up to ``length`` elements of each of ``rows``; 0 where left out."""
-        found = np.empty(len(rows) * min(length, self.a.shape[1]), self._unsigned)
-        _sample(*self._arguments(rows), length, found)
-        return found
+        distances = np.empty(len(rows) * min(length, self.a.shape[1]), self._unsigned)
+        _sample(*self._arguments(rows), length, distances)
+        return distances

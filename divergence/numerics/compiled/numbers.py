@@ -57,8 +57,8 @@ def jit(function: Function) -> Function:
 
 def _instructions(typed: Callable[..., Typed]) -> Callable[..., Any]:
     """An intrinsic as loops call it: on the elements alone, of whatever width they are."""
-    found: Callable[..., Any] = intrinsic(typed)
-    return found
+    instruction: Callable[..., Any] = intrinsic(typed)
+    return instruction
 
 
 def _typed(signature: Signature, write: Callable[..., Value]) -> Typed:
@@ -84,11 +84,11 @@ def _widened(
         body = builder.shl(builder.and_(bits, _I32(0x7FFF)), _I32(13))
         finite = builder.fmul(builder.bitcast(body, ir.FloatType()), ir.FloatType()(2.0**112))
         special = builder.icmp_unsigned(">=", body, _I32(0x0F800000))
-        found = builder.select(
+        unsigned = builder.select(
             special, builder.or_(body, _I32(0x7F800000)), builder.bitcast(finite, _I32)
         )
         sign = builder.shl(builder.and_(bits, _I32(0x8000)), _I32(16))
-        value = builder.bitcast(builder.or_(found, sign), ir.FloatType())
+        value = builder.bitcast(builder.or_(unsigned, sign), ir.FloatType())
     if kind != types.float64:
         value = builder.fpext(value, ir.DoubleType())
     return value
@@ -133,15 +133,15 @@ def key(typing: BaseContext, bits: Type) -> Typed:
 
 
 @_instructions
-def distance(typing: BaseContext, one: Any, two: Any) -> Typed:
-    """|one - two| as an unsigned integer of the same width, exact where it wraps."""
+def distance(typing: BaseContext, left: Any, right: Any) -> Typed:
+    """|left - right| as an unsigned integer of the same width, exact where it wraps."""
 
     def write(builder: IRBuilder, x: Value, y: Value) -> Value:
         higher = builder.icmp_signed(">", x, y)
         return builder.sub(builder.select(higher, x, y), builder.select(higher, y, x))
 
     kinds: dict[int, Type] = {16: types.uint16, 32: types.uint32, 64: types.uint64}
-    return _typed(kinds[one.bitwidth](one, one), write)
+    return _typed(kinds[left.bitwidth](left, left), write)
 
 
 @_instructions
@@ -169,14 +169,14 @@ def or_zero(typing: BaseContext, keep: Type, value: Type) -> Typed:
 
 
 @_instructions
-def larger(typing: BaseContext, one: Any, two: Any) -> Typed:
+def larger(typing: BaseContext, left: Any, right: Any) -> Typed:
     """The larger of two integers of one type."""
-    order = "icmp_signed" if one.signed else "icmp_unsigned"
+    order = "icmp_signed" if left.signed else "icmp_unsigned"
 
     def write(builder: IRBuilder, x: Value, y: Value) -> Value:
         return builder.select(getattr(builder, order)(">", x, y), x, y)
 
-    return _typed(one(one, one), write)
+    return _typed(left(left, left), write)
 
 
 @_instructions

@@ -110,13 +110,13 @@ def _add_products(words: np.ndarray, multipliers: np.ndarray, sums: np.ndarray) 
     size = multipliers.shape[1]
     for chunk in range(sums.shape[0]):
         start = chunk * size
-        one, two = np.int64(0), np.int64(0)
+        first, second = np.int64(0), np.int64(0)
         for i in range(min(size, len(words) - start)):
             word = np.int64(words[start + i])
-            one += multipliers[0, i] * word
-            two += multipliers[1, i] * word
-        sums[chunk, 0] += one
-        sums[chunk, 1] += two
+            first += multipliers[0, i] * word
+            second += multipliers[1, i] * word
+        sums[chunk, 0] += first
+        sums[chunk, 1] += second
 
 
 def chunk_sums(words: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
@@ -146,18 +146,18 @@ def _project_rows(
     width = max(k, num_pooled)
     signed, wide = np.empty(num_cols), np.empty(width)
     for row in range(values.shape[0]):
-        one = values[row]
+        row_values = values[row]
         total, most = 0.0, np.int64(0)
         for j in range(num_cols):
-            x = number(one[j])
+            x = number(row_values[j])
             total += x * x
             most = larger(most, magnitude(x))
         for j in range(num_cols):  # a loop of its own: the compiler takes eight at a time in each
-            signed[j] = sigma[j] * number(one[j])
+            signed[j] = sigma[j] * number(row_values[j])
         if most >= _INF:
             total = 0.0
             for j in range(num_cols):
-                x = number(one[j])
+                x = number(row_values[j])
                 if magnitude(x) >= _INF:
                     x = 0.0
                 signed[j] = sigma[j] * x

@@ -224,7 +224,7 @@ def measure_against(
         small = against_many(a[None], b[None], truth[None], None if base is None else base[None])
         if small[0] is not None:
             return small[0]
-    x, y, right = (t.reshape(-1, columns) for t in (a, b, truth))
+    x, y, r = (t.reshape(-1, columns) for t in (a, b, truth))
     start = None if base is None else base.reshape(-1, columns)
     count = x.shape[0]
     kept = torch.ones(count, dtype=torch.bool)
@@ -232,9 +232,9 @@ def measure_against(
         kept &= row_mask.reshape(-1).to(torch.bool)
     forms = [format_of(t.dtype) for t in (a, b, truth, base) if t is not None]
     if device is None and chosen(kernel, *forms) == "compiled":
-        sums, sink, channels = _in_loops(x, y, right, start, kept)
+        sums, sink, channels = _in_loops(x, y, r, start, kept)
     else:
-        sums, sink, channels = _in_chunks(x, y, right, start, kept, device)
+        sums, sink, channels = _in_chunks(x, y, r, start, kept, device)
     good = kept & sums[:4].isfinite().all(0)
     with np.errstate(all="ignore"):
         derived = _derived(sums[:, good].numpy(), with_base=base is not None)
@@ -270,9 +270,9 @@ def _in_chunks(
     for start in range(0, count, rows):
         part = slice(start, start + rows)
         x, y, r = (wide(t[part]) for t in (a, b, truth))
-        found = torch.full((12, len(r)), float("nan"), dtype=torch.float64, device=r.device)
-        _gather(x, y, r, None if base is None else wide(base[part]), found)
-        sums[:, part] = found.cpu()
+        part_sums = torch.full((12, len(r)), float("nan"), dtype=torch.float64, device=r.device)
+        _gather(x, y, r, None if base is None else wide(base[part]), part_sums)
+        sums[:, part] = part_sums.cpu()
         good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
         good = good.to(r.device)
         _add_columns(x[good], y[good], r[good], channels)

@@ -102,8 +102,8 @@ def row_costs(a: torch.Tensor, b: torch.Tensor, following: Sequence[int]) -> Row
         ]
         same = log_p.argmax(-1) == log_q.argmax(-1)
         parts.append([column.numpy() for column in (kl.clamp(min=0), same, *of_next)])
-    found = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return RowCosts(kl=found[0], same_top=found[1], logprob_a=found[2], logprob_b=found[3])
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return RowCosts(kl=columns[0], same_top=columns[1], logprob_a=columns[2], logprob_b=columns[3])
 
 
 def measure_logits(
@@ -133,23 +133,23 @@ def measure_logits(
 
     def work(starts: range) -> list[tuple[np.ndarray, ...]]:
         buffer_a, buffer_b = np.empty((2, size))
-        found = []
+        blocks = []
         with np.errstate(all="ignore"):
             for start in starts:
                 part = rows[start : start + count]
                 x, y = grid_a.load(part, cols, buffer_a), grid_b.load(part, cols, buffer_b)
                 usable = _usable(x) & _usable(y)
-                found.append((part[usable], *_measure_rows(x[usable], y[usable])))
-        return found
+                blocks.append((part[usable], *_measure_rows(x[usable], y[usable])))
+        return blocks
 
     threads = min(8, torch.get_num_threads())
     starts = range(0, len(rows), count)
-    found = [one for part in run_split(work, starts, threads=threads) for one in part]
+    measured = [block for part in run_split(work, starts, threads=threads) for block in part]
     num_masked = grid_a.num_rows - len(rows)
-    if not found:
-        found.append((rows, *_measure_rows(np.zeros((0, 1)), np.zeros((0, 1)))))
+    if not measured:
+        measured.append((rows, *_measure_rows(np.zeros((0, 1)), np.zeros((0, 1)))))
     return _aggregate(
-        *(np.concatenate(columns) for columns in zip(*found, strict=True)),
+        *(np.concatenate(columns) for columns in zip(*measured, strict=True)),
         num_masked=num_masked,
         num_wanted=len(rows),
     )
@@ -213,15 +213,15 @@ def _logsumexp(x: np.ndarray) -> np.ndarray:
 
 def _top(x: np.ndarray, k: int) -> np.ndarray:
     """Ids of the k largest per row, largest first, lowest id first on ties, nan last."""
-    found = np.empty((len(x), k), np.int64)
+    ids = np.empty((len(x), k), np.int64)
     for number, row in enumerate(x):
         row = np.where(np.isnan(row), -np.inf, row) if np.isnan(row.max()) else row
         least = np.partition(row, len(row) - k)[len(row) - k] if k else np.inf
         above = np.flatnonzero(row > least)
         above = above[np.argsort(-row[above], kind="stable")]
         equal = np.flatnonzero(row == least)[: k - len(above)]
-        found[number] = np.concatenate([above, equal])
-    return found
+        ids[number] = np.concatenate([above, equal])
+    return ids
 
 
 def _measure_rows(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, ...]:

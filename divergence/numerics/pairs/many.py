@@ -83,8 +83,8 @@ class _Block:
     def _in_range(self, sums: np.ndarray, block: np.ndarray) -> np.ndarray:
         """Whether a pair's sums of squares (N, T) lost nothing to the range of the dtype."""
         if self.dtype is np.float64:
-            found: np.ndarray = np.isfinite(sums).all(axis=1)
-            return found
+            finite: np.ndarray = np.isfinite(sums).all(axis=1)
+            return finite
         small = sums < LOW
         if small.any():
             small &= block.any(axis=2)
@@ -189,12 +189,12 @@ class _Block:
         names = tuple(columns)
         row_norms, row_diffs = norms, np.sqrt(self.row_d)
         row_updates = None if self.row_update is None else np.sqrt(self.row_update)
-        found: list[tuple[PairMetrics, RowMetrics] | None] = []
+        results: list[tuple[PairMetrics, RowMetrics] | None] = []
         for number, (good, values) in enumerate(
             zip(self.good.tolist(), zip(*lists, strict=True), strict=True)
         ):
             if not good:
-                found.append(None)
+                results.append(None)
                 continue
             metrics = PairMetrics(**always | dict(zip(names, values, strict=True)))
             rows = RowMetrics(
@@ -203,8 +203,8 @@ class _Block:
                 norm=row_norms[number],
                 update_norm=None if row_updates is None else row_updates[number],
             )
-            found.append((metrics, rows))
-        return found
+            results.append((metrics, rows))
+        return results
 
     def _look_again(
         self,
@@ -307,29 +307,29 @@ class _Block:
 
     def _identical(self) -> np.ndarray:
         """Whether the bits of both sides are the same."""
-        one, two = self.grids[:2]
-        if one.format.name != two.format.name:
+        grid_a, grid_b = self.grids[:2]
+        if grid_a.format.name != grid_b.format.name:
             return np.zeros(self.count, bool)
-        same: np.ndarray = (one.bits == two.bits).reshape(self.count, -1).all(axis=1)
+        same: np.ndarray = (grid_a.bits == grid_b.bits).reshape(self.count, -1).all(axis=1)
         return same
 
 
 def _tops(distance: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each row of distances, (N, n): the ``places``-th largest, and the largest."""
     largest = distance.max(axis=1)
-    found = np.zeros_like(largest)
+    nth_largest = np.zeros_like(largest)
     open_ = np.ones(len(distance), bool)
     for value in range(_COUNTED_ULP):
         fewer = (distance > value).sum(axis=1) < places
-        found[open_ & fewer] = value
+        nth_largest[open_ & fewer] = value
         open_ &= ~fewer
         if not open_.any():
-            return found, largest
+            return nth_largest, largest
     rest, places = distance[open_], places[open_]
     n, most = distance.shape[1], int(places.max())
     tops = np.sort(np.partition(rest, n - most, axis=1)[:, n - most :], axis=1)
-    found[open_] = np.take_along_axis(tops, (most - places)[:, None], 1)[:, 0]
-    return found, largest
+    nth_largest[open_] = np.take_along_axis(tops, (most - places)[:, None], 1)[:, 0]
+    return nth_largest, largest
 
 
 def median(ordered: np.ndarray) -> np.ndarray:

@@ -74,8 +74,8 @@ def measure_operator(
     if a.numel() == 0:
         return None
     columns = a.shape[-1] if a.ndim else 1
-    right = a if truth is None else truth
-    x, y, r = (t.reshape(-1, columns).to(torch.float64) for t in (a, b, right))
+    exact = a if truth is None else truth
+    x, y, r = (t.reshape(-1, columns).to(torch.float64) for t in (a, b, exact))
     limits = [_largest(t.dtype) for t in (a, b)]
     masked = (x.abs() >= limits[0] / 2) & (y.abs() >= limits[1] / 2) & (x.sign() == y.sign())
     masked |= ~r.isfinite() & (x.isfinite() == y.isfinite())
@@ -139,17 +139,19 @@ def slices_of(errors: Sequence[OperatorErrors], *, least: int) -> list[torch.Ten
     """Rows that belong together, one head for example: all that have one index of one axis in
     common, over all of ``errors``. Positions among their rows laid end to end; slices of fewer
     than ``least`` rows, and axes that are not equally long throughout, are left out."""
-    if not errors or len({len(one.shape) for one in errors}) > 1:
+    if not errors or len({len(error.shape) for error in errors}) > 1:
         return []
-    found: list[torch.Tensor] = []
+    slices: list[torch.Tensor] = []
     for axis in range(len(errors[0].shape)):
         size = errors[0].shape[axis]
-        if size < 2 or any(one.shape[axis] != size for one in errors):
+        if size < 2 or any(error.shape[axis] != size for error in errors):
             continue
-        index = torch.cat([one.rows // math.prod(one.shape[axis + 1 :]) % size for one in errors])
+        index = torch.cat(
+            [error.rows // math.prod(error.shape[axis + 1 :]) % size for error in errors]
+        )
         counts = torch.bincount(index, minlength=size)
-        found += [(index == n).nonzero().flatten() for n in range(size) if counts[n] >= least]
-    return found
+        slices += [(index == n).nonzero().flatten() for n in range(size) if counts[n] >= least]
+    return slices
 
 
 def _largest(dtype: torch.dtype) -> float:

@@ -38,7 +38,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """By name, of finite log-probabilities, one array a sequence. Empty where there is no token;
     the correlation is left out where one side is constant."""
-    pairs = [(one, two) for one, two in zip(rollout, trainer, strict=True) if len(one)]
+    pairs = [(r_log, t_log) for r_log, t_log in zip(rollout, trainer, strict=True) if len(r_log)]
     if not pairs:
         return {}
     behind, now = (np.concatenate(part).astype(np.float64) for part in zip(*pairs, strict=True))
@@ -47,7 +47,7 @@ def rollout_metrics(
     ratio = np.exp(cut)
     diff = np.abs(np.exp(behind) - np.exp(now))
     sums = np.clip([float((t - r).sum()) for r, t in pairs], -SAFETY_BOUND, SAFETY_BOUND)
-    found = dict(
+    metrics = dict(
         rollout_probs_diff_mean=float(diff.mean()),
         rollout_probs_diff_max=float(diff.max()),
         rollout_probs_diff_std=float(diff.std(ddof=1)) if len(diff) > 1 else 0.0,
@@ -62,7 +62,7 @@ def rollout_metrics(
         train_rollout_logprob_abs_diff=float(np.mean([np.abs(t - r).mean() for r, t in pairs])),
     )
     correlation = _pearson(np.exp(behind), np.exp(now))
-    return found if correlation is None else found | {PEARSON: correlation}
+    return metrics if correlation is None else metrics | {PEARSON: correlation}
 
 
 def _pearson(x: np.ndarray, y: np.ndarray) -> float | None:

@@ -194,7 +194,7 @@ def tiles(rows: Rows, num_cols: int, *, block: int = BLOCK) -> list[tuple[Rows, 
     tall = max(1, min(8, count, block))
     wide = min(num_cols, max(1, block // tall))
     tall = max(tall, block // num_cols)
-    found: list[tuple[Rows, slice]] = []
+    blocks: list[tuple[Rows, slice]] = []
     for first in range(0, count, tall):
         last = min(first + tall, count)
         if isinstance(rows, slice):
@@ -204,8 +204,8 @@ def tiles(rows: Rows, num_cols: int, *, block: int = BLOCK) -> list[tuple[Rows, 
             if part[-1] - part[0] == len(part) - 1:
                 part = slice(int(part[0]), int(part[-1]) + 1)  # no gap: a view, no copy
         for start in range(0, num_cols, wide):
-            found.append((part, slice(start, min(start + wide, num_cols))))
-    return found
+            blocks.append((part, slice(start, min(start + wide, num_cols))))
+    return blocks
 
 
 def gather(sums: Sums, rows: Rows, *, block: int = BLOCK) -> Sums:
@@ -233,23 +233,23 @@ NEVER = -10_000.0
 def count_nonfinite(a: np.ndarray, b: np.ndarray, *, scale: float = 1.0) -> dict[str, int]:
     """The counts of one block, by the names of ``NONFINITE``; its values were multiplied by
     ``scale``."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     nan, low, high, finite = {}, {}, {}, {}
     for side, x in (("a", a), ("b", b)):
         nan[side], finite[side] = np.isnan(x), np.isfinite(x)
         low[side], high[side] = np.isneginf(x), np.isposinf(x)
-        found[f"{side}_nan"] = int(nan[side].sum())
-        found[f"{side}_neginf"] = int(low[side].sum())
-        found[f"{side}_inf"] = found[f"{side}_neginf"] + int(high[side].sum())
+        counts[f"{side}_nan"] = int(nan[side].sum())
+        counts[f"{side}_neginf"] = int(low[side].sum())
+        counts[f"{side}_inf"] = counts[f"{side}_neginf"] + int(high[side].sum())
     differ = (nan["a"] != nan["b"]) | (low["a"] != low["b"]) | (high["a"] != high["b"])
-    found["differ"] = int(differ.sum())
-    found["a_alone"] = int((~finite["a"] & finite["b"]).sum())
-    found["b_alone"] = int((~finite["b"] & finite["a"]).sum())
+    counts["differ"] = int(differ.sum())
+    counts["a_alone"] = int((~finite["a"] & finite["b"]).sum())
+    counts["b_alone"] = int((~finite["b"] & finite["a"]).sum())
     most = NEVER * scale
     with np.errstate(invalid="ignore"):
         never = (low["a"] & finite["b"] & (b <= most)) | (low["b"] & finite["a"] & (a <= most))
-    found["mask_alike"] = int(never.sum())
-    return found
+    counts["mask_alike"] = int(never.sum())
+    return counts
 
 
 def ratio(x: float, y: float) -> float:

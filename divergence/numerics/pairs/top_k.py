@@ -42,9 +42,9 @@ def divergence_bounds(
 ) -> Bounds | None:
     """From the known ids (distinct, >= 0) and their log-probabilities. None where both know no id
     in common, or a value is nan or +inf."""
-    _, one, two = np.intersect1d(p_ids, q_ids, assume_unique=True, return_indices=True)
-    log_p, log_q = p_log[one].astype(np.float64), q_log[two].astype(np.float64)
-    if not len(one) or not (np.all(log_p < math.inf) and np.all(log_q < math.inf)):
+    _, p_at, q_at = np.intersect1d(p_ids, q_ids, assume_unique=True, return_indices=True)
+    log_p, log_q = p_log[p_at].astype(np.float64), q_log[q_at].astype(np.float64)
+    if not len(p_at) or not (np.all(log_p < math.inf) and np.all(log_q < math.inf)):
         return None
     p, q = np.exp(log_p), np.exp(log_q)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -57,20 +57,20 @@ def divergence_bounds(
         exact = max(0.0, inner)
         return Bounds(exact, exact, tv[0], tv[1], p_tail, q_tail)
     lower = inner + p_tail * math.log(p_tail / q_tail) if q_tail > 0 else math.inf
-    upper = inner + _most(p_ids, p_log, q_ids, q_log, one, two, p_tail)
+    upper = inner + _most(p_ids, p_log, q_ids, q_log, p_at, q_at, p_tail)
     lower = max(0.0, lower)
     return Bounds(lower, max(lower, upper), tv[0], tv[1], p_tail, q_tail)
 
 
 def _most(
-    p_ids: np.ndarray, p_log: np.ndarray, q_ids: np.ndarray, q_log: np.ndarray, one: np.ndarray,
-    two: np.ndarray, p_tail: float,
+    p_ids: np.ndarray, p_log: np.ndarray, q_ids: np.ndarray, q_log: np.ndarray, p_at: np.ndarray,
+    q_at: np.ndarray, p_tail: float,
 ) -> float:  # fmt: skip
     """The largest that the tail's part of KL can be; inf where q is not known whole."""
-    whole = 1 - float(np.exp(q_log).sum()) < _NOTHING and len(one) == len(p_ids)
+    whole = 1 - float(np.exp(q_log).sum()) < _NOTHING and len(p_at) == len(p_ids)
     if not whole:
         return math.inf
-    rest = np.sort(np.delete(q_log, two))
+    rest = np.sort(np.delete(q_log, q_at))
     most = math.exp(float(p_log.min()))
     count = math.ceil(p_tail / most - 1e-12)
     if count > len(rest):

@@ -132,5 +132,5 @@ def spacing(x: torch.Tensor, form: Format) -> torch.Tensor:
     """
     # the exponent bits alone are the power of two at or below |x|: 0 for 0, inf for inf and nan
     power = (x.contiguous().view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
-    found = (power * 2.0**-form.mantissa_bits).clamp_min(form.smallest_subnormal)
-    return found.masked_fill_(power == math.inf, math.nan)
+    distance = (power * 2.0**-form.mantissa_bits).clamp_min(form.smallest_subnormal)
+    return distance.masked_fill_(power == math.inf, math.nan)

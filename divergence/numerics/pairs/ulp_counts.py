@@ -122,7 +122,7 @@ def _from_steps(tails: list[Tail], num_above: int) -> int | None:
 
 def _from_beyond(tails: list[Tail], num_above: int) -> int | None:
     """The same among the distances picked out, or None where it is below the bound."""
-    beyond = np.concatenate([one for tail in tails for one in tail.beyond] or [np.empty(0)])
+    beyond = np.concatenate([part for tail in tails for part in tail.beyond] or [np.empty(0)])
     if len(beyond) >= num_above:
         return int(np.partition(beyond, len(beyond) - num_above)[len(beyond) - num_above])
     bound = tails[0].bound
@@ -213,7 +213,7 @@ class InBlocks:
 
     def guess(self) -> tuple[int, int]:
         """From up to 16 blocks' first runs."""
-        found, buffers = [], self._buffers()
+        distances, buffers = [], self._buffers()
         for rows, cols in self._parts[:: max(1, len(self._parts) // _NUM_RUNS)]:
             stop = min(cols.stop, cols.start + _RUN)
             count = max(1, _RUN // (stop - cols.start))
@@ -222,8 +222,8 @@ class InBlocks:
             else:
                 few = rows[:count]
             distance = self._block(few, slice(cols.start, stop), buffers)[0]
-            found.append(distance.ravel().copy())
-        return _percentiles(np.concatenate(found)) if found else (0, 0)
+            distances.append(distance.ravel().copy())
+        return _percentiles(np.concatenate(distances)) if distances else (0, 0)
 
     def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
         def work(parts: list[tuple[Rows, slice]]) -> Tail:
@@ -243,16 +243,16 @@ class InBlocks:
         """Distances (0 where masked), how many elements are not masked, a spare mask."""
         bits_a, bits_b = (stored(grid, self._form, rows, cols) for grid in (self._a, self._b))
         shape, size = bits_a.shape, bits_a.size
-        one, two, three = (buffer[:size].reshape(shape) for buffer in buffers[0])
+        out_a, out_b, three = (buffer[:size].reshape(shape) for buffer in buffers[0])
         keep = buffers[1][:size].reshape(shape)
-        keys_a = key_array(bits_a, self._form, out=one, scratch=three)
-        keys_b = key_array(bits_b, self._form, out=two, scratch=three)
+        keys_a = key_array(bits_a, self._form, out=out_a, scratch=three)
+        keys_b = key_array(bits_b, self._form, out=out_b, scratch=three)
         np.greater_equal(np.abs(keys_a, out=three), self._smallest_key, out=keep)
         if self._check:
             for grid in (self._a, self._b):
                 values = grid.load(rows, cols, np.empty(BLOCK))
                 np.logical_and(keep, np.isfinite(values), out=keep)
-        distance = distance_array(keys_a, keys_b, out=three, scratch=one)
+        distance = distance_array(keys_a, keys_b, out=three, scratch=out_a)
         num_counted = int(np.count_nonzero(keep))
         if num_counted < size:
             np.multiply(distance, keep, out=distance)
@@ -300,15 +300,15 @@ class InLoops:
             for rows in self._pieces(part):
                 distances, rows = self._distances(rows)
                 if steps:
-                    found, over = distances.count_steps(rows, steps.start)
+                    counts, over = distances.count_steps(rows, steps.start)
                     tail.num_over += over[: len(steps)]
                 else:
-                    found, beyond = distances.pick_beyond(rows, bound)
-                    tail.num_at_bound += found[3]
+                    counts, beyond = distances.pick_beyond(rows, bound)
+                    tail.num_at_bound += counts[3]
                     tail.beyond.append(beyond)
-                tail.num_counted += found[0]
-                tail.num_over_1 += found[1]
-                tail.largest = max(tail.largest, found[2])
+                tail.num_counted += counts[0]
+                tail.num_over_1 += counts[1]
+                tail.largest = max(tail.largest, counts[2])
             return tail
 
         return run_split(work, self._rows, threads=threads)

@@ -70,34 +70,34 @@ def estimate_pair(
     """
 
     k = a.rows.shape[1] - 2
-    sides = [_Side(one) for one in (a, b)]
-    one, two = sides
+    sides = [_Side(sketch) for sketch in (a, b)]
+    ref, cand = sides
     with np.errstate(all="ignore"):
-        gaps, apart = np.square(one.norm - two.norm), _apart(one, two)
+        gaps, apart = np.square(ref.norm - cand.norm), _apart(ref, cand)
         d2 = gaps + apart
-        update = None if base is None else np.square(one.sums - _Side(base).sums).sum(1)
-    usable = np.isfinite(d2) & np.isfinite(one.norm) & np.isfinite(two.norm)
+        update = None if base is None else np.square(ref.sums - _Side(base).sums).sum(1)
+    usable = np.isfinite(d2) & np.isfinite(ref.norm) & np.isfinite(cand.norm)
     real = np.ones(len(d2), bool)
     if row_mask is not None:
         real = row_mask.detach().cpu().reshape(-1).numpy().astype(bool)
     kept = usable & real
-    apart, variance = _with_pooled(one, two, gaps, apart, kept, num_features, sums)
+    apart, variance = _with_pooled(ref, cand, gaps, apart, kept, num_features, sums)
     d2 = gaps + apart
-    a2, b2 = float(np.square(one.norm[kept]).sum()), float(np.square(two.norm[kept]).sum())
+    a2, b2 = float(np.square(ref.norm[kept]).sum()), float(np.square(cand.norm[kept]).sum())
     total = float(d2[kept].sum())
     rel_l2 = _root(total, a2)
     estimate = _interval(apart[kept], float(gaps[kept].sum()), a2, k,
                          variance, resolution(num_features, k, sums=sums))  # fmt: skip
     # ‖a‖² - ‖b‖², as a difference of near numbers
-    nearer = float(((one.norm - two.norm) * (one.norm + two.norm))[kept].sum())
+    nearer = float(((ref.norm - cand.norm) * (ref.norm + cand.norm))[kept].sum())
     norms = math.sqrt(a2), math.sqrt(b2)
     gap = nearer / (norms[0] + norms[1]) if a2 + b2 else 0.0
     aside = max(0.0, total - gap * gap)
     one_minus_cosine = aside / (2 * norms[0] * norms[1]) if a2 and b2 else float(a2 != b2)
     per_row = np.full(len(d2), np.nan)
-    per_row[kept] = _roots(d2[kept], np.square(one.norm[kept]))
+    per_row[kept] = _roots(d2[kept], np.square(ref.norm[kept]))
     pads = usable & ~real
-    sinks = kept & (one.norm > _sink_limit(one.norm[kept]))
+    sinks = kept & (ref.norm > _sink_limit(ref.norm[kept]))
     usual = kept & ~sinks
     update_norm = None if update is None else math.sqrt(float(update[kept].sum()))
     known = per_row[~np.isnan(per_row)]
@@ -134,10 +134,10 @@ def estimate_pair(
         update_rel_l2=None if update_norm is None else _root(total, update_norm**2),
         update_norm=update_norm,
         num_sink_tokens=int(sinks.sum()),
-        rel_l2_without_sinks=_root(float(d2[usual].sum()), float(np.square(one.norm[usual]).sum()))
+        rel_l2_without_sinks=_root(float(d2[usual].sum()), float(np.square(ref.norm[usual]).sum()))
         if sinks.any()
         else None,
-        pad_rel_l2=_root(float(d2[pads].sum()), float(np.square(one.norm[pads]).sum()))
+        pad_rel_l2=_root(float(d2[pads].sum()), float(np.square(ref.norm[pads]).sum()))
         if pads.any()
         else None,
         reference_nan=0,
@@ -149,7 +149,7 @@ def estimate_pair(
     rows = RowMetrics(
         rel_l2=per_row,
         diff=np.where(kept, np.sqrt(d2), math.nan),
-        norm=one.norm,
+        norm=ref.norm,
         update_norm=None if update is None else np.sqrt(update),
     )
     return metrics, rows, estimate
@@ -164,17 +164,17 @@ class _Side:
         self.pooled = sketch.pooled.numpy().astype(np.float64)
 
 
-def _apart(one: _Side, two: _Side) -> np.ndarray:
+def _apart(a: _Side, b: _Side) -> np.ndarray:
     """By row, the estimate of ‖b - beta a‖² / beta; 0 where a side is zero: the norms say all."""
-    some = (one.norm > 0) & (two.norm > 0)
-    beta = np.where(some, two.norm / one.norm, 1.0)
-    found = np.square(two.sums - beta[:, None] * one.sums).sum(1) / beta
-    return np.where(some | ~np.isfinite(one.norm) | ~np.isfinite(two.norm), found, 0.0)
+    some = (a.norm > 0) & (b.norm > 0)
+    beta = np.where(some, b.norm / a.norm, 1.0)
+    apart = np.square(b.sums - beta[:, None] * a.sums).sum(1) / beta
+    return np.where(some | ~np.isfinite(a.norm) | ~np.isfinite(b.norm), apart, 0.0)
 
 
 def _with_pooled(
-    one: _Side,
-    two: _Side,
+    a: _Side,
+    b: _Side,
     gaps: np.ndarray,
     apart: np.ndarray,
     kept: np.ndarray,
@@ -182,17 +182,17 @@ def _with_pooled(
     sums: SumDtype,
 ) -> tuple[np.ndarray, float]:
     """What is estimated of each row's ‖d‖², and the variance of the sum over rows ``kept``."""
-    k, (num_blocks, num_pooled) = one.sums.shape[1], one.pooled.shape
-    if not one.pooled.size or two.pooled.shape != one.pooled.shape:
+    k, (num_blocks, num_pooled) = a.sums.shape[1], a.pooled.shape
+    if not a.pooled.size or b.pooled.shape != a.pooled.shape:
         return apart, 2.0 / k * float(np.square(apart[kept]).sum())
     blocks = (num_blocks, -1)
     rows = np.where(kept, apart, 0.0).reshape(blocks)
     known = np.where(kept, gaps, 0.0).reshape(blocks).sum(1)
-    sizes = np.square(np.where(kept, one.norm, 0.0)).reshape(blocks)
+    sizes = np.square(np.where(kept, a.norm, 0.0)).reshape(blocks)
     finest = resolution(num_features * sizes.shape[1], num_pooled, sums=sums)
     total, squares = rows.sum(1), np.square(rows).sum(1)
     with np.errstate(all="ignore"):
-        pooled = np.square(one.pooled - two.pooled).sum(1) - known
+        pooled = np.square(a.pooled - b.pooled).sum(1) - known
         own, shared = 2.0 / k * squares, 2.0 / num_pooled * squares
         other = 2.0 / num_pooled * np.square(total + known)
         sum_of_both = own + other - 2.0 * shared

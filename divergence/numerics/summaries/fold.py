@@ -141,7 +141,7 @@ def folds_of(sums: list[tuple[torch.Tensor, int]]) -> list[str]:
 
     if not sums:
         return []
-    host = torch.stack([one for one, _ in sums]).cpu().tolist()
+    host = torch.stack([total for total, _ in sums]).cpu().tolist()
     return [
         "".join(
             f"{mixed((value & MASK64) + SEEDS[1 - at] * num_bytes):016x}"
@@ -200,11 +200,11 @@ def _sums(words: torch.Tensor, multipliers: torch.Tensor, *, each: bool) -> torc
     if wide.device.type == "cpu" and wide.shape[1] == 1:
         # numpy's product of two integer vectors is three times as fast as torch's two steps
         rows = [wide[at if each else 0, 0].numpy().view("uint64") for at in range(2)]
-        found = [
-            np.dot(row, one.numpy().view("uint64"))
-            for row, one in zip(rows, multipliers, strict=True)
+        products = [
+            np.dot(row, multiplier.numpy().view("uint64"))
+            for row, multiplier in zip(rows, multipliers, strict=True)
         ]
-        return torch.tensor([[int(one.view("int64")) for one in found]])
+        return torch.tensor([[int(product.view("int64")) for product in products]])
     return torch.stack(
         [(wide[at if each else 0] * multipliers[at]).sum(-1) for at in range(2)], dim=-1
     )

@@ -142,8 +142,8 @@ def num_pooled(shape: Sequence[int], k: int) -> int:
     _, num_rows, features = grid_of(shape)
     numel = num_rows * features
     most = min(_MOST_POOLED, max(_MOST, numel // _EACH_POOLED), numel // _EACH_POOLED_LEAST)
-    found = _power_below(most)
-    return found if num_rows > 1 and found > k else 0
+    power = _power_below(most)
+    return power if num_rows > 1 and power > k else 0
 
 
 def _power_below(number: int) -> int:
@@ -236,10 +236,10 @@ def sketch_many(
     for (_, _, features, k), members in groups.items():
         stack = torch.cat([tensors[index].detach().reshape(1, features) for index in members])
         numbers = np.zeros(len(members), np.int64)
-        found = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
-        for index, one in zip(members, torch.split(found.rows, 1), strict=True):
-            results[index] = Projections(one, found.pooled)
-    return [one for one in results if one is not None]
+        sketched = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
+        for index, row in zip(members, torch.split(sketched.rows, 1), strict=True):
+            results[index] = Projections(row, sketched.pooled)
+    return [result for result in results if result is not None]
 
 
 def _sketch_blocks(

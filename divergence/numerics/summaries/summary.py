@@ -81,9 +81,9 @@ def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
         tensor = tensor.detach().to(dtype=_complex128()).abs()
     grid = Grid(tensor.reshape(1, -1))
     if chosen(kernel, grid.format) == "compiled":
-        found = summarize_rows(grid)[0]
-        if found is not None:
-            return found
+        summary = summarize_rows(grid)[0]
+        if summary is not None:
+            return summary
     dtype = compute_dtype(grid.format)
     buffer = np.empty(min(BLOCK, grid.num_cols), dtype)
     tally = _Tally()
@@ -101,22 +101,22 @@ def summarize_rows(grid: Grid) -> list[Summary | None]:
     return [_of_totals(totals) for totals in totals_of(grid)]
 
 
-def _of_totals(found: Totals) -> Summary | None:
-    top = max(abs(found.low), abs(found.high)) if found.count else 0.0
+def _of_totals(totals: Totals) -> Summary | None:
+    top = max(abs(totals.low), abs(totals.high)) if totals.count else 0.0
     if not (top == 0.0 or _FLOAT64_LOW <= top <= _FLOAT64_HIGH):
         return None
-    count = max(1, found.count)
-    known = found.count > 0
+    count = max(1, totals.count)
+    known = totals.count > 0
     return Summary(
-        min=found.low if known else None,
-        max=found.high if known else None,
-        mean=found.total / count if known else None,
-        rms=math.sqrt(found.squares / count) if known else None,
+        min=totals.low if known else None,
+        max=totals.high if known else None,
+        mean=totals.total / count if known else None,
+        rms=math.sqrt(totals.squares / count) if known else None,
         absmax=top if known else None,
-        num_nan=found.num_nan,
-        num_posinf=found.num_posinf,
-        num_neginf=found.num_neginf,
-        num_zero=found.num_zero,
+        num_nan=totals.num_nan,
+        num_posinf=totals.num_posinf,
+        num_neginf=totals.num_neginf,
+        num_zero=totals.num_zero,
     )
 
 
@@ -225,12 +225,12 @@ def summarize_many(
             part = indices[start : start + rows]
             # one alone too: the last digits must not depend on how many happened to wait
             together = bytearray().join([tensors[index][1] for index in part])
-            found = _stacked(_flat(dtype, together).view(len(part), -1), kernel)
-            for index, summary in zip(part, found, strict=True):
+            result = _stacked(_flat(dtype, together).view(len(part), -1), kernel)
+            for index, summary in zip(part, result, strict=True):
                 results[index] = summary
     return [
-        summarize(_flat(dtype, data), kernel=kernel) if found is None else found
-        for (dtype, data), found in zip(tensors, results, strict=True)
+        summarize(_flat(dtype, data), kernel=kernel) if result is None else result
+        for (dtype, data), result in zip(tensors, results, strict=True)
     ]
 
 

@@ -46,12 +46,12 @@ def title_of(
     the error of storing the truth alone; ``shown``: how words of a run are written."""
     what = f"{shown(call.operator)} ({shown(_signature(call))})"
     if len(sides) < 2:
-        found = sides[0].from_truth.get("out")
+        difference = sides[0].from_truth.get("out")
         store = (stores or {}).get("out")
-        if found is not None and store is not None and found.rel_l2 <= _NEAR * store:
+        if difference is not None and store is not None and difference.rel_l2 <= _NEAR * store:
             return f"{what}: result is as near to float64 as its dtype allows"
         return f"{what}: result and float64 truth" + (
-            "" if found is None else f" differ by rel L2 {found.rel_l2:.3g}"
+            "" if difference is None else f" differ by rel L2 {difference.rel_l2:.3g}"
         )
     first, other = (shown(side.label) for side in sides[:2])
     apart = sides[1].from_first.get("out")
@@ -117,12 +117,12 @@ def _summary(sides: Sequence[RunSide], truth: str | None) -> list[str]:
         return ["There is no float64 result to hold it against: the operator has none here."]
     lines = []
     for side in sides:
-        found = side.from_truth.get("out")
-        if found is not None:
+        difference = side.from_truth.get("out")
+        if difference is not None:
             lines.append(
-                f"{code_span(side.label)} is off from float64 by rel L2 {found.rel_l2:.3g} "
-                f"(max abs {found.max_abs:.3g}"
-                + ("" if found.max_ulp is None else f", max {found.max_ulp:,} ulp")
+                f"{code_span(side.label)} is off from float64 by rel L2 {difference.rel_l2:.3g} "
+                f"(max abs {difference.max_abs:.3g}"
+                + ("" if difference.max_ulp is None else f", max {difference.max_ulp:,} ulp")
                 + ")."
             )
     return [" ".join(lines), "", f"The float64 truth was {truth}."]
@@ -138,13 +138,13 @@ def _table(sides: Sequence[RunSide], stores: Mapping[str, float | None]) -> list
             rows = [("float64", side.from_truth.get(port))]
             if number:
                 rows.append((code_span(sides[0].label), side.from_first.get(port)))
-            for against, found in rows:
-                if found is not None:
-                    ulp = "-" if found.max_ulp is None else f"{found.max_ulp:,}"
+            for against, difference in rows:
+                if difference is not None:
+                    ulp = "-" if difference.max_ulp is None else f"{difference.max_ulp:,}"
                     lines.append(
                         f"| {code_span(port)} | {code_span(side.label)} | {against} | "
-                        f"{found.rel_l2:.4g} | {found.max_abs:.4g} | {ulp} | "
-                        f"{found.num_different:,} of {found.numel:,} |"
+                        f"{difference.rel_l2:.4g} | {difference.max_abs:.4g} | {ulp} | "
+                        f"{difference.num_different:,} of {difference.numel:,} |"
                     )
         if stores.get(port) is not None:
             lines.append(
@@ -164,9 +164,9 @@ def _side_by_side(corner: str, sides: Sequence[RunSide], rows: Rows) -> list[str
 
 
 def _environments(sides: Sequence[RunSide]) -> list[str]:
-    found = [_environment(side.manifest.environment, side.manifest) for side in sides]
-    names = dict.fromkeys(name for environment in found for name in environment)
-    return _side_by_side(" ", sides, [(name, [one.get(name) for one in found]) for name in names])
+    envs = [_environment(side.manifest.environment, side.manifest) for side in sides]
+    names = dict.fromkeys(name for environment in envs for name in environment)
+    return _side_by_side(" ", sides, [(name, [env.get(name) for env in envs]) for name in names])
 
 
 def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]:
@@ -188,15 +188,15 @@ def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
     """What the probes of each machine proved of this operation in these dtypes; of two machines
     first what differs between them."""
     dtypes = {operand.dtype for operand in call.operands}
-    found: dict[str, list[str | None]] = {}
+    facts: dict[str, list[str | None]] = {}
     for number, side in enumerate(sides):
         for fact in side.manifest.arithmetic:
             if fact.verified and is_about(fact, call.operator, dtypes):
-                row = found.setdefault(code_span(fact.name), [None] * len(sides))
+                row = facts.setdefault(code_span(fact.name), [None] * len(sides))
                 row[number] = code_span(fact.value)
-    if not found:
+    if not facts:
         return []
-    rows = sorted(found.items(), key=lambda item: len(set(item[1])) == 1)
+    rows = sorted(facts.items(), key=lambda item: len(set(item[1])) == 1)
     return _side_by_side(" probe ", sides, rows)
 
 

@@ -44,9 +44,9 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
         return None
     a, b = a.reshape(-1), b.reshape(-1)
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    one, two = a.to(wide), b.to(wide)
-    gap = torch.where(one == two, 0.0, (one - two).abs())  # equal infinities differ by nothing
-    top, bottom = float(gap.norm()), float(two.abs().norm())
+    lhs, rhs = a.to(wide), b.to(wide)
+    gap = torch.where(lhs == rhs, 0.0, (lhs - rhs).abs())  # equal infinities differ by nothing
+    top, bottom = float(gap.norm()), float(rhs.abs().norm())
     ulp = None
     form = format_of(a.dtype)
     if form.kind == "float" and form.name != "float64":
@@ -69,11 +69,11 @@ def store_error(truth: torch.Tensor, dtype: torch.dtype) -> float | None:
 
 
 def what_differs(
-    one: RecordedCall, values: Sequence[torch.Tensor], other: Run, theirs: RecordedCall
+    ours: RecordedCall, values: Sequence[torch.Tensor], other: Run, theirs: RecordedCall
 ) -> str | None:
-    """Of the call ``one``, whose operands have ``values``, and the call ``theirs`` of ``other``;
+    """Of the call ``ours``, whose operands have ``values``, and the call ``theirs`` of ``other``;
     None where they were given the same."""
-    mine, call = one.call, theirs.call
+    mine, call = ours.call, theirs.call
     if mine.operator != call.operator or len(mine.operands) != len(call.operands):
         return f"it is {call.operator} with {len(call.operands)} tensors there"
     scalars = other_scalars(mine, call)

@@ -88,7 +88,7 @@ def repro(
     RunWriteError.
     """
     source, other, true_run = (
-        None if one is None else Run.open(one) for one in (run, against, truth)
+        None if given is None else Run.open(given) for given in (run, against, truth)
     )
     assert source is not None
     pass_ = replayable_pass(source)
@@ -97,45 +97,45 @@ def repro(
         _check_truth(true_run, source, pass_)
     out = folder_of(out)
     _check_folder(out, force=force)
-    one = calls[0] if other is None else _worst(source, other, calls)
+    call = calls[0] if other is None else _worst(source, other, calls)
     weights = None
     if model is not None:
         weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
-    (progress or silent)("repro", 0, None, one.path)
+    (progress or silent)("repro", 0, None, call.path)
     notes: list[str] = []
     asked = asked_for(operators, resolve_device("auto"))
     try:
-        operands = operand_values(source, one, weights)
-        expected = {port: source.read(record) for port, record in one.results.items()}
-        true, made_by = _truth(true_run, one, operands, notes, asked)
+        operands = operand_values(source, call, weights)
+        expected = {port: source.read(record) for port, record in call.results.items()}
+        true, made_by = _truth(true_run, call, operands, notes, asked)
         sides = [_side(source, expected, true, expected)]
         if other is not None:
-            sides.append(_other_side(source, other, one, operands, expected, true))
+            sides.append(_other_side(source, other, call, operands, expected, true))
         sides = _told_apart(sides, source, other)
         stores = {port: store_error(true[port], expected[port].dtype) for port in true}
-        title = title_of(one.call, sides, stores)
+        title = title_of(call.call, sides, stores)
         device = (other or source).manifest.environment.device_type
         text = script_text(
-            one.call, source.manifest, expected,
-            site=one.first.site, title=title, device=device, has_truth=bool(true),
+            call.call, source.manifest, expected,
+            site=call.first.site, title=title, device=device, has_truth=bool(true),
         )  # fmt: skip
     except Refusal as refusal:
         raise UsageError(
-            f"{one.path} cannot be run alone: {refusal.reason}",
+            f"{call.path} cannot be run alone: {refusal.reason}",
             where=refusal.detail,
             hint="choose another operator, or give --model PATH for its weights",
         ) from refusal
     report = report_text(
-        one.call, sides, stores,
-        site=one.first.site,
-        where=f"{pass_} pass, sample {one.first.sample}, step {one.first.step}",
+        call.call, sides, stores,
+        site=call.first.site,
+        where=f"{pass_} pass, sample {call.first.sample}, step {call.first.step}",
         truth=made_by,
     )  # fmt: skip
-    inputs = dict(zip(operand_names(one.call), operands, strict=True))
+    inputs = dict(zip(operand_names(call.call), operands, strict=True))
     files = _write(out, text, report, inputs, expected, true)
     return Reproducer(
-        path=out, title=title, site=one.first.site, operator=one.call.operator,
-        sample=one.first.sample, step=one.first.step, files=files,
+        path=out, title=title, site=call.first.site, operator=call.call.operator,
+        sample=call.first.sample, step=call.first.step, files=files,
         from_truth=dict(sides[0].from_truth),
         against=dict(sides[1].from_first) if other is not None else {},
         notes=tuple(notes),
@@ -152,12 +152,12 @@ def _calls_at(
     if not at_site:
         raise _no_operator(run, site, calls)
     chosen = [
-        one
-        for one in at_site
-        if sample in (None, one.first.sample) and step in (None, one.first.step)
+        call
+        for call in at_site
+        if sample in (None, call.first.sample) and step in (None, call.first.step)
     ]
     if not chosen:
-        there = ", ".join(f"{one.first.sample}/{one.first.step}" for one in at_site[:8])
+        there = ", ".join(f"{call.first.sample}/{call.first.step}" for call in at_site[:8])
         raise UsageError(
             f"{path} was not recorded in sample {sample}, step {step}"
             if None not in (sample, step)
@@ -215,7 +215,7 @@ def _check_folder(out: Path, *, force: bool) -> None:
 
 
 def _truth(
-    true_run: Run | None, one: RecordedCall, operands: list[torch.Tensor],
+    true_run: Run | None, call_alone: RecordedCall, operands: list[torch.Tensor],
     notes: list[str], asked: frozenset[str],
 ) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
     """The right results by port and what computed them; empty where that cannot be had.
@@ -224,15 +224,19 @@ def _truth(
     """
     try:
         results = execute_ports(
-            one.call, operands, device="cpu", compute_dtype=torch.float64, namespaces=asked
+            call_alone.call, operands, device="cpu", compute_dtype=torch.float64, namespaces=asked
         )
     except Refusal as refusal:
-        if isinstance(refusal, Unsafe) or refusal.reason in (RANDOM, UNINITIALISED, one.call.note):
+        if isinstance(refusal, Unsafe) or refusal.reason in (
+            RANDOM,
+            UNINITIALISED,
+            call_alone.call.note,
+        ):
             raise  # no machine's result would be the right one
         results, why = None, refusal.reason
     if true_run is not None:
         records = {
-            port: _find(true_run, "replayed", record) for port, record in one.results.items()
+            port: _find(true_run, "replayed", record) for port, record in call_alone.results.items()
         }
         held = {
             port: true_run.read(record) for port, record in records.items() if record is not None
@@ -247,7 +251,7 @@ def _truth(
     if results is None:
         notes.append(f"no truth: {why}")
         return {}, None
-    kept = {port: results[port] for port in one.results if port in results}
+    kept = {port: results[port] for port in call_alone.results if port in results}
     return kept, f"computed with torch {torch.__version__} on a CPU"
 
 
@@ -310,37 +314,37 @@ def _told_apart(sides: list[RunSide], *runs: Run | None) -> list[RunSide]:
 
 
 def _other_side(
-    source: Run, other: Run, one: RecordedCall, operands: list[torch.Tensor], expected: Tensors,
+    source: Run, other: Run, call: RecordedCall, operands: list[torch.Tensor], expected: Tensors,
     true: Tensors,
 ) -> RunSide:  # fmt: skip
     """The other run's results at the same call, given the same. Raises UsageError otherwise."""
-    pass_ = _pass_of(other, source, one.first.pass_)
+    pass_ = _pass_of(other, source, call.first.pass_)
     results: dict[str, Any] = {}
-    for port, record in one.results.items():
-        found = _find(other, pass_, record)
-        if found is not None:
-            results[port] = other.read(found)
+    for port, record in call.results.items():
+        other_record = _find(other, pass_, record)
+        if other_record is not None:
+            results[port] = other.read(other_record)
     if other.manifest.plan.anchored_to != source.manifest.id or pass_ != "replayed":
-        _check_inputs(source, other, pass_, one, operands)
+        _check_inputs(source, other, pass_, call, operands)
     return _side(other, results, true, expected)
 
 
 def _check_inputs(
-    source: Run, other: Run, pass_: str, one: RecordedCall, operands: list[torch.Tensor]
+    source: Run, other: Run, pass_: str, call: RecordedCall, operands: list[torch.Tensor]
 ) -> None:
     """Refuse a pair whose inputs or scalars are not shown to be equal: of other inputs the other
     machine's result is no fault of its operator."""
-    first = one.first
-    theirs = [c for c in recorded_calls(other, pass_) if c.path == one.path
+    first = call.first
+    theirs = [c for c in recorded_calls(other, pass_) if c.path == call.path
               and (c.first.sample, c.first.step) == (first.sample, first.step)]  # fmt: skip
     differs = "its call was not recorded there"
     if theirs:
-        difference = what_differs(one, operands, other, theirs[0])
+        difference = what_differs(call, operands, other, theirs[0])
         if difference is None:
             return
         differs = difference
     raise UsageError(
-        f"inputs differ at {one.path}: this reproducer would blame the operator for what it was "
+        f"inputs differ at {call.path}: this reproducer would blame the operator for what it was "
         "given",
         where=f"{other.path}, {pass_} pass, sample {first.sample}, step {first.step}: {differs}",
         hint=f"{command_line('replay', source.path, o='OTHER')}, on the other machine, "

@@ -105,7 +105,7 @@ def script_text(
             )
             for name, operand in zip(names, call.operands, strict=True)
         },
-        "expected": {port: (one.dtype, tuple(one.shape)) for port, one in expected.items()},
+        "expected": {port: (out.dtype, tuple(out.shape)) for port, out in expected.items()},
         "switches": _switches(manifest.settings.switches),
     }
     values = {

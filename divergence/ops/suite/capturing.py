@@ -213,9 +213,9 @@ class _Runner:
                 continue
             self._record(work, arguments, outputs)
             for others in again:
-                for one, other in zip(outputs, others, strict=True):
+                for output, other in zip(outputs, others, strict=True):
                     repeated.num_compared += 1
-                    if digest_tensor(one) != digest_tensor(other):
+                    if digest_tensor(output) != digest_tensor(other):
                         repeated.num_different += 1
                         repeated.first_difference = repeated.first_difference or work.path
         if self._cases.order == 0:
@@ -331,7 +331,7 @@ def _manifest(
         return "definition" if mine is None else mine.name
 
     modules = {work.path: ModuleNote(kind=kind(work), role="inner") for work in works}
-    used = sorted({one.name for one in chosen.values() if one.name != DEFAULT})
+    used = sorted({choice.name for choice in chosen.values() if choice.name != DEFAULT})
     plan = Plan(
         passes=["free" if recorded is None else "replayed"],
         sites=sites,

@@ -74,7 +74,11 @@ class Operator:
     def arguments(self) -> tuple[str, ...]:
         """The names of what the truth takes; each implementation is given the same by name."""
         parameters = inspect.signature(self.truth).parameters.values()
-        return tuple(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
+        return tuple(
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is not parameter.KEYWORD_ONLY
+        )
 
     @property
     def full_name(self) -> str:

@@ -107,20 +107,20 @@ def arguments_of(run: Run, record: Record, *, known: Collection[str] | None = No
 
 
 def _operand(run: Run, record: Record, operand: Operand) -> torch.Tensor:
-    found = (
+    operand_record = (
         None
         if operand.site is None
         else run.find((record.pass_, record.sample, record.step, operand.site))
     )
-    if found is None:
+    if operand_record is None:
         raise _damaged(run, record, f"the run does not hold its operand {operand.site}")
-    if found.shape != operand.shape or found.dtype != operand.dtype:
+    if operand_record.shape != operand.shape or operand_record.dtype != operand.dtype:
         raise _damaged(run, record, f"{operand.site} is not of the operand's shape and dtype")
-    values = run.read(found)
+    values = run.read(operand_record)
     if operand.stride is None:
         return values.clone()
     known = len(operand.stride) == len(operand.shape) and 0 not in operand.stride
-    if not known or span_of(operand.shape, operand.stride) > 64 * max(1, found.numel):
+    if not known or span_of(operand.shape, operand.stride) > 64 * max(1, operand_record.numel):
         raise _damaged(run, record, f"{operand.site} has impossible strides")
     strided = torch.empty_strided(operand.shape, operand.stride, dtype=values.dtype)
     return strided.copy_(values)

@@ -46,12 +46,12 @@ class Codes:
 
     def by_storage(self) -> dict[int, str]:
         """Where each dequantised weight lies → its module."""
-        found = {}
+        paths = {}
         for path, (module, _, _) in self._of.items():
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
-            found[weight.untyped_storage().data_ptr()] = path
-        return found
+            paths[weight.untyped_storage().data_ptr()] = path
+        return paths
 
     def exact(self, path: str, dtype: torch.dtype) -> torch.Tensor:
         """Code × scale, computed in ``dtype``."""
@@ -94,7 +94,7 @@ def dequantize(model: nn.Module, source: str) -> Codes | None:
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
     """The module's parameters and buffers, not those of modules in it."""
     tensors = {**module._parameters, **module._buffers}
-    return {name: one.detach() for name, one in tensors.items() if one is not None}
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
 
 def _compressor(scheme: Any) -> Any:

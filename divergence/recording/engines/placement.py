@@ -197,9 +197,9 @@ def why_not(module_class: str, error: BaseException, ranks: Ranks | None) -> Mod
 def tensor_plan(module: Any) -> dict[str, str]:
     """Module path → style, of modules that tensor parallelism touches."""
     plan: dict[str, str] = getattr(module, "tp_plan", None) or {}
-    found = {}
+    styles = {}
     for path, _ in module.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
         if style is not None:
-            found[escape_path(path)] = style
-    return found
+            styles[escape_path(path)] = style
+    return styles

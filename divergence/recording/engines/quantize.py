@@ -93,7 +93,7 @@ def scheme_of(options: QuantizeOptions) -> Scheme:
 def keep_of(text: str) -> list[str]:
     """Patterns, by commas; a regular expression goes up to the next one, or to the end."""
     before, *expressions = re.split(r"(?:^|,)\s*(?=!?re:)", text)
-    return [one.strip() for one in (*before.split(","), *expressions) if one.strip()]
+    return [pattern.strip() for pattern in (*before.split(","), *expressions) if pattern.strip()]
 
 
 class QuantizeSession(TorchSession):
@@ -118,7 +118,7 @@ class QuantizeSession(TorchSession):
             )
         if scheme.weights is None:  # there is nothing to choose from
             targets = {}
-        self.targets = {one.name: one for one in chosen(targets, keep_of(str(options["keep"])))}
+        self.targets = {tgt.name: tgt for tgt in chosen(targets, keep_of(str(options["keep"])))}
         self.kept = [name for name in targets if name not in self.targets]
         self.calibration: Calibration | None = None
         self.watches: Mapping[str, Watch] = {}
@@ -165,12 +165,12 @@ class QuantizeSession(TorchSession):
     def _description(self) -> QuantizationNote:
         scheme, places = self.scheme, sorted({starred(name) for name in self.targets})
         weights = _numbers(scheme.weights, dynamic=False)
-        found = QuantizedScheme(
+        quantized_scheme = QuantizedScheme(
             weights=weights, activations=_numbers(scheme.activations, dynamic=not scheme.static),
             modules=places, num_modules=len(self.targets),
         )  # fmt: skip
         return QuantizationNote(
-            method="simulated", schemes=[] if weights is None else [found],
+            method="simulated", schemes=[] if weights is None else [quantized_scheme],
             kv_cache=_numbers(scheme.kv, dynamic=True),
             kept=sorted({starred(name) for name in self.kept}),
         )  # fmt: skip

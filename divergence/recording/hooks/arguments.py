@@ -183,7 +183,10 @@ def draws_random_numbers(func: Any, named: Mapping[str, Any]) -> bool:
     """Does this call draw random numbers? Attention kernels may, but for a dropout of 0 do not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = {one.name: named.get(one.name, one.default_value) for one in func._schema.arguments}
+    given = {
+        argument.name: named.get(argument.name, argument.default_value)
+        for argument in func._schema.arguments
+    }
     if given.get("train") is False or given.get("training") is False:
         return False
     chances = [given.get(name) for name in ("dropout_p", "dropout", "p")]

@@ -62,7 +62,7 @@ def _told_apart(path: str, seen: Seen, quiet: Callable[[], Any]) -> Watch:
 def _watched_library(
     model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]
 ) -> Iterator[None]:
-    paths = {id(one): escape_path(path) for path, one in model.named_modules() if quantizes(one)}
+    paths = {id(mod): escape_path(path) for path, mod in model.named_modules() if quantizes(mod)}
     if not paths:
         yield
         return

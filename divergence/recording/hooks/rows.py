@@ -95,14 +95,14 @@ class Rows:
         if whole.ndim != len(alone):
             return []
         parts = [whole] * count
-        for axis, (size, one) in enumerate(zip(whole.shape, alone, strict=True)):
-            if size == one:
+        for axis, (size, single) in enumerate(zip(whole.shape, alone, strict=True)):
+            if size == single:
                 continue
-            if (size, one) == (count, 1):
+            if (size, single) == (count, 1):
                 parts = [part.narrow(axis, n, 1) for n, part in enumerate(parts)]
-            elif (size, one) == (past + count, past + 1):
+            elif (size, single) == (past + count, past + 1):
                 parts = [part.narrow(axis, 0, past + 1 + n) for n, part in enumerate(parts)]
-            elif (size, one) == (self._batch * count, self._batch):  # rows of the whole batch
+            elif (size, single) == (self._batch * count, self._batch):  # rows of the whole batch
                 split = (self._batch, count)
                 parts = [
                     part.unflatten(axis, split).select(axis + 1, n) for n, part in enumerate(parts)
@@ -112,13 +112,13 @@ class Rows:
         return parts
 
 
-def agree(one: torch.Tensor, two: torch.Tensor) -> bool:
+def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same bits, or float64 within rounding."""
-    if one.shape != two.shape or one.dtype != two.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if torch.equal(one, two):
+    if torch.equal(a, b):
         return True
-    if one.dtype not in (torch.float64, torch.complex128):
+    if a.dtype not in (torch.float64, torch.complex128):
         return False
-    distance, size = torch.linalg.vector_norm(one - two), torch.linalg.vector_norm(two)
+    distance, size = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(b)
     return bool(distance <= AGREEMENT * size)

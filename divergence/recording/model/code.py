@@ -80,9 +80,9 @@ def code_notes(model: nn.Module) -> dict[str, CodeNote]:
 
 def _own_class(kind: type) -> type:
     """Classes that torch makes at run time (fully sharded, parametrised) stand for their base."""
-    for one in kind.__mro__:
-        if not one.__module__.startswith(("torch.distributed", "torch.nn.utils.parametrize")):
-            return kind if one.__module__ == "torch.nn.modules.module" else one
+    for base in kind.__mro__:
+        if not base.__module__.startswith(("torch.distributed", "torch.nn.utils.parametrize")):
+            return kind if base.__module__ == "torch.nn.modules.module" else base
     return kind
 
 
@@ -134,7 +134,7 @@ def _instance_key(module: Any) -> tuple[object, ...]:
         if name == "forward" or isinstance(value, kinds)
     )
     config = getattr(module, "config", None)
-    chosen = [getattr(config, f"_{one}_implementation", None) for one in ("attn", "experts")]
+    chosen = [getattr(config, f"_{part}_implementation", None) for part in ("attn", "experts")]
     return type(module), own, *chosen, tuple(map(id, hooks_of(module).values()))
 
 
@@ -160,7 +160,7 @@ class _Reader:
 
     def _method(self, name: str, own: Any = None) -> None:
         """A method by name: of the instance where it has one, else of the class."""
-        definer = next((one for one in self._kind.__mro__ if name in one.__dict__), None)
+        definer = next((base for base in self._kind.__mro__ if name in base.__dict__), None)
         declared_ = None if definer is None else definer.__dict__[name]
         value = own if name == "forward" else self._module.__dict__.get(name)
         on_instance = value is not None
@@ -227,7 +227,7 @@ class _Reader:
             else:
                 self._read_named(name, value)
             return
-        definer = next((one for one in self._kind.__mro__ if name in one.__dict__), None)
+        definer = next((base for base in self._kind.__mro__ if name in base.__dict__), None)
         if definer is None or definer.__module__ == "torch.nn.modules.module":
             return
         inner = innermost(_plain(definer.__dict__[name]))

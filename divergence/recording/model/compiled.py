@@ -69,10 +69,10 @@ def compiled_regions(model: torch.nn.Module) -> dict[str, str]:
 def _compiled_call(module: torch.nn.Module) -> Any:
     """What torch.compile made of the module, or of its forward; None where nothing."""
     forward = module.__dict__.get("forward", type(module).forward)
-    for one in (module.__dict__.get("_compiled_call_impl"), forward):
-        disabled = getattr(one, "_torchdynamo_disable", False)
-        if hasattr(one, "_torchdynamo_orig_callable") and not disabled:
-            return one
+    for function in (module.__dict__.get("_compiled_call_impl"), forward):
+        disabled = getattr(function, "_torchdynamo_disable", False)
+        if hasattr(function, "_torchdynamo_orig_callable") and not disabled:
+            return function
     return None
 
 
@@ -166,7 +166,7 @@ class CompiledWatch:
         divided = [
             path
             for path in self._regions
-            if path not in among and any(one != path and inside(one, (path,)) for one in recorded)
+            if path not in among and any(sub != path and inside(sub, (path,)) for sub in recorded)
         ]
         if divided:
             told.append(
@@ -227,8 +227,8 @@ class CompiledWatch:
         """File and line of each function that may be compiled as a frame of this region."""
         module = self._model.get_submodule("" if path == ROOT else path)
         codes = set()
-        for one in module.modules():
-            for function in (one.__dict__.get("forward"), type(one).forward):
+        for submodule in module.modules():
+            for function in (submodule.__dict__.get("forward"), type(submodule).forward):
                 for each in layers(function):
                     codes.add((each.__code__.co_filename, each.__code__.co_firstlineno))
         return codes
@@ -264,9 +264,9 @@ def _reason(failed: list[Any]) -> str | None:
 class _Limits(logging.Handler):
     """Keeps torch's warnings that a limit of recompilations was reached: (limit, place)."""
 
-    def __init__(self, found: list[tuple[str, str]]) -> None:
+    def __init__(self, limits: list[tuple[str, str]]) -> None:
         super().__init__(logging.WARNING)
-        self._found = found
+        self._found = limits
 
     def emit(self, record: logging.LogRecord) -> None:
         if not str(record.msg).startswith(_LIMIT) or not isinstance(record.args, tuple):

@@ -35,20 +35,20 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
     that of the checkpoint."""
     own = getattr(getattr(model, "config", None), "quantization_config", None)
     config = _plain(own if own is not None else config)
-    found: dict[_Numbers, list[str]] = {}
+    schemes: dict[_Numbers, list[str]] = {}
     kept: list[str] = []
     for path, module in model.named_modules():
         numbers = _of_module(module)
         if any(numbers) or quantized_by(module):
-            found.setdefault(numbers, []).append(path)
+            schemes.setdefault(numbers, []).append(path)
         elif _has_matrix(module):
             kept.append(path)
-    if config is None and not found:
+    if config is None and not schemes:
         return None
-    dequantized = not found
+    dequantized = not schemes
     config = config or {}
-    if not any(any(numbers) for numbers in found):
-        found = {_of_config(config): [path for paths in found.values() for path in paths]}
+    if not any(any(numbers) for numbers in schemes):
+        schemes = {_of_config(config): [path for paths in schemes.values() for path in paths]}
     return QuantizationNote(
         method=str(config.get("quant_method") or "unknown"),
         format=config.get("format"),
@@ -57,7 +57,7 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
                 weights=weights, activations=activations, modules=_places(paths),
                 num_modules=len(paths),
             )
-            for (weights, activations), paths in found.items()
+            for (weights, activations), paths in schemes.items()
             if weights or activations
         ],
         kv_cache=_numbers(config.get("kv_cache_scheme")),

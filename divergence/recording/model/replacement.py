@@ -96,7 +96,7 @@ def put_in_place(
     if file is None:
         own = innermost(definer.__dict__.get("__init__"))
         file = None if own is None else own.__code__.co_filename
-    outer = next((one for one in chain[:-1] if _added(one, chain, file)), None)
+    outer = next((layer for layer in chain[:-1] if _added(layer, chain, file)), None)
     if outer is not None:
         return outer
     if file is None or (
@@ -148,7 +148,7 @@ def put_in_namespace(
         return None if same or _decorated(says, inner) else title
     if isinstance(says, ast.ImportFrom):
         source = _source_module(says, str(space.get("__package__") or ""))
-        asked = next(one.name for one in says.names if (one.asname or one.name) == name)
+        asked = next(alias.name for alias in says.names if (alias.asname or alias.name) == name)
         there = None if source is None else source.__dict__.get(asked)
         if there is not None and there is not value:
             return title
@@ -180,7 +180,7 @@ def replaced_in_torch() -> Iterator[tuple[str, Any]]:
             function = getattr(holders[holder], name, None)
             chain = layers(function)
             if chain and any(
-                one.__globals__.get("__name__", "").partition(".")[0] != "torch" for one in chain
+                func.__globals__.get("__name__", "").partition(".")[0] != "torch" for func in chain
             ):
                 yield f"{holder}.{name}", function
 
@@ -249,7 +249,7 @@ def attributes_of(modules: dict[str, Any]) -> dict[str, str]:
 
 
 def _kinds(module: Any) -> tuple[type, ...]:
-    made = (one.__module__ for one in type(module).__mro__)
+    made = (base.__module__ for base in type(module).__mro__)
     own = next(name for name in made if not name.startswith("torch.distributed"))  # fully sharded
     return (float,) if own.startswith("torch.nn.") else (int, float)
 
@@ -276,7 +276,7 @@ def original_forward(module: Any) -> Any:
 
 def hooks_of(module: Any) -> dict[str, Any]:
     """Hooks that are no library's, by what they are called: they may change what passes."""
-    found: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
     for kind, hooks in (
         ("forward pre-hook", module._forward_pre_hooks),
         ("forward hook", module._forward_hooks),
@@ -285,8 +285,8 @@ def hooks_of(module: Any) -> dict[str, Any]:
             function = innermost(hook if not isinstance(hook, functools.partial) else hook.func)
             function = function or innermost(vars(type(hook)).get("__call__"))
             if function is not None and not is_library(function):
-                found[f"{kind} {number}"] = function
-    return found
+                functions[f"{kind} {number}"] = function
+    return functions
 
 
 def wrappers_of(module: Any) -> list[str]:
@@ -294,7 +294,7 @@ def wrappers_of(module: Any) -> list[str]:
     wrappers = [
         f"{name.rpartition(' ')[0]} {place_of(hook)}" for name, hook in hooks_of(module).items()
     ]
-    names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
+    names = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
     if _is_divided(module.__dict__.get("forward")):
         wrappers.append("tensor parallel")
     hook = module.__dict__.get("_hf_hook")
@@ -335,12 +335,12 @@ def _attribute(module: Any, name: str) -> Any:
 def _names(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
-    return [str(one) for one in value] if isinstance(value, list | tuple) else []
+    return [str(name) for name in value] if isinstance(value, list | tuple) else []
 
 
 def quantized_by(module: Any) -> str | None:
     """What put codes in place of a module's weight."""
-    names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
+    names = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
     weight = module._parameters.get("weight")
     if weight is not None:
         names += [f"{type(weight).__module__}.", f"{type(weight.data).__module__}."]

@@ -124,7 +124,8 @@ def _text(node: ast.AST) -> str:
 
 def _byte_code(code: types.CodeType) -> str:
     constants = [
-        _byte_code(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts
+        _byte_code(constant) if isinstance(constant, types.CodeType) else repr(constant)
+        for constant in code.co_consts
     ]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
@@ -200,7 +201,7 @@ def _binds(node: ast.stmt, name: str) -> bool:
     if isinstance(node, ast.AnnAssign):
         return isinstance(node.target, ast.Name) and node.target.id == name and bool(node.value)
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return any((one.asname or one.name) == name for one in node.names)
+        return any((alias.asname or alias.name) == name for alias in node.names)
     return False
 
 
@@ -232,9 +233,9 @@ def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         if field in _SKIPPED:
             continue
         if field == "body" and isinstance(value, list):
-            value = [one for one in value if not _says_nothing(one)]
+            value = [statement for statement in value if not _says_nothing(statement)]
         if field == "decorator_list":
-            value = [one for one in value if not _documents(one)]
+            value = [decorator for decorator in value if not _documents(decorator)]
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield field, child
@@ -264,7 +265,7 @@ def _dump(node: ast.AST) -> Iterator[str]:
         if field == "name" and isinstance(node, ast.FunctionDef):
             continue
         if isinstance(value, list):
-            value = [one for one in value if not isinstance(one, ast.AST)]
+            value = [entry for entry in value if not isinstance(entry, ast.AST)]
         if value not in (None, []) and not isinstance(value, ast.AST):
             yield f" {field}={value!r}"
     for field, child in _children(node):

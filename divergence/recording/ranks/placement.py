@@ -103,7 +103,7 @@ class TensorPlacement:
         if said is not None:
             # where the shapes are known they must agree
             return said if site not in self._whole or seen == said else None
-        if seen == "replicate" and any(path.startswith(one + ".") for one in self._summing):
+        if seen == "replicate" and any(path.startswith(prefix + ".") for prefix in self._summing):
             return None
         return seen
 

@@ -84,9 +84,9 @@ def parse_mesh(text: str, num_ranks: int) -> Mesh:
         )
     return Mesh(
         axes=[
-            MeshAxis(name=name, size=one)
+            MeshAxis(name=name, size=length)
             for name in AXES
-            if (one := sizes.get(name)) is not None and (one > 1 or total == 1)
+            if (length := sizes.get(name)) is not None and (length > 1 or total == 1)
         ]
     )
 

@@ -51,7 +51,7 @@ def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine
         return str(labels), _read(labels)
     try:
         plain = [label.tolist() if hasattr(label, "tolist") else label for label in labels]
-        written = [msgspec.json.encode(one) for one in plain]
+        written = [msgspec.json.encode(entry) for entry in plain]
     except TypeError as error:  # no list, or what JSON has no word for
         raise PromptError(f"not labels: {error}", where="labels", hint=LABEL_HINT) from error
     return "labels", [_line(line, f"labels[{number}]") for number, line in enumerate(written)]
@@ -75,10 +75,10 @@ def _read(path: str | Path) -> list[LabelLine]:
 
 def _line(line: str | bytes, where: str) -> LabelLine:
     try:
-        found = msgspec.json.decode(line, type=tuple[Label, ...] | LabelLine)
+        decoded = msgspec.json.decode(line, type=tuple[Label, ...] | LabelLine)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PromptError(f"not labels: {error}", where=where, hint=LABEL_HINT) from error
-    return found if isinstance(found, LabelLine) else LabelLine(labels=found)
+    return decoded if isinstance(decoded, LabelLine) else LabelLine(labels=decoded)
 
 
 def labels_of(
@@ -114,7 +114,7 @@ def check_labels(samples: Sequence[SampleTokens], vocab: int | None = None) -> N
                 f"prompt {number}: no token has a label (the first token's is never used)",
                 hint="leave the prompt out",
             )
-        bad = [one for one in used if one < 0 or (vocab is not None and one >= vocab)]
+        bad = [label for label in used if label < 0 or (vocab is not None and label >= vocab)]
         if bad:
             of = "" if vocab is None else f" of the model's vocabulary of {vocab}"
             raise PromptError(

@@ -173,7 +173,7 @@ class TrainingOperators(OperatorRecorder):
         if not self._in_backward:
             return super()._is_inside()
         if self._runs_forward() and self._again:
-            root = next((one for one in self._flows if _is_in(self._again[-1], one)), None)
+            root = next((flow for flow in self._flows if _is_in(self._again[-1], flow)), None)
             self._flow = self._flow if root is None else self._flows[root]
             return root is not None
         node = torch._C._current_autograd_node()
@@ -186,8 +186,8 @@ class TrainingOperators(OperatorRecorder):
     def _block(self) -> str | None:
         """The recorded block, with its call, that the node at hand belongs to."""
         return next(
-            (one for one in self._flows if one.partition("#")[0] in self.blocks
-             and _is_in(self._owner, one)), None,
+            (flow for flow in self._flows if flow.partition("#")[0] in self.blocks
+             and _is_in(self._owner, flow)), None,
         )  # fmt: skip
 
     def _caller(self) -> str:

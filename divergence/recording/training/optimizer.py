@@ -122,7 +122,7 @@ class Stepping:
         ranks, held = self._ranks, []
         check_reduced([parameter for *_, parameter in named], ranks)
         gradients = [self._gradient(parameter) for *_, parameter in named]
-        made = [[one is not None for one in gradients]]
+        made = [[grad is not None for grad in gradients]]
         between = ranks is not None and ranks.dealt and "dp" in ranks.sizes
         if between and ranks is not None:
             made = ranks.gather(made[0])
@@ -176,8 +176,8 @@ class Stepping:
         return Update(
             norm=norm, named=stepped, optimizer=optimizer,
             moments_dtype=None if moments is None or exact else getattr(torch, moments),
-            num_stepped=sum(int(_whole(one.sum())) for one in moves),
-            num_unmoved=sum(int(_whole(one)) for one in still),
+            num_stepped=sum(int(_whole(move.sum())) for move in moves),
+            num_unmoved=sum(int(_whole(count)) for count in still),
             holder={"dp": "single"} if isinstance(optimizer, DividedOptimizer) else None,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ def precision_of(
 ) -> StepPrecision:
     """``held``: what holds the gradients; ``made``: the optimizer's step, where there was one."""
     parameters = [parameter for *_, parameter in held]
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    gradients = [holder.grad for holder in parameters if holder.grad is not None]
     compute, sent = _of_fsdp(model)
     own = _usual(parameter for parameter in model.parameters() if parameter.is_floating_point())
     known = StepPrecision(
@@ -29,7 +29,7 @@ def precision_of(
         buffers=_usual(buffer for buffer in model.buffers() if buffer.is_floating_point()),
     )
     if made is not None:
-        known.main_weights = _usual(one for *_, one in made.named)
+        known.main_weights = _usual(weight for *_, weight in made.named)
         known.moments = _usual(value for *_, moments in made.updates() for _, value in moments)
         known.num_stepped, known.num_unmoved = made.num_stepped, made.num_unmoved
     return known
@@ -57,6 +57,6 @@ def _of_fsdp(model: torch.nn.Module) -> tuple[str | None, str | None]:
         policy = getattr(state, "_mp_policy", None)
         if policy is not None:
             named = (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
-            one, two = (None if d is None else str(d).removeprefix("torch.") for d in named)
-            return one, two
+            compute, sent = (None if d is None else str(d).removeprefix("torch.") for d in named)
+            return compute, sent
     return None, None

@@ -85,9 +85,9 @@ def _hook_first(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
     handle = tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
     earlier = {key: hooks[key] for key in list(hooks) if key != handle.id}
-    for key, one in earlier.items():  # torch runs them in the order in which they were put in
+    for key, old_hook in earlier.items():  # torch runs them in the order in which they were put in
         del hooks[key]
-        hooks[key] = one
+        hooks[key] = old_hook
 
 
 class TrainRecorder(Recorder):

@@ -32,12 +32,12 @@ def reduced(parts: Sequence[torch.Tensor], *, dtype: torch.dtype, order: str) ->
         total = given[0]
     else:
         count, chunks = len(given), []
-        sliced = [one.tensor_split(count) for one in given]
+        sliced = [tensor.tensor_split(count) for tensor in given]
         for chunk in range(count):
             around = [sliced[(chunk + 1 + step) % count][chunk] for step in range(count)]
             partial = around[0]
-            for one in around[1:]:
-                partial = partial + one
+            for term in around[1:]:
+                partial = partial + term
             chunks.append(partial)
         total = torch.cat(chunks)
     return total.view(parts[0].shape).to(parts[0].dtype)

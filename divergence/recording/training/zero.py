@@ -85,7 +85,7 @@ def check_reduced(parameters: Sequence[torch.nn.Parameter], ranks: Ranks | None)
     if ranks is None or "fsdp" not in ranks.sizes:
         return
     own = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    whole = sum(not hasattr(one, "device_mesh") for one in own)
+    whole = sum(not hasattr(grad, "device_mesh") for grad in own)
     if whole:
         raise ModelError(
             f"FSDP has not added up {whole} of {len(own)} parameters' gradients among the ranks",
@@ -109,11 +109,11 @@ class DividedOptimizer:
             warnings.simplefilter("ignore", DeprecationWarning)
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        dtypes = dict.fromkeys(one.dtype for group in groups for one in group["params"])
+        dtypes = dict.fromkeys(param.dtype for group in groups for param in group["params"])
         self._parts: list[Any] = []
         for dtype in dtypes:
             own = [
-                {**group, "params": [one for one in group["params"] if one.dtype == dtype]}
+                {**group, "params": [param for param in group["params"] if param.dtype == dtype]}
                 for group in groups
             ]
             own = [group for group in own if group["params"]]

@@ -94,7 +94,7 @@ def _rules(result: CheckResult) -> Iterator[Case]:
     policy, report = result.policy, result.report
     verdict = report.verdict
     excused = ", which its known differences excuse" if result.excused else ""
-    facts = (*(one.text for one in verdict.evidence), *(f"next: {one}" for one in verdict.next[:1]))
+    facts = (*(why.text for why in verdict.evidence), *(f"next: {tip}" for tip in verdict.next[:1]))
     yield _case(result, "verdicts", f"the verdict is {verdict.kind}{excused}", facts)
     if any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes):
         yield _case(result, "whole", "the new run's whole pass has a verdict that is allowed")
@@ -124,14 +124,14 @@ def _case(
 ) -> Case:
     """``text`` and nothing else where it holds; else what is wrong, with its evidence."""
     failures = tuple(
-        one
-        for one in result.failures
-        if (one.rule == rule if tolerance is None else one.tolerance == tolerance)
+        failure
+        for failure in result.failures
+        if (failure.rule == rule if tolerance is None else failure.tolerance == tolerance)
     )
     if not failures:
         return Case(rule=rule, status="passed", text=printable(text))
     more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
-    evidence = [*(one.text for one in failures[1:]), *facts]
+    evidence = [*(failure.text for failure in failures[1:]), *facts]
     if len(evidence) > _MOST:
         evidence = [*evidence[:_MOST], f"{len(evidence) - _MOST:,} more: check --json has them all"]
     return Case(

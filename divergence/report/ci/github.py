@@ -52,7 +52,7 @@ def fence() -> tuple[str, str]:
 
 def _command(name: str, title: str, lines: Sequence[str]) -> str:
     title = _escaped(title).replace(":", "%3A").replace(",", "%2C")
-    return f"::{name} title={title}::" + "%0A".join(_escaped(_shortened(one)) for one in lines)
+    return f"::{name} title={title}::" + "%0A".join(_escaped(_shortened(line)) for line in lines)
 
 
 def _escaped(text: str) -> str:
@@ -79,7 +79,7 @@ def summary_markdown(page: CheckPage) -> str:
     screen = screen_text(page)
     if screen:
         lines += ["", f"{markdown_code(cut(page.golden, 80))} / {markdown_code(cut(page.new, 80))}"]
-        lines += ["", "<pre>", *(markdown_text(_shortened(one)) for one in screen[:_MOST_ROWS])]
+        lines += ["", "<pre>", *(markdown_text(_shortened(line)) for line in screen[:_MOST_ROWS])]
         if len(screen) > _MOST_ROWS:
             lines.append(f"{len(screen) - _MOST_ROWS} more lines")
         lines.append("</pre>")

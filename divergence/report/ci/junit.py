@@ -45,7 +45,7 @@ def _add_case(suite: ElementTree.Element, case: Case, page: CheckPage) -> None:
     tag = _TAGS.get(case.status)
     if tag is None:
         return
-    found = ElementTree.SubElement(element, tag, message=case.text)
+    child = ElementTree.SubElement(element, tag, message=case.text)
     if tag != "skipped":
-        found.set("type", case.rule)
-        found.text = "\n".join([case.text, *(f"- {fact}" for fact in case.evidence)])
+        child.set("type", case.rule)
+        child.text = "\n".join([case.text, *(f"- {fact}" for fact in case.evidence)])

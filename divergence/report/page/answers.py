@@ -125,26 +125,26 @@ def _says(matrix: Matrix, row: MatrixRow) -> str:
 
 
 def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:
-    found = [("verdict", row.summary or row.problem or row.verdict or "not compared")]
+    facts = [("verdict", row.summary or row.problem or row.verdict or "not compared")]
     if row.confidence:
-        found.append(("confidence", row.confidence))
+        facts.append(("confidence", row.confidence))
     if row.onset is not None:
-        found.append(("onset", row.onset.site))
+        facts.append(("onset", row.onset.site))
     if row.run is not None:
-        found.append(("machine", row.run.label))
+        facts.append(("machine", row.run.label))
     if row.report is not None:
-        found += [("because", fact.text) for fact in row.report.verdict.evidence[:5]]
+        facts += [("because", fact.text) for fact in row.report.verdict.evidence[:5]]
     elif row.report_path:
-        found.append(("report", row.report_path))
-    return found
+        facts.append(("report", row.report_path))
+    return facts
 
 
 def _among(matrix: Matrix) -> Section | None:
     if not matrix.cross_checks:
         return None
     rows: list[tuple[str, ...]] = [
-        (one.reference, one.candidate, one.verdict or f"not compared: {one.problem or ''}")
-        for one in matrix.cross_checks
+        (check.reference, check.candidate, check.verdict or f"not compared: {check.problem or ''}")
+        for check in matrix.cross_checks
     ]
     titles = ("run", "and run", "verdict")
     grid = Table(caption="The other runs with one another", titles=titles, rows=rows, num_left=3)
@@ -185,13 +185,13 @@ def _localization(result: Localization, background: Background) -> str:
 def _levels(result: Localization) -> Table:
     rows: list[tuple[str, ...]] = [
         (
-            one.level,
-            one.site or "nothing stands out",
-            letter(one.side or "-"),
-            one.verdict,
-            one.why or "-",
+            level.level,
+            level.site or "nothing stands out",
+            letter(level.side or "-"),
+            level.verdict,
+            level.why or "-",
         )
-        for one in result.levels
+        for level in result.levels
     ]
     return Table(
         caption="Level by level", titles=("level", "begins at", "wrong", "verdict", "why"),
@@ -232,9 +232,9 @@ def _sensitivity(result: Sensitivity) -> str:
 
 
 def _sizes(result: Sensitivity, *, escalated: bool) -> Table:
-    found = {(one.block, one.fault): one for one in result.sizes}
+    sizes = {(size.block, size.fault): size for size in result.sizes}
     rows = [
-        (block, *(sensitivities.cell(found[block, fault], escalated) for fault in result.phrases))
+        (block, *(sensitivities.cell(sizes[block, fault], escalated) for fault in result.phrases))
         for block in result.blocks
     ]
     what = "with the escalated pass, float32" if escalated else f"anchored pass, {result.dtype}"
@@ -247,7 +247,7 @@ def _size_plots(result: Sensitivity) -> list[Node]:
     plots: list[Node] = []
     names = [block.rpartition(".")[2] for block in result.blocks]
     for fault in result.phrases:
-        sizes = {one.block: one for one in result.of(fault)}
+        sizes = {size.block: size for size in result.of(fault)}
         lines = [PlotLine(label="anchored", kind="anchored",
                           values=[sizes[block].size for block in result.blocks])]  # fmt: skip
         if result.escalated:
@@ -269,20 +269,23 @@ def _size_plots(result: Sensitivity) -> list[Node]:
 
 def _selfcheck(result: SelfcheckResult) -> str:
     rows: list[tuple[str, ...]] = [
-        (one.name, selfchecks.how_changed(one), selfchecks.result_text(one)) for one in result.lines
+        (line.name, selfchecks.how_changed(line), selfchecks.result_text(line))
+        for line in result.lines
     ]
-    bad = [one.status in ("diverged", "suspected") for one in result.lines]
+    bad = [line.status in ("diverged", "suspected") for line in result.lines]
     grid = Table(
         caption="Ways of running", titles=("line", "what is changed", "result"), rows=rows,
-        num_left=3, marks=["flagged" if one else "" for one in bad],
+        num_left=3, marks=["flagged" if is_bad else "" for is_bad in bad],
     )  # fmt: skip
     verdicts = [
-        el("li", prose_block(f"{one.name}: {one.summary}")) for one in result.lines if one.summary
+        el("li", prose_block(f"{line.name}: {line.summary}"))
+        for line in result.lines
+        if line.summary
     ]
     body: list[Node] = [table(grid)]
     if verdicts:
         body.append(details("What compare says of each", el("ul", *verdicts)))
-    commands = [command for one in result.diverged or result.compared for command in one.next[:1]]
+    commands = [command for line in result.diverged or result.compared for command in line.next[:1]]
     ways = Section(
         id="ways", title="Ways of running", body=tuple(body),
         lead="Each is a run like the base run with one thing changed.",
@@ -299,29 +302,35 @@ _STANDINGS = {"equal": "good", "worse": "bad", "incomparable": "bad"}
 
 def _scores(report: ScoresReport) -> str:
     openings = [
-        opening([headline(one)], facts([("A", report.reference.path), ("B", one.side.path)]),
-                standing=_STANDINGS.get(one.verdict, "unsure"), id=f"verdict-{number}",
+        opening([headline(candidate)],
+                facts([("A", report.reference.path), ("B", candidate.side.path)]),
+                standing=_STANDINGS.get(candidate.verdict, "unsure"), id=f"verdict-{number}",
                 below=next_commands(report.next) if not number else ())
-        for number, one in enumerate(report.candidates)
+        for number, candidate in enumerate(report.candidates)
     ]  # fmt: skip
-    sections = [_task_section(number, one) for number, one in enumerate(report.candidates)]
+    sections = [
+        _task_section(number, candidate) for number, candidate in enumerate(report.candidates)
+    ]
     return frame(
         "scores", headline(report.candidates[0]).text[:120], openings, sections,
         attachment=report.to_json().encode(), made_by=report.tool_version,
     )  # fmt: skip
 
 
-def _task_section(number: int, one: Candidate) -> Section:
+def _task_section(number: int, candidate: Candidate) -> Section:
     grid = Table(
         caption="Each score, candidate against reference", titles=TITLES, num_left=2,
-        rows=[task_cells(task) for task in one.tasks],
-        marks=["flagged" if task.verdict == "worse" else "" for task in one.tasks],
+        rows=[task_cells(task) for task in candidate.tasks],
+        marks=["flagged" if task.verdict == "worse" else "" for task in candidate.tasks],
     )  # fmt: skip
     told = [
         el("div", el("h3", name_of(task)), facts(list(facts_of(task, verbose=True))))
-        for task in one.tasks
+        for task in candidate.tasks
     ]
-    notes = [el("p", text) for text in (*one.reasons, *one.notes, *one.side.notes)]
+    notes = [
+        el("p", text) for text in (*candidate.reasons, *candidate.notes, *candidate.side.notes)
+    ]
     return Section(
-        id=f"scores-{number}", title=f"Scores of {one.side.path}", body=(table(grid), *told, *notes)
+        id=f"scores-{number}", title=f"Scores of {candidate.side.path}",
+        body=(table(grid), *told, *notes),
     )  # fmt: skip

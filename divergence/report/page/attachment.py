@@ -44,13 +44,13 @@ def attached(report: Report) -> tuple[bytes, int]:
 def _shorter(report: Report) -> dict[str, object]:
     """Lists that no page needs in full, where not even the sites fit."""
     coverage = replace(report.coverage, unmatched=report.coverage.unmatched[: _MOST_RESULTS // 8])
-    found: dict[str, object] = {"coverage": coverage}
+    fields: dict[str, object] = {"coverage": coverage}
     if report.operators is not None:
-        worst = sorted(report.operators.results, key=lambda one: -one.limit_usage)
+        worst = sorted(report.operators.results, key=lambda result: -result.limit_usage)
         kept = set(map(id, worst[:500]))
-        results = [one for one in report.operators.results if id(one) in kept]
-        found["operators"] = replace(report.operators, results=results)
-    return found
+        results = [result for result in report.operators.results if id(result) in kept]
+        fields["operators"] = replace(report.operators, results=results)
+    return fields
 
 
 def _rank(site: SiteResult) -> tuple[bool, bool, float, float]:

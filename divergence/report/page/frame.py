@@ -94,7 +94,7 @@ def _data(sections: Sequence[Section]) -> dict[str, Any]:
     for part in (part for section in sections for part in section.blocks):
         _add(blocks, part)
     figures = {id: data for section in sections for id, data in section.figures.items()}
-    chosen = next((one.chosen for one in sections if one.chosen is not None), None)
+    chosen = next((entry.chosen for entry in sections if entry.chosen is not None), None)
     return {"figures": figures, "blocks": blocks, "chosen": chosen}
 
 
@@ -113,7 +113,7 @@ def _top(command_name: str) -> Element:
 
 
 def _contents(sections: Sequence[Section]) -> Element:
-    links = [el("li", el("a", one.title, href=f"#{one.id}")) for one in sections]
+    links = [el("li", el("a", section.title, href=f"#{section.id}")) for section in sections]
     return el("nav", el("ul", *links), class_="contents", aria_label="On this page")
 
 

@@ -59,9 +59,9 @@ def machines_section(background: Background) -> Section | None:
         return None
     rows: list[tuple[str, ...]] = []
     for title, read in _FACTS:
-        one, two = ("not known" if side is None else read(side) for side in sides)
-        if one or two:
-            rows.append((title, one or "-", two or "-"))
+        reference, candidate = ("not known" if side is None else read(side) for side in sides)
+        if reference or candidate:
+            rows.append((title, reference or "-", candidate or "-"))
     names = [_versions(side) for side in sides]
     for package in dict.fromkeys([*names[0], *names[1]]):
         rows.append((package, *(known.get(package, "-") for known in names)))
@@ -131,9 +131,9 @@ def coverage_section(report: Report, background: Background) -> Section:
             caption="By pass", num_left=2,
             titles=("pass", "what", "compared", "missing", "skipped", "only in B", "share"),
             rows=[
-                (one.pass_, one.what, f"{one.num_compared:,}", f"{one.num_missing:,}",
-                 f"{one.num_skipped:,}", f"{one.num_extra:,}", f"{100 * one.share:.4g}%")
-                for one in coverage.passes
+                (pass_.pass_, pass_.what, f"{pass_.num_compared:,}", f"{pass_.num_missing:,}",
+                 f"{pass_.num_skipped:,}", f"{pass_.num_extra:,}", f"{100 * pass_.share:.4g}%")
+                for pass_ in coverage.passes
             ],
         )))  # fmt: skip
     if coverage.unmatched:
@@ -142,8 +142,8 @@ def coverage_section(report: Report, background: Background) -> Section:
         content = Table(
             caption="Not compared", num_left=6,
             titles=("site", "side", "pass", "prompt", "step", "why"),
-            rows=[(one.site, one.side, one.pass_, str(one.sample), str(one.step), one.reason)
-                  for one in shown],
+            rows=[(row.site, row.side, row.pass_, str(row.sample), str(row.step), row.reason)
+                  for row in shown],
             note=f"{left:,} more are in the JSON." if left else "",
         )  # fmt: skip
         named = f"{count(len(coverage.unmatched), 'tensor')} not compared"

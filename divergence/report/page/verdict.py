@@ -75,8 +75,8 @@ def _pair(report: Report) -> Element:
 def _run(letter: str, side: str, run: RunSummary) -> Element:
     dtype = run.dtype.removeprefix("torch.")
     rows = [("model", run.model), ("computed", f"{dtype} on {run.device}"), ("run", run.path)]
-    changed = [*(f"planted fault: {one}" for one in run.plants),
-               *(f"substituted: {one}" for one in run.substitutes)]  # fmt: skip
+    changed = [*(f"planted fault: {plant}" for plant in run.plants),
+               *(f"substituted: {substitute}" for substitute in run.substitutes)]  # fmt: skip
     if not run.complete:
         why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
         changed.append(f"incomplete: {why}")
@@ -90,12 +90,14 @@ def findings_section(report: Report) -> Section | None:
     if not report.findings:
         return None
     items = []
-    for one in report.findings:
-        claim = one.claim.replace("_", " ")
-        evidence = [el("li", prose_block(fact.text)) for fact in (*one.evidence, *one.beside)]
+    for finding in report.findings:
+        claim = finding.claim.replace("_", " ")
+        evidence = [
+            el("li", prose_block(fact.text)) for fact in (*finding.evidence, *finding.beside)
+        ]
         items.append(el(
-            "li", el("p", el("strong", claim), el("small", one.role)),
-            prose_block(one.summary) if one.summary else None,
+            "li", el("p", el("strong", claim), el("small", finding.role)),
+            prose_block(finding.summary) if finding.summary else None,
             el("ul", *evidence) if evidence else None,
         ))  # fmt: skip
     return Section(

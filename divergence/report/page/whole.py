@@ -43,7 +43,7 @@ def page(
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
     return frame(
         command_name, f"{_answer(report)} · {a[:60]} / {b[:60]}",
-        [*openings, verdict(report)], (one for one in shown if one is not None),
+        [*openings, verdict(report)], (section for section in shown if section is not None),
         attachment=packed, data_lead=_data_lead(report, num_kept), made_by=report.tool_version,
         columns=csv_columns(),
     )  # fmt: skip
@@ -71,17 +71,17 @@ _FIRST = ("blocks", "suite", "collectives", "logprobs")
 
 
 def analysis_sections(report: Report, background: Background) -> list[Section]:
-    found: list[Section] = []
+    sections: list[Section] = []
     names = sorted(shown_analyses(), key=lambda name: name not in _FIRST)
     for name in names:
         path = f"divergence.analyses.{name}"
         if find_spec(f"{path}.page") is not None:
-            found += import_module(f"{path}.page").page(report, background)
+            sections += import_module(f"{path}.page").page(report, background)
             continue
         lines = import_module(f"{path}.show").show(report, all_sites=False)
         if lines:
-            found.append(Section(id=name, title=name.capitalize(), body=(printed(lines),)))
-    return found
+            sections.append(Section(id=name, title=name.capitalize(), body=(printed(lines),)))
+    return sections
 
 
 def _data_lead(report: Report, num_kept: int) -> str:

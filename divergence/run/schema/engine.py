@@ -127,16 +127,16 @@ class QuantizedScheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def name(self) -> str:
         """``W8A8``; of floating-point codes ``FP8 W8A8``."""
-        bits = [16 if one is None else one.bits for one in (self.weights, self.activations)]
-        floats = any(one is not None and one.kind == "float" for one in (self.weights,))
+        bits = [16 if codes is None else codes.bits for codes in (self.weights, self.activations)]
+        floats = any(codes is not None and codes.kind == "float" for codes in (self.weights,))
         return f"{'FP8 ' if floats and bits[0] == 8 else ''}W{bits[0]}A{bits[1]}"
 
     def __str__(self) -> str:
         """``W8A8: int8 weights per channel, int8 activations per token, dynamic``"""
         told = []
-        for what, one in (("weights", self.weights), ("activations", self.activations)):
-            if one is not None:
-                code, _, rest = str(one).partition(" ")
+        for what, codes in (("weights", self.weights), ("activations", self.activations)):
+            if codes is not None:
+                code, _, rest = str(codes).partition(" ")
                 told.append(f"{code} {what} {rest}")
         if self.activations is not None:
             told.append("dynamic" if self.activations.dynamic else "static")
@@ -162,19 +162,21 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def has_activations(self) -> bool:
         """Are activations quantised, so that rounding may flip a code of theirs?"""
-        return any(one.activations is not None for one in self.schemes) and not self.dequantized
+        return (
+            any(scheme.activations is not None for scheme in self.schemes) and not self.dequantized
+        )
 
     @property
     def name(self) -> str:
         """``W8A8``; of several schemes ``W8A8 + W4A16``; the method where nothing is known."""
-        return " + ".join(dict.fromkeys(one.name for one in self.schemes)) or self.method
+        return " + ".join(dict.fromkeys(scheme.name for scheme in self.schemes)) or self.method
 
     def __str__(self) -> str:
         """``W8A8: int8 weights per channel, int8 activations per token, dynamic; not quantised:
         lm_head (compressed-tensors, int-quantized)``"""
         told = [
-            str(one) + (f" ({one.num_modules} modules)" if len(self.schemes) > 1 else "")
-            for one in self.schemes
+            str(scheme) + (f" ({scheme.num_modules} modules)" if len(self.schemes) > 1 else "")
+            for scheme in self.schemes
         ] or ([] if self.method == "simulated" else ["scheme not known"])
         if self.kv_cache is not None:
             told.append(f"KV cache {self.kv_cache}")
@@ -258,22 +260,22 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         done = ("forward and backward" if step.train else "none" for step in (self, other))
         lines = [("training", *done)]
         for name in self.__struct_fields__:
-            one, two = getattr(self, name), getattr(other, name)
-            if one != two and name not in ("train", "autocast", *_TOLD_ELSEWHERE):
+            here, there = getattr(self, name), getattr(other, name)
+            if here != there and name not in ("train", "autocast", *_TOLD_ELSEWHERE):
                 said = "ZeRO stage" if name == "zero" else name.replace("_", " ")
-                lines.append((said, str(one or "none"), str(two or "none")))
+                lines.append((said, str(here or "none"), str(there or "none")))
         return lines  # type: ignore[return-value]  # three texts each
 
     def options_beside(self, other: Training) -> dict[str, bool | str | float]:
         """The settings in which this step differs from ``other``, which it repeats, by the names
         that capture() has for them. No option takes back what ``other`` alone has."""
-        found = {}
+        options = {}
         for name in self.__struct_fields__:
             value = getattr(self, name)
             told = name in ("train", *_TOLD_ELSEWHERE)
             if value is not None and value != getattr(other, name) and not told:
-                found[name] = value
-        return found
+                options[name] = value
+        return options
 
     def __str__(self) -> str:
         """``forward and backward, adamw, learning rate 0.001``; ``none`` where there was none."""

@@ -159,19 +159,19 @@ class Tokens(_Strict, kw_only=True):
         """(B, T), True where the prompts of the group whose first sample this is have pads; None
         where they have none."""
         members = [self.samples[number] for number in self.group_of(sample)]
-        if not any(one.num_left_pad or one.num_right_pad for one in members):
+        if not any(member.num_left_pad or member.num_right_pad for member in members):
             return None
         import torch
 
-        place = torch.arange(max(one.num_padded for one in members))
-        begins = torch.tensor([[one.num_left_pad] for one in members])
-        ends = torch.tensor([[one.num_left_pad + len(one.prompt_ids)] for one in members])
+        place = torch.arange(max(member.num_padded for member in members))
+        begins = torch.tensor([[member.num_left_pad] for member in members])
+        ends = torch.tensor([[member.num_left_pad + len(member.prompt_ids)] for member in members])
         return (place < begins) | (place >= ends)
 
     @property
     def layout(self) -> tuple[list[list[int]], list[tuple[int, int]]]:
         """The groups, and each sample's pads: forwards of equal layout have equal rows."""
-        return self.groups, [(one.num_left_pad, one.num_right_pad) for one in self.samples]
+        return self.groups, [(sample.num_left_pad, sample.num_right_pad) for sample in self.samples]
 
 
 class Switch(_Strict, kw_only=True):

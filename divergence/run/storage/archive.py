@@ -178,7 +178,7 @@ def _of_zip(archive: Blob) -> Iterator[tuple[str, Member]]:
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise _damaged(archive, f"{error} (cut off?)") from error
     before = 0
-    for entry in sorted(entries, key=lambda one: one.header_offset):
+    for entry in sorted(entries, key=lambda zip_info: zip_info.header_offset):
         name = entry.orig_filename
         if stat.S_ISLNK(entry.external_attr >> 16):
             raise _link(archive, name)

@@ -116,8 +116,8 @@ def archive_kind(place: Location) -> str | None:
     return suffix[1:] if suffix in ARCHIVES else None
 
 
-def same_location(one: Location, two: Location) -> bool:
+def same_location(a: Location, b: Location) -> bool:
     """Do both names mean the same file, directory or object?"""
-    if isinstance(one, Url) or isinstance(two, Url):
-        return one == two
-    return one.exists() and one.resolve() == two.resolve()
+    if isinstance(a, Url) or isinstance(b, Url):
+        return a == b
+    return a.exists() and a.resolve() == b.resolve()

@@ -182,18 +182,18 @@ def _fetch(items: list[tuple[CapturedTensor, Reduced]], store: StoreBytes) -> No
     folds = folds_of([reduced.sums for _, reduced in items])
     for (item, _), fold in zip(items, folds, strict=True):
         item.fold, item.reduced = fold, None
-    counted = [(item, one.statistics) for item, one in items if one.statistics is not None]
+    counted = [(item, res.statistics) for item, res in items if res.statistics is not None]
     summaries = summaries_of([statistics for _, statistics in counted])
     for (item, _), summary in zip(counted, summaries, strict=True):
         item.summary = summary
     sketched = [
-        (item, one.projections, one.sum_dtype) for item, one in items if one.projections is not None
+        (item, res.projections, res.sum_dtype) for item, res in items if res.projections is not None
     ]
     if not sketched:
         return
     joined = [projections.joined() for _, projections, _ in sketched]
-    flat = torch.cat([one.reshape(-1) for one in joined]).cpu()
-    parts = torch.split(flat, [one.numel() for one in joined])
+    flat = torch.cat([tensor.reshape(-1) for tensor in joined]).cpu()
+    parts = torch.split(flat, [tensor.numel() for tensor in joined])
     for (item, there, sums), part in zip(sketched, parts, strict=True):
         k, num_pooled = there.rows.shape[1] - 2, there.pooled.shape[1]
         here = Projections.of(part.clone(), item.shape, k, num_pooled)

@@ -74,15 +74,15 @@ class Scores:
         tokens = torch.full((1, num, width), -1, dtype=torch.int32)
         for row, (position, value) in enumerate(zip(self.positions, self.logprobs, strict=True)):
             entries = [(ids[position], value), *top[row]]
-            for token, one in entries:
+            for token, logprob in entries:
                 if not 0 <= token <= MAX_TOKEN:
                     raise DumpError(f"{token} is no token id", where=where)
-                if one > 1e-3:
+                if logprob > 1e-3:
                     raise DumpError(
-                        f"{one:.6g} is no log-probability, which is never above 0", where=where,
+                        f"{logprob:.6g} is no log-probability, which is never above 0", where=where,
                         hint="natural logarithms are expected, not probabilities or logits",
                     )  # fmt: skip
-            values[0, row, : len(entries)] = torch.tensor([one for _, one in entries])
+            values[0, row, : len(entries)] = torch.tensor([logprob for _, logprob in entries])
             tokens[0, row, : len(entries)] = torch.tensor([token for token, _ in entries])
         return values, tokens
 

@@ -40,7 +40,7 @@ def judge(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossRepor
         for name in a.metrics
         if name in b.metrics
     ]
-    metrics.sort(key=lambda one: (one.metric != "loss", one.metric))
+    metrics.sort(key=lambda curve: (curve.metric != "loss", curve.metric))
     for name in sorted(a.metrics.keys() ^ b.metrics.keys()):
         notes.append(f"{name} is in {'A' if name in a.metrics else 'B'} alone")
     notes += _coverage(a.metrics["loss"], b.metrics["loss"], common)

@@ -75,34 +75,34 @@ def read_losses(path: str) -> Curves:
     place = Path(path).expanduser()
     if not place.exists():
         raise UsageError(f"there is no file {path}", hint="check the path")
-    found = Curves(path=path)
+    curves = Curves(path=path)
     if place.is_dir() and (place / STATE).is_file():
         place = place / STATE
     if place.is_dir() or EVENTS in place.name:
-        _take(found, _scalars(place), where=path)
+        _take(curves, _scalars(place), where=path)
     elif place.stat().st_size > MAX_BYTES:
         raise DumpError(f"{place.stat().st_size:,} bytes are more than a curve takes", where=path)
     elif place.suffix.lower() == ".json":
-        _take(found, _state(place), where=path)
+        _take(curves, _state(place), where=path)
     elif place.suffix.lower() in (".csv", ".tsv"):
-        _take(found, _table(place), where=path)
+        _take(curves, _table(place), where=path)
     else:
-        _take(found, _lines(place), where=path)
-    if not found.metrics.get("loss"):
-        others = ", ".join(found.metrics) or "none of them"
+        _take(curves, _lines(place), where=path)
+    if not curves.metrics.get("loss"):
+        others = ", ".join(curves.metrics) or "none of them"
         raise DumpError(
             "no losses were found", where=path,
             hint=f"rows of step and loss are needed ({others} found): JSON lines, CSV, "
             f"{STATE}, or TensorBoard's events",
         )  # fmt: skip
-    return found
+    return curves
 
 
 Row = tuple[str, Mapping[str, Any]]
 """Where it stands, and its fields by name."""
 
 
-def _take(found: Curves, rows: Iterable[Row], *, where: str) -> None:
+def _take(curves: Curves, rows: Iterable[Row], *, where: str) -> None:
     twice = unnumbered = 0
     for number, (at, fields) in enumerate(rows):
         values = {
@@ -113,18 +113,18 @@ def _take(found: Curves, rows: Iterable[Row], *, where: str) -> None:
         if not values:
             continue
         given = {str(name).strip().lower(): value for name, value in fields.items()}
-        name = next((one for one in _STEPS if given.get(one) not in (None, "")), None)
+        name = next((key for key in _STEPS if given.get(key) not in (None, "")), None)
         unnumbered += name is None
         step = number if name is None else _whole(given[name], f"{where}, {at}", name)
         for metric, value in values.items():
-            curve = found.metrics.setdefault(metric, {})
+            curve = curves.metrics.setdefault(metric, {})
             twice += step in curve
             curve[step] = _number(value, f"{where}, {at}", metric)
     if unnumbered:
-        found.notes.append(f"{unnumbered:,} rows have no step: the row's number is taken")
+        curves.notes.append(f"{unnumbered:,} rows have no step: the row's number is taken")
     if twice:
-        found.notes.append(f"{twice:,} values are of a step that came before: the last one counts")
-    found.metrics = {name: dict(sorted(curve.items())) for name, curve in found.metrics.items()}
+        curves.notes.append(f"{twice:,} values are of a step that came before: the last one counts")
+    curves.metrics = {name: dict(sorted(curve.items())) for name, curve in curves.metrics.items()}
 
 
 def _lines(path: Path) -> Iterable[Row]:
@@ -201,7 +201,7 @@ def _scalars(place: Path) -> Iterable[Row]:
 
 
 def _events(folder: Path) -> list[Path]:
-    return [one for one in folder.iterdir() if EVENTS in one.name]
+    return [path for path in folder.iterdir() if EVENTS in path.name]
 
 
 def _number(value: Any, where: str, name: str) -> float:

@@ -48,18 +48,18 @@ def loss_lines(report: LossReport) -> list[Line]:
     return [*lines, *columns([titles, *map(_row, report.metrics)])]
 
 
-def _row(one: CurveDiff) -> tuple[str, ...]:
+def _row(curve: CurveDiff) -> tuple[str, ...]:
     return (
-        one.metric,
-        f"{one.num_steps:,}",
-        _share(one.mean_error),
-        _share(one.mean_diff, sign=True),
-        _share(one.end_diff, sign=True),
-        _share(one.max_error),
-        "-" if one.max_step is None else str(one.max_step),
-        _share(one.noise),
-        {"parts": f"near step {one.trend.parts_at}", "within_noise": "no"}.get(
-            one.trend.state, "not told"
+        curve.metric,
+        f"{curve.num_steps:,}",
+        _share(curve.mean_error),
+        _share(curve.mean_diff, sign=True),
+        _share(curve.end_diff, sign=True),
+        _share(curve.max_error),
+        "-" if curve.max_step is None else str(curve.max_step),
+        _share(curve.noise),
+        {"parts": f"near step {curve.trend.parts_at}", "within_noise": "no"}.get(
+            curve.trend.state, "not told"
         ),
     )
 

@@ -62,7 +62,7 @@ def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
     parts = [diffs] + [
         diffs[-(len(diffs) // share) :] for share in (2, 4, 8) if len(diffs) // share >= MIN_PART
     ]
-    statistic, limit = max(map(_weaker, parts), key=lambda found: found[0] / found[1])
+    statistic, limit = max(map(_weaker, parts), key=lambda pair: pair[0] / pair[1])
     leaves = statistic > limit
     return Trend(
         state="parts" if leaves else "within_noise",
@@ -75,13 +75,13 @@ def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
 
 def _weaker(diffs: np.ndarray) -> tuple[float, float]:
     """(statistic, limit) for the number of blocks with which the sum goes less far."""
-    found = []
+    pairs = []
     for num_blocks, limit in LIMITS.items():
         means = block_means(diffs, num_blocks)
         noise = successive_noise(means) * math.sqrt(num_blocks)
         reach = float(np.max(np.abs(np.cumsum(means))))
-        found.append((reach / noise if noise else math.inf if reach else 0.0, limit))
-    return min(found, key=lambda one: one[0] / one[1])
+        pairs.append((reach / noise if noise else math.inf if reach else 0.0, limit))
+    return min(pairs, key=lambda pair: pair[0] / pair[1])
 
 
 def _onset(diffs: np.ndarray) -> int:

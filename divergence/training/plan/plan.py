@@ -75,7 +75,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         styles = tensor_plan(module)
         shrink(module, styles, axes["tp"])
     pieces = pieces_of(module)
-    main_weights = wanted.main_weights is not False and any(one.itemsize < 4 for one in pieces)
+    main_weights = wanted.main_weights is not False and any(param.itemsize < 4 for param in pieces)
     kept = kept_parts(
         pieces, optimizer=optimizer, main_weights=main_weights, zero=zero, num_ranks=count
     )

@@ -29,19 +29,19 @@ def training_lines(plan: dict[str, Any]) -> list[Line]:
     rows = [("part", "bytes", "size")]
     rows += [(part["name"], part["formula"], size(part["bytes"])) for part in plan["kept"]]
     rows.append(("all that stays", "", size(plan["kept_bytes"])))
-    for one in plan["activations"]:
-        way = "with" if one["checkpointing"] else "without"
-        rows.append((f"activations {way} checkpointing", "", size(one["saved_bytes"])))
-        if one["gathered_bytes"]:
-            rows.append(("  parameters gathered beside them", "", size(one["gathered_bytes"])))
-        rows.append((f"  peak {way} checkpointing, gradients too", "", size(one["peak_bytes"])))
+    for usage in plan["activations"]:
+        way = "with" if usage["checkpointing"] else "without"
+        rows.append((f"activations {way} checkpointing", "", size(usage["saved_bytes"])))
+        if usage["gathered_bytes"]:
+            rows.append(("  parameters gathered beside them", "", size(usage["gathered_bytes"])))
+        rows.append((f"  peak {way} checkpointing, gradients too", "", size(usage["peak_bytes"])))
     rows += [("buffer of a capture", "host", size(plan["capture_bytes"])),
              ("dump of a capture", "disk", f"at most {size(plan['dump_bytes'])}")]  # fmt: skip
     lines += columns(rows)
     if plan["traffic"]:
         lines += [BLANK, heading("traffic of a step", _rate(plan))]
         titles = ("collective", "of", "ranks", "tensors", "each rank sends", "time")
-        lines += columns([titles, *(_collective(one) for one in plan["traffic"])])
+        lines += columns([titles, *(_collective(collective) for collective in plan["traffic"])])
     return lines
 
 
@@ -58,13 +58,13 @@ def _rate(plan: dict[str, Any]) -> str:
     return f"at {plan['link_rate'] / 1e9:g} GB/s, nothing overlapping"
 
 
-def _collective(one: dict[str, Any]) -> tuple[str, ...]:
-    seconds = one["seconds"]
+def _collective(collective: dict[str, Any]) -> tuple[str, ...]:
+    seconds = collective["seconds"]
     return (
-        one["operation"],
-        one["of"],
-        f"{one['axis']} {one['num_ranks']}",
-        size(one["tensor_bytes"]),
-        size(one["bytes_per_rank"]),
+        collective["operation"],
+        collective["of"],
+        f"{collective['axis']} {collective['num_ranks']}",
+        size(collective["tensor_bytes"]),
+        size(collective["bytes_per_rank"]),
         "-" if seconds is None else f"{seconds * 1e3:.3g} ms",
     )

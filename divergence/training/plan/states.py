@@ -67,10 +67,10 @@ def pieces_of(module: object) -> list[Piece]:
     named = module.named_parameters()  # type: ignore[attr-defined]
     return [
         Piece(
-            name=name, shape=tuple(one.shape), itemsize=one.element_size(),
-            trained=one.requires_grad,
+            name=name, shape=tuple(parameter.shape), itemsize=parameter.element_size(),
+            trained=parameter.requires_grad,
         )
-        for name, one in named
+        for name, parameter in named
     ]  # fmt: skip
 
 

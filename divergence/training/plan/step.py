@@ -188,7 +188,7 @@ class _Sharing:
         self._groups: list[list[torch.nn.Parameter]] = []
         for block in blocks:
             own = [parameter for parameter in block.parameters() if id(parameter) not in taken]
-            taken |= {id(one) for one in own}
+            taken |= {id(parameter) for parameter in own}
             self._groups.append(own)
         self._blocks = blocks
         self._rest = [parameter for parameter in module.parameters() if id(parameter) not in taken]
@@ -269,8 +269,8 @@ class _Sharing:
             return
         self._live.release("scattered")
         self._live.hold("scattered", _bytes(whole))
-        for one in whole:
-            one.grad = None
+        for parameter in whole:
+            parameter.grad = None
         if not self._layout.stays:
             self._live.hold(key, sum(map(self._own_bytes, whole)))
 

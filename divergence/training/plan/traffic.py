@@ -46,18 +46,18 @@ def gradient_traffic(
     name, count = ("fsdp", fsdp) if fsdp > 1 else ("dp", dp)
     rows = count if zero == 3 else 1
     gradients = _bytes(trained, rows)
-    found = []
+    calls = []
     if zero == 3:
         own = {piece.name for piece in rest}
         again = [piece for piece in pieces if piece.name not in own]
-        found += _some("all-gather", "parameters, forward", name, count, _bytes(pieces, rows), rate)
-        found += _some("all-gather", "parameters, backward", name, count, _bytes(again, rows), rate)
-    found += _some("reduce-scatter", "gradients", name, count, gradients, rate)
+        calls += _some("all-gather", "parameters, forward", name, count, _bytes(pieces, rows), rate)
+        calls += _some("all-gather", "parameters, backward", name, count, _bytes(again, rows), rate)
+    calls += _some("reduce-scatter", "gradients", name, count, gradients, rate)
     if zero < 3:
-        found += _some("all-gather", "parameters, updated", name, count, _bytes(trained, 1), rate)
+        calls += _some("all-gather", "parameters, updated", name, count, _bytes(trained, 1), rate)
     if name == "fsdp":
-        found += _some("all-reduce", "gradients", "dp", dp, -(-gradients // count), rate)
-    return found
+        calls += _some("all-reduce", "gradients", "dp", dp, -(-gradients // count), rate)
+    return calls
 
 
 def tensor_traffic(

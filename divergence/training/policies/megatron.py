@@ -72,14 +72,14 @@ def read(text: str, where: str) -> Policy:
 def _arguments(text: str) -> dict[str, str]:
     """Those that are known, by their name in Python; not those that are commented out."""
     text = _COMMENT.sub("", text)
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     for pattern in (_YAML, _LOGGED):
-        found |= {name: value for name, value in pattern.findall(text) if name in _KNOWN}
+        arguments |= {name: value for name, value in pattern.findall(text) if name in _KNOWN}
     for name, value in _ARGUMENT.findall(text):
         name = name.replace("-", "_")
         if name in _KNOWN:
-            found[name] = value.rstrip("\"'\\") or "true"
-    return {name: value.strip("\"'") for name, value in found.items()}
+            arguments[name] = value.rstrip("\"'\\") or "true"
+    return {name: value.strip("\"'") for name, value in arguments.items()}
 
 
 def _of_optimizer(given: dict[str, str]) -> dict[str, Any]:

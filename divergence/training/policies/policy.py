@@ -44,12 +44,12 @@ def named_dtype(value: Any, where: str) -> str:
 def number(value: Any, where: str) -> float:
     """Raises UsageError for what is no finite number."""
     try:
-        found = float(value)
+        parsed = float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if isinstance(value, bool) or not math.isfinite(found):
+        parsed = math.nan
+    if isinstance(value, bool) or not math.isfinite(parsed):
         raise UsageError(f"{where} is {value!r}: no number", hint="correct the policy")
-    return found
+    return parsed
 
 
 def half(dtype: str | None) -> bool:

@@ -58,9 +58,9 @@ def _run(
             _gathered(cache, block_tables[number], length)[None]
             for cache in (key_cache, value_cache)
         )
-        one = query[number][None, :, None]  # (N, H) → (1, N, 1, H)
+        queries = query[number][None, :, None]  # (N, H) → (1, N, 1, H)
         attended = functional.scaled_dot_product_attention(
-            one, key, value, scale=scale, enable_gqa=one.shape[1] != key.shape[1]
+            queries, key, value, scale=scale, enable_gqa=queries.shape[1] != key.shape[1]
         )
         results.append(attended[0, :, 0])
     return torch.stack(results)
@@ -82,8 +82,8 @@ def _truth(
         )
         groups, heads = key.shape[0], query.shape[1]
         # (N, H) → (G, N/G, H): the heads that read one key-value head are its queries
-        one = query[number].reshape(groups, heads // groups, -1)
-        results.append(attend(one, key, value, None, scale).reshape(heads, -1))
+        queries = query[number].reshape(groups, heads // groups, -1)
+        results.append(attend(queries, key, value, None, scale).reshape(heads, -1))
     return torch.stack(results)
 
 

@@ -189,7 +189,7 @@ class OnnxSession(TorchSession):
 
     def note(self) -> EngineNote:
         model, runtime = self._graph.model, self._runtime
-        opsets = [f"{one.domain or 'ai.onnx'} {one.version}" for one in model.opset_import]
+        opsets = [f"{opset.domain or 'ai.onnx'} {opset.version}" for opset in model.opset_import]
         facts = {
             "provider": runtime.provider,
             "exporter": f"{model.producer_name} {model.producer_version}".strip() or "unknown",

@@ -54,7 +54,7 @@ def read_model(path: Path) -> Any:
 def data_file(tensor: Any, folder: Path) -> tuple[Path, int, int | None]:
     """(file, offset, length) of a tensor that lies beside the model. Raises ModelError where that
     is not in the model's folder, or not there."""
-    entries = {one.key: one.value for one in tensor.external_data}
+    entries = {entry.key: entry.value for entry in tensor.external_data}
     name = entries.get("location", "")
     home, place = folder.resolve(), (folder / name).resolve()
     if not name or Path(name).is_absolute() or not place.is_relative_to(home):

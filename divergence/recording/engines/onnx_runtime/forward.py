@@ -70,15 +70,15 @@ class GraphRecorder(Recorder):
         super().__init__(model, notes, **how)
         parts = _parts(graph, notes)
         self._parts = [] if self._anchor is None else parts
-        self._ports = [one for one in _with_tables(graph.ports, parts) if self._takes(one)]
+        self._ports = [port for port in _with_tables(graph.ports, parts) if self._takes(port)]
         self.num_taps = 0
 
-    def _takes(self, one: Port) -> bool:
-        if not (self._forwards.hooks or one.path == ROOT):
+    def _takes(self, port: Port) -> bool:
+        if not (self._forwards.hooks or port.path == ROOT):
             return False
-        dtype = _DTYPES.get(self._graph.types.get(one.value, 1), torch.int64)
-        return one.path in self._hooked and self._wanted(
-            one.path, one.port, torch.empty(0, dtype=dtype)
+        dtype = _DTYPES.get(self._graph.types.get(port.value, 1), torch.int64)
+        return port.path in self._hooked and self._wanted(
+            port.path, port.port, torch.empty(0, dtype=dtype)
         )
 
     def begin(self, **group: Any) -> None:
@@ -142,21 +142,21 @@ class GraphRecorder(Recorder):
         made, fed = dict(given), dict[str, dict[str, torch.Tensor]]()
         self._replaced.clear()
         for part in self._parts:
-            lacking = [one.value for one in part.ins if one.value not in made]
+            lacking = [entry.value for entry in part.ins if entry.value not in made]
             if lacking:
                 before = self._piece(f"{part.path} before", lacking, cuts=made.keys() - given)
                 made |= before.run(made)
             own = fed[part.path] = {}
-            for one in part.ins:
-                recorded = self._recorded(one, made[one.value])
+            for entry in part.ins:
+                recorded = self._recorded(entry, made[entry.value])
                 if recorded is not None:
-                    own[one.value] = recorded
-                    self._replaced.add((one.path, one.port))
+                    own[entry.value] = recorded
+                    self._replaced.add((entry.path, entry.port))
                     self.anchored += 1
-                elif one.port == "in" and part.is_block:
+                elif entry.port == "in" and part.is_block:
                     self._anchor_broken = True
             inside = [port.value for port in self._ports if self._owner(port.path) == part.path]
-            cuts = {one.value for one in part.ins}
+            cuts = {entry.value for entry in part.ins}
             piece = self._piece(part.path, [*part.outs, *inside], cuts=cuts)
             made |= piece.run(made | own)
         rest = [port.value for port in self._ports if port.value not in made]
@@ -166,20 +166,20 @@ class GraphRecorder(Recorder):
             made |= after.run(made)
         return made, fed
 
-    def _recorded(self, one: Port, own: torch.Tensor) -> torch.Tensor | None:
+    def _recorded(self, port: Port, own: torch.Tensor) -> torch.Tensor | None:
         """What was recorded of an input, of this step and those before it; None where that is not
         all there. Of what enters the head the deciding rows alone may be: the others stay own."""
         if own.ndim < 2 or own.shape[1] != self._num_prompt + self._step:
             return None
         assert self._anchor is not None  # asked where there is one
-        whole, site = own.clone(), join_site(one.path, one.port)
+        whole, site = own.clone(), join_site(port.path, port.port)
         for step in range(self._step + 1):
             stop = self._num_prompt + step
             rows = own[:, (stop - 1 if step else 0) : stop]
             if (site, step) not in self._given:
                 self._given[site, step] = self._anchor(self._sample, step, site, rows)
             recorded = self._given[site, step]
-            few = one.path in self._logit_paths
+            few = port.path in self._logit_paths
             if recorded is None or recorded.shape not in (
                 rows.shape,
                 rows[:, -1:].shape if few else (),
@@ -219,9 +219,9 @@ def _with_tables(ports: list[Port], parts: list[_Part]) -> list[Port]:
     """The graph's ports, and those at which blocks take rotary tables."""
     tables = {part.path: part.ins[1:] for part in parts}
     return [
-        one
+        tap
         for port in ports
-        for one in (port, *(tables.get(port.path, ()) if port.port == "in" else ()))
+        for tap in (port, *(tables.get(port.path, ()) if port.port == "in" else ()))
     ]
 
 
@@ -236,17 +236,17 @@ def feeds(graph: Graph, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torc
         "use_cache_branch": torch.tensor([False]),
     }
     fed = {}
-    for one in graph.model.graph.input:
-        if one.name not in graph.inputs:
+    for value in graph.model.graph.input:
+        if value.name not in graph.inputs:
             continue
-        kind = one.type.tensor_type
-        if one.name in made:
-            tensor = made[one.name]
-            fed[one.name] = tensor.to(torch.int32) if kind.elem_type == 6 else tensor
+        kind = value.type.tensor_type
+        if value.name in made:
+            tensor = made[value.name]
+            fed[value.name] = tensor.to(torch.int32) if kind.elem_type == 6 else tensor
             continue
         sizes = [dim.dim_value for dim in kind.shape.dim]  # 0 where it has a name
         sizes[0] = ids.shape[0]
-        fed[one.name] = torch.zeros(sizes, dtype=_DTYPES.get(kind.elem_type, torch.float32))
+        fed[value.name] = torch.zeros(sizes, dtype=_DTYPES.get(kind.elem_type, torch.float32))
     return fed
 
 
@@ -270,7 +270,7 @@ def decode(
         logits = recorder.forward(feeds(graph, ids, mask))[:, -1].float()
         token = made(ids, logits).argmax(dim=-1)
         token = torch.where(ended, pad_id(loaded), token)
-        ended |= torch.tensor([int(one) in ends for one in token])
+        ended |= torch.tensor([int(token_id) in ends for token_id in token])
         ids = torch.cat([ids, token[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(token)[:, None]], dim=1)
         if bool(ended.all()):

@@ -61,15 +61,15 @@ class Graph:
         self.model = model
         graph = model.graph
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
-        self.inputs = [one.name for one in graph.input if one.name not in self.constants]
-        self.outputs = [one.name for one in graph.output]
+        self.inputs = [value.name for value in graph.input if value.name not in self.constants]
+        self.outputs = [value.name for value in graph.output]
         self.types = {
-            one.name: one.type.tensor_type.elem_type
-            for one in (*graph.value_info, *graph.input, *graph.output)
-        } | {name: one.data_type for name, one in self.constants.items()}
+            value.name: value.type.tensor_type.elem_type
+            for value in (*graph.value_info, *graph.input, *graph.output)
+        } | {name: constant.data_type for name, constant in self.constants.items()}
         self.kinds: dict[str, str] = {"": "Graph"}
         """Class by module path, the root's included, in the order of their calls."""
-        self.nodes = [self._node(one) for one in graph.node]
+        self.nodes = [self._node(proto) for proto in graph.node]
         self.has_modules = len(self.kinds) > 1
         if not self.has_modules:
             self.nodes = [_by_value(node) for node in self.nodes]
@@ -83,7 +83,7 @@ class Graph:
         """Of all modules, in the order in which a forward passes them."""
 
     def _node(self, proto: Any) -> Node:
-        properties = {one.key: one.value for one in proto.metadata_props}
+        properties = {prop.key: prop.value for prop in proto.metadata_props}
         scopes, classes = (_listed(properties.get(key, "")) for key in (_SCOPES, _CLASSES))
         told = bool(scopes) and not scopes[0]  # else what torch writes there is no path
         if told:
@@ -115,7 +115,7 @@ class Graph:
             known = [self.nodes[n].scopes for n in around if n < number or self.nodes[n].told]
             shared = known[0] if known else ()
             for scopes in known[1:]:
-                shared = tuple(one for one in shared if one in scopes)
+                shared = tuple(scope for scope in shared if scope in scopes)
             self.nodes[number] = replace(node, scopes=shared)
 
     def _stream(self) -> set[str]:
@@ -209,7 +209,7 @@ def _inputs(proto: Any) -> Iterator[str]:
     yield from filter(None, proto.input)
     for attribute in proto.attribute:
         for graph in (attribute.g, *attribute.graphs):
-            own = {one.name for one in (*graph.input, *graph.initializer)}
+            own = {value.name for value in (*graph.input, *graph.initializer)}
             own |= {name for node in graph.node for name in node.output}
             yield from (name for node in graph.node for name in _inputs(node) if name not in own)
 

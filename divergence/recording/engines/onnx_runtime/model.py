@@ -174,12 +174,12 @@ def _choice(node: Node, constant: str) -> tuple[str, str, bool] | None:
         return ("p", constant, False) if last and path in node.scopes else None
     if len(used) > 1:
         is_bias = operator == "Add" or (place == 2 and operator in _WITH_BIAS)
-        used = [one for one in used if one[1] is not None and one[1].endswith("bias") == is_bias]
+        used = [use for use in used if use[1] is not None and use[1].endswith("bias") == is_bias]
     if len(used) != 1 or used[0][1] is None:
         return None
     transposed = False
     if operator in ("MatMul", "Gemm") and place < 2:
-        turned = any(one.name == "transB" and one.i for one in node.proto.attribute)
+        turned = any(attr.name == "transB" and attr.i for attr in node.proto.attribute)
         if "aten.linear" in made_of:
             transposed = place == 1 and not turned
         elif turned or not _PRODUCT.search(made_of):
@@ -189,8 +189,8 @@ def _choice(node: Node, constant: str) -> tuple[str, str, bool] | None:
 
 def _counts(graph: Graph, name: str) -> bool:
     """Is it a tensor of numbers, and no epsilon or the like?"""
-    one = graph.constants.get(name)
-    return one is not None and one.data_type in _FLOATS and any(n > 1 for n in one.dims)
+    tensor = graph.constants.get(name)
+    return tensor is not None and tensor.data_type in _FLOATS and any(n > 1 for n in tensor.dims)
 
 
 def _parameter(mangled: str, node: Node, constant: str) -> str | None:

@@ -81,7 +81,7 @@ class Piece:
         whole: bool = False,
     ) -> None:
         given = {*graph.inputs, *cuts}
-        self.targets = [one for one in dict.fromkeys(targets) if one not in given]
+        self.targets = [target for target in dict.fromkeys(targets) if target not in given]
         if whole:
             nodes = list(range(len(graph.nodes)))
             self.cuts, self.inputs = set[str](), set(graph.inputs)
@@ -94,12 +94,12 @@ class Piece:
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The targets by name. Raises what ONNX Runtime does, as RuntimeError."""
-        feeds = {one: _given(values[one], self._types[one]) for one in (*self.inputs, *self.cuts)}
+        feeds = {key: _given(values[key], self._types[key]) for key in (*self.inputs, *self.cuts)}
         try:
             results = self._session.run_with_ort_values(self.targets, feeds)
         except Exception as error:  # ONNX Runtime's own kinds
             raise RuntimeError(first_line(error, most=300)) from error
-        return {name: _taken(one) for name, one in zip(self.targets, results, strict=True)}
+        return {name: _taken(result) for name, result in zip(self.targets, results, strict=True)}
 
 
 def _part(
@@ -109,13 +109,15 @@ def _part(
 
     part = onnx.ModelProto()
     part.CopyFrom(_frame(graph.model))
-    known = {one.name: one for one in (*graph.model.graph.value_info, *graph.model.graph.output,
+    known = {spec.name: spec for spec in (*graph.model.graph.value_info, *graph.model.graph.output,
                                        *graph.model.graph.input)}  # fmt: skip
     chosen = [graph.nodes[number] for number in nodes]
     used = {name for node in chosen for name in node.inputs} | set(targets)
     part.graph.name = graph.model.graph.name
     part.graph.node.extend(node.proto for node in chosen)
-    part.graph.initializer.extend(one for n, one in graph.constants.items() if whole or n in used)
+    part.graph.initializer.extend(
+        constant for n, constant in graph.constants.items() if whole or n in used
+    )
     for name in graph.inputs if whole else inputs:
         part.graph.input.append(known.get(name) or _typed(name, graph.types.get(name, 1)))
     outputs = [*graph.outputs, *targets] if whole else targets

@@ -73,7 +73,7 @@ def map_for(model_type: str, given: str | None = None) -> ModuleMap | None:
 
 
 def places_of(
-    found: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module, model_type: str
+    map_: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module, model_type: str
 ) -> dict[str, Place]:
     """By transformers' (escaped) path. ``structure``: transformers' model; ``module``: vLLM's.
 
@@ -83,7 +83,7 @@ def places_of(
     ours = dict(structure.named_modules(remove_duplicate=False))
     theirs = dict(module.named_modules(remove_duplicate=False))
     places = {ROOT: Place("")}
-    if found is None:
+    if map_ is None:
         notes = describe_modules(structure)
         blocks = [path for path, note in notes.items() if note.role == "block"]
         if not blocks or any(path not in theirs for path in blocks):
@@ -95,11 +95,11 @@ def places_of(
                 "(docs/engines.md)",
             )
         return places | {path: Place(path) for path in blocks}
-    named = {one: one for one in found.same} | found.renamed
-    for pattern, other in (named | found.tables).items():
+    named = {shared: shared for shared in map_.same} | map_.renamed
+    for pattern, other in (named | map_.tables).items():
         for path, (name,) in _pairs(pattern, (other,), theirs, ours):
-            places[escape_path(name)] = Place(path, is_table=pattern in found.tables)
-    for pattern, parts in found.split.items():
+            places[escape_path(name)] = Place(path, is_table=pattern in map_.tables)
+    for pattern, parts in map_.split.items():
         for path, names in _pairs(pattern, parts, theirs, ours):
             first, own = 0, getattr(theirs[path], _OWN_ROWS, None)
             for number, name in enumerate(names):
@@ -113,12 +113,12 @@ def places_of(
 
 
 def parameters_of(
-    found: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module
+    map_: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module
 ) -> dict[str, str]:
     """transformers' parameter → vLLM's, of those that the map names one by one."""
     ours = dict(structure.named_parameters(remove_duplicate=False))
     theirs = dict(module.named_parameters(remove_duplicate=False))
-    weights = {} if found is None else found.weights
+    weights = {} if map_ is None else map_.weights
     return {
         name: path
         for pattern, other in weights.items()

@@ -55,7 +55,7 @@ class VllmRecorder(Recorder):
         super().__init__(model, notes, **how)
         self._runner, self._places, self._heads = runner, places, heads
         self._routers = {path for path, part in routing_modules(notes).items() if part == "router"}
-        self._has_batch = any(one.__module__.startswith(_OWN_CODE) for one in type(model).__mro__)
+        self._has_batch = any(base.__module__.startswith(_OWN_CODE) for base in type(model).__mro__)
         self._forward = Forward((), (), (), 0)
         self._gathered: dict[int, Gathered] = {}
         self._lanes: dict[int, dict[str, Any]] = {}

@@ -205,7 +205,7 @@ class Tokens:
             )
         return GroupResult(
             [fed[:count] for fed in self._fed],
-            [[choice[0] for choice in one.chosen[:count]] for one in self._controls],
+            [[choice[0] for choice in control.chosen[:count]] for control in self._controls],
             [[] for _ in self._fed],
-            {token for one in self._controls for token in one.seen},
+            {token for control in self._controls for token in control.seen},
         )

@@ -82,7 +82,7 @@ def table_viewed(
         halves = table[positions].to(hidden.dtype).unflatten(-1, (2, -1))
 
         def shown(seen: torch.Tensor) -> None:
-            pair = tuple(one.repeat(1, 1, 2) for one in seen.unbind(2))
+            pair = tuple(half.repeat(1, 1, 2) for half in seen.unbind(2))
             if after(rotary, (), {}, pair) is not None:
                 raise PlantError(
                     "vLLM reads its rotary table inside its kernels",

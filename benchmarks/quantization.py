@@ -24,7 +24,7 @@ from divergence.experiments.quantization.alone import each_alone
 from divergence.experiments.quantization.policy import find_policy
 from divergence.experiments.quantization.quantize import session_of
 from divergence.experiments.quantization.result import Cost, MatrixCost
-from divergence.experiments.quantization.trials import Trials
+from divergence.experiments.quantization.trials import QuantizationTrials
 from divergence.recording.engines.quantize import QuantizeOptions
 
 PIECES, CHARACTERS = 6, 360
@@ -110,7 +110,7 @@ def matrices(run: Run, scheme: str, targets: tuple[float, ...]) -> None:
     """Each alone, and what must be kept for each target."""
     options = QuantizeOptions(scheme=scheme)
     with session_of(run, options) as session:
-        trials = Trials(session, run.manifest.tokens.samples)
+        trials = QuantizationTrials(session, run.manifest.tokens.samples)
         whole = trials.cost(session.targets.values())
         found = each_alone(trials)
         _print_kinds(scheme, found, whole)

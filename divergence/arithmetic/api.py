@@ -11,7 +11,7 @@ import xxhash
 
 from divergence.arithmetic.additions.describe import write_drawings
 from divergence.arithmetic.additions.facts import FULL, QUICK, operators, probe_orders
-from divergence.arithmetic.additions.order import Finding
+from divergence.arithmetic.additions.order import OperatorOrders
 from divergence.arithmetic.notebook import Notebook
 from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, probe_scalars
 from divergence.errors import RunExistsError, UsageError
@@ -95,7 +95,7 @@ def probe(
 
 def _probe_all(
     notebook: Notebook, device: str, lengths: tuple[int, ...], quick: bool, on_progress: Progress
-) -> list[Finding]:
+) -> list[OperatorOrders]:
     names = QUICK if quick else FULL
     wanted = [
         operator
@@ -104,7 +104,7 @@ def _probe_all(
         for operator in operators(names, length, dtype, device)
     ]
     on_progress("probe", 0, len(wanted) + 1, "elementary functions")
-    findings: list[Finding] = []
+    findings: list[OperatorOrders] = []
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         count = 2048 if quick else 65536

@@ -13,7 +13,7 @@ or another attention fails without explaining, since a correct one makes no more
 from __future__ import annotations
 
 from divergence.checklist.numbers import Said
-from divergence.checklist.pair import Pair, both, differs, worst
+from divergence.checklist.pair import CheckedPair, both, differs, worst
 from divergence.checklist.result import PointState
 from divergence.comparison.preflight.code import CodeDifference, code_differences
 from divergence.comparison.results.findings import Onset, Verdict, list_names
@@ -25,7 +25,7 @@ __all__ = ["code", "precision", "settings_differ", "weights"]
 _UNREAD = "offloaded"
 
 
-def weights(pair: Pair) -> tuple[PointState, str]:
+def weights(pair: CheckedPair) -> tuple[PointState, str]:
     """Are the values the same, as far as both runs tell?"""
     line, state = pair.lines["weights"], pair.state_of("weights")
     lacking = [
@@ -59,7 +59,7 @@ def weights(pair: Pair) -> tuple[PointState, str]:
     return "pass", line.detail or f"the same weights ({digests[0][:12]})"
 
 
-def precision(pair: Pair) -> tuple[PointState, str]:
+def precision(pair: CheckedPair) -> tuple[PointState, str]:
     """Dtype and quantization, and what a truth was computed in."""
 
     def say(manifest: Manifest) -> str:
@@ -78,7 +78,7 @@ _LINES = (*_SETTINGS, "operators on the CPU", "substituted operators")
 """Lines of preflight about what computes, beside the code itself."""
 
 
-def code(pair: Pair) -> Said:
+def code(pair: CheckedPair) -> Said:
     """Is the same computed, by the same code?"""
     a, b = pair.manifests
     differences = code_differences(a, b)
@@ -111,7 +111,7 @@ def code(pair: Pair) -> Said:
     return "fail", text, False
 
 
-def settings_differ(pair: Pair) -> bool:
+def settings_differ(pair: CheckedPair) -> bool:
     """Is there a difference that capturing the candidate like the reference takes away?"""
     return any(map(pair.differs, _SETTINGS))
 
@@ -120,7 +120,7 @@ def _say(manifest: Manifest) -> str:
     return f"the same code of {len(manifest.model.code)} classes of module"
 
 
-def _explains(difference: CodeDifference, verdict: Verdict, pair: Pair) -> bool:
+def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -> bool:
     """Is the onset where this code runs, and is the error in the blocks that run it and in no
     other?"""
     onset = verdict.onset

@@ -19,7 +19,7 @@ from pathlib import Path
 from divergence._version import __version__
 from divergence.checklist.code import code, precision, settings_differ, weights
 from divergence.checklist.numbers import Said, phase, ranks, sampling
-from divergence.checklist.pair import Pair, worst
+from divergence.checklist.pair import CheckedPair, worst
 from divergence.checklist.points import points_of, tokens
 from divergence.checklist.result import Checkup, Rung, RungName
 from divergence.comparison.advice import Advice
@@ -83,7 +83,9 @@ def doctor(
     except IncomparableError as error:
         names = None if name_map is None else load_name_map(name_map)
         lines, reason = preflight(a, b, names=names), error.message
-    pair = Pair(a=a, b=b, lines={line.check: line for line in lines}, report=report, reason=reason)
+    pair = CheckedPair(
+        a=a, b=b, lines={line.check: line for line in lines}, report=report, reason=reason
+    )
     ladder = ladder_of(pair)
     return Checkup(
         tool_version=__version__,
@@ -98,7 +100,7 @@ def doctor(
     )
 
 
-def _notes(pair: Pair) -> list[str]:
+def _notes(pair: CheckedPair) -> list[str]:
     notes = []
     for name, manifest in zip("AB", pair.manifests, strict=True):
         if manifest.plan.plants:
@@ -137,9 +139,9 @@ class Ladder:
     explained_by: RungName | None
 
 
-def ladder_of(pair: Pair) -> Ladder:
+def ladder_of(pair: CheckedPair) -> Ladder:
     """All seven rungs, in order."""
-    asks: dict[RungName, Callable[[Pair], Said]] = {
+    asks: dict[RungName, Callable[[CheckedPair], Said]] = {
         "tokens": _tokens, "weights": _weights, "code": code,
         "prefill": partial(phase, decode=False), "decode": partial(phase, decode=True),
         "sampling": sampling, "ranks": ranks,
@@ -163,12 +165,12 @@ def ladder_of(pair: Pair) -> Ladder:
     return Ladder(rungs, stop)
 
 
-def _tokens(pair: Pair) -> Said:
+def _tokens(pair: CheckedPair) -> Said:
     state, evidence = tokens(pair)
     return state, evidence, state == "fail"
 
 
-def _weights(pair: Pair) -> Said:
+def _weights(pair: CheckedPair) -> Said:
     """Other values make another computation. Another precision of the same values is allowed for
     in every limit, so it explains what is within them."""
     (state, text), (same, how) = weights(pair), precision(pair)
@@ -183,7 +185,7 @@ def _weights(pair: Pair) -> Said:
     return worst(state, same), f"{how}; {text}", False
 
 
-def _next(name: RungName, pair: Pair) -> str:
+def _next(name: RungName, pair: CheckedPair) -> str:
     if name in ("tokens", "weights") or (name == "code" and settings_differ(pair)):
         return Advice(pair.a, pair.b).alike()
     if pair.verdict is not None and pair.verdict.next:

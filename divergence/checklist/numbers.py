@@ -6,7 +6,7 @@ A rung explains what is below it only where it is the verdict itself. What stand
 
 from __future__ import annotations
 
-from divergence.checklist.pair import Pair, both, sampling_text
+from divergence.checklist.pair import CheckedPair, both, sampling_text
 from divergence.checklist.result import RungState
 from divergence.comparison.results.findings import Claim, Finding
 from divergence.comparison.results.sites import SiteResult
@@ -25,7 +25,7 @@ _SAMPLED: Claim = "not_the_largest_logit"
 _SHARE = "share of rank"
 
 
-def phase(pair: Pair, *, decode: bool) -> Said:
+def phase(pair: CheckedPair, *, decode: bool) -> Said:
     """The first forward of each prompt, or those of one token each."""
     sites, verdict = pair.sites(decode=decode), pair.verdict
     what = "a decode step" if decode else "the prefill"
@@ -78,7 +78,7 @@ def _step_of(finding: Finding) -> int | None:
     return finding.step if finding.onset is None else finding.onset.step
 
 
-def _step_of_verdict(pair: Pair) -> int | None:
+def _step_of_verdict(pair: CheckedPair) -> int | None:
     """The forward that the verdict names; None where it names none, or sampling."""
     verdict = pair.verdict
     if verdict is None or pair.sampled:
@@ -89,7 +89,7 @@ def _step_of_verdict(pair: Pair) -> int | None:
     return steps[0] if steps else None
 
 
-def sampling(pair: Pair) -> Said:
+def sampling(pair: CheckedPair) -> Said:
     """Does each token follow from its own logits?"""
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged, False
@@ -116,7 +116,7 @@ def sampling(pair: Pair) -> Said:
     return "pass", f"{where}{how}; each is the largest of its own side's logits", False
 
 
-def ranks(pair: Pair) -> Said:
+def ranks(pair: CheckedPair) -> Said:
     """Do the processes of a run agree on what several of them hold?"""
     processes = both(pair, lambda manifest: manifest.processes)
     if pair.untold:
@@ -139,7 +139,7 @@ def ranks(pair: Pair) -> Said:
     return "pass", f"{processes}; all copies of {num_held:,} tensors agree", False
 
 
-def _told_by_ranks(pair: Pair) -> Finding | None:
+def _told_by_ranks(pair: CheckedPair) -> Finding | None:
     """What makes a rank the verdict: copies that disagree there, or its own part that is off."""
     if pair.report is None:
         return None
@@ -153,6 +153,6 @@ def _told_by_ranks(pair: Pair) -> Finding | None:
     return None
 
 
-def _shown_by_ranks(pair: Pair) -> set[object]:
+def _shown_by_ranks(pair: CheckedPair) -> set[object]:
     """The sites that are flagged since ranks disagree there."""
     return {key for claim in pair.claims("replicas_disagree") for key in claim.flags}

@@ -14,14 +14,14 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["Pair", "both", "differs", "in_both", "logits_held", "sampling_text", "worst"]
+__all__ = ["CheckedPair", "both", "differs", "in_both", "logits_held", "sampling_text", "worst"]
 
 _STATES: dict[str, PointState] = {"same": "pass", "differs": "fail", "blocking": "fail"}
 _DIVERGED = ("localized", "systematic", "nonfinite", "drift")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class CheckedPair:
     """``report``: compare's, or None where it had nothing to compare, for ``reason``."""
 
     a: Run
@@ -108,7 +108,7 @@ def worst(*states: PointState) -> PointState:
     return "fail" if "fail" in states else "unknown" if "unknown" in states else "pass"
 
 
-def both(pair: Pair, say: Callable[[Manifest], str]) -> str:
+def both(pair: CheckedPair, say: Callable[[Manifest], str]) -> str:
     """``both: bfloat16``, or ``A: bfloat16, B: float16``."""
     return in_both(*map(say, pair.manifests))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from divergence.checklist.code import precision, weights
-from divergence.checklist.pair import Pair, both, in_both, logits_held, sampling_text, worst
+from divergence.checklist.pair import CheckedPair, both, in_both, logits_held, sampling_text, worst
 from divergence.checklist.result import Point, PointName, PointState
 from divergence.comparison.results.findings import list_names
 from divergence.run.schema.manifest import Manifest
@@ -20,9 +20,9 @@ __all__ = ["points_of"]
 Said = tuple[PointState, str]
 
 
-def points_of(pair: Pair) -> list[Point]:
+def points_of(pair: CheckedPair) -> list[Point]:
     """All eight, in the order in which they are settled."""
-    points: tuple[tuple[PointName, str, Callable[[Pair], Said]], ...] = (
+    points: tuple[tuple[PointName, str, Callable[[CheckedPair], Said]], ...] = (
         ("weights", "weights, precision", _weights),
         ("greedy", "greedy decoding", _greedy),
         ("seed", "seed", _seed),
@@ -41,12 +41,12 @@ def points_of(pair: Pair) -> list[Point]:
     return settled
 
 
-def _weights(pair: Pair) -> Said:
+def _weights(pair: CheckedPair) -> Said:
     asked = precision(pair), weights(pair)
     return worst(*(state for state, _ in asked)), "; ".join(text for _, text in asked)
 
 
-def _greedy(pair: Pair) -> Said:
+def _greedy(pair: CheckedPair) -> Said:
     sampled = pair.claims("not_the_largest_logit")
     if sampled:
         return "fail", sampling_text(sampled[0])
@@ -61,7 +61,7 @@ def _greedy(pair: Pair) -> Said:
     return "pass", both(pair, say)
 
 
-def _seed(pair: Pair) -> Said:
+def _seed(pair: CheckedPair) -> Said:
     if pair.untold:
         return "unknown", _untold(pair, "a seed is")
     text = both(pair, lambda side: str(side.settings.seed))
@@ -69,7 +69,7 @@ def _seed(pair: Pair) -> Said:
     return "pass", text if seed_a == seed_b else f"{text}; decoding is greedy and draws nothing"
 
 
-def _engine(pair: Pair) -> Said:
+def _engine(pair: CheckedPair) -> Said:
     if pair.untold:
         return "unknown", _untold(pair, "whether an engine cached prefixes is")
     a, b = map(_shortcuts, pair.manifests)
@@ -105,11 +105,11 @@ def _switched(text: str) -> PointState:
     return "pass" if word in _OFF else "unknown" if word in _NOT_TOLD else "fail"
 
 
-def _untold(pair: Pair, what: str) -> str:
+def _untold(pair: CheckedPair, what: str) -> str:
     return f"{' and '.join(pair.untold)}: {what} not recorded"
 
 
-def _deterministic(pair: Pair) -> Said:
+def _deterministic(pair: CheckedPair) -> Said:
     """Asked for, granted, and as far as it was tried, kept."""
     if pair.untold:
         return "unknown", _untold(pair, "settings are")
@@ -152,7 +152,7 @@ def _switches(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def tokens(pair: Pair) -> Said:
+def tokens(pair: CheckedPair) -> Said:
     """The prompts as token ids; a rung of the ladder asks it too."""
     line, state = pair.lines["prompt ids"], pair.state_of("prompt ids")
     if state == "unknown":
@@ -171,7 +171,7 @@ def tokens(pair: Pair) -> Said:
     return "pass", f"{text}, though by another {' and '.join(other)}" if other else text
 
 
-def _logprobs(pair: Pair) -> Said:
+def _logprobs(pair: CheckedPair) -> Said:
     if all(manifest.plan.logits_site is None for manifest in pair.manifests):
         return "unknown", "neither run says which of its tensors are logits"
     held = logits_held(pair.a), logits_held(pair.b)
@@ -185,7 +185,7 @@ def _logprobs(pair: Pair) -> Said:
     return "pass" if met else "fail", in_both(*(say(*counts) for counts in held))
 
 
-def _logprob_diff(pair: Pair) -> Said:
+def _logprob_diff(pair: CheckedPair) -> Said:
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged
     assert pair.report is not None

@@ -13,10 +13,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence.collectives.cases import all_cases, order_cases
-from divergence.collectives.chosen import Chosen, choose
+from divergence.collectives.chosen import ChosenCollectives, choose
 from divergence.collectives.faults import parse_fault
 from divergence.collectives.group import backend_name, join
-from divergence.collectives.running import LEAST_RUNS, Recorder, Work, chosen_work, record_all
+from divergence.collectives.running import (
+    LEAST_RUNS,
+    CollectiveWork,
+    RankRecorder,
+    chosen_work,
+    record_all,
+)
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.ops.suite.recording import CaseWriter
@@ -90,7 +96,7 @@ def capture_collectives(
         with started(
             ranks, lambda: RunWriter(out, manifest, force=force, rank=ranks.rank)
         ) as writer:
-            recorder = Recorder(
+            recorder = RankRecorder(
                 CaseWriter(writer, "free"),
                 ranks,
                 chosen,
@@ -147,7 +153,7 @@ def _started_ranks(like: Run | None) -> int:
     return num_ranks
 
 
-def _work(like: Run | None, options: CaptureOptions) -> Work:
+def _work(like: Run | None, options: CaptureOptions) -> CollectiveWork:
     """What is run. Raises UsageError where --sites leaves nothing."""
     patterns = list(options.sites) or (["*"] if like is None else like.manifest.plan.sites)
     work = chosen_work(list(all_cases()), list(order_cases()), compile_patterns(patterns))
@@ -160,7 +166,7 @@ def _work(like: Run | None, options: CaptureOptions) -> Work:
     return work
 
 
-def _check_faults(chosen: Chosen, num_ranks: int) -> None:
+def _check_faults(chosen: ChosenCollectives, num_ranks: int) -> None:
     for fault in chosen.faults:
         if fault.rank >= num_ranks:
             raise UsageError(f"there is no rank {fault.rank}: there are {num_ranks}")
@@ -168,8 +174,8 @@ def _check_faults(chosen: Chosen, num_ranks: int) -> None:
 
 def _manifest(
     ranks: Ranks,
-    chosen: Chosen,
-    work: Work,
+    chosen: ChosenCollectives,
+    work: CollectiveWork,
     like: Run | None,
     options: CaptureOptions,
     *,
@@ -203,7 +209,7 @@ def _manifest(
     return manifest
 
 
-def _count(ranks: Ranks, recorder: Recorder, manifest: Manifest) -> None:
+def _count(ranks: Ranks, recorder: RankRecorder, manifest: Manifest) -> None:
     """Adds up all ranks' sizes, and what they found of their own repeatability."""
     mine = (manifest.sizes, recorder.repeated)
     manifest.repeatability = recorder.repeated

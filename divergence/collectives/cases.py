@@ -29,8 +29,16 @@ from divergence.errors import UsageError
 from divergence.run.schema.record import Placement
 
 __all__ = [
-    "ADDING", "COLLECTIVES", "PREFIX", "ROOT_RANK", "SIZES", "Case", "Collective", "all_cases",
-    "case_of", "order_cases",
+    "ADDING",
+    "COLLECTIVES",
+    "PREFIX",
+    "ROOT_RANK",
+    "SIZES",
+    "Collective",
+    "CollectiveCase",
+    "all_cases",
+    "case_of",
+    "order_cases",
 ]  # fmt: skip
 
 PREFIX = "collective."
@@ -110,7 +118,7 @@ _PLANS: dict[Collective, Plan] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CollectiveCase:
     """One collective on one dtype, size and kind of values."""
 
     collective: Collective
@@ -144,16 +152,16 @@ class Case:
         return each if self.collective in ("all_gather", "send_recv") else each * num_ranks
 
 
-def all_cases() -> Iterator[Case]:
+def all_cases() -> Iterator[CollectiveCase]:
     """Every case, in order."""
     for collective, plan in _PLANS.items():
         for size, dtypes, values in plan:
             for dtype in dtypes:
                 for kind in values:
-                    yield Case(collective, dtype, size, kind)
+                    yield CollectiveCase(collective, dtype, size, kind)
 
 
-def order_cases() -> Iterator[Case]:
+def order_cases() -> Iterator[CollectiveCase]:
     """The collectives, dtypes and sizes of which the order of addition is looked for."""
     seen = set()
     for case in all_cases():
@@ -162,10 +170,10 @@ def order_cases() -> Iterator[Case]:
         if case.adds and known and key not in seen:
             seen.add(key)
             yield case
-    yield Case("all_reduce", "float32", "huge", "random")
+    yield CollectiveCase("all_reduce", "float32", "huge", "random")
 
 
-def case_of(path: str) -> Case:
+def case_of(path: str) -> CollectiveCase:
     """The case of a path, for example ``all_reduce.float32.odd.random``. Raises UsageError where
     there is none."""
     parts = path.split(".")

@@ -16,25 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from divergence.collectives.cases import COLLECTIVES, Collective
-from divergence.collectives.faults import BY, Fault, planted
+from divergence.collectives.faults import BY, PlantedCollectiveFault, planted
 from divergence.collectives.group import BACKENDS, Call, all_gather, native
 from divergence.collectives.own import ALGORITHMS, all_reduce_by, reduce_scatter_by
 from divergence.errors import UsageError
 
-__all__ = ["Chosen", "choose"]
+__all__ = ["ChosenCollectives", "choose"]
 
 _SUMS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(slots=True)
-class Chosen:
+class ChosenCollectives:
     """``backend``: of the process group, if one was named. ``names``: what is not the group's own,
     by collective."""
 
     backend: str | None = None
     names: dict[str, str] = field(default_factory=dict)
     functions: dict[str, Call] = field(default_factory=dict)
-    faults: Sequence[Fault] = ()
+    faults: Sequence[PlantedCollectiveFault] = ()
     rank: int = 0
 
     def call(self, collective: Collective) -> Call:
@@ -54,9 +54,11 @@ class Chosen:
         return self.names.get("reduce_scatter" if collective == "rs_ag" else collective, backend)
 
 
-def choose(wishes: Sequence[str] | Mapping[str, Any], faults: Sequence[Fault] = ()) -> Chosen:
+def choose(
+    wishes: Sequence[str] | Mapping[str, Any], faults: Sequence[PlantedCollectiveFault] = ()
+) -> ChosenCollectives:
     """What ``--impl`` says. Raises UsageError, which names what there is."""
-    chosen = Chosen(faults=faults)
+    chosen = ChosenCollectives(faults=faults)
     pairs: list[tuple[str, Any]] = (
         list(wishes.items())
         if isinstance(wishes, Mapping)

@@ -22,7 +22,7 @@ from divergence.collectives.group import Call
 from divergence.collectives.own import all_reduce_by, reduce_scatter_by
 from divergence.errors import PlantError
 
-__all__ = ["BY", "FAULTS", "Fault", "parse_fault", "planted"]
+__all__ = ["BY", "FAULTS", "PlantedCollectiveFault", "parse_fault", "planted"]
 
 FAULTS = {
     "bfloat16": "bfloat16@1     rank 1 adds in bfloat16; float16@1 in float16",
@@ -37,7 +37,7 @@ BY = {"bfloat16": "ring", "float16": "ring", "unordered": "flat"}
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlantedCollectiveFault:
     """One planted fault. ``count``: elements, of ``tail``."""
 
     collective: Collective
@@ -46,7 +46,7 @@ class Fault:
     count: int = 0
 
 
-def parse_fault(text: str) -> Fault:
+def parse_fault(text: str) -> PlantedCollectiveFault:
     """``"all_reduce=bfloat16@1"``. Raises PlantError with the list of faults."""
     where, equals, rest = text.partition("=")
     what, at, rank = rest.partition("@")
@@ -66,10 +66,14 @@ def parse_fault(text: str) -> Fault:
         raise PlantError(
             f"{name} is planted in all_reduce or reduce_scatter", where=f"--plant {text}", hint=hint
         )
-    return Fault(COLLECTIVES[COLLECTIVES.index(where)], name, int(rank), int(count or 0))
+    return PlantedCollectiveFault(
+        COLLECTIVES[COLLECTIVES.index(where)], name, int(rank), int(count or 0)
+    )
 
 
-def planted(faults: Iterable[Fault], collective: Collective, call: Call, *, rank: int) -> Call:
+def planted(
+    faults: Iterable[PlantedCollectiveFault], collective: Collective, call: Call, *, rank: int
+) -> Call:
     """``call`` with the faults of its collective. ``rank``: this one. All ranks call this alike,
     since a fault in an addition needs all to run the algorithm it is planted in."""
     for fault in faults:
@@ -78,7 +82,7 @@ def planted(faults: Iterable[Fault], collective: Collective, call: Call, *, rank
     return call
 
 
-def _with(fault: Fault, call: Call, *, mine: bool) -> Call:
+def _with(fault: PlantedCollectiveFault, call: Call, *, mine: bool) -> Call:
     by = all_reduce_by if fault.collective == "all_reduce" else reduce_scatter_by
     if fault.name == "unordered":
         return by(BY[fault.name], order=_shuffled if mine else range)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from divergence.collectives.bandwidth import TIMED, seconds_of_one, timed_bytes, timed_elements
-from divergence.collectives.cases import ADDING, PREFIX, ROOT_RANK, Case, Collective
-from divergence.collectives.chosen import Chosen
+from divergence.collectives.cases import ADDING, PREFIX, ROOT_RANK, Collective, CollectiveCase
+from divergence.collectives.chosen import ChosenCollectives
 from divergence.collectives.orders import Masks
 from divergence.collectives.values import draw
 from divergence.errors import UsageError, first_line
@@ -33,7 +33,7 @@ from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.site import join_site, operator_path
 from divergence.words import Progress
 
-__all__ = ["LEAST_RUNS", "ORDER", "SECONDS", "Work", "record_all"]
+__all__ = ["LEAST_RUNS", "ORDER", "SECONDS", "CollectiveWork", "record_all"]
 
 LEAST_RUNS = 3
 """Times that each case is run: an order that depends on who comes first shows in few."""
@@ -43,21 +43,21 @@ _REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CollectiveWork:
     """What is run, in order: cases, then orders, then times."""
 
-    cases: Sequence[Case]
-    orders: Sequence[Case]
+    cases: Sequence[CollectiveCase]
+    orders: Sequence[CollectiveCase]
     timed: Sequence[Collective]
 
 
 @dataclass(slots=True)
-class Recorder:
+class RankRecorder:
     """One rank's part of the run."""
 
     cases: CaseWriter
     ranks: Ranks
-    chosen: Chosen
+    chosen: ChosenCollectives
     num_runs: int
     link_rate: float | None
     progress: Progress
@@ -65,7 +65,7 @@ class Recorder:
     repeated: Repeatability = field(default_factory=Repeatability)
 
 
-def record_all(recorder: Recorder, work: Work) -> None:
+def record_all(recorder: RankRecorder, work: CollectiveWork) -> None:
     """Run and record all of it. Raises UsageError where nothing can be run."""
     recorder.repeated.num_runs = recorder.num_runs
     total = len(work.cases) + len(work.orders) + len(work.timed)
@@ -100,7 +100,9 @@ def record_all(recorder: Recorder, work: Work) -> None:
         )
 
 
-def _unsupported(recorder: Recorder, cases: Sequence[Case]) -> dict[tuple[str, str], str]:
+def _unsupported(
+    recorder: RankRecorder, cases: Sequence[CollectiveCase]
+) -> dict[tuple[str, str], str]:
     """(collective, dtype) → why this group cannot do it. All ranks try each once, and agree."""
     reasons: dict[tuple[str, str], str] = {}
     for collective, dtype in dict.fromkeys((case.collective, case.dtype) for case in cases):
@@ -117,7 +119,7 @@ def _unsupported(recorder: Recorder, cases: Sequence[Case]) -> dict[tuple[str, s
     return reasons
 
 
-def _record_case(recorder: Recorder, case: Case) -> None:
+def _record_case(recorder: RankRecorder, case: CollectiveCase) -> None:
     ranks = recorder.ranks
     x = draw(
         case.values, case.dtype, case.elements(ranks.size), rank=ranks.rank, num_ranks=ranks.size,
@@ -149,7 +151,7 @@ def _record_case(recorder: Recorder, case: Case) -> None:
             recorder.repeated.first_difference = recorder.repeated.first_difference or where
 
 
-def _record_order(recorder: Recorder, case: Case) -> None:
+def _record_order(recorder: RankRecorder, case: CollectiveCase) -> None:
     """What masks give, of a result that every rank has by rank 0 alone."""
     ranks = recorder.ranks
     size = case.elements(ranks.size)
@@ -173,7 +175,7 @@ def _record_order(recorder: Recorder, case: Case) -> None:
         )  # fmt: skip
 
 
-def _record_times(recorder: Recorder, collective: Collective) -> None:
+def _record_times(recorder: RankRecorder, collective: Collective) -> None:
     ranks, call = recorder.ranks, recorder.chosen.call(collective)
     for num_bytes in timed_bytes(ranks.device):
         size = timed_elements(collective, num_bytes, ranks.size)
@@ -193,10 +195,12 @@ def _record_times(recorder: Recorder, collective: Collective) -> None:
 
 
 def chosen_work(
-    cases: Sequence[Case], orders: Sequence[Case], matches: Callable[[str], bool]
-) -> Work:
+    cases: Sequence[CollectiveCase],
+    orders: Sequence[CollectiveCase],
+    matches: Callable[[str], bool],
+) -> CollectiveWork:
     """What of all a selection of paths leaves."""
-    return Work(
+    return CollectiveWork(
         [case for case in cases if matches(f"{case.path}:out")],
         [
             order

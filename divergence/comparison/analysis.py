@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from divergence.run.schema.manifest import Manifest
 
 __all__ = [
-    "ANALYSES", "Analysis", "Answer", "Measured", "Parts", "Shown", "applying", "is_probe",
+    "ANALYSES", "Analysis", "AnalysisResult", "Measured", "Parts", "Shown", "applying", "is_probe",
     "limits_used", "numbers_of", "report_of", "without_partner", "without_sites",
 ]  # fmt: skip
 
@@ -120,7 +120,7 @@ class Parts(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AnalysisResult:
     """What an analysis found in two runs."""
 
     findings: Sequence[Finding] = ()
@@ -134,9 +134,9 @@ class Analysis:
     """One folder of divergence.analyses."""
 
     name: str
-    find: Callable[[Measured], Answer] | None
+    find: Callable[[Measured], AnalysisResult] | None
     """What it claims, from the numbers alone."""
-    explain: Callable[[Measured, Verdict, Answer], list[Finding]] | None
+    explain: Callable[[Measured, Verdict, AnalysisResult], list[Finding]] | None
     """What it has to say of a verdict, given its own answer: why it is so."""
 
 

@@ -16,7 +16,7 @@ from divergence._version import __version__
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.analysis import (
-    Answer,
+    AnalysisResult,
     Measured,
     Parts,
     applying,
@@ -156,7 +156,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     ``names``: of these analyses alone."""
     analyses = applying(measured, names)
     answers = {
-        analysis.name: analysis.find(measured) if analysis.find else Answer()
+        analysis.name: analysis.find(measured) if analysis.find else AnalysisResult()
         for analysis in analyses
     }
     findings = [finding for answer in answers.values() for finding in answer.findings]

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from divergence.endpoints.capabilities import STEPS, Capabilities, tokens_of
 from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import PROTOCOLS, Answer, Question, Token
+from divergence.endpoints.protocols import PROTOCOLS, Question, ServerAnswer, Token
 from divergence.endpoints.questions import Asked
 from divergence.errors import EndpointError
 
 __all__ = ["ask"]
 
 
-def ask(client: Client, caps: Capabilities, asked: Asked) -> Answer:
+def ask(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
     """What the server says to one prompt. Raises EndpointError."""
     if asked.forced and caps.forces == STEPS:
         return _by_steps(client, caps, asked)
@@ -36,13 +36,13 @@ def ask(client: Client, caps: Capabilities, asked: Asked) -> Answer:
     return answer
 
 
-def _post(client: Client, caps: Capabilities, question: Question) -> Answer:
+def _post(client: Client, caps: Capabilities, question: Question) -> ServerAnswer:
     protocol = PROTOCOLS[caps.protocol]
     body = protocol.request(replace(question, model=caps.model))
     return protocol.answer(client.post(protocol.path, body))
 
 
-def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> Answer:
+def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
     """As if the prompt had been scored: nothing of the prompt itself, then each given token."""
     prompt, scored = list(asked.ids or ()), []
     for place, token in enumerate(asked.forced):
@@ -56,7 +56,9 @@ def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> Answer:
             )
         scored.append(_on_list(token, answer.tokens))
     whole = [*prompt, *asked.forced]
-    return Answer(prompt=[*(Token(id_, None, None) for id_ in prompt), *scored], prompt_ids=whole)
+    return ServerAnswer(
+        prompt=[*(Token(id_, None, None) for id_ in prompt), *scored], prompt_ids=whole
+    )
 
 
 def _on_list(token: int, told: Sequence[Token]) -> Token:

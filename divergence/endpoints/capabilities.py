@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import PROTOCOLS, Answer, Protocol, Question
+from divergence.endpoints.protocols import PROTOCOLS, Protocol, Question, ServerAnswer
 from divergence.errors import EndpointError, UsageError
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.writing.scores import BY_TEXT
@@ -147,7 +147,7 @@ def probe(
 
 def _first_taken(
     client: Client, protocol: Protocol, question: Question
-) -> tuple[Answer, frozenset[str]]:
+) -> tuple[ServerAnswer, frozenset[str]]:
     """The answer to the most that the server takes."""
     refused: EndpointError | None = None
     for extras in protocol.levels:
@@ -162,7 +162,9 @@ def _first_taken(
     raise refused
 
 
-def _forces(client: Client, protocol: Protocol, question: Question, answer: Answer) -> str | None:
+def _forces(
+    client: Client, protocol: Protocol, question: Question, answer: ServerAnswer
+) -> str | None:
     """How a recorded answer is scored."""
     if answer.scores_prompt and protocol.takes_ids:
         return protocol.forces_by or "always"

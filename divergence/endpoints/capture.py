@@ -18,7 +18,7 @@ from pathlib import Path
 from divergence.endpoints.asking import ask
 from divergence.endpoints.capabilities import Capabilities, find_server, probe
 from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import Answer
+from divergence.endpoints.protocols import ServerAnswer
 from divergence.endpoints.questions import Asked, asked_of, check_options
 from divergence.endpoints.scoring import Vocabulary, scores_of
 from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
@@ -28,7 +28,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, SampleTokens
 from divergence.run.schema.site import LOGPROBS
 from divergence.run.storage.location import Location, Url, archive_kind, location_of
-from divergence.run.writing.scores import DRAWN, Source, put_scores, scores_manifest
+from divergence.run.writing.scores import DRAWN, ScoreSource, put_scores, scores_manifest
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 from divergence.words import Progress, silent
 
@@ -150,7 +150,7 @@ def _manifest(
     tokens = "given" if any(prompt.forced for prompt in asked) else "greedy"
     if tokens == "greedy" and asked[0].free.temperature:
         tokens = DRAWN
-    source = Source(
+    source = ScoreSource(
         engine="endpoint", version=f"{caps.server.kind} {caps.server.version}",
         model=caps.model, dtype=caps.server.dtype, facts={**caps.facts, "tokens": tokens},
         seed=options.seed or 0, max_new_tokens=asked[0].free.num_tokens,
@@ -214,7 +214,7 @@ class _Job:
     def _ask(self, writer: RunWriter, numbers: list[int]) -> None:
         """Several at a time. Whatever stops it, what came before is written."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        answered: queue.SimpleQueue[tuple[int, Answer | Exception]] = queue.SimpleQueue()
+        answered: queue.SimpleQueue[tuple[int, ServerAnswer | Exception]] = queue.SimpleQueue()
         for number in numbers:
             waiting.put(number)
         stopped = threading.Event()
@@ -245,7 +245,7 @@ class _Job:
         text = f"not asked, after {in_a_row} others in a row without an answer"
         self._failed |= dict.fromkeys(left, text)
 
-    def _take(self, writer: RunWriter, number: int, answer: Answer | Exception) -> bool:
+    def _take(self, writer: RunWriter, number: int, answer: ServerAnswer | Exception) -> bool:
         """Writes one answer; False where there is none."""
         asked = self._asked[number]
         where = f"the answer to prompt {number}"

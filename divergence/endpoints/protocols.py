@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["PROTOCOLS", "Answer", "Protocol", "Question", "Token"]
+__all__ = ["PROTOCOLS", "Protocol", "Question", "ServerAnswer", "Token"]
 
 _AS_ID = "token_id:"
 
@@ -57,7 +57,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ServerAnswer:
     """``prompt_ids``: as the server rendered it; ``num_prompt``: their number, where ids are not
     told. ``prompt``: the prompt's tokens with their scores, the first one without; empty where the
     server scores no prompts."""
@@ -93,7 +93,7 @@ class Protocol:
 
     path: str
     request: Callable[[Question], dict[str, Any]]
-    answer: Callable[[dict[str, Any]], Answer]
+    answer: Callable[[dict[str, Any]], ServerAnswer]
     levels: tuple[frozenset[str], ...] = (frozenset(),)
     takes_ids: bool = True
     forces_by: str | None = None
@@ -211,7 +211,7 @@ def _chat(question: Question) -> dict[str, Any]:
     return body
 
 
-def _of_completions(response: dict[str, Any]) -> Answer:
+def _of_completions(response: dict[str, Any]) -> ServerAnswer:
     choice = _dict(next(iter(_list(response.get("choices"))), None))
     said = _dict(choice.get("logprobs"))
     values, tops = _list(said.get("token_logprobs")), _list(said.get("top_logprobs"))
@@ -223,7 +223,7 @@ def _of_completions(response: dict[str, Any]) -> Answer:
     return _openai_answer(response, choice, tokens, str(choice.get("text") or ""))
 
 
-def _of_chat(response: dict[str, Any]) -> Answer:
+def _of_chat(response: dict[str, Any]) -> ServerAnswer:
     choice = _dict(next(iter(_list(response.get("choices"))), None))
     tokens = _rows(_dict(choice.get("logprobs")).get("content"))
     text = _dict(choice.get("message")).get("content")
@@ -232,7 +232,7 @@ def _of_chat(response: dict[str, Any]) -> Answer:
 
 def _openai_answer(
     response: dict[str, Any], choice: dict[str, Any], tokens: list[Token], text: str
-) -> Answer:
+) -> ServerAnswer:
     scored = choice.get("prompt_logprobs") or response.get("prompt_logprobs")
     prompt_ids = _ids(choice.get("prompt_token_ids")) or _ids(response.get("prompt_token_ids"))
     ids = _ids(choice.get("token_ids")) or []
@@ -240,7 +240,7 @@ def _openai_answer(
         tokens = [Token(number, None, None) for number in ids]
     elif len(ids) == len(tokens):
         tokens = [replace(token, id=number) for token, number in zip(tokens, ids, strict=True)]
-    return Answer(
+    return ServerAnswer(
         text=text, tokens=tokens, prompt_ids=prompt_ids,
         num_prompt=_id(_dict(response.get("usage")).get("prompt_tokens")),
         prompt=_prompt_of(_list(scored), prompt_ids), finish=choice.get("finish_reason"),
@@ -280,7 +280,7 @@ def _sglang(question: Question) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_sglang(response: dict[str, Any]) -> Answer:
+def _of_sglang(response: dict[str, Any]) -> ServerAnswer:
     said = _dict(response.get("meta_info"))
 
     def rows(name: str) -> list[Token]:
@@ -292,7 +292,7 @@ def _of_sglang(response: dict[str, Any]) -> Answer:
 
     prompt = rows("input_token_logprobs")
     finish = _dict(said.get("finish_reason")).get("type")
-    return Answer(
+    return ServerAnswer(
         text=str(response.get("text") or ""), tokens=rows("output_token_logprobs"), prompt=prompt,
         prompt_ids=_ids_of(prompt),
         num_prompt=_id(said.get("prompt_tokens")), finish=finish,
@@ -314,9 +314,9 @@ def _llama(question: Question) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_llama(response: dict[str, Any]) -> Answer:
+def _of_llama(response: dict[str, Any]) -> ServerAnswer:
     tokens = _rows(response.get("completion_probabilities"))
-    return Answer(
+    return ServerAnswer(
         text=str(response.get("content") or ""), tokens=tokens,
         num_prompt=_id(response.get("tokens_evaluated")), finish=response.get("stop_type"),
     )  # fmt: skip
@@ -333,7 +333,7 @@ def _tgi(question: Question) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_tgi(response: dict[str, Any]) -> Answer:
+def _of_tgi(response: dict[str, Any]) -> ServerAnswer:
     details = _dict(response.get("details"))
     tops = _list(details.get("top_tokens"))
     tokens = [
@@ -341,7 +341,7 @@ def _of_tgi(response: dict[str, Any]) -> Answer:
         for number, item in enumerate(_list(details.get("tokens")))
     ]
     prompt = [_told(item) for item in _list(details.get("prefill"))]
-    return Answer(
+    return ServerAnswer(
         text=str(response.get("generated_text") or ""), tokens=tokens, prompt=prompt,
         prompt_ids=_ids_of(prompt),
         num_prompt=len(prompt) or None, finish=details.get("finish_reason"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from divergence.endpoints.capabilities import Capabilities
-from divergence.endpoints.protocols import Answer, Token
+from divergence.endpoints.protocols import ServerAnswer, Token
 from divergence.endpoints.questions import Asked
 from divergence.errors import EndpointError
 from divergence.run.writing.scores import Scores
@@ -49,7 +49,9 @@ class Vocabulary:
             self._numbers[text] = None  # two ids share it
 
 
-def scores_of(answer: Answer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary) -> Scores:
+def scores_of(
+    answer: ServerAnswer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary
+) -> Scores:
     """Raises EndpointError where the answer is not what was asked."""
     if asked.forced:
         return _forced(answer, asked, caps, vocabulary)
@@ -68,7 +70,9 @@ def scores_of(answer: Answer, asked: Asked, caps: Capabilities, vocabulary: Voca
     return _scores(prompt, [id_ for id_ in ids if id_ is not None], rows, vocabulary)
 
 
-def _forced(answer: Answer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary) -> Scores:
+def _forced(
+    answer: ServerAnswer, asked: Asked, caps: Capabilities, vocabulary: Vocabulary
+) -> Scores:
     """The scores of a prompt at whose end the answer stands."""
     prompt, whole = list(asked.ids or ()), [*(asked.ids or ()), *asked.forced]
     tokens: Sequence[Token] = answer.prompt

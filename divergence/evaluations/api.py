@@ -13,7 +13,7 @@ from divergence.errors import UsageError
 from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
 from divergence.evaluations.flips import causes_of
 from divergence.evaluations.formats import FORMATS, read
-from divergence.evaluations.formats.reading import Reading
+from divergence.evaluations.formats.reading import ReadRequest
 from divergence.evaluations.gating import gated
 from divergence.evaluations.judging import adjusted, measured
 from divergence.evaluations.pairing import Pairs, pair, preflight
@@ -89,7 +89,7 @@ def scores(
     _refuse_same(paths)
     loaded = None if band is None and policy is None else load_policy(policy)
     bands = _bands(band, loaded)
-    reading = Reading(
+    reading = ReadRequest(
         tasks=one_or_more(tasks), metrics=one_or_more(metrics), filters=one_or_more(filters),
         cluster=cluster,
     )  # fmt: skip
@@ -252,7 +252,7 @@ def _summary(side: Evaluation) -> EvaluationSummary:
 
 
 def _next(
-    report: ScoresReport, paths: list[str], runs: Sequence[str | Path | Run], reading: Reading
+    report: ScoresReport, paths: list[str], runs: Sequence[str | Path | Run], reading: ReadRequest
 ) -> list[str]:
     asked: dict[str, Any] = {"task": reading.tasks, "metric": reading.metrics,
                              "filter": reading.filters, "cluster": reading.cluster}  # fmt: skip

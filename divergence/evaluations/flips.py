@@ -21,7 +21,7 @@ import numpy as np
 from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST
 from divergence.evaluations.pairing import Pairs
 from divergence.evaluations.result import FlipCauses
-from divergence.evaluations.rows import Row
+from divergence.evaluations.rows import ScoreRow
 
 __all__ = ["OF_ALL", "causes_of", "explained", "flips_of", "shift_of"]
 
@@ -30,7 +30,7 @@ _MEAN_TO_SIGMA = math.sqrt(math.pi / 2)
 OF_ALL = "the shifts of all documents"
 
 
-def shift_of(a: Row, b: Row) -> float | None:
+def shift_of(a: ScoreRow, b: ScoreRow) -> float | None:
     """How far the margin between A's choice and B's moved; between A's two likeliest where both
     chose alike. None without the likelihoods of the same choices."""
     if a.choices is None or b.choices is None or len(a.choices) != len(b.choices):

@@ -34,7 +34,7 @@ from divergence.evaluations.flips import OF_ALL, explained, flips_of
 from divergence.evaluations.formats import format_named, lm_eval
 from divergence.evaluations.pairing import Pairs
 from divergence.evaluations.result import Candidate, FlipCauses, RunCauses, RunFlip
-from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
+from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.recording.prompts import Prompt, tokenize
 from divergence.run.reader import Run
 
@@ -257,7 +257,7 @@ def _parted(runs: tuple[Run, Run], samples: tuple[int, int]) -> _Answer | None:
 
 
 def _chosen(
-    asked: tuple[str, list[str]], rows: tuple[Row, Row], metric: str, joint: _Joint
+    asked: tuple[str, list[str]], rows: tuple[ScoreRow, ScoreRow], metric: str, joint: _Joint
 ) -> _Answer | str:
     """The first tokens of A's choice and of B's, or why they are not known."""
     context, texts = asked

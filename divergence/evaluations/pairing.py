@@ -15,7 +15,7 @@ import numpy as np
 
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.evaluations.result import Pairing
-from divergence.evaluations.rows import Row, Series
+from divergence.evaluations.rows import ScoreRow, Series
 
 __all__ = ["Pairs", "pair", "preflight"]
 
@@ -31,7 +31,7 @@ class Pairs:
     candidate: np.ndarray
     clusters: np.ndarray | None
     """None where each document is its own."""
-    rows: list[tuple[Row, Row]]
+    rows: list[tuple[ScoreRow, ScoreRow]]
     same_order: bool
     single: bool
     """One answer a document, on both sides."""
@@ -47,7 +47,7 @@ class Pairs:
 class _Side:
     """One side's documents: the rows of each that have a score."""
 
-    scored: dict[str, list[Row]]
+    scored: dict[str, list[ScoreRow]]
     unscored: set[str]
     duplicates: int
     conflicting: set[str]
@@ -57,7 +57,7 @@ class _Side:
 def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
     """``force``: also pairs documents that were asked in other words."""
     reference, other = _side(a.rows), _side(b.rows)
-    rows: list[tuple[Row, Row]] = []
+    rows: list[tuple[ScoreRow, ScoreRow]] = []
     scores: list[tuple[float, float]] = []
     num_prompt = num_target = num_answers = num_other_answers = 0
     for document, mine in reference.scored.items():
@@ -101,8 +101,8 @@ def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
     )  # fmt: skip
 
 
-def _side(rows: list[Row]) -> _Side:
-    by_answer: dict[tuple[str, int], Row] = {}
+def _side(rows: list[ScoreRow]) -> _Side:
+    by_answer: dict[tuple[str, int], ScoreRow] = {}
     side = _Side({}, set(), 0, set(), Counter())
     for row in rows:
         held = by_answer.setdefault((row.document, row.repeat), row)
@@ -128,7 +128,7 @@ def _count(side: _Side) -> int:
     return len(side.scored) + len(side.unscored) + len(side.conflicting)
 
 
-def _mean(rows: list[Row]) -> float:
+def _mean(rows: list[ScoreRow]) -> float:
     if len(rows) == 1:
         return rows[0].score or 0.0
     scores = [row.score for row in rows if row.score is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Evaluation", "Row", "Series", "SeriesName"]
+__all__ = ["Evaluation", "ScoreRow", "Series", "SeriesName"]
 
 
 class SeriesName(NamedTuple):
@@ -20,7 +20,7 @@ class SeriesName(NamedTuple):
 
 
 @dataclass(slots=True)
-class Row:
+class ScoreRow:
     """One answer, scored."""
 
     document: str
@@ -51,7 +51,7 @@ class Series:
     file: str
     settings: dict[str, str] = field(default_factory=dict)
     higher_is_better: bool = True
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ScoreRow] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -89,7 +89,7 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Shared strictness; no fields of its own."""
 
 
-class Limits(_Strict, frozen=True, kw_only=True):
+class SiteLimits(_Strict, frozen=True, kw_only=True):
     """Upper limits of numbers of a SiteResult."""
 
     rel_l2: float | None = None
@@ -104,7 +104,7 @@ class Limits(_Strict, frozen=True, kw_only=True):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class Tolerance(Limits, frozen=True, kw_only=True):
+class Tolerance(SiteLimits, frozen=True, kw_only=True):
     """Upper limits at the sites that match.
 
     A tolerance that matches no compared site is a failure, since nothing was held against its
@@ -133,7 +133,7 @@ class Known(_Strict, frozen=True, kw_only=True):
     """A difference that a team has decided to live with. gate.known says what it excuses."""
 
     sites: str | tuple[str, ...]
-    max: Limits
+    max: SiteLimits
     """How large the difference may be; at least one limit."""
     reason: str
     """Why it is accepted."""

@@ -19,7 +19,7 @@ from divergence.html.element import Element, Node, el
 from divergence.html.scales import HeatScale, LogAxis
 from divergence.words import shortened
 
-__all__ = ["HEIGHT", "Line", "Plot", "drawn", "figure", "heat_map"]
+__all__ = ["HEIGHT", "Plot", "PlotLine", "drawn", "figure", "heat_map"]
 
 HEIGHT = 232.0
 _MOST_DOTS = 130
@@ -29,7 +29,7 @@ _NAMED = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class PlotLine:
     """One line of a plot. ``kind``: its CSS class, and the shape of its points."""
 
     label: str
@@ -50,7 +50,7 @@ class Plot:
     legend: Sequence[tuple[str, str]]
     """(class, text) of each colour."""
     names: Sequence[str]
-    lines: Sequence[Line]
+    lines: Sequence[PlotLine]
     band: tuple[Sequence[float | None], Sequence[float | None]] | None = None
     """From the floor to the limit."""
     flagged: Sequence[int] = ()
@@ -199,7 +199,7 @@ def _band(
     return [el("path", d="".join(d), class_=kind) for kind, d in parts.items() if d]
 
 
-def _strokes(line: Line, axis: LogAxis, across: _Across) -> list[Element]:
+def _strokes(line: PlotLine, axis: LogAxis, across: _Across) -> list[Element]:
     """The line, interrupted where there is no value."""
     d, pen_up = [], True
     for n, value in enumerate(line.values):

@@ -7,8 +7,8 @@ from pathlib import Path
 from divergence.comparison.measure.runs import opened
 from divergence.errors import DumpError, UsageError
 from divergence.importing.building import manifest_of, write
-from divergence.importing.dump import Layout, Notes
-from divergence.importing.folder import Folder
+from divergence.importing.dump import DumpLayout, Notes
+from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts import LAYOUTS, SCORES
 from divergence.importing.reading import survey
 from divergence.importing.rules import load_rules
@@ -22,7 +22,7 @@ from divergence.words import Progress
 
 __all__ = ["import_dump"]
 
-_ALL: dict[str, Layout | ScoreLayout] = {**LAYOUTS, **SCORES}
+_ALL: dict[str, DumpLayout | ScoreLayout] = {**LAYOUTS, **SCORES}
 
 
 def import_dump(
@@ -49,7 +49,7 @@ def import_dump(
     Nothing is written before the whole dump was opened. Raises DumpError for a dump that cannot be
     read or is not whole, ConfigError for the map, UsageError where nothing matches.
     """
-    folder = Folder(path)
+    folder = DumpFolder(path)
     name = _layout(layout, folder)
     reader = _ALL[name]
     if map is not None and not reader.TAKES_MAP:
@@ -83,7 +83,7 @@ def import_dump(
     return made
 
 
-def _layout(name: str, folder: Folder) -> str:
+def _layout(name: str, folder: DumpFolder) -> str:
     """The name of what reads the folder."""
     if name == "auto":
         for layout_name, layout in _ALL.items():

@@ -18,7 +18,7 @@ import torch
 
 from divergence._version import __version__
 from divergence.errors import DumpError
-from divergence.importing.dump import Dumped, Forward, Notes
+from divergence.importing.dump import Dumped, DumpedForward, Notes
 from divergence.importing.reading import Survey, by_site
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (
@@ -93,7 +93,11 @@ def _modules(sites: list[str], like: Run | None) -> dict[str, ModuleNote]:
 
 
 def write(
-    writer: RunWriter, forwards: Iterator[Forward], surveyed: Survey, like: Run | None, notes: Notes
+    writer: RunWriter,
+    forwards: Iterator[DumpedForward],
+    surveyed: Survey,
+    like: Run | None,
+    notes: Notes,
 ) -> None:
     """Puts every tensor that can be told into the run."""
     handed_on = {} if like is None else _handed_on(like, surveyed)

@@ -1,9 +1,9 @@
 """What an importer makes of a dump: forwards, and the tensors seen in each.
 
-A layout is a module of ``layouts/`` with the functions of ``Layout``. It knows where another tool
-puts its tensors and what it calls them, and gives each the site that a capture would. What follows
-from several of them (ranks, tokens, the run that is repeated) is found by ``building``, for all
-layouts alike. A further format is one more module, named in ``layouts/__init__.py``.
+A layout is a module of ``layouts/`` with the functions of ``DumpLayout``. It knows where another
+tool puts its tensors and what it calls them, and gives each the site that a capture would. What
+follows from several of them (ranks, tokens, the run that is repeated) is found by ``building``, for
+all layouts alike. A further format is one more module, named in ``layouts/__init__.py``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from divergence.run.schema.site import escape_path, join_site
 if TYPE_CHECKING:
     import torch
 
-    from divergence.importing.folder import Folder
+    from divergence.importing.folder import DumpFolder
     from divergence.importing.rules import Rules
 
 __all__ = [
     "BLOCK",
+    "DumpLayout",
     "Dumped",
-    "Forward",
-    "Layout",
+    "DumpedForward",
     "Notes",
     "adds_residual",
     "leaves",
@@ -55,7 +55,7 @@ class Dumped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
+class DumpedForward:
     """All tensors of one forward, in order of execution. ``where``: the file or folder, for errors.
     ``sample`` and ``step``: where the dump says them; else each forward of more than one token
     begins a new prompt. ``num_ranks``: as far as the dump tells."""
@@ -85,7 +85,7 @@ class Notes:
         return [*self.said, *texts]
 
 
-class Layout(Protocol):
+class DumpLayout(Protocol):
     """A module of ``layouts/``."""
 
     NAME: str
@@ -93,10 +93,12 @@ class Layout(Protocol):
     TAKES_MAP: bool
     """Do rules of a map say what its names are?"""
 
-    def recognise(self, folder: Folder) -> bool:
+    def recognise(self, folder: DumpFolder) -> bool:
         """Does the folder look like such a dump?"""
 
-    def read(self, folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:
+    def read(
+        self, folder: DumpFolder, rules: Rules | None, notes: Notes
+    ) -> Iterator[DumpedForward]:
         """Its forwards in order. Raises DumpError. It is called twice: to check, then to write."""
 
 

@@ -28,7 +28,7 @@ from divergence.run.schema.layout import SHARD_DTYPES, expanded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SUFFIXES", "Folder"]
+__all__ = ["SUFFIXES", "DumpFolder"]
 
 SUFFIXES = (".pt", ".safetensors", ".npy")
 
@@ -39,7 +39,7 @@ _MAX_SPREAD_BYTES = 256 << 20
 """A view may repeat elements (an expanded mask); beyond this it may be no larger than its file."""
 
 
-class Folder:
+class DumpFolder:
     """``names``: of all regular files, relative, with slashes, in natural order of the system's
     names. A single file is a folder that holds nothing else."""
 

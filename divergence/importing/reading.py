@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from divergence.comparison.align.names import find_prefix
 from divergence.errors import DumpError, UsageError
-from divergence.importing.dump import Dumped, Forward, Notes
+from divergence.importing.dump import Dumped, DumpedForward, Notes
 from divergence.numerics.formats import format_of
 from divergence.run.reader import Run
 from divergence.run.schema.contents import site_names
@@ -86,7 +86,7 @@ class _Prompt:
     sample: int | None = None
 
 
-def survey(forwards: Iterator[Forward], like: Run | None, notes: Notes) -> Survey:
+def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) -> Survey:
     """Raises DumpError, and UsageError where the dump has no name of ``like``."""
     surveyed = Survey()
     prompts: list[_Prompt] = []
@@ -113,7 +113,7 @@ def _check_dtype(dumped: Dumped, where: str) -> None:
         raise DumpError(error.message, where=f"{dumped.site} in {where}") from error
 
 
-def _ids(forward: Forward) -> list[list[int]] | None:
+def _ids(forward: DumpedForward) -> list[list[int]] | None:
     """Rows of token ids that the forward was fed."""
     for dumped in forward.tensors:
         tensor = dumped.tensor
@@ -125,7 +125,7 @@ def _ids(forward: Forward) -> list[list[int]] | None:
     return None
 
 
-def _check_positions(forward: Forward, num_tokens: int) -> None:
+def _check_positions(forward: DumpedForward, num_tokens: int) -> None:
     for tensor in forward.tensors:
         if num_tokens > 1 and tensor.site.endswith(":in.position_ids") and tensor.tensor.numel():
             if int(tensor.tensor.reshape(-1)[-1]) >= num_tokens:
@@ -137,7 +137,7 @@ def _check_positions(forward: Forward, num_tokens: int) -> None:
             return
 
 
-def _place(prompts: list[_Prompt], index: int, forward: Forward) -> None:
+def _place(prompts: list[_Prompt], index: int, forward: DumpedForward) -> None:
     """Adds a forward to the prompt that it belongs to."""
     rows = _ids(forward)
     held = prompts[-1] if prompts else None

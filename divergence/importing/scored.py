@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from divergence.errors import DumpError
 from divergence.importing.dump import Notes
-from divergence.importing.folder import Folder
+from divergence.importing.folder import DumpFolder
 from divergence.run.reader import Run
 from divergence.run.storage.location import Location
-from divergence.run.writing.scores import Scores, Source, put_scores, scores_manifest
+from divergence.run.writing.scores import Scores, ScoreSource, put_scores, scores_manifest
 from divergence.run.writing.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = ["ScoreLayout", "Scored", "import_scores"]
 class Scored:
     """What a layout found. ``wheres``: of each prompt, the file and line, for errors."""
 
-    source: Source
+    source: ScoreSource
     scores: list[Scores] = field(default_factory=list)
     wheres: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
@@ -42,15 +42,15 @@ class ScoreLayout(Protocol):
     """What to call it in words."""
     TAKES_MAP: bool
 
-    def recognise(self, folder: Folder) -> bool:
+    def recognise(self, folder: DumpFolder) -> bool:
         """Does the folder look like it?"""
 
-    def scores(self, folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
+    def scores(self, folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
         """Everything in it. Raises DumpError."""
 
 
 def import_scores(
-    reader: ScoreLayout, folder: Folder, place: Location, *, map: str | Path | None,
+    reader: ScoreLayout, folder: DumpFolder, place: Location, *, map: str | Path | None,
     like: Run | None, label: str | None, force: bool, command: str | None, notes: Notes,
 ) -> Run:  # fmt: skip
     """The run. ``like``: a run whose prompts these are; others are refused."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEVIATIONS", "CodeErrors", "Look", "code_errors", "merged"]
+__all__ = ["DEVIATIONS", "CodeErrors", "CodeQuestion", "code_errors", "merged"]
 
 DEVIATIONS = 6.0
 _LEAST = 0.1
@@ -37,7 +37,7 @@ What = Literal["outliers", "inward", "offset", "scale"]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CodeQuestion:
     """One of the questions: the value, what it may be, and over how many codes."""
 
     what: What
@@ -74,19 +74,19 @@ class CodeErrors:
     roundoff: float
     """u of the dtype that scales and quotients were computed in."""
 
-    def looks(self) -> list[Look]:
+    def looks(self) -> list[CodeQuestion]:
         """All four; none where there are no codes."""
-        looks = [Look("outliers", float(self.num_outliers), 0.0, self.num, self.farthest)]
+        looks = [CodeQuestion("outliers", float(self.num_outliers), 0.0, self.num, self.farthest)]
         if self.num_inner < 2 or not self.power:
             return looks
         n = self.num_inner
         spread = math.sqrt(self.squares / n)
         scale = _SCALE_ROUNDINGS * self.roundoff
         limit = max(_LEAST, DEVIATIONS * spread / math.sqrt(n) + scale * self.size / n)
-        looks.append(Look("inward", self.inward / n, limit, n))
-        looks.append(Look("offset", self.offset / n, limit, n))
+        looks.append(CodeQuestion("inward", self.inward / n, limit, n))
+        looks.append(CodeQuestion("offset", self.offset / n, limit, n))
         limit = DEVIATIONS * spread / math.sqrt(self.power) + scale
-        looks.append(Look("scale", self.product / self.power, limit, n))
+        looks.append(CodeQuestion("scale", self.product / self.power, limit, n))
         return looks
 
 

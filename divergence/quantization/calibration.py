@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from divergence.quantization.model import Target, install, uninstall
+from divergence.quantization.model import QuantizationTarget, install, uninstall
 from divergence.quantization.scheme import Scheme
 from divergence.run.schema.engine import Calibration as Recorded
 
-__all__ = ["Calibration", "Watch", "calibration_of", "watching"]
+__all__ = ["CalibratedLimits", "Watch", "calibration_of", "watching"]
 
 _LEAST = 1e-5
 """Of scales and of maxima of weights, as in SmoothQuant's own code."""
 
 
-class Calibration:
+class CalibratedLimits:
     """Limits and divisors by name of a matrix."""
 
     def __init__(self, recorded: Recorded) -> None:
@@ -81,7 +81,7 @@ class _Watched:
 
 @contextmanager
 def watching(
-    model: nn.Module, targets: Mapping[str, Target], kind: type[Watch] = Watch
+    model: nn.Module, targets: Mapping[str, QuantizationTarget], kind: type[Watch] = Watch
 ) -> Iterator[dict[str, Watch]]:
     """Watch the targets while the model runs; what was installed is out afterwards."""
     norms: dict[int, str] = {}
@@ -111,8 +111,8 @@ def watching(
 
 
 def calibration_of(
-    watches: Mapping[str, Watch], targets: Mapping[str, Target], scheme: Scheme
-) -> Calibration:
+    watches: Mapping[str, Watch], targets: Mapping[str, QuantizationTarget], scheme: Scheme
+) -> CalibratedLimits:
     """What the scheme needs of what was seen. ``targets``: those that are quantised."""
     seen = {name: watch for name, watch in watches.items() if name in targets}
     fed_by, scales = {}, {}
@@ -130,7 +130,9 @@ def calibration_of(
         least, most = (watch.least / divisors).min(), (watch.most / divisors).max()
         limits[name] = [_outward(float(least)), _outward(float(most))]
     num_tokens = max((watch.num_tokens for watch in seen.values()), default=0)
-    return Calibration(Recorded(num_tokens=num_tokens, limits=limits, scales=scales, fed_by=fed_by))
+    return CalibratedLimits(
+        Recorded(num_tokens=num_tokens, limits=limits, scales=scales, fed_by=fed_by)
+    )
 
 
 def _fed_by(watches: Mapping[str, Watch]) -> dict[str, str]:
@@ -140,7 +142,10 @@ def _fed_by(watches: Mapping[str, Watch]) -> dict[str, str]:
 
 
 def _migration(
-    group: list[str], watches: Mapping[str, Watch], targets: Mapping[str, Target], alpha: float
+    group: list[str],
+    watches: Mapping[str, Watch],
+    targets: Mapping[str, QuantizationTarget],
+    alpha: float,
 ) -> list[float]:
     """s of the matrices that read one norm."""
     sizes, weights = [], []

@@ -26,8 +26,8 @@ from divergence.quantization.scheme import Scheme
 
 __all__ = [
     "Limits",
-    "Matrix",
     "QuantizedWeight",
+    "StoredWeight",
     "exact_product",
     "is_transposed",
     "put_in",
@@ -59,14 +59,14 @@ Watch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 """(codes less their zero point, what is recorded of them) → other codes, or None."""
 
 
-class Matrix(Protocol):
+class StoredWeight(Protocol):
     """What stands in place of a weight (N, K)."""
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., K) → (..., N), in the dtype of ``x``."""
 
 
-Weights = Mapping[str, Sequence[Matrix]]
+Weights = Mapping[str, Sequence[StoredWeight]]
 """By parameter: its matrices, one or several stacked."""
 
 

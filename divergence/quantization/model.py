@@ -19,8 +19,8 @@ from torch import nn
 from divergence.errors import UsageError
 from divergence.quantization.linear import (
     Limits,
-    Matrix,
     QuantizedWeight,
+    StoredWeight,
     is_transposed,
     put_in,
     take_out,
@@ -29,12 +29,14 @@ from divergence.quantization.scheme import Scheme
 from divergence.recording.model.structure import describe_modules, routing_modules
 from divergence.run.schema.site import did_you_mean, unescape_path
 
-__all__ = ["Target", "chosen", "install", "matching", "quantized_weight", "targets_of", "uninstall",
-           "use_plain_experts"]  # fmt: skip
+__all__ = [
+    "QuantizationTarget", "chosen", "install", "matching", "quantized_weight", "targets_of",
+    "uninstall", "use_plain_experts",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class QuantizationTarget:
     """A matrix, or stacked ones, that a scheme may quantise."""
 
     name: str
@@ -55,14 +57,14 @@ class Target:
         return [weight] if weight.ndim == 2 else list(weight)
 
 
-def targets_of(model: nn.Module) -> dict[str, Target]:
+def targets_of(model: nn.Module) -> dict[str, QuantizationTarget]:
     """Every matrix that inputs are multiplied with, by name, in the order of the modules."""
     notes = describe_modules(model)
     routing = {unescape_path(path): part for path, part in routing_modules(notes).items()}
     blocks = [unescape_path(path) for path, note in notes.items() if note.role == "block"]
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
-    targets: dict[str, Target] = {}
+    targets: dict[str, QuantizationTarget] = {}
     for path, module in model.named_modules():
         linear = isinstance(module, nn.Linear) or is_transposed(type(module))
         block = next((root for root in blocks if path == root or path.startswith(f"{root}.")), None)
@@ -73,11 +75,13 @@ def targets_of(model: nn.Module) -> dict[str, Target]:
             if weight is None or weight.ndim != (3 if part == "experts" else 2):
                 continue
             full = path if name == "weight" else f"{path}.{name}"
-            targets[full] = Target(full, module, name, part, block)
+            targets[full] = QuantizationTarget(full, module, name, part, block)
     return targets
 
 
-def chosen(targets: Mapping[str, Target], keep: Sequence[str]) -> list[Target]:
+def chosen(
+    targets: Mapping[str, QuantizationTarget], keep: Sequence[str]
+) -> list[QuantizationTarget]:
     """The targets that are quantised: those in blocks but routers, without those in ``keep``.
 
     ``keep``: names, ``re:`` and a regular expression, or class names of modules, as in the
@@ -91,7 +95,7 @@ def chosen(targets: Mapping[str, Target], keep: Sequence[str]) -> list[Target]:
     return [t for t in targets.values() if t.name in (usual | forced) - kept]
 
 
-def matching(targets: Mapping[str, Target], patterns: Iterable[str]) -> Iterator[str]:
+def matching(targets: Mapping[str, QuantizationTarget], patterns: Iterable[str]) -> Iterator[str]:
     """Names that patterns fit. Raises UsageError for a pattern that fits none."""
     for pattern in patterns:
         names = [name for name, target in targets.items() if _fits(pattern, name, target)]
@@ -104,7 +108,7 @@ def matching(targets: Mapping[str, Target], patterns: Iterable[str]) -> Iterator
         yield from names
 
 
-def _fits(pattern: str, name: str, target: Target) -> bool:
+def _fits(pattern: str, name: str, target: QuantizationTarget) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], name) is not None
@@ -115,7 +119,7 @@ def _fits(pattern: str, name: str, target: Target) -> bool:
 
 
 def quantized_weight(
-    target: Target, scheme: Scheme, *, smooth: torch.Tensor | None = None,
+    target: QuantizationTarget, scheme: Scheme, *, smooth: torch.Tensor | None = None,
     limits: Sequence[float] | None = None,
 ) -> list[QuantizedWeight]:  # fmt: skip
     """A target's matrices under the scheme. ``smooth``, ``limits``: from calibration.
@@ -146,9 +150,9 @@ def quantized_weight(
     return made
 
 
-def install(weights: Mapping[str, tuple[Target, Sequence[Matrix]]]) -> None:
+def install(weights: Mapping[str, tuple[QuantizationTarget, Sequence[StoredWeight]]]) -> None:
     """Put matrices in place of targets' own, by name; of every module all at once."""
-    by_module: dict[int, tuple[nn.Module, dict[str, Sequence[Matrix]]]] = {}
+    by_module: dict[int, tuple[nn.Module, dict[str, Sequence[StoredWeight]]]] = {}
     for target, matrices in weights.values():
         module, held = by_module.setdefault(id(target.module), (target.module, {}))
         held[target.parameter] = matrices

@@ -17,7 +17,7 @@ from divergence.recording.request import Request
 from divergence.run.schema.manifest import Manifest, SampleTokens, StoreMode
 from divergence.run.schema.site import escape_path
 from divergence.run.storage.location import Location
-from divergence.run.writing.buffer import Buffer, Limits
+from divergence.run.writing.buffer import Buffer, BufferLimits
 from divergence.run.writing.reduction import reducer_for, wants_fold
 from divergence.run.writing.writer import RunWriter
 
@@ -47,7 +47,7 @@ def storage(
     kernel = _kernel(num_bytes, buffer_bytes=request.buffer_bytes)
     if kernel == "compiled":
         _load_compiled(request.store)
-    buffer = Buffer(Limits.of(request.buffer_bytes, kernel=kernel), pinned=can_pin(device))
+    buffer = Buffer(BufferLimits.of(request.buffer_bytes, kernel=kernel), pinned=can_pin(device))
     reducer = reducer_for(
         request.store, like=request.like, only_changed=request.only_changed, kernel=kernel
     )

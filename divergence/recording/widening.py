@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from divergence.errors import UsageError, first_line
-from divergence.recording.engines.codes import Codes
+from divergence.recording.engines.codes import QuantizedCodes
 
 __all__ = ["Widening", "check_device"]
 
@@ -118,7 +118,7 @@ class Widening(TorchDispatchMode):
         *,
         weights: Iterable[torch.Tensor] = (),
         keep_bytes: int = 0,
-        codes: Codes | None = None,
+        codes: QuantizedCodes | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.num_rounded = 0

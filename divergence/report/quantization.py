@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 
-from divergence.experiments.quantization.result import Cost, MatrixCost, Policy, Quantization
+from divergence.experiments.quantization.result import (
+    Cost,
+    MatrixCost,
+    Quantization,
+    QuantizationPolicy,
+)
 from divergence.layout import BLANK, Line, Span, columns, count, heading, line, prose
 
 __all__ = ["answer_line", "quantization_lines"]
@@ -144,7 +149,7 @@ def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, ...]]:
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 
 
-def _policy_lines(policy: Policy) -> list[Line]:
+def _policy_lines(policy: QuantizationPolicy) -> list[Line]:
     what = "KL" if policy.measure == "kl" else "|Δ log p|"
     lines = [heading(f"to hold a mean {what} of {policy.target:g} nats")]
     if not policy.keep:
@@ -160,7 +165,7 @@ def _policy_lines(policy: Policy) -> list[Line]:
     return lines + [line(f"  {name}") for name in policy.keep]
 
 
-def _kept(policy: Policy) -> str:
+def _kept(policy: QuantizationPolicy) -> str:
     what = "KL" if policy.measure == "kl" else "|Δ log p|"
     if not policy.keep:
         return f"{what} <= {policy.target:g} holds with nothing kept"

@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 
 from divergence.run.schema.layout import MAX_LINE_BYTES
-from divergence.run.schema.record import Checked, Codes, RecordCheck, UnsoundError
+from divergence.run.schema.record import Checked, Numbering, RecordCheck, UnsoundError
 
-__all__ = ["CALL", "KEPT", "SKETCH", "Array", "Columns", "Source"]
+__all__ = ["CALL", "KEPT", "SKETCH", "Array", "Columns", "PortionSource"]
 
 Array = np.ndarray[Any, Any]
 
@@ -26,7 +26,7 @@ CALL, KEPT, SKETCH = 1, 2, 4
 """Bits of the column ``flags``: is there a call, is anything on disk, is there a sketch?"""
 
 
-class Source(NamedTuple):
+class PortionSource(NamedTuple):
     """Where a portion of lines begins: in which file, and at which byte."""
 
     blob: int
@@ -36,7 +36,7 @@ class Source(NamedTuple):
 class Portion(NamedTuple):
     """Whole lines of one file, without the last line end."""
 
-    source: Source
+    source: PortionSource
     num_bytes: int
     digest: int
     first: int
@@ -46,7 +46,7 @@ class Portion(NamedTuple):
 _key, _shard = operator.attrgetter("key"), operator.attrgetter("shard")
 
 
-def _codes(codes: Codes, things: Sequence[object]) -> Array:
+def _codes(codes: Numbering, things: Sequence[object]) -> Array:
     return _numbers(list(map(codes.__getitem__, things)))
 
 
@@ -68,7 +68,7 @@ class Columns:
         self.num_rows = 0
         self.portions: list[Portion] = []
         self.sites, self.kinds = check.sites, check.kinds
-        self.passes, self.shards = Codes(), Codes()
+        self.passes, self.shards = Numbering(), Numbering()
         self.nonfinite: dict[int, int] = {}
         """By row, where there are any."""
         self.odd_keys: dict[int, str] = {}
@@ -76,7 +76,7 @@ class Columns:
         self.col: dict[str, Array] = {}
         self._parts: defaultdict[str, list[Array]] = defaultdict(list)
 
-    def add(self, checked: Checked, lines: memoryview, source: Source) -> None:
+    def add(self, checked: Checked, lines: memoryview, source: PortionSource) -> None:
         """Raises UnsoundError where there is not a line for each record."""
         (passes, samples, steps, _, _, _, _, summaries, places, xxh3s, _, sketches, ranks, _, calls,
          _) = checked.fields  # fmt: skip

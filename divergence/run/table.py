@@ -25,7 +25,7 @@ import xxhash
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
-from divergence.run.columns import CALL, KEPT, SKETCH, Array, Columns, Source
+from divergence.run.columns import CALL, KEPT, SKETCH, Array, Columns, PortionSource
 from divergence.run.schema.contents import (
     SiteCounts,
     StoredRecords,
@@ -40,10 +40,10 @@ from divergence.run.schema.record import Coordinates, PassName, Record
 from divergence.run.storage.blob import Blob, Store
 from divergence.run.storage.shard import Shard, has_header
 
-__all__ = ["Table", "read_table"]
+__all__ = ["RecordTable", "read_table"]
 
 
-def read_table(store: Store, manifest: Manifest) -> tuple[Table, bool] | None:
+def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | None:
     """The records of all ranks, and whether a last line of an incomplete run was cut off. None
     where anything is wrong: reading line by line says what."""
     check, blobs, torn = record_check(manifest), list[Blob](), False
@@ -66,17 +66,17 @@ def read_table(store: Store, manifest: Manifest) -> tuple[Table, bool] | None:
                     break
                 if not decoded:
                     return None
-                columns.add(check.all(decoded), lines, Source(len(blobs) - 1, begin))
+                columns.add(check.all(decoded), lines, PortionSource(len(blobs) - 1, begin))
                 begin += len(lines) + 1
         columns.join()
     except (*UNSOUND, OverflowError):
         return None
     if manifest.complete and columns.num_rows != manifest.sizes.num_records:
         return None
-    return Table(columns, blobs), torn
+    return RecordTable(columns, blobs), torn
 
 
-class Table(StoredRecords):
+class RecordTable(StoredRecords):
     """``columns`` of the lines in ``blobs``, and the records that were asked for."""
 
     def __init__(self, columns: Columns, blobs: Sequence[Blob]) -> None:

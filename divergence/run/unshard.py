@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from divergence.run.storage.blob import Bytes
     from divergence.words import Progress
 
-__all__ = ["Digests", "Disagreement", "UnshardedRun", "digests_of", "unsharded"]
+__all__ = ["Digests", "RankDisagreement", "UnshardedRun", "digests_of", "unsharded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disagreement:
+class RankDisagreement:
     """Ranks that should hold the same tensor and do not.
 
     ``ranks``: those whose version is not that of ``peers``. ``records``: one of each version, that
@@ -92,7 +92,7 @@ class UnshardedRun(Run):
     def __init__(self, run: Run) -> None:
         super().__init__(run.path, run.manifest, [], torn_tail=run.torn_tail)
         self.run = run
-        self.disagreements: list[Disagreement] = []
+        self.disagreements: list[RankDisagreement] = []
         self.unmade: dict[Coordinates, str] = {}
         self._whole: dict[Coordinates, Joined | Record] = {}
         self._records: dict[Coordinates, Record] = {}
@@ -258,7 +258,7 @@ class UnshardedRun(Run):
                 odd = [v for v in versions.values() if v is not best]
                 first = best[0]
                 self.disagreements.append(
-                    Disagreement(
+                    RankDisagreement(
                         pass_=first.pass_, sample=first.sample, step=first.step, site=first.site,
                         order=first.order,
                         ranks=tuple(sorted(record.rank for v in odd for record in v)),

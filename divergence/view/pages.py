@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from divergence.analyses.blocks.page import block_parts, rows_table
-from divergence.analyses.blocks.rows import Row, badness, main_pass, phase_rows, phases
+from divergence.analyses.blocks.rows import SiteRow, badness, main_pass, phase_rows, phases
 from divergence.comparison.result import Report
 from divergence.comparison.results.background import Background
 from divergence.comparison.results.sites import SiteResult
@@ -66,7 +66,7 @@ HOMES: dict[str, tuple[str, Callable[[Report], Page]]] = {
 """By key: the pages that are reached from anywhere."""
 
 
-def _behind(report: Report, row: Row) -> Page:
+def _behind(report: Report, row: SiteRow) -> Page:
     block = row.worst.block
     return _forwards(report, row.site) if row.inner or block is None else _modules(report, block)
 

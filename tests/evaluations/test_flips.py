@@ -7,22 +7,25 @@ import pytest
 
 from divergence.evaluations.flips import causes_of, flips_of, shift_of
 from divergence.evaluations.pairing import pair
-from divergence.evaluations.rows import Row, Series, SeriesName
+from divergence.evaluations.rows import ScoreRow, Series, SeriesName
 
 
 def side(choices, scores):
-    rows = [Row(document=str(n), score=score, choices=tuple(one), answer=str(np.argmax(one)))
+    rows = [ScoreRow(document=str(n), score=score, choices=tuple(one), answer=str(np.argmax(one)))
             for n, (one, score) in enumerate(zip(choices, scores, strict=True))]  # fmt: skip
     return Series(SeriesName("t", "", "acc"), "file", rows=rows)
 
 
 def test_the_shift_of_a_margin():
     """Between A's choice and B's; where they agree, between A's two likeliest."""
-    a, b = Row("x", 1.0, choices=(-1.0, -1.5, -9.0)), Row("x", 0.0, choices=(-2.0, -1.75, -9.0))
+    a, b = (
+        ScoreRow("x", 1.0, choices=(-1.0, -1.5, -9.0)),
+        ScoreRow("x", 0.0, choices=(-2.0, -1.75, -9.0)),
+    )
     assert shift_of(a, b) == pytest.approx(0.75)
-    assert shift_of(a, Row("x", 1.0, choices=(-1.0, -1.25, -9.0))) == pytest.approx(0.25)
-    assert shift_of(a, Row("x", 1.0, choices=(-1.0, -1.25))) is None
-    assert shift_of(a, Row("x", 1.0)) is None
+    assert shift_of(a, ScoreRow("x", 1.0, choices=(-1.0, -1.25, -9.0))) == pytest.approx(0.25)
+    assert shift_of(a, ScoreRow("x", 1.0, choices=(-1.0, -1.25))) is None
+    assert shift_of(a, ScoreRow("x", 1.0)) is None
 
 
 def made(num, *, fault):
@@ -65,6 +68,6 @@ def test_nothing_is_said_where_nothing_is_known():
     """Without likelihoods, or without flips."""
     same = made(50, fault=False)[0]
     assert causes_of(pair(same, same), (None, None)) is None
-    bare = Series(SeriesName("t", "", "acc"), "f", rows=[Row("x", 1.0)])
-    other = Series(SeriesName("t", "", "acc"), "f", rows=[Row("x", 0.0)])
+    bare = Series(SeriesName("t", "", "acc"), "f", rows=[ScoreRow("x", 1.0)])
+    other = Series(SeriesName("t", "", "acc"), "f", rows=[ScoreRow("x", 0.0)])
     assert causes_of(pair(bare, other), (None, None)) is None

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from divergence.evaluations.pairing import pair, preflight
-from divergence.evaluations.rows import Row, Series, SeriesName
+from divergence.evaluations.rows import ScoreRow, Series, SeriesName
 
 
-def series(*rows: Row, **settings: str) -> Series:
+def series(*rows: ScoreRow, **settings: str) -> Series:
     return Series(SeriesName("t", "", "acc"), "file", settings, rows=list(rows))
 
 
 def row(name, score, **fields):
-    return Row(document=name, score=score, **fields)
+    return ScoreRow(document=name, score=score, **fields)
 
 
 def test_documents_meet_by_identity_in_any_order():

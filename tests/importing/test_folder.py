@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from divergence.errors import DumpError
-from divergence.importing.folder import Folder
+from divergence.importing.folder import DumpFolder
 
 
 class Evil:
@@ -78,7 +78,7 @@ def test_bad_files_are_named_with_the_reason(tmp_path, monkeypatch, name):
     make, words = BAD[name]
     make(tmp_path / name)
     with pytest.raises(DumpError) as caught:
-        Folder(tmp_path).value(name)
+        DumpFolder(tmp_path).value(name)
     assert words in str(caught.value) and name in str(caught.value.where)
     assert not (tmp_path / "pwned").exists()
 
@@ -90,12 +90,12 @@ def test_good_files(tmp_path):
     numpy.save(tmp_path / "b.npy", numpy.arange(4, dtype=">f4").reshape(2, 2))
     numpy.save(tmp_path / "c.npy", numpy.float32(3))
     save_file({"x": torch.ones(2, 3), "s": torch.tensor(7)}, tmp_path / "d.safetensors")
-    folder = Folder(tmp_path)
+    folder = DumpFolder(tmp_path)
     assert folder.value("a.pt")["a"].dtype == torch.bfloat16
     assert folder.value("b.npy").tolist() == [[0, 1], [2, 3]]
     assert folder.value("c.npy").shape == ()
     assert folder.value("d.safetensors")["s"].item() == 7
-    assert Folder(tmp_path / "b.npy").names == ["b.npy"]
+    assert DumpFolder(tmp_path / "b.npy").names == ["b.npy"]
 
 
 def test_links_are_refused(tmp_path):
@@ -103,11 +103,11 @@ def test_links_are_refused(tmp_path):
     (tmp_path / "dump").mkdir()
     (tmp_path / "dump" / "x.npy").symlink_to(tmp_path / "elsewhere.npy")
     with pytest.raises(DumpError, match="no symbolic link"):
-        Folder(tmp_path / "dump")
+        DumpFolder(tmp_path / "dump")
 
 
 def test_nothing_there(tmp_path):
     with pytest.raises(DumpError, match="no such file"):
-        Folder(tmp_path / "absent")
+        DumpFolder(tmp_path / "absent")
     with pytest.raises(DumpError, match="holds no file"):
-        Folder(tmp_path)
+        DumpFolder(tmp_path)

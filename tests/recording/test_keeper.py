@@ -20,7 +20,7 @@ from divergence.recording.keeper import (
 )
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Sizes
-from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, Limits
+from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, BufferLimits
 from divergence.run.writing.writer import RunWriter
 
 
@@ -62,7 +62,7 @@ def on_device(values: torch.Tensor) -> torch.Tensor:
 
 
 def room() -> Buffer:
-    return Buffer(Limits.of(MIN_BUFFER_BYTES))
+    return Buffer(BufferLimits.of(MIN_BUFFER_BYTES))
 
 
 @pytest.fixture

@@ -23,7 +23,12 @@ from divergence.recording.storage import about_bytes
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Sizes
 from divergence.run.storage import directory_target
-from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, MIN_BUFFER_BYTES, Buffer, Limits
+from divergence.run.writing.buffer import (
+    DEFAULT_BUFFER_BYTES,
+    MIN_BUFFER_BYTES,
+    Buffer,
+    BufferLimits,
+)
 from divergence.run.writing.captured_tensor import ShardEntry, piece_of
 from divergence.run.writing.reduction import Reducer
 from divergence.run.writing.shard_builder import ShardBuilder
@@ -115,7 +120,7 @@ def writing(tmp_path, captured):
     manifest = msgspec.structs.replace(captured("llama").manifest, sizes=Sizes(), complete=False)
 
     def start():
-        buffer = Buffer(Limits.of(MIN_BUFFER_BYTES))
+        buffer = Buffer(BufferLimits.of(MIN_BUFFER_BYTES))
         writer = RunWriter(tmp_path / "run", manifest, buffer=buffer)
         keeper = BufferKeeper(writer, buffer)
 
@@ -134,7 +139,7 @@ def test_a_few_bytes_that_are_stored_hold_no_place(tmp_path, captured):
     """Token ids wait for their shard; the floats around them are reduced, and the places that
     those had are used again."""
     manifest = msgspec.structs.replace(captured("llama").manifest, sizes=Sizes(), complete=False)
-    buffer = Buffer(Limits.of(MIN_BUFFER_BYTES))
+    buffer = Buffer(BufferLimits.of(MIN_BUFFER_BYTES))
     writer = RunWriter(tmp_path / "run", manifest, buffer=buffer, reducer=Reducer("sketch"))
     keeper = BufferKeeper(writer, buffer)
     used = []
@@ -158,7 +163,7 @@ def test_a_few_bytes_that_are_stored_hold_no_place(tmp_path, captured):
 
 def test_what_has_memory_of_its_own_leaves_the_short_ones_theirs():
     """Sketches lie in no ring: however many there are, token ids after them hold no place."""
-    buffer, pending = Buffer(Limits.of(MIN_BUFFER_BYTES)), ShardBuilder(rank=0)
+    buffer, pending = Buffer(BufferLimits.of(MIN_BUFFER_BYTES)), ShardBuilder(rank=0)
     for number in range(200):
         pending.add(f"{number:032x}", piece_of(torch.full((2048,), float(number))))
     slot = buffer.take(128)
@@ -342,7 +347,7 @@ def test_compiled_loops_where_they_pay_and_fit(monkeypatch, num_bytes, buffer_by
 def test_compiled_loops_are_within_the_bound():
     """Their memory is taken off the ring, not added to the buffer."""
     plain, compiled = (
-        Limits.of(DEFAULT_BUFFER_BYTES, kernel=kernel) for kernel in ("numpy", "compiled")
+        BufferLimits.of(DEFAULT_BUFFER_BYTES, kernel=kernel) for kernel in ("numpy", "compiled")
     )
     assert plain.ring_bytes - compiled.ring_bytes == RESIDENT_BYTES
     assert compiled.shard_bytes == compiled.ring_bytes // 4

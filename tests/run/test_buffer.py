@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divergence.errors import UsageError
-from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, Limits, buffer_bytes
+from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, BufferLimits, buffer_bytes
 
 
 def ring(num_bytes: int) -> Buffer:
     """A ring of exactly so many bytes."""
     return Buffer(
-        Limits(ring_bytes=num_bytes, shard_bytes=1, line_bytes=1, stored_bytes=1, num_queued=1)
+        BufferLimits(
+            ring_bytes=num_bytes, shard_bytes=1, line_bytes=1, stored_bytes=1, num_queued=1
+        )
     )
 
 
@@ -124,7 +126,7 @@ def test_an_emptied_ring_gives_its_pages_back():
 def test_the_shares_of_a_buffer_add_up():
     """Ring and bookkeeping stay within what was stated."""
     for num_bytes in (MIN_BUFFER_BYTES, 512 << 20, 3 << 30):
-        limits = Limits.of(num_bytes)
+        limits = BufferLimits.of(num_bytes)
         rest = 2 * limits.line_bytes + limits.stored_bytes + 1024 * limits.num_queued
         assert limits.ring_bytes + rest <= num_bytes
         assert limits.shard_bytes * 2 <= limits.ring_bytes

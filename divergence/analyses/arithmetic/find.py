@@ -7,7 +7,7 @@ rounding mode or a much coarser function is a difference of precision, which a m
 
 from __future__ import annotations
 
-from divergence.comparison.analysis import Answer, Measured, is_probe
+from divergence.comparison.analysis import AnalysisResult, Measured, is_probe
 from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, count_of, explain_arithmetic
 from divergence.comparison.results.findings import Evidence, Finding
@@ -15,13 +15,15 @@ from divergence.comparison.results.findings import Evidence, Finding
 __all__ = ["find"]
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """Of two probes, the verdict; of any other runs, what the arithmetic explains."""
     a, b = measured.reference.manifest, measured.candidate.manifest
     facts = explain_arithmetic(a, b)
     if is_probe(a) and is_probe(b):
-        return Answer(findings=[_of_probes(measured, facts)])
-    return Answer(findings=[Finding(claim="context", role="context", evidence=facts.brief())])
+        return AnalysisResult(findings=[_of_probes(measured, facts)])
+    return AnalysisResult(
+        findings=[Finding(claim="context", role="context", evidence=facts.brief())]
+    )
 
 
 def _of_probes(measured: Measured, facts_found: Explained) -> Finding:

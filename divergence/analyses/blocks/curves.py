@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from divergence.analyses.blocks.rows import Row, phase_rows, phases
+from divergence.analyses.blocks.rows import SiteRow, phase_rows, phases
 from divergence.comparison.result import Report
-from divergence.html.figures import Line, Plot
+from divergence.html.figures import Plot, PlotLine
 from divergence.layout import count, decimal, times
 
 __all__ = ["curves", "phase_curves", "usage"]
@@ -36,7 +36,7 @@ def curves(report: Report) -> list[Plot]:
     ]
 
 
-def phase_curves(report: Report, phase: str, rows: Sequence[Row]) -> list[Plot]:
+def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Plot]:
     """The error of each block and, with a truth, of both sides."""
     outputs = [row for row in rows if row.worst.rel_l2 is not None]
     if not outputs:
@@ -49,7 +49,7 @@ def phase_curves(report: Report, phase: str, rows: Sequence[Row]) -> list[Plot]:
     return plots
 
 
-def _typical(row: Row, *, free: bool) -> float | None:
+def _typical(row: SiteRow, *, free: bool) -> float | None:
     """The median token's error, or that of the whole tensor where tokens are not known apart."""
     site = row.free if free else row.main
     if site is None:
@@ -57,13 +57,13 @@ def _typical(row: Row, *, free: bool) -> float | None:
     return site.rel_l2 if site.token_rel_l2_median is None else site.token_rel_l2_median
 
 
-def _error_plot(phase: str, what: str, rows: Sequence[Row]) -> Plot:
+def _error_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
     anchored = any(row.main is not None and row.main.pass_ == "anchored" for row in rows)
     kind = "anchored" if anchored else "free"
-    lines = [Line(label=kind, kind=kind, values=[_typical(row, free=False) for row in rows])]
+    lines = [PlotLine(label=kind, kind=kind, values=[_typical(row, free=False) for row in rows])]
     if any(row.free is not None for row in rows):
         free = [_typical(row, free=True) for row in rows]
-        lines.append(Line(label="free", kind="free", values=free))
+        lines.append(PlotLine(label="free", kind="free", values=free))
     floors = [row.worst.floor for row in rows]
     limits = [
         None if site.floor is None or site.limit is None else site.floor * site.limit
@@ -92,7 +92,7 @@ def _error_plot(phase: str, what: str, rows: Sequence[Row]) -> Plot:
     )  # fmt: skip
 
 
-def _says(row: Row) -> str:
+def _says(row: SiteRow) -> str:
     """A block in one sentence, for the cursor and for who does not see the picture."""
     site = row.worst
     parts = ["equal bits" if site.identical else f"error {decimal(site.rel_l2)}"]
@@ -106,7 +106,7 @@ def _says(row: Row) -> str:
     return f"{row.name}: {', '.join(parts)}"
 
 
-def _truth_plot(phase: str, what: str, rows: Sequence[Row]) -> Plot:
+def _truth_plot(phase: str, what: str, rows: Sequence[SiteRow]) -> Plot:
     truths = [row.main.truth if row.main is not None else None for row in rows]
     a = [None if truth is None else truth.reference_error for truth in truths]
     b = [None if truth is None else truth.candidate_error for truth in truths]
@@ -129,13 +129,13 @@ def _truth_plot(phase: str, what: str, rows: Sequence[Row]) -> Plot:
         described=f"Which side is wrong: {told}.",
         label=f"Distance of both sides from the float64 truth, {what}: {told}.",
         names=[_key(row.name) for row in rows], onset=next(iter(flagged), None),
-        lines=[Line(label="A", kind="reference", values=a),
-               Line(label="B", kind="candidate", values=b)],
+        lines=[PlotLine(label="A", kind="reference", values=a),
+               PlotLine(label="B", kind="candidate", values=b)],
         says=says, blocks=[row.name for row in rows],
     )  # fmt: skip
 
 
-def usage(row: Row) -> float:
+def usage(row: SiteRow) -> float:
     """By which rows are ordered; a nan is the largest."""
     value = row.worst.limit_usage
     value = row.worst.rel_l2 if value is None else value

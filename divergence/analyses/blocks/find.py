@@ -23,7 +23,7 @@ from divergence.analyses.blocks.suspects import (
     next_commands,
 )
 from divergence.analyses.blocks.units import Unit, build_units
-from divergence.comparison.analysis import Answer, Measured, Shown
+from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import SiteResult
@@ -47,16 +47,16 @@ class JudgedUnits:
     """Steps that no anchor reached."""
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """What the blocks show, and all sites with the limits that they were held against."""
     if not measured.sites:
-        return Answer(parts={"sites": []})
+        return AnalysisResult(parts={"sites": []})
     if any(site.nonfinite is not None for site in measured.sites):
         from divergence.analyses.blocks.nonfinite import find_nonfinite
 
         bad = find_nonfinite(measured)
         if bad is not None:
-            return Answer(findings=[bad], parts={"sites": list(measured.sites)})
+            return AnalysisResult(findings=[bad], parts={"sites": list(measured.sites)})
     judged = judge_units(measured)
     escalation = judge_escalated(
         measured.sites, routed=measured.routed, thresholds=measured.thresholds
@@ -64,7 +64,7 @@ def find(measured: Measured) -> Answer:
     sites = _with_limits(measured.sites, [*judged.units, *escalation.units],
                          [*judged.flagged, *escalation.flagged])  # fmt: skip
     findings = _claims(replace(measured, sites=sites), judged, escalation)
-    return Answer(findings=[*findings, _context(measured, judged)], parts={"sites": sites})
+    return AnalysisResult(findings=[*findings, _context(measured, judged)], parts={"sites": sites})
 
 
 def judge_units(measured: Measured) -> JudgedUnits:

@@ -8,7 +8,7 @@ from divergence.analyses.blocks.curves import phase_curves, usage
 from divergence.analyses.blocks.maps import maps
 from divergence.analyses.blocks.rows import (
     Elision,
-    Row,
+    SiteRow,
     badness,
     elide,
     is_input,
@@ -84,7 +84,7 @@ def _lead(report: Report, *, equal: bool) -> str:
     )
 
 
-def _table(rows: Sequence[Row], caption: str) -> Table:
+def _table(rows: Sequence[SiteRow], caption: str) -> Table:
     shown = elide(list(rows), max_rows=_MOST_ROWS)
     kept = [row for row in shown if not isinstance(row, Elision)]
     gone = sum(row.num_rows for row in shown if isinstance(row, Elision))
@@ -92,9 +92,9 @@ def _table(rows: Sequence[Row], caption: str) -> Table:
     return rows_table(kept, caption, note=note)
 
 
-def rows_table(rows: Sequence[Row], caption: str, *, note: str = "") -> Table:
+def rows_table(rows: Sequence[SiteRow], caption: str, *, note: str = "") -> Table:
     """Rows of blocks with their figures; columns that none of them has are left out."""
-    columns: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    columns: tuple[tuple[str, Callable[[SiteRow], str]], ...] = (
         ("relative L2", lambda row: decimal(row.worst.rel_l2)),
         ("× floor", lambda row: times(row.worst.ratio)),
         ("worst token", lambda row: times(row.worst.ratio_max)),
@@ -118,7 +118,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f}%" if value < 2 else times(value)
 
 
-def _where(row: Row) -> str:
+def _where(row: SiteRow) -> str:
     site = row.worst
     if site.identical:
         return "-"
@@ -136,7 +136,7 @@ def _worst(report: Report) -> Table:
     return rows_table(rows[:_WORST], f"The {num} largest" if num > 1 else "The largest")
 
 
-def _chosen(report: Report, rows_of: Iterable[list[Row]]) -> str | None:
+def _chosen(report: Report, rows_of: Iterable[list[SiteRow]]) -> str | None:
     onset = report.verdict.onset
     if onset is not None:
         return onset.block or onset.site

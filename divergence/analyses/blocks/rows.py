@@ -16,7 +16,7 @@ from divergence.comparison.results.sites import SiteResult
 from divergence.run.schema.site import BACKWARD, PHASES
 
 __all__ = [
-    "Elision", "Row", "badness", "elide", "escalated_ratios", "is_input", "main_pass",
+    "Elision", "SiteRow", "badness", "elide", "escalated_ratios", "is_input", "main_pass",
     "phase_rows", "phases", "worst_rows",
 ]  # fmt: skip
 
@@ -25,7 +25,7 @@ NUM_AROUND = 4
 """Healthy rows kept on either side of a flagged one, and at both ends."""
 
 
-class Row(NamedTuple):
+class SiteRow(NamedTuple):
     """One line of the table. ``main``: the pass that is judged, if it was recorded here."""
 
     name: str
@@ -51,7 +51,7 @@ class Elision(NamedTuple):
     """Healthy rows that were left out, and the worst of them."""
 
     num_rows: int
-    worst: Row
+    worst: SiteRow
 
 
 def phases(report: Report) -> list[str]:
@@ -87,7 +87,7 @@ def _rank(value: float | None) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[Row]:
+def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[SiteRow]:
     """Rows of one phase in execution order; each site of its own with ``all_sites``."""
     sites = [site for site in report.sites if site.phase == phase]
     wanted = main_pass(sites)
@@ -97,10 +97,10 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
 
     hidden = {s.site for s in sites if s.pass_ == "escalated" and s.flagged}
 
-    def row(name: str, group: list[SiteResult], *, inner: bool, onset_here: bool) -> Row:
+    def row(name: str, group: list[SiteResult], *, inner: bool, onset_here: bool) -> SiteRow:
         free = [site for site in group if site.pass_ == "free"]
         main = [site for site in group if site.pass_ == wanted]
-        return Row(
+        return SiteRow(
             name=name,
             inner=inner,
             main=max(main, key=badness, default=None),
@@ -113,7 +113,7 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
     known = [site for site in sites if site.pass_ in (wanted, "free")]
     # where several are equally bad, the earliest is shown
     known.sort(key=lambda site: (site.sample, site.step, site.order, site.site, site.pass_))
-    rows: list[Row] = []
+    rows: list[SiteRow] = []
     for name, group in _grouped(known, lambda s: s.site if all_sites else s.block or s.site):
         own = [site for site in group if site.block is None or is_output(site)]
         here = onset is not None and (
@@ -138,10 +138,10 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
     return telling or rows
 
 
-def worst_rows(report: Report) -> list[Row]:
+def worst_rows(report: Report) -> list[SiteRow]:
     """One row a block or site, by the share of a limit that it uses; each is of the phase and shows
     the forward that uses most. What is beyond a limit, or not finite, comes first."""
-    by_site: dict[str, Row] = {}
+    by_site: dict[str, SiteRow] = {}
     onset = report.verdict.onset
     for phase in phases(report):
         sites = [site for site in report.sites if site.phase == phase]
@@ -155,7 +155,7 @@ def worst_rows(report: Report) -> list[Row]:
             site = max(own or group, key=_place)
             flagged = any(result.flagged for result in group)
             here = onset is not None and name in (onset.site, onset.block)
-            row = Row(name, False, site, None, flagged, here)
+            row = SiteRow(name, False, site, None, flagged, here)
             if name not in by_site or _share(row) > _share(by_site[name]):
                 by_site[name] = row
     rows = [row for row in by_site.values() if row.flagged or not is_input(row.name)]
@@ -167,7 +167,7 @@ def _place(site: SiteResult) -> tuple[bool, bool, float, float]:
     return bad, site.flagged, _rank(site.usage), _rank(site.rel_l2)
 
 
-def _share(row: Row) -> tuple[bool, bool, float, float]:
+def _share(row: SiteRow) -> tuple[bool, bool, float, float]:
     bad, *_ = _place(row.worst)
     return bad, row.flagged, _rank(row.worst.limit_usage), _rank(row.worst.rel_l2)
 
@@ -193,7 +193,7 @@ def _grouped(
     return sorted(groups.items(), key=lambda item: (max(site.order for site in item[1]), item[0]))
 
 
-def elide(rows: list[Row], *, max_rows: int = MAX_ROWS) -> list[Row | Elision]:
+def elide(rows: list[SiteRow], *, max_rows: int = MAX_ROWS) -> list[SiteRow | Elision]:
     """About ``max_rows`` rows at most; healthy ones far from anything flagged are counted."""
     if len(rows) <= max_rows:
         return list(rows)
@@ -202,8 +202,8 @@ def elide(rows: list[Row], *, max_rows: int = MAX_ROWS) -> list[Row | Elision]:
     # the surroundings of the onset only: with many flagged rows theirs would be everything
     for i in [i for i in marked if rows[i].onset] or marked[:1]:
         kept.update(range(max(i - NUM_AROUND, 0), min(i + NUM_AROUND + 1, len(rows))))
-    shown: list[Row | Elision] = []
-    gone: list[Row] = []
+    shown: list[SiteRow | Elision] = []
+    gone: list[SiteRow] = []
     for i, row in enumerate(rows):
         if i not in kept:
             gone.append(row)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from divergence.analyses.blocks.rows import (
     Elision,
-    Row,
+    SiteRow,
     elide,
     escalated_ratios,
     main_pass,
@@ -156,7 +156,7 @@ class _Column(NamedTuple):
     """One number of each row. ``left``: a bar, which begins at the left."""
 
     title: str
-    cell: Callable[[Row], str]
+    cell: Callable[[SiteRow], str]
     left: bool = False
 
 
@@ -171,7 +171,7 @@ def _phase_columns(report: Report, phase: str) -> list[_Column]:
     escalated = escalated_ratios(report, phase)
     where = "step" if phase == "decode" else "token"
 
-    def of_main(read: Callable[[SiteResult], str]) -> Callable[[Row], str]:
+    def of_main(read: Callable[[SiteResult], str]) -> Callable[[SiteRow], str]:
         return lambda row: "-" if row.main is None else read(row.main)
 
     def place(site: SiteResult) -> str:
@@ -200,7 +200,7 @@ def _phase_columns(report: Report, phase: str) -> list[_Column]:
 
 
 def _bar_column(*, with_floor: bool) -> _Column:
-    def drawn(row: Row) -> str:
+    def drawn(row: SiteRow) -> str:
         site = row.main
         if site is None:
             return ""
@@ -258,7 +258,7 @@ def _phase_lines(
     return [*lines, _footer(rows)]
 
 
-def _estimated(rows: list[Row]) -> str:
+def _estimated(rows: list[SiteRow]) -> str:
     """How well the rows are known that were estimated."""
     known = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
     errors = [estimate.relative_error for estimate in known if estimate.relative_error is not None]
@@ -268,7 +268,7 @@ def _estimated(rows: list[Row]) -> str:
     return f"; estimated{spread}"
 
 
-def _footer(rows: list[Row]) -> Line:
+def _footer(rows: list[SiteRow]) -> Line:
     num_flagged = sum(row.flagged for row in rows)
     num_same = sum(row.worst.identical for row in rows)
     told = f"{count(len(rows), 'row')}: {num_flagged:,} beyond the limit (!)"

@@ -8,7 +8,7 @@ agrees: so it looks where the candidate's code made it.
 
 from __future__ import annotations
 
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.preflight.code import (
     code_differences,
@@ -25,7 +25,7 @@ __all__ = ["code_evidence", "explain", "why_no_side"]
 _MOST = 3
 
 
-def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """Other code in the onset's block; and where the truth cannot tell the side, why."""
     a, b = measured.reference.manifest, measured.candidate.manifest
     findings = []

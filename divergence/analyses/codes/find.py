@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import Pair, Pieces
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.measure.floors import work_format
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.numerics.codes import CodeErrors, Look, code_errors, merged
+from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
 from divergence.run.schema.site import CODES, module_of
 from divergence.words import Side, SideOrBoth, letter
@@ -47,7 +47,7 @@ class _Site:
     num_different: int = 0
     most_apart: int = 0
 
-    def beyond(self, side: Side) -> tuple[list[Look], SiteResult] | None:
+    def beyond(self, side: Side) -> tuple[list[CodeQuestion], SiteResult] | None:
         """The looks of one forward, or of all together, that are beyond their limits, and where:
         those of the most codes."""
         parts = self.errors.get(side, [])
@@ -60,19 +60,19 @@ class _Site:
         return max(nonempty, key=lambda item: (item[0][0].num_codes, len(item[0])), default=None)
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """One conviction for all quantisers that are off; else how many codes differ."""
     sites = _sites(measured)
     if not sites:
-        return Answer()
+        return AnalysisResult()
     told = measured.truth is not None
-    off: list[tuple[_Site, dict[Side, tuple[list[Look], SiteResult]]]] = []
+    off: list[tuple[_Site, dict[Side, tuple[list[CodeQuestion], SiteResult]]]] = []
     for site in sites.values():
         faults = {side: beyond for side in site.errors if (beyond := site.beyond(side)) is not None}
         if faults:
             off.append((site, faults))
     if not off:
-        return Answer(findings=[_healthy(list(sites.values()))])
+        return AnalysisResult(findings=[_healthy(list(sites.values()))])
     off.sort(key=lambda item: order_of(item[0].results[0]))
     first, faults = off[0]
     sides = {side for _, mine in off for side in mine}
@@ -95,7 +95,7 @@ def find(measured: Measured) -> Answer:
         for _, mine in off[:3]
         for who, (looks, where) in mine.items()
     ]
-    return Answer(
+    return AnalysisResult(
         findings=[
             Finding(
                 claim="codes_wrong",
@@ -115,7 +115,7 @@ def find(measured: Measured) -> Answer:
     )
 
 
-def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """Without codes, what differs by more than rounding may be codes on ties."""
     if verdict.kind not in ("localized", "systematic", "drift") or verdict.confidence == "low":
         return []
@@ -214,7 +214,7 @@ def _healthy(sites: Sequence[_Site]) -> Finding:
     )  # fmt: skip
 
 
-def _evidence(path: str, side: Side | None, looks: Sequence[Look]) -> Evidence:
+def _evidence(path: str, side: Side | None, looks: Sequence[CodeQuestion]) -> Evidence:
     who = "B's codes against A's" if side is None else f"{letter(side)}'s codes"
     values = {look.what: look.value for look in looks} | {"num_codes": looks[0].num_codes}
     # the mean that tells what it is before the count of what it leads to
@@ -224,7 +224,7 @@ def _evidence(path: str, side: Side | None, looks: Sequence[Look]) -> Evidence:
     return Evidence(text=f"{path}, {who}: {told}", values=values)
 
 
-def _text(look: Look) -> str:
+def _text(look: CodeQuestion) -> str:
     over = f"(limit {look.limit:.2g}, {look.num_codes:,} codes)"
     if look.what == "outliers":
         return (

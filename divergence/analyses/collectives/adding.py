@@ -11,7 +11,7 @@ import torch
 from divergence.analyses.collectives.definitions import bits_differ, exact_sum
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
 from divergence.analyses.collectives.replaying import replay
-from divergence.collectives.cases import Case
+from divergence.collectives.cases import CollectiveCase
 from divergence.collectives.orders import Stretch, name_order, stretches_text
 from divergence.comparison.results.suites import IdentityRow, OrderRow
 from divergence.numerics.formats import format_named
@@ -26,12 +26,16 @@ _ROUNDING_RMS = 0.4247
 uniform over ± u, and E[1/m²] = 3 / (8 ln 2), so √(3 / (8 ln 2) / 3)."""
 
 
-def order_row(recorded: Recorded, case: Case, elements: int, stretches: list[Stretch]) -> OrderRow:
+def order_row(
+    recorded: Recorded, case: CollectiveCase, elements: int, stretches: list[Stretch]
+) -> OrderRow:
     """One order in words, replayed on what the run recorded at that dtype and size."""
     n = recorded.num_ranks
     trials, measured = [], None
     for values in ("random", "cancelling", "outlier"):
-        recorded_case = recorded.find(Case(case.collective, case.dtype, case.size, values))
+        recorded_case = recorded.find(
+            CollectiveCase(case.collective, case.dtype, case.size, values)
+        )
         out = None if recorded_case is None or not recorded_case.has_inputs else recorded_case.whole
         if recorded_case is None or out is None:
             continue
@@ -82,7 +86,7 @@ def identities(recorded: Recorded, orders: Mapping[Key, list[Stretch]]) -> list[
         if composed.case.collective != "rs_ag" or not composed.has_inputs:
             continue
         dtype, size, values = composed.case.dtype, composed.case.size, composed.case.values
-        direct = recorded.find(Case("all_reduce", dtype, size, values))
+        direct = recorded.find(CollectiveCase("all_reduce", dtype, size, values))
         if direct is not None and not direct.has_inputs:
             continue
         first, second = None if direct is None else direct.whole, composed.whole

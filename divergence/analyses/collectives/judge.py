@@ -24,7 +24,7 @@ from divergence.analyses.collectives.definitions import (
 from divergence.analyses.collectives.rates import bandwidth_of
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
 from divergence.analyses.collectives.replaying import narrow_ranks, replay
-from divergence.collectives.cases import COLLECTIVES, Case
+from divergence.collectives.cases import COLLECTIVES, CollectiveCase
 from divergence.collectives.orders import Stretch, decode
 from divergence.comparison.results.suites import (
     CollectiveCheck,
@@ -375,7 +375,7 @@ def _judge_identity(all_of: _Judge, pair: Identity) -> None:
         all_of.add(pair.composed, "identity", pair.differ, (), text)
 
 
-def _key(case: Case) -> Key:
+def _key(case: CollectiveCase) -> Key:
     return (case.collective, case.dtype, case.size)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from divergence.collectives.cases import ADDING, COLLECTIVES, PREFIX, SIZES, Case, case_of
+from divergence.collectives.cases import ADDING, COLLECTIVES, PREFIX, SIZES, CollectiveCase, case_of
 from divergence.collectives.running import ORDER, SECONDS
 from divergence.errors import RunFormatError, UsageError
 from divergence.run.reader import Run
@@ -17,14 +17,14 @@ from divergence.run.schema.record import Record
 from divergence.run.schema.site import join_site, module_of, operator_path
 from divergence.run.unshard import UnshardedRun
 
-__all__ = ["Measured", "Recorded", "RecordedCase", "Timed"]
+__all__ = ["MaskedSizes", "Recorded", "RecordedCase", "Timed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MaskedSizes:
     """What masks gave: sizes (calls, N) of the whole buffer."""
 
-    case: Case
+    case: CollectiveCase
     elements: int
     sizes: np.ndarray
 
@@ -74,12 +74,12 @@ class Recorded:
             if record.call.operator == f"{PREFIX}{case.collective}":
                 yield RecordedCase(self, case)
 
-    def find(self, case: Case) -> RecordedCase | None:
+    def find(self, case: CollectiveCase) -> RecordedCase | None:
         """The recorded case, if the run has it."""
         recorded_case = RecordedCase(self, case)
         return recorded_case if recorded_case.site in self._calls else None
 
-    def orders(self) -> Iterator[Measured]:
+    def orders(self) -> Iterator[MaskedSizes]:
         """What was measured of the orders, the ranks' parts put together."""
         for site, record in self._calls.items():
             assert record.call is not None
@@ -95,8 +95,10 @@ class Recorded:
             if not (known and alike and sum(part.shape[1] for part in held) == elements):
                 continue
             sizes = torch.cat(held, dim=1).to(torch.int64).numpy()
-            case = Case(next(kind for kind in COLLECTIVES if kind == name), dtype, size, "random")
-            yield Measured(case, sizes.shape[1], sizes)
+            case = CollectiveCase(
+                next(kind for kind in COLLECTIVES if kind == name), dtype, size, "random"
+            )
+            yield MaskedSizes(case, sizes.shape[1], sizes)
 
     def timed(self) -> Iterator[Timed]:
         for site, record in self._calls.items():
@@ -123,7 +125,7 @@ class Recorded:
 class RecordedCase:
     """One case, its tensors read when asked for."""
 
-    def __init__(self, recorded: Recorded, case: Case) -> None:
+    def __init__(self, recorded: Recorded, case: CollectiveCase) -> None:
         self.recorded, self.case, self.num_ranks = recorded, case, recorded.num_ranks
         self.place = operator_path(case.path, f"{PREFIX}{case.collective}", 1)
         self.site = join_site(self.place, "out")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import PromptStep, logits_row
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Evidence, Finding, Onset, figure
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
@@ -39,7 +39,7 @@ __all__ = ["find", "misfit_in"]
 _SHOWN = 3
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """At most one finding of each kind: the first in execution order. What is equal bit for bit
     has no seams and no other integers, which are looked for in what differs alone."""
     apart = [site for site in measured.sites if not site.identical]
@@ -67,7 +67,7 @@ def find(measured: Measured) -> Answer:
         findings.append(_misfit(measured, misfits, site))
     within = [seam for seam in seams if not seam.beyond]
     unjudged = [integer for integer in integers if integer.choice and not integer.judged]
-    return Answer(findings=findings, notes=_notes(within, unjudged))
+    return AnalysisResult(findings=findings, notes=_notes(within, unjudged))
 
 
 def _is_exact(site: SiteResult) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.experts import Routes, route_key
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult
@@ -17,7 +17,7 @@ from divergence.comparison.results.sites import SiteResult
 __all__ = ["explain"]
 
 
-def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """The expert that the onset's tokens share, if they share one."""
     onset, routes = verdict.onset, measured.routes
     if onset is None or onset.block is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
@@ -37,7 +37,7 @@ _MULTIPLE = 1e-2
 _APART = 0.02
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """The first gradient of a parameter that is off in the free pass alone."""
     free = [site for site in measured.sites if site.pass_ == "free"]
     again = {site.site: site for site in measured.sites if site.pass_ == "anchored"}
@@ -45,7 +45,7 @@ def find(measured: Measured) -> Answer:
     if not own or any(
         (again[site.site].limit_usage or 0) > 1 for site in own if site.site in again
     ):
-        return Answer()  # told of the anchored pass
+        return AnalysisResult()  # told of the anchored pass
     spread = max((site.rel_l2 or 0.0 for site in free if not of_parameter(site.site)), default=0.0)
     beyond = []
     for site in own:
@@ -56,7 +56,7 @@ def find(measured: Measured) -> Answer:
         if site.rel_l2 > bound:
             beyond.append((site, same.rel_l2, bound))
     if not beyond:
-        return Answer()
+        return AnalysisResult()
     first, rounding, bound = min(beyond, key=lambda told: order_of(told[0]))
     fact = Evidence(
         text=f"in the free pass {first.site} is off by {first.rel_l2:.1e} of its norm, where what "
@@ -76,10 +76,10 @@ def find(measured: Measured) -> Answer:
         next=measured.advice.look_at(first.site),
         flags=[site.key for site, *_ in beyond],
     )
-    return Answer(findings=[finding])
+    return AnalysisResult(findings=[finding])
 
 
-def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """What a verdict about gradients of parameters means."""
     onset = verdict.onset
     if onset is None or not of_parameter(onset.site):

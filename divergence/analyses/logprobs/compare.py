@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from divergence.analyses.logprobs.find import find
 from divergence.analyses.logprobs.layers import joined, layers_of, with_layers
 from divergence.analyses.logprobs.measure import measure
-from divergence.analyses.logprobs.pairs import Pair, pair_runs, prompt_line
+from divergence.analyses.logprobs.pairs import PromptPair, pair_runs, prompt_line
 from divergence.analyses.logprobs.pattern import pattern_of
 from divergence.analyses.logprobs.routed import expert_of
 from divergence.analyses.logprobs.sampled import are_drawn, decoding_line, of_drawn
@@ -76,13 +76,13 @@ def report_on(
     return report_of(a, b, finding, coverage, lines, notes=_notes(a, b), logprobs=result)
 
 
-def _alone(pairs: list[Pair], side: int) -> int:
+def _alone(pairs: list[PromptPair], side: int) -> int:
     """Tokens that one side alone scored, or scored after other text."""
     sides = (pair.candidate if side else pair.reference for pair in pairs)
     return sum(len(sequence.rows) for sequence in sides) - sum(len(pair.rows) for pair in pairs)
 
 
-def _preflight(pairs: list[Pair], a: Run, b: Run) -> list[PreflightLine]:
+def _preflight(pairs: list[PromptPair], a: Run, b: Run) -> list[PreflightLine]:
     lines = [line for line in preflight(a, b) if line.check in _SHOWN]
     dtypes = [summary_of(run).dtype.removeprefix("torch.") for run in (a, b)]
     known = UNKNOWN not in dtypes

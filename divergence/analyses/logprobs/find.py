@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern
 from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
@@ -26,7 +26,12 @@ __all__ = ["find"]
 
 
 def find(
-    result: LogprobsResult, pairs: Sequence[Pair], pattern: Pattern, scale: Scale, *, whole: bool
+    result: LogprobsResult,
+    pairs: Sequence[PromptPair],
+    pattern: Pattern,
+    scale: Scale,
+    *,
+    whole: bool,
 ) -> Finding:
     """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner."""
     evidence = [*_facts(result, pattern, scale), *_rollout_facts(result)]
@@ -37,7 +42,7 @@ def find(
     )  # fmt: skip
 
 
-def _of_numbers(result: LogprobsResult, pairs: Sequence[Pair]) -> Finding | None:
+def _of_numbers(result: LogprobsResult, pairs: Sequence[PromptPair]) -> Finding | None:
     """What no count of prompts is needed for: nan, and tokens that were not the likeliest."""
     odd = [sum(pair.num_nonfinite[side] for pair in pairs) for side in (0, 1)]
     if any(odd):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from divergence.analyses.logprobs.pairs import Pair, pair_runs
+from divergence.analyses.logprobs.pairs import PromptPair, pair_runs
 from divergence.comparison.api import compare
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.tokens import LogprobLayers
@@ -57,7 +57,7 @@ def with_layers(a: Run, b: Run, given: Sequence[Run]) -> tuple[Run, Run]:
 
 
 def layers_of(
-    pairs: Sequence[Pair], sides: tuple[Run, Run], progress: Progress | None
+    pairs: Sequence[PromptPair], sides: tuple[Run, Run], progress: Progress | None
 ) -> LogprobLayers:
     """What they show, and how much of Δ log p it is. Raises UsageError for other prompts."""
     report = compare(*sides, progress=progress)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern
 from divergence.analyses.logprobs.sampled import are_drawn, texts_of
 from divergence.analyses.logprobs.scale import Scale
@@ -49,7 +49,7 @@ LIMITS: dict[str, tuple[str, str, float, float, str]] = {
 
 
 def measure(
-    pairs: Sequence[Pair], pattern: Pattern, scale: Scale, a: Run, b: Run
+    pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale, a: Run, b: Run
 ) -> LogprobsResult:
     """Everything but the verdict."""
     drawn = are_drawn(a, b)
@@ -87,7 +87,7 @@ def measure(
     )  # fmt: skip
 
 
-def _delta(pairs: Sequence[Pair]) -> LogprobDelta | None:
+def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
     parts = [pair.delta for pair in pairs if len(pair.delta)]
     if not parts:
         return None
@@ -105,7 +105,7 @@ def _delta(pairs: Sequence[Pair]) -> LogprobDelta | None:
     )  # fmt: skip
 
 
-def _by_position(pairs: Sequence[Pair]) -> list[float]:
+def _by_position(pairs: Sequence[PromptPair]) -> list[float]:
     """Mean |Δ| of tenths of the longest answer; the last ones are of long answers alone."""
     by_tenth: list[list[np.ndarray]] = [[] for _ in range(_TENTHS)]
     answers = [(p.places - p.answer_begins, np.abs(p.delta)) for p in pairs if len(p.delta)]
@@ -120,7 +120,7 @@ def _by_position(pairs: Sequence[Pair]) -> list[float]:
     return [float(part.mean()) if len(part) else math.nan for part in joined]
 
 
-def _perplexity(pairs: Sequence[Pair]) -> LogprobPerplexity | None:
+def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
     rows = [(pair.reference.logprobs[mine], pair.candidate.logprobs[other])
             for pair in pairs for _, mine, other in pair.rows]  # fmt: skip
     known = np.array(rows, np.float64).reshape(-1, 2)
@@ -144,7 +144,7 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def _divergence(pairs: Sequence[Pair]) -> LogprobDivergence | None:
+def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
     all_bounds, same = [], []
     for pair in pairs:
         parting = [] if pair.parting is None else [pair.parting]
@@ -171,7 +171,7 @@ def _divergence(pairs: Sequence[Pair]) -> LogprobDivergence | None:
     )  # fmt: skip
 
 
-def _flip(pair: Pair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
+def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
     assert pair.parting is not None and pair.tokens is not None
     place, mine, other = pair.parting
     token_a, token_b = pair.tokens
@@ -210,7 +210,7 @@ def _gap(side, row: int | None, first: int, second: int) -> float | None:  # typ
     return None if first_log is None or second_log is None else first_log - second_log
 
 
-def _sequences(pairs: Sequence[Pair]) -> list[LogprobSequence]:
+def _sequences(pairs: Sequence[PromptPair]) -> list[LogprobSequence]:
     sequences = []
     for pair in pairs:
         if not len(pair.delta):
@@ -240,7 +240,7 @@ def _rollout_side(a: Run, b: Run) -> Side | None:
     return None
 
 
-def _rollout(pairs: Sequence[Pair], side: Side) -> dict[str, float]:
+def _rollout(pairs: Sequence[PromptPair], side: Side) -> dict[str, float]:
     """Of the answers' tokens alone."""
     parts = []
     for pair in pairs:
@@ -263,7 +263,7 @@ def _check(name: str, value: float) -> RolloutCheck:
     return RolloutCheck(name=name, framework=framework, value=value, normal=normal, state=state)
 
 
-def _not_likeliest(pairs: Sequence[Pair], a: Run, b: Run) -> dict[str, int]:
+def _not_likeliest(pairs: Sequence[PromptPair], a: Run, b: Run) -> dict[str, int]:
     """Answers that are said to be greedy, and are not: a token that its own list holds another
     above. Equal numbers are a tie."""
     counts: dict[str, int] = {}

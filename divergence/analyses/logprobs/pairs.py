@@ -12,11 +12,11 @@ from divergence.comparison.results.findings import PreflightLine, PreflightStatu
 from divergence.run.reader import Run
 from divergence.run.writing.scores import BY_TEXT
 
-__all__ = ["Pair", "pair_runs", "prompt_line"]
+__all__ = ["PromptPair", "pair_runs", "prompt_line"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class PromptPair:
     """One prompt of both sides. ``rows``: (index in the reference's sequence, row of each side) of
     equal tokens behind equal text. ``parting``: the same of the first tokens that differ."""
 
@@ -46,7 +46,7 @@ class Pair:
     """By side: nan or inf where the other side has a number."""
 
 
-def pair_runs(a: Run, b: Run) -> list[Pair]:
+def pair_runs(a: Run, b: Run) -> list[PromptPair]:
     """One a prompt, in order."""
     reference, candidate = _with_common_ids(a, b)
     samples = a.manifest.tokens.samples
@@ -67,7 +67,7 @@ def _budget(run: Run) -> int:
     return 0 if given else run.manifest.settings.max_new_tokens
 
 
-def _one_ended(pair: Pair, budgets: list[int], room: int) -> bool:
+def _one_ended(pair: PromptPair, budgets: list[int], room: int) -> bool:
     sides = pair.reference, pair.candidate
     lengths = [len(side.ids) - side.num_prompt for side in sides]
     short = lengths.index(min(lengths))
@@ -92,7 +92,7 @@ def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
     )
 
 
-def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> Pair:
+def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair:
     whole = a.num_prompt > 0 and b.num_prompt > 0
     shift = 0 if whole else b.num_prompt - a.num_prompt
     start = 0 if whole else a.num_prompt
@@ -108,7 +108,7 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> Pair:
     if common < ends and common >= begins:
         parting = common, a.rows.get(common), b.rows.get(common + shift)
         tokens = a.ids[common], b.ids[common + shift]
-    return _measured(Pair(
+    return _measured(PromptPair(
         sample=number, prompt=prompt, reference=a, candidate=b, rows=rows, parting=parting,
         tokens=tokens,
         num_equal=max(0, min(common, ends) - begins), num_other=len(scored),
@@ -117,7 +117,7 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> Pair:
     ))  # fmt: skip
 
 
-def _measured(pair: Pair) -> Pair:
+def _measured(pair: PromptPair) -> PromptPair:
     places = np.array([place for place, _, _ in pair.rows], np.int64)
     x = pair.reference.logprobs[[row for _, row, _ in pair.rows]]
     y = pair.candidate.logprobs[[row for _, _, row in pair.rows]]
@@ -134,7 +134,7 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-def prompt_line(pairs: list[Pair], a: Run, b: Run) -> PreflightLine:
+def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     """Were both asked the same tokens? By ids where both tell them, else by how many there were."""
     num = len(a.manifest.tokens.samples), len(b.manifest.tokens.samples)
     if num[0] != num[1]:
@@ -179,7 +179,7 @@ def _counts(run: Run) -> list[int | None]:
     return [len(sample.prompt_ids) or None for sample in samples]
 
 
-def _other_prompts(pairs: list[Pair]) -> Iterator[str]:
+def _other_prompts(pairs: list[PromptPair]) -> Iterator[str]:
     for pair in pairs:
         a, b = pair.reference, pair.candidate
         if not (a.num_prompt and b.num_prompt):

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.scale import FAR, WIDEST, Scale
 from divergence.numerics.resampling import LEAST_PROMPTS, Certainty, certainty_of
 
@@ -46,7 +46,7 @@ class Pattern:
     far: bool = False
 
 
-def pattern_of(pairs: Sequence[Pair], scale: Scale) -> Pattern:
+def pattern_of(pairs: Sequence[PromptPair], scale: Scale) -> Pattern:
     """The first that holds, from the most particular to the most general."""
     held = [pair for pair in pairs if len(pair.delta)]
     sizes = [np.abs(pair.delta) for pair in held]
@@ -79,7 +79,7 @@ def pattern_of(pairs: Sequence[Pair], scale: Scale) -> Pattern:
 
 
 def _odd_prompts(
-    held: Sequence[Pair], sizes: Sequence[np.ndarray], scale: Scale
+    held: Sequence[PromptPair], sizes: Sequence[np.ndarray], scale: Scale
 ) -> tuple[list[tuple[int, int]], float]:
     """Prompts whose mean |Δ| is far beyond that of the others; of a short answer chance is larger
     (its mean has the error 1 / √n)."""
@@ -96,7 +96,7 @@ def _odd_prompts(
 
 
 def _odd_tokens(
-    held: Sequence[Pair], sizes: Sequence[np.ndarray], scale: Scale
+    held: Sequence[PromptPair], sizes: Sequence[np.ndarray], scale: Scale
 ) -> tuple[list[tuple[int, int]], float]:
     """Tokens, few among all, that hold most of the difference."""
     together = np.concatenate(sizes)
@@ -115,7 +115,7 @@ def _odd_tokens(
     return [(sample, place) for sample, place, _ in tokens], float(together[~out].mean())
 
 
-def _growth(held: Sequence[Pair], scale: Scale) -> tuple[float | None, bool]:
+def _growth(held: Sequence[PromptPair], scale: Scale) -> tuple[float | None, bool]:
     """(last third over first third, does it grow?) of the answers that are long enough."""
     ends, long = [], []
     for pair in held:
@@ -133,7 +133,7 @@ def _growth(held: Sequence[Pair], scale: Scale) -> tuple[float | None, bool]:
     return ratio, bool(grows and late.mean() > scale.value)
 
 
-def _by_prompt(held: Sequence[Pair], values: Sequence[float] | np.ndarray) -> np.ndarray:
+def _by_prompt(held: Sequence[PromptPair], values: Sequence[float] | np.ndarray) -> np.ndarray:
     """One number a prompt: the mean over its answers, which are no more independent than its
     tokens."""
     by_prompt: dict[Hashable, list[float]] = {}
@@ -142,5 +142,5 @@ def _by_prompt(held: Sequence[Pair], values: Sequence[float] | np.ndarray) -> np
     return np.array([np.mean(group) for group in by_prompt.values()])
 
 
-def _worst(pair: Pair) -> int:
+def _worst(pair: PromptPair) -> int:
     return int(pair.places[np.abs(pair.delta).argmax()])

@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.comparison.results.tokens import LogprobExpert
 from divergence.numerics.formats import format_named
 from divergence.numerics.resampling import rank_sum
@@ -30,7 +30,7 @@ _Choices = dict[tuple[int, int], dict[str, frozenset[int]]]
 """(prompt, index of the token in its sequence) → of each block the experts it was sent to."""
 
 
-def expert_of(pairs: Sequence[Pair], runs: Sequence[Run]) -> LogprobExpert | None:
+def expert_of(pairs: Sequence[PromptPair], runs: Sequence[Run]) -> LogprobExpert | None:
     """The one whose tokens hold the difference. ``runs``: the first that recorded choices tells."""
     choices = next((told for run in runs if (told := _choices(run))), None)
     if choices is None:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.sequences import Sequence as Text
 from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.decide import check
@@ -51,9 +51,9 @@ def decoding_line(a: Run, b: Run) -> PreflightLine:
     )  # fmt: skip
 
 
-def texts_of(pairs: Sequence[Pair]) -> LogprobTexts | None:
+def texts_of(pairs: Sequence[PromptPair]) -> LogprobTexts | None:
     """None with fewer than two answers to a prompt."""
-    groups: dict[Hashable, list[Pair]] = {}
+    groups: dict[Hashable, list[PromptPair]] = {}
     for pair in pairs:
         groups.setdefault(pair.prompt, []).append(pair)
     if not groups or min(map(len, groups.values())) < 2:

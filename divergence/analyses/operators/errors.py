@@ -14,10 +14,10 @@ import torch
 
 from divergence.analyses.operators.operands import operand_record, other_inputs, other_operands
 from divergence.analyses.operators.pads import Pads
-from divergence.analyses.operators.products import OwnError, is_product_region, own_error
+from divergence.analyses.operators.products import RegionError, is_product_region, own_error
 from divergence.analyses.operators.regions import Region, Regions, regions_in
-from divergence.comparison.calls.choices import Codes, Rerouted, count_codes, rerouted_in
-from divergence.comparison.calls.graph import Forward, Node, forwards_of, operator_passes
+from divergence.comparison.calls.choices import IntegerCodes, Rerouted, count_codes, rerouted_in
+from divergence.comparison.calls.graph import CallNode, Forward, forwards_of, operator_passes
 from divergence.comparison.calls.match import Match, match_calls, match_paths
 from divergence.comparison.results.operators import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
@@ -50,12 +50,12 @@ class OperatorUnit:
     forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
     num_equal: int = 0
     num_codes: int = 0
-    codes: Codes = field(default_factory=Codes)
+    codes: IntegerCodes = field(default_factory=IntegerCodes)
     other_inputs: list[OtherInput] = field(default_factory=list)
     other_operands: list[OtherOperand] = field(default_factory=list)
     region: Region | None = None
     feeds: list[str] = field(default_factory=list)
-    own: tuple[OwnError, OwnError] | None = None
+    own: tuple[RegionError, RegionError] | None = None
     untold: bool = False
 
 
@@ -67,10 +67,10 @@ class MeasuredOperators:
     backward not all is compared, as tokens are sent to other experts."""
 
     units: list[OperatorUnit]
-    lone: dict[Side, list[Node]]
+    lone: dict[Side, list[CallNode]]
     frame: str
     with_truth: bool
-    unreached: dict[Side, list[Node]]
+    unreached: dict[Side, list[CallNode]]
     in_regions: dict[Side, set[str]]
     rerouted: list[int]
 
@@ -102,14 +102,14 @@ def measure_operators(
     skipped = [*a.manifest.plan.skipped_operators, *b.manifest.plan.skipped_operators]
     numbers = any("returns no tensor" in reason for reason in skipped)
     units: dict[tuple[str, str, str], OperatorUnit] = {}
-    lone: dict[Side, list[Node]] = {"reference": [], "candidate": []}
-    unreached: dict[Side, list[Node]] = {"reference": [], "candidate": []}
+    lone: dict[Side, list[CallNode]] = {"reference": [], "candidate": []}
+    unreached: dict[Side, list[CallNode]] = {"reference": [], "candidate": []}
     in_regions: dict[Side, set[str]] = {"reference": set(), "candidate": set()}
     rerouted: list[int] = []
     for forward in sorted(set(ours) & set(theirs)):
         pads = Pads(a.manifest, forward)
 
-        def apart(reference: Node, candidate: Node) -> float:
+        def apart(reference: CallNode, candidate: CallNode) -> float:
             x, y = a.read(reference.results[0]), b.read(candidate.results[0])
             return distance_of(pads.blank(x), pads.blank(y))  # noqa: B023
 
@@ -163,7 +163,10 @@ def measure_operators(
                 )
                 others = other_operands(match.reference, match.candidate, a, b, measured=numbers)
                 unit.other_operands = _worse(unit.other_operands, others)
-        sides: tuple[tuple[Side, list[Node]], ...] = ("reference", only_a), ("candidate", only_b)
+        sides: tuple[tuple[Side, list[CallNode]], ...] = (
+            ("reference", only_a),
+            ("candidate", only_b),
+        )
         for number, (side, nodes) in enumerate(sides):
             in_regions[side] |= regions.members[number]
             for known, more in ((lone[side], nodes), (unreached[side], regions.unreached[number])):
@@ -184,7 +187,7 @@ def measure_operators(
 class _Feeds:
     """What feeds a pair or a region of the reference, through calls without a partner too."""
 
-    def __init__(self, nodes: list[Node], known: set[str]) -> None:
+    def __init__(self, nodes: list[CallNode], known: set[str]) -> None:
         self._nodes, self._known = {node.path: node for node in nodes}, known
 
     def of(self, match: Match, region: Region | None) -> list[str]:
@@ -239,7 +242,7 @@ def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
     own_errors = own_error(a, members[0]), own_error(b, members[1])
     if own_errors[0] is None or own_errors[1] is None:
         return
-    unit.own = unit.own or (OwnError(), OwnError())
+    unit.own = unit.own or (RegionError(), RegionError())
     unit.own[0].add(own_errors[0])
     unit.own[1].add(own_errors[1])
 
@@ -312,7 +315,7 @@ def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
     return min(distance_of(r, x), distance_of(r, y)) > _ANOTHER > _ANOTHER_NEAR > near
 
 
-def num_terms(node: Node) -> int:
+def num_terms(node: CallNode) -> int:
     """How many products or terms one number of the result is the sum of."""
     shapes = [operand.shape for operand in node.call.operands]
     name = node.name.partition(".")[2]
@@ -342,14 +345,15 @@ class Rights:
     """What is right at each call of the reference in one forward."""
 
     def __init__(
-        self, truth: Run | None, ours: list[Node], true_nodes: list[Node], *, exact: bool, run: Run
-    ) -> None:
+        self, truth: Run | None, ours: list[CallNode], true_nodes: list[CallNode], *, exact: bool,
+        run: Run,
+    ) -> None:  # fmt: skip
         self._truth, self._run, self._exact = truth, run, exact
         self.exist = exact or truth is not None
         apart = None
         if truth is not None:
 
-            def apart(own: Node, true_node: Node) -> float:
+            def apart(own: CallNode, true_node: CallNode) -> float:
                 return distance_of(run.read(own.results[0]), truth.read(true_node.results[0]))
 
         matches, _, _ = match_calls(ours, true_nodes, apart=apart)
@@ -361,7 +365,7 @@ class Rights:
                 if maker in self._by_path:
                     self._by_path[node.path] = self._by_path[maker]
 
-    def of(self, node: Node, index: int) -> tuple[Run, Record] | None:
+    def of(self, node: CallNode, index: int) -> tuple[Run, Record] | None:
         """The run and record that hold it, or None."""
         if self._exact:
             return self._run, node.results[index]
@@ -371,7 +375,7 @@ class Rights:
         record = names[index]
         return (self._truth, record) if record.numel == node.results[index].numel else None
 
-    def operand(self, node: Node, number: int) -> torch.Tensor | None:
+    def operand(self, node: CallNode, number: int) -> torch.Tensor | None:
         """What is right of an argument of a call; None where that is not recorded."""
         true_node, run = self._nodes.get(node.path), self._truth
         if self._exact:

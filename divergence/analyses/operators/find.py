@@ -13,7 +13,7 @@ import math
 from divergence.analyses.operators.measure import operator_notes
 from divergence.analyses.operators.operands import operands_text
 from divergence.comparison.advice import Advice
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, explain_arithmetic, is_about, sentences
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
@@ -27,14 +27,14 @@ _BESIDE = "the blocks' own outputs are within the floor: seen in the operator al
 _WHERE = {"row": " in one row", "column": " in one column", "slice": " in one slice"}
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """The first operator that is off while nothing that feeds it is; or that none is."""
     operators = measured.operators
     notes = operator_notes(measured.reference, measured.candidate, operators)
     if operators is None:
-        return Answer(notes=notes)
+        return AnalysisResult(notes=notes)
     finding = finding_of(operators, measured.advice)
-    return Answer(findings=[finding], parts={"operators": operators}, notes=notes)
+    return AnalysisResult(findings=[finding], parts={"operators": operators}, notes=notes)
 
 
 def finding_of(operators: OperatorsResult, advice: Advice) -> Finding:
@@ -43,7 +43,7 @@ def finding_of(operators: OperatorsResult, advice: Advice) -> Finding:
     return _fine(operators) if first is None else _off(first, operators, advice)
 
 
-def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """What was probed of the arithmetic that the operator at the onset stands on."""
     operators = measured.operators
     if operators is None or operators.onset is None:

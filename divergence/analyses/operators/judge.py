@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from divergence.analyses.operators.errors import MeasuredOperators, OperatorUnit
 from divergence.analyses.operators.limits import Size, judge_unit, region_result
 from divergence.analyses.operators.regions import in_words
-from divergence.comparison.calls.graph import Node
+from divergence.comparison.calls.graph import CallNode
 from divergence.comparison.results.operators import (
     OperatorResult,
     OperatorsResult,
@@ -89,7 +89,7 @@ def judge_operators(
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result = replace(result, w_entering=math.exp(max(entering)) if entering else None)
-        ends: tuple[tuple[Side, Node], ...] = (
+        ends: tuple[tuple[Side, CallNode], ...] = (
             ("candidate", unit.match.candidate),
             ("reference", unit.match.reference),
         )
@@ -179,9 +179,9 @@ def _telling(
     ]
 
 
-def _only_there(node: Node, extra: dict[str, Node]) -> list[str]:
+def _only_there(node: CallNode, extra: dict[str, CallNode]) -> list[str]:
     """Calls without a partner that feed ``node``, also through one another, in order."""
-    first_calls: dict[str, Node] = {}
+    first_calls: dict[str, CallNode] = {}
     waiting = [path for path in node.feeds if path in extra]
     while waiting:
         path = waiting.pop()

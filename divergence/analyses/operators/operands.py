@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import torch
 
-from divergence.comparison.calls.graph import Node, maker_of
+from divergence.comparison.calls.graph import CallNode, maker_of
 from divergence.comparison.results.operators import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
@@ -45,7 +45,7 @@ _MEASURED = 2.0**-5
 
 
 def other_operands(
-    ours: Node, theirs: Node, a: Run, b: Run, *, measured: bool = False
+    ours: CallNode, theirs: CallNode, a: Run, b: Run, *, measured: bool = False
 ) -> list[OtherOperand]:
     """Scalars and constants that differ between the reference's call and its partner.
 
@@ -84,13 +84,13 @@ def _is_near(item: OtherScalar) -> bool:
     return apart is not None and apart < _MEASURED
 
 
-def _is_written(node: Node, argument: str) -> bool:
+def _is_written(node: CallNode, argument: str) -> bool:
     name = node.call.operator.split(".")[1] if "." in node.call.operator else ""
     return argument == "out" or (argument == "self" and name.endswith("_"))
 
 
 def _other_constant(
-    name: str, mine: tuple[Node, Operand, Run], other: tuple[Node, Operand, Run]
+    name: str, mine: tuple[CallNode, Operand, Run], other: tuple[CallNode, Operand, Run]
 ) -> OtherOperand | None:
     operands = mine[1], other[1]
     if any(maker_of(operand) is not None for operand in operands):
@@ -159,7 +159,7 @@ def operands_text(items: list[OtherOperand]) -> str:
     return " and ".join(f"{arg.argument}={arg.candidate} (A {arg.reference})" for arg in items[:3])
 
 
-def given_inputs(ours: Node, theirs: Node, a: Run, b: Run) -> list[OtherInput]:
+def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[OtherInput]:
     """By how much each tensor operand of two calls differs, the largest first; equal ones are left
     out. For a pair that is right on both sides: what it is given then tells."""
     if len(ours.call.operands) != len(theirs.call.operands):
@@ -185,10 +185,10 @@ def given_inputs(ours: Node, theirs: Node, a: Run, b: Run) -> list[OtherInput]:
 
 
 def other_inputs(
-    ours: Node, theirs: Node, a: Run, b: Run, *, partner: Callable[[str], str | None]
+    ours: CallNode, theirs: CallNode, a: Run, b: Run, *, partner: Callable[[str], str | None]
 ) -> list[OtherInput]:
-    """Arguments of the reference's call ``ours`` and the candidate's ``theirs`` that do not come from
-    the same place. ``partner``: the candidate's path of a reference's matched call."""
+    """Arguments of the reference's call ``ours`` and the candidate's ``theirs`` that do not come
+    from the same place. ``partner``: the candidate's path of a reference's matched call."""
     if ours.name != theirs.name or len(ours.call.operands) != len(theirs.call.operands):
         return []
     inputs: list[OtherInput] = []
@@ -248,7 +248,7 @@ def _same_maker(mine: Operand, other: Operand, partner: Callable[[str], str | No
     return partner(made[0]) == made[1]
 
 
-def operand_record(node: Node, operand: Operand, run: Run) -> Record | None:
+def operand_record(node: CallNode, operand: Operand, run: Run) -> Record | None:
     """The record that holds an operand's value, as the operator saw it."""
     if operand.site is None:
         return None

@@ -23,12 +23,12 @@ from typing import TypeGuard
 
 import torch
 
-from divergence.comparison.calls.graph import Node, is_copy, maker_of
+from divergence.comparison.calls.graph import CallNode, is_copy, maker_of
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.record import Operand, Record
 
-__all__ = ["CONSTANTS", "OwnError", "is_product_region", "own_error"]
+__all__ = ["CONSTANTS", "RegionError", "is_product_region", "own_error"]
 
 _PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul", "aten.addmm", "aten.baddbmm",
              "aten.linear")  # fmt: skip
@@ -39,7 +39,7 @@ CONSTANTS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.full", "at
 
 
 @dataclass(slots=True)
-class OwnError:
+class RegionError:
     """What a side's region itself adds, squared and summed over rows: ‖y - R‖² / ‖R‖² and, of an
     ideal product, ‖round(R) - R‖² / ‖R‖² (0.41 u where everything happens to be stored exactly)."""
 
@@ -48,7 +48,7 @@ class OwnError:
     num_rows: int = 0
     num_values: int = 0
 
-    def add(self, other: OwnError) -> None:
+    def add(self, other: RegionError) -> None:
         self.own += other.own
         self.ideal += other.ideal
         self.num_rows += other.num_rows
@@ -62,7 +62,7 @@ class OwnError:
         return 1.0 if self.own == 0 else math.inf
 
 
-def is_product_region(nodes: Sequence[Node]) -> bool:
+def is_product_region(nodes: Sequence[CallNode]) -> bool:
     """Products, additions and copies alone, a product among them, stored in 16 bits."""
     if not any(node.name in _PRODUCTS for node in nodes):
         return False
@@ -72,7 +72,7 @@ def is_product_region(nodes: Sequence[Node]) -> bool:
     return form.kind == "float" and form.itemsize == 2
 
 
-def own_error(run: Run, nodes: Sequence[Node]) -> OwnError | None:
+def own_error(run: Run, nodes: Sequence[CallNode]) -> RegionError | None:
     """Of the region ``nodes`` (in order, the last gives the result) in one forward; None where an
     input was not recorded or an operator cannot be computed here."""
     made: dict[str, torch.Tensor] = {}
@@ -102,11 +102,11 @@ def own_error(run: Run, nodes: Sequence[Node]) -> OwnError | None:
     parts = [((out - truth)[kept].norm(dim=1) / norm[kept]).square() for out in (value, stored)]
     num_rows, u = int(kept.sum()), format_named(last.dtype).unit_roundoff
     ideal = float(parts[1].sum()) or num_rows * (_ONE_ROUNDING * u) ** 2
-    return OwnError(float(parts[0].sum()), ideal, num_rows, num_rows * columns)
+    return RegionError(float(parts[0].sum()), ideal, num_rows, num_rows * columns)
 
 
 def _value(
-    run: Run, node: Node, operand: Operand, made: dict[str, torch.Tensor], paths: set[str]
+    run: Run, node: CallNode, operand: Operand, made: dict[str, torch.Tensor], paths: set[str]
 ) -> torch.Tensor | None:
     maker = maker_of(operand)
     if operand.weight is None and maker in paths:
@@ -147,7 +147,7 @@ def _are_dims(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(dim) is int for dim in value)
 
 
-def _computed(node: Node, values: list[torch.Tensor]) -> torch.Tensor | None:
+def _computed(node: CallNode, values: list[torch.Tensor]) -> torch.Tensor | None:
     """In float64; None for what is no plain product or addition."""
     arguments, name = node.call.arguments, node.name
     alpha, beta = arguments.get("alpha", 1), arguments.get("beta", 1)

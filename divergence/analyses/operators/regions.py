@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from divergence.analyses.operators.products import CONSTANTS
-from divergence.comparison.calls.graph import Node, Places, Source, is_copy
+from divergence.comparison.calls.graph import CallNode, Places, Source, is_copy
 from divergence.comparison.calls.match import Match
 from divergence.run.schema.record import Operand
 
@@ -32,8 +32,8 @@ class Region:
     result. ``operands``: where that is an argument of a paired call, its operand on each side and
     the two calls (``consumer``). ``inputs``: the sources that both sides begin from."""
 
-    reference: list[Node]
-    candidate: list[Node]
+    reference: list[CallNode]
+    candidate: list[CallNode]
     inputs: list[Source]
     match: Match | None = None
     consumer: Match | None = None
@@ -67,13 +67,13 @@ class Regions:
 
     by_pair: dict[str, Region] = field(default_factory=dict)
     of_operands: list[Region] = field(default_factory=list)
-    unreached: tuple[list[Node], list[Node]] = field(default_factory=lambda: ([], []))
+    unreached: tuple[list[CallNode], list[CallNode]] = field(default_factory=lambda: ([], []))
     members: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
 
 
 def regions_in(
-    reference: Sequence[Node],
-    candidate: Sequence[Node],
+    reference: Sequence[CallNode],
+    candidate: Sequence[CallNode],
     matches: Sequence[Match],
     rename: Callable[[str], str] = lambda site: site,
 ) -> Regions:
@@ -141,19 +141,19 @@ def _keep_largest(known: list[Region], region: Region) -> None:
     known.append(region)
 
 
-def _open_operands(places: Places, match: Match) -> list[tuple[Node, Node] | None]:
+def _open_operands(places: Places, match: Match) -> list[tuple[CallNode, CallNode] | None]:
     """Of each operand the calls without a partner that made it on both sides."""
     mine, theirs = places.sources(0, match.reference), places.sources(1, match.candidate)
-    operands: list[tuple[Node, Node] | None] = []
+    operands: list[tuple[CallNode, CallNode] | None] = []
     for x, y in zip(mine, theirs, strict=False):
         both = places.lone(0, x) and places.lone(1, y)
         operands.append((places.nodes[0][x[1]], places.nodes[1][y[1]]) if both else None)
     return operands
 
 
-def _before(places: Places, side: int, node: Node) -> list[Node]:
+def _before(places: Places, side: int, node: CallNode) -> list[CallNode]:
     """Calls without a partner that lead to it, in order; copies are looked through."""
-    reached: dict[str, Node] = {}
+    reached: dict[str, CallNode] = {}
     waiting = [node]
     while waiting:
         for source in places.sources(side, waiting.pop()):
@@ -165,8 +165,8 @@ def _before(places: Places, side: int, node: Node) -> list[Node]:
 
 def _region(
     places: Places,
-    mine: list[Node],
-    theirs: list[Node],
+    mine: list[CallNode],
+    theirs: list[CallNode],
     *,
     match: Match | None = None,
     consumer: Match | None = None,
@@ -198,7 +198,7 @@ _NAMES = {name: word for word, names in _WORDS.items() for name in names}
 _PLURALS = {"product with bias": "products with bias", "softmax": "softmaxes"}
 
 
-def in_words(nodes: Sequence[Node]) -> str:
+def in_words(nodes: Sequence[CallNode]) -> str:
     """How many of what: ``8 products and 7 additions``. Copies and casts only where nothing else
     is there."""
     computing = [n for n in nodes if not is_copy(n) and n.name not in CONSTANTS] or list(nodes)
@@ -215,7 +215,7 @@ def in_words(nodes: Sequence[Node]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _word(node: Node) -> str:
+def _word(node: CallNode) -> str:
     name = node.name.partition(".")[2]
     if "attention" in name:
         return "fused attention"

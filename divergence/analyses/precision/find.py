@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.precision.audit import audit_runs
 from divergence.analyses.precision.step import PHASES, gradient_errors
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.operators import AuditResult
 from divergence.run.schema.site import of_parameter
@@ -12,13 +12,13 @@ from divergence.run.schema.site import of_parameter
 __all__ = ["explain", "find"]
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """The audit; it claims nothing by itself."""
     audit = audit_runs(measured.reference, measured.candidate, rename=measured.rename)
-    return Answer(parts={"audit": audit})
+    return AnalysisResult(parts={"audit": audit})
 
 
-def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """The audit's sentences: those about the operator at the onset before all other evidence, and
     those about sums of gradients, or the optimizer's weights, where it is one of these."""
     audit = answer.parts["audit"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from divergence.comparison.calls.graph import Node
+from divergence.comparison.calls.graph import CallNode
 from divergence.comparison.results.operators import Part
 from divergence.numerics.formats import format_named
 from divergence.run.schema.record import Operand
@@ -29,34 +29,34 @@ class PartOperators:
     where a fault of the part may first be seen."""
 
     part: Part
-    nodes: tuple[Node, ...]
-    root: Node
+    nodes: tuple[CallNode, ...]
+    root: CallNode
     kernel: bool = False
     near: tuple[str, ...] = ()
 
 
-def is_product(node: Node) -> bool:
+def is_product(node: CallNode) -> bool:
     """A matrix product of any name: also ``_grouped_mm``, ``_scaled_mm``, a vendor's."""
     name = bare(node)
     return name in _PRODUCTS or name.endswith("_mm") or "matmul" in name or "_mm_" in name
 
 
-def bare(node: Node) -> str:
+def bare(node: CallNode) -> str:
     """``mm`` of ``aten.mm``."""
     return node.name.rpartition(".")[2]
 
 
-def accumulates(node: Node) -> bool:
+def accumulates(node: CallNode) -> bool:
     """Does it add up inside its kernel, in a dtype that no record shows?"""
     return bare(node) in _INSIDE or is_product(node)
 
 
-def is_float(node: Node) -> bool:
+def is_float(node: CallNode) -> bool:
     """Is its first result floating-point or complex?"""
     return format_named(node.results[0].dtype).kind in ("float", "complex")
 
 
-def is_attention(node: Node) -> bool:
+def is_attention(node: CallNode) -> bool:
     """An attention kernel: all of it in one operator."""
     name = bare(node)
     return "attention" in name or "flash_attn" in node.name
@@ -65,20 +65,22 @@ def is_attention(node: Node) -> bool:
 class Calls:
     """The calls, who feeds whom, and what was found so far."""
 
-    def __init__(self, nodes: list[Node], blocks: set[str], logits: str | None) -> None:
+    def __init__(self, nodes: list[CallNode], blocks: set[str], logits: str | None) -> None:
         self.nodes, self.blocks, self.logits = nodes, blocks, logits
         self.by_path = {node.path: node for node in nodes}
-        self.eaters: dict[str, list[Node]] = {}
+        self.eaters: dict[str, list[CallNode]] = {}
         for node in nodes:
             for path in node.feeds:
                 self.eaters.setdefault(path, []).append(node)
         self.found: list[PartOperators] = []
         self._claimed: set[str] = set()
 
-    def free(self, node: Node) -> bool:
+    def free(self, node: CallNode) -> bool:
         return node.path not in self._claimed
 
-    def add(self, part: Part, nodes: Iterable[Node], root: Node, *, kernel: bool = False) -> None:
+    def add(
+        self, part: Part, nodes: Iterable[CallNode], root: CallNode, *, kernel: bool = False
+    ) -> None:
         kept = tuple(sorted(nodes, key=lambda node: node.order))
         self._claimed.update(node.path for node in kept)
         casts = [n for call in kept for n in self.feeders(call) if n.is_cast]
@@ -86,10 +88,10 @@ class Calls:
         near = tuple(dict.fromkeys(node.path for node in (*casts, *takers)))
         self.found.append(PartOperators(part, kept, root, kernel, near))
 
-    def feeders(self, node: Node) -> list[Node]:
+    def feeders(self, node: CallNode) -> list[CallNode]:
         return [self.by_path[path] for path in node.feeds]
 
-    def maker(self, operand: Operand) -> Node | None:
+    def maker(self, operand: Operand) -> CallNode | None:
         """The call whose result, or a view of it, the operand is."""
         for site in (operand.site, operand.origin):
             path, _, port = (site or "").rpartition(":")
@@ -97,10 +99,12 @@ class Calls:
                 return self.by_path[path]
         return None
 
-    def back(self, start: Node, through: Callable[[Node], bool]) -> tuple[list[Node], list[Node]]:
+    def back(
+        self, start: CallNode, through: Callable[[CallNode], bool]
+    ) -> tuple[list[CallNode], list[CallNode]]:
         """(what leads to ``start`` through such nodes and casts, where that ends)."""
-        inside: dict[str, Node] = {}
-        ends: dict[str, Node] = {}
+        inside: dict[str, CallNode] = {}
+        ends: dict[str, CallNode] = {}
         ahead = self.feeders(start)
         while ahead:
             node = ahead.pop()
@@ -113,7 +117,7 @@ class Calls:
                 ends[node.path] = node
         return list(inside.values()), list(ends.values())
 
-    def leads_from_product(self, node: Node | None) -> bool:
+    def leads_from_product(self, node: CallNode | None) -> bool:
         """Did a matrix product lead to it?"""
         ahead, seen = [node] if node is not None else [], set()
         while ahead:

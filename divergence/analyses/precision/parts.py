@@ -20,7 +20,7 @@ from divergence.analyses.precision.graph import (
     is_float,
     is_product,
 )
-from divergence.comparison.calls.graph import Node
+from divergence.comparison.calls.graph import CallNode
 from divergence.numerics.formats import format_named
 from divergence.run.schema.record import Operand
 
@@ -37,7 +37,7 @@ _ACTIVATIONS = frozenset({"silu", "gelu", "relu", "relu6", "leaky_relu", "elu", 
 
 
 def find_parts(
-    nodes: list[Node], blocks: set[str], logits: str | None = None
+    nodes: list[CallNode], blocks: set[str], logits: str | None = None
 ) -> list[PartOperators]:
     """Every part in one forward's calls. ``blocks``: module paths of the repeated blocks;
     ``logits``: that of what makes the logits."""
@@ -57,7 +57,7 @@ def _routers(graph: Calls) -> None:
         products = [node for node in ends if is_product(node)]
         if not any(_takes_weight(graph, node) for node in products):
             continue  # an indexer's scores, a sampler's
-        after: list[Node] = []
+        after: list[CallNode] = []
         own = {top.path, *(node.path for node in inside)}
         for node in graph.nodes:  # the weights of those chosen, normalised: no casts, no experts
             fed = any(path in own for path in node.feeds)
@@ -76,7 +76,7 @@ def _routers(graph: Calls) -> None:
                 graph.add("router product", [node], node)
 
 
-def _takes_weight(graph: Calls, node: Node) -> bool:
+def _takes_weight(graph: Calls, node: CallNode) -> bool:
     for operand in node.call.operands:
         maker = graph.maker(operand)
         cast = maker.call.operands if maker is not None and maker.is_cast else []
@@ -121,7 +121,7 @@ def _softmaxes(graph: Calls) -> None:
             graph.add("attention scores", [*products, *scores], products[0])
 
 
-def _written_out(graph: Calls, root: Node) -> list[Node]:
+def _written_out(graph: Calls, root: CallNode) -> list[CallNode]:
     """exp(x - max) over its sum, as separate operators; empty where ``root`` does not end one."""
     if bare(root) not in ("div", "mul") or len(root.call.operands) != 2:
         return []
@@ -158,9 +158,9 @@ def _rotary(graph: Calls) -> None:
                 graph.add("rotary", [n for n in halves if graph.free(n)], halves[-1])
 
 
-def _halves(graph: Calls, root: Node) -> list[Node]:
+def _halves(graph: Calls, root: CallNode) -> list[CallNode]:
     """x cos - y sin beside y cos + x sin: the same four factors twice."""
-    halves: dict[str, list[Node]] = {}
+    halves: dict[str, list[CallNode]] = {}
     for half in graph.feeders(root):
         products = [node for node in graph.feeders(half) if bare(node) == "mul"]
         if bare(half) in ("sub", "add") and len(products) == 2:
@@ -174,7 +174,7 @@ def _halves(graph: Calls, root: Node) -> list[Node]:
     return [*halves["sub"], *halves["add"]] if factors[0] == factors[1] else []
 
 
-def _is_turned(graph: Calls, node: Node) -> bool:
+def _is_turned(graph: Calls, node: CallNode) -> bool:
     """One factor is its input turned: halves or pairs swapped, one of them negated."""
     for factor in graph.feeders(node):
         parts = graph.feeders(factor)
@@ -251,18 +251,18 @@ def find_norms(graph: Calls) -> None:
         _norm_weight(graph, root)
 
 
-def _between(graph: Calls, root: Node) -> list[Node]:
+def _between(graph: Calls, root: CallNode) -> list[CallNode]:
     """Of what leads to the root, the reductions, what follows them, and the squares and casts that
     they take: not what made the norm's input."""
 
-    def belongs(node: Node) -> bool:
+    def belongs(node: CallNode) -> bool:
         return node.module == root.module and (bare(node) in _STATISTICS or node.is_cast)
 
     leading, _ = graph.back(root, belongs)
     known = {node.path for node in leading if node.module == root.module}
-    kept: dict[str, Node] = {}
+    kept: dict[str, CallNode] = {}
 
-    def visit(node: Node, reduced: bool) -> None:
+    def visit(node: CallNode, reduced: bool) -> None:
         for feeder in graph.feeders(node):
             if feeder.path not in known or feeder.path in kept:
                 continue
@@ -276,24 +276,24 @@ def _between(graph: Calls, root: Node) -> list[Node]:
     return list(kept.values())
 
 
-def _may_be_reduced(node: Node) -> bool:
+def _may_be_reduced(node: CallNode) -> bool:
     """A square, a difference from the mean, or a mean."""
     if bare(node) == "mul":
         return _is_square(node)
     return bare(node) in ("pow", "square", "sub") or bare(node) in _REDUCTIONS
 
 
-def _is_square(node: Node) -> bool:
+def _is_square(node: CallNode) -> bool:
     operands = node.call.operands
     return len(operands) == 2 and operands[0].site == operands[1].site
 
 
-def _is_inverse(node: Node) -> bool:
+def _is_inverse(node: CallNode) -> bool:
     """x ** -0.5"""
     return bare(node) == "pow" and node.call.arguments.get("exponent") == -0.5
 
 
-def _norm_weight(graph: Calls, root: Node) -> None:
+def _norm_weight(graph: Calls, root: CallNode) -> None:
     """The product with the norm's weight: after the root, in the same module."""
     for node in graph.nodes:
         near = node.module == root.module and node.order > root.order
@@ -306,7 +306,7 @@ def _norm_weight(graph: Calls, root: Node) -> None:
                 graph.add("norm weight", [node], node)
 
 
-def _of_weights(graph: Calls, node: Node) -> bool:
+def _of_weights(graph: Calls, node: CallNode) -> bool:
     """Made of weights and constants alone, in one module: ``1 + weight.float()``."""
     ahead = [node]
     while ahead:
@@ -322,6 +322,6 @@ def _of_weights(graph: Calls, node: Node) -> bool:
     return True
 
 
-def is_norm_kernel(node: Node) -> bool:
+def is_norm_kernel(node: CallNode) -> bool:
     """A fused norm: in a post-norm block the stream goes through it."""
     return "norm" in bare(node) and bare(node) not in _REDUCTIONS

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import Pair
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.preflight.owner import without_pads
 from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
@@ -23,7 +23,7 @@ from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.record import Coordinates, Record
-from divergence.run.unshard import Disagreement, UnshardedRun
+from divergence.run.unshard import RankDisagreement, UnshardedRun
 from divergence.words import Side, letter
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ _UNMEASURED = (
 Where = dict[tuple[Side, Coordinates], Pair]
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """One finding for each side whose ranks disagree, of the first place where they do."""
     checks = check_replicas(measured.reference, measured.candidate, measured.alignment.pairs)
     told = [(held, _telling(held)) for held in checks]
-    return Answer(
+    return AnalysisResult(
         findings=[_finding(measured, held, diff) for held, diff in told if diff is not None],
         parts={"replicas": checks},
     )
@@ -77,7 +77,7 @@ def _check(side: Side, run: UnshardedRun, other: Run, where: Where) -> ReplicaCh
         for record in run.run.records
         if record.placement is not None and "replicate" in record.placement
     }
-    first: dict[str, Disagreement] = {}
+    first: dict[str, RankDisagreement] = {}
     for disagreement in sorted(run.disagreements, key=lambda d: (d.sample, d.step, d.order)):
         first.setdefault(disagreement.pass_, disagreement)
     return ReplicaCheck(
@@ -90,7 +90,7 @@ def _check(side: Side, run: UnshardedRun, other: Run, where: Where) -> ReplicaCh
 
 
 def _measured(
-    side: Side, run: UnshardedRun, other: Run, disagreement: Disagreement, where: Where
+    side: Side, run: UnshardedRun, other: Run, disagreement: RankDisagreement, where: Where
 ) -> ReplicaDiff:
     """How far apart the versions are, and which is wrong."""
     ranks, peers = disagreement.ranks, disagreement.peers
@@ -116,7 +116,7 @@ def _measured(
 
 
 def _nearer(
-    side: Side, run: UnshardedRun, other: Run, disagreement: Disagreement, where: Where
+    side: Side, run: UnshardedRun, other: Run, disagreement: RankDisagreement, where: Where
 ) -> int | None:
     """Which of two versions (0 or 1) is clearly nearer to the other run's tensor, if one is."""
     pair = where.get((side, disagreement.coordinates))
@@ -148,7 +148,7 @@ def _rel_l2(a: torch.Tensor, b: torch.Tensor) -> float:
     return apart / norm
 
 
-def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """The one rank whose part of the onset's tensor is off, where that is so."""
     if verdict.onset is None:
         return []

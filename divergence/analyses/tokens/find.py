@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from divergence.comparison.analysis import Answer, Measured
+from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Evidence, Finding, figure
 from divergence.comparison.results.sites import SiteResult
@@ -18,11 +18,11 @@ from divergence.words import Side, letter
 __all__ = ["find", "findings_of"]
 
 
-def find(measured: Measured) -> Answer:
+def find(measured: Measured) -> AnalysisResult:
     """With a truth it is told where a token flips over a gap that rounding does not bridge, or the
     distributions are farther apart than it explains."""
     tokens = _widened(measured.tokens, measured.sites)
-    return Answer(findings=findings_of(tokens), parts={"tokens": tokens})
+    return AnalysisResult(findings=findings_of(tokens), parts={"tokens": tokens})
 
 
 def _widened(tokens: TokensResult | None, sites: Sequence[SiteResult]) -> TokensResult | None:

@@ -143,7 +143,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distances:
+class LogitDistances:
     """How far apart the sides' distributions are, and how far each is from the truth's.
 
     ``between``: KL(reference‖candidate); ``floor``: KL(truth‖``side``), ``side`` being the one
@@ -162,7 +162,7 @@ class Distances:
 
 def _distances_of(
     reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep]
-) -> Distances | None:
+) -> LogitDistances | None:
     """Over ``places``; None where no row can be compared. A thread holds one record of each run."""
     between: list[float] = []
     errors: dict[Side, list[float]] = {"reference": [], "candidate": []}
@@ -176,14 +176,14 @@ def _distances_of(
     if not between:
         return None
     if len(errors["reference"]) < len(between):
-        return Distances(num_positions=len(between), between=_spread(between))
+        return LogitDistances(num_positions=len(between), between=_spread(between))
     side = _coarser(reference, candidate)
     if side is None:
         means = [float(np.mean(errors[name])) for name in ("reference", "candidate")]
         side = "candidate" if means[1] < means[0] else "reference"
     floor = np.array(errors[side])
     squares = float(np.square(floor).sum())
-    return Distances(
+    return LogitDistances(
         num_positions=len(between),
         between=_spread(between),
         floor=_spread(errors[side]),
@@ -229,7 +229,7 @@ likely. It sets how much wider the limit of few positions is."""
 
 
 def _kl_fields(
-    distances: Distances | None, thresholds: Thresholds, *, routed: bool = False
+    distances: LogitDistances | None, thresholds: Thresholds, *, routed: bool = False
 ) -> dict[str, Any]:
     """What TokensResult says of the distributions; without a limit where experts are chosen."""
     if distances is None:

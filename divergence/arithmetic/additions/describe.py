@@ -21,7 +21,7 @@ import re
 from html import escape
 from pathlib import Path
 
-from divergence.arithmetic.additions.order import Finding
+from divergence.arithmetic.additions.order import OperatorOrders
 from divergence.arithmetic.additions.trees import Tree
 
 __all__ = ["MAX_TEXT", "describe", "svg", "write_drawings"]
@@ -188,7 +188,7 @@ def svg(tree: Tree, title: str) -> str:
     )
 
 
-def write_drawings(folder: Path, findings: list[Finding]) -> list[Path]:
+def write_drawings(folder: Path, findings: list[OperatorOrders]) -> list[Path]:
     """One file a tree, named after its operator; unverified ones say so."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -13,7 +13,7 @@ import xxhash
 
 from divergence.arithmetic.additions.accumulator import find_accumulator, input_bits
 from divergence.arithmetic.additions.describe import describe
-from divergence.arithmetic.additions.order import Finding, Order, find_order
+from divergence.arithmetic.additions.order import OperatorOrders, Order, find_order
 from divergence.arithmetic.additions.summing import (
     Summing,
     attention,
@@ -45,7 +45,7 @@ def operators(names: tuple[str, ...], terms: int, dtype: torch.dtype, device: st
     return [_MAKERS[name](terms, dtype, device) for name in names]
 
 
-def probe_orders(notebook: Notebook, wanted: list[Summing]) -> list[Finding]:
+def probe_orders(notebook: Notebook, wanted: list[Summing]) -> list[OperatorOrders]:
     """Find, note and keep the order of each operator."""
     findings = []
     for operator in wanted:
@@ -55,7 +55,7 @@ def probe_orders(notebook: Notebook, wanted: list[Summing]) -> list[Finding]:
     return findings
 
 
-def note_finding(notebook: Notebook, finding: Finding) -> None:
+def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:
     """One fact on the order; for the widths that it allows to measure, more."""
     operator = finding.operator
     if not finding.orders:
@@ -115,7 +115,7 @@ def _note_widths(notebook: Notebook, operator: Summing, order: Order) -> None:
         notebook.note("fma", operator.title, value, verified=order.verified)
 
 
-def _value(finding: Finding) -> str:
+def _value(finding: OperatorOrders) -> str:
     if len(finding.orders) == 1 and finding.num_classes == 1:
         return describe(finding.orders[0].tree)
     texts = [
@@ -127,7 +127,7 @@ def _value(finding: Finding) -> str:
     return "; ".join(texts)
 
 
-def _evidence(finding: Finding) -> str:
+def _evidence(finding: OperatorOrders) -> str:
     if finding.verified:
         ways = {order.proof.arithmetic.title for order in finding.orders if order.proof.arithmetic}
         num = sum(order.proof.outputs for order in finding.orders)
@@ -141,7 +141,7 @@ def _evidence(finding: Finding) -> str:
     return f"only {best} of {num} outputs are replayed bit by bit"
 
 
-def _mean_partials(finding: Finding) -> float:
+def _mean_partials(finding: OperatorOrders) -> float:
     cells = [int(order.cells.sum()) for order in finding.orders]
     sums = [order.tree.partials for order in finding.orders]
     return sum(c * s for c, s in zip(cells, sums, strict=True)) / sum(cells)

@@ -28,7 +28,14 @@ from divergence.arithmetic.additions.trees import Tree
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
 
-__all__ = ["MAX_CLASSES", "Finding", "Order", "find_order", "output_classes", "typical_error"]
+__all__ = [
+    "MAX_CLASSES",
+    "OperatorOrders",
+    "Order",
+    "find_order",
+    "output_classes",
+    "typical_error",
+]
 
 MAX_CLASSES = 4
 """Orders looked for within one operator; more are counted only."""
@@ -53,7 +60,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class OperatorOrders:
     """What was found of one operator: its orders, that of most outputs first.
 
     ``num_classes``: groups of outputs that are added alike; ``reason``: why there is no order, or
@@ -78,7 +85,7 @@ class Finding:
         )
 
 
-def find_order(operator: Summing) -> Finding:
+def find_order(operator: Summing) -> OperatorOrders:
     """Reveal and prove the order of additions of every class of outputs.
 
     Whatever the operator raises is the reason of a finding without orders.
@@ -88,11 +95,11 @@ def find_order(operator: Summing) -> Finding:
         classes = output_classes(operator)
         error = typical_error(operator)
     except (RuntimeError, NotImplementedError) as refused:
-        return Finding(operator=operator, reason=first_line(refused))
+        return OperatorOrders(operator=operator, reason=first_line(refused))
     try:
         encoding = find_encoding(operator)
     except NotATreeError as refusal:
-        return Finding(operator=operator, reason=str(refusal), error=error)
+        return OperatorOrders(operator=operator, reason=str(refusal), error=error)
     per_measurement = operator.terms * num_portions(operator, encoding)
     orders, reason = [], None
     for cells in classes[:MAX_CLASSES]:
@@ -109,7 +116,7 @@ def find_order(operator: Summing) -> Finding:
         orders.append(Order(tree=tree, cells=cells, proof=prove(operator, tree, made, cells)))
     if len(classes) > MAX_CLASSES:
         reason = reason or f"{len(classes)} groups of outputs are added in ways of their own"
-    return Finding(
+    return OperatorOrders(
         operator=operator, orders=tuple(orders), num_classes=len(classes), reason=reason,
         trials=tuple(made), error=error,
     )  # fmt: skip

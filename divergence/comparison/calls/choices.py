@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from divergence.comparison.calls.graph import Node
+from divergence.comparison.calls.graph import CallNode
 from divergence.comparison.calls.match import Match
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import BACKWARD
 
-__all__ = ["Codes", "Rerouted", "count_codes", "rerouted_in"]
+__all__ = ["IntegerCodes", "Rerouted", "count_codes", "rerouted_in"]
 
 CHOOSING = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 
@@ -166,7 +166,7 @@ def _undoes(match: Match, order: tuple[torch.Tensor, ...], read: Read) -> bool:
 
 
 @dataclass(slots=True)
-class Codes:
+class IntegerCodes:
     """Integer results. ``differing``: elements that the sides do not share; ``unexplained``: of
     these, what rounding of the inputs does not explain; ``wrong``: of the unexplained ones,
     what differs from the truth, on each side."""
@@ -177,7 +177,7 @@ class Codes:
 
 
 def count_codes(
-    codes: Codes,
+    codes: IntegerCodes,
     match: Match,
     x: torch.Tensor,
     y: torch.Tensor,
@@ -202,7 +202,7 @@ def count_codes(
             codes.wrong[side] += int((odd & (chosen != r)).sum())
 
 
-def _entering(node: Node, run: Run) -> torch.Tensor | None:
+def _entering(node: CallNode, run: Run) -> torch.Tensor | None:
     """The first operand's value, as the operator saw it."""
     if not node.call.operands:
         return None
@@ -214,7 +214,7 @@ def _entering(node: Node, run: Run) -> torch.Tensor | None:
 
 
 def _rounding_explains(
-    p: torch.Tensor, q: torch.Tensor, x: torch.Tensor, y: torch.Tensor, node: Node
+    p: torch.Tensor, q: torch.Tensor, x: torch.Tensor, y: torch.Tensor, node: CallNode
 ) -> torch.Tensor:
     """Per chosen index: are the two choices nearer to each other than the inputs p, q are? Exact
     ties are not explained: there the order of ties is the operator's own."""

@@ -20,7 +20,14 @@ from divergence.run.schema.record import Call, Operand, Record
 from divergence.run.schema.site import is_operator_site
 
 __all__ = [
-    "COMMUTE", "Forward", "Node", "Places", "Source", "forwards_of", "is_copy", "maker_of",
+    "COMMUTE",
+    "CallNode",
+    "Forward",
+    "Places",
+    "Source",
+    "forwards_of",
+    "is_copy",
+    "maker_of",
     "operator_passes",
 ]  # fmt: skip
 
@@ -29,7 +36,7 @@ Forward = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class CallNode:
     """One call. ``path``: its site without the port; ``module``: what called it; ``name``: the
     operator without overload and in-place mark. ``feeds``: paths of the calls whose results
     it was given."""
@@ -60,9 +67,9 @@ def operator_passes(run: Run) -> set[str]:
     return set[str](call_passes(run.records))
 
 
-def forwards_of(run: Run, pass_: str) -> dict[Forward, list[Node]]:
+def forwards_of(run: Run, pass_: str) -> dict[Forward, list[CallNode]]:
     """The calls of a pass in execution order, by forward."""
-    by_forward: dict[Forward, dict[str, Node]] = {}
+    by_forward: dict[Forward, dict[str, CallNode]] = {}
     records = (r for r in run.records if r.pass_ == pass_ and is_operator_site(r.site))
     for record in sorted(records, key=lambda r: (r.sample, r.step, r.order)):
         path, _, port = record.site.rpartition(":")
@@ -73,7 +80,7 @@ def forwards_of(run: Run, pass_: str) -> dict[Forward, list[Node]]:
             module, _, operator = path.rpartition("/")
             name = operator.partition("#")[0]
             name = name.rstrip("_") if not name.endswith("__") else name
-            nodes[path] = Node(path, module, name, record.call)
+            nodes[path] = CallNode(path, module, name, record.call)
         if path in nodes:
             nodes[path].results.append(record)
     forwards = {forward: list(nodes.values()) for forward, nodes in by_forward.items()}
@@ -109,7 +116,7 @@ COMMUTE = ("aten.add", "aten.mul", "aten.maximum", "aten.minimum")
 """Their operands may come in either order."""
 
 
-def is_copy(node: Node) -> bool:
+def is_copy(node: CallNode) -> bool:
     """Does it hand on what it was given, in another layout or dtype at most?"""
     return node.name in COPIES and bool(node.call.operands)
 
@@ -119,7 +126,10 @@ class Places:
     the candidate's words."""
 
     def __init__(
-        self, reference: Iterable[Node], candidate: Iterable[Node], rename: Callable[[str], str]
+        self,
+        reference: Iterable[CallNode],
+        candidate: Iterable[CallNode],
+        rename: Callable[[str], str],
     ) -> None:
         self.nodes = ({n.path: n for n in reference}, {n.path: n for n in candidate})
         self.partner: tuple[dict[str, str], dict[str, str]] = {}, {}
@@ -127,10 +137,10 @@ class Places:
         self._rename = rename
         self._sources: dict[tuple[int, str], list[Source]] = {}
 
-    def pair(self, a: Node, b: Node) -> None:
+    def pair(self, a: CallNode, b: CallNode) -> None:
         self.partner[0][a.path], self.partner[1][b.path] = b.path, a.path
 
-    def part(self, a: Node, b: Node) -> None:
+    def part(self, a: CallNode, b: CallNode) -> None:
         """They are no pair after all."""
         del self.partner[0][a.path], self.partner[1][b.path]
 
@@ -138,7 +148,7 @@ class Places:
         """Is it the result of a call without a partner?"""
         return source[0] == "made" and source[1] not in self.partner[side]
 
-    def sources(self, side: int, node: Node) -> list[Source]:
+    def sources(self, side: int, node: CallNode) -> list[Source]:
         """One for each operand, copies looked through."""
         key = (side, node.path)
         if key not in self._sources:
@@ -184,7 +194,7 @@ class Places:
             return kind, f"{renamed}.{last}" if module else name
         return kind, self._rename(name) if name else name
 
-    def compare(self, a: Node, b: Node) -> list[Linkage]:
+    def compare(self, a: CallNode, b: CallNode) -> list[Linkage]:
         """Operand by operand; of a sum or a product in whichever order fits better."""
         mine, theirs = self.sources(0, a), self.sources(1, b)
         linkages = [
@@ -198,7 +208,7 @@ class Places:
                 return turned
         return linkages
 
-    def _operand(self, a: Node, b: Node, m: int, n: int, x: Source, y: Source) -> Linkage:
+    def _operand(self, a: CallNode, b: CallNode, m: int, n: int, x: Source, y: Source) -> Linkage:
         lone = self.lone(0, x), self.lone(1, y)
         if all(lone):
             return "open"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from divergence.comparison.calls.graph import COMMUTE, Node, Places, is_copy, maker_of
+from divergence.comparison.calls.graph import COMMUTE, CallNode, Places, is_copy, maker_of
 from divergence.run.schema.record import Operand
 from divergence.run.schema.scalars import other_scalars
 
@@ -31,7 +31,7 @@ __all__ = ["Apart", "Match", "match_calls", "match_paths"]
 
 Method = Literal["exact", "sequence", "value", "dataflow"]
 
-Apart = Callable[[Node, Node], float]
+Apart = Callable[[CallNode, CallNode], float]
 """How far two calls' first results are apart, relatively; infinity where nothing can be said."""
 
 _Job = tuple[object, ...]
@@ -51,14 +51,14 @@ _MOST = 32
 class Match:
     """A reference's call and the candidate's of the same meaning."""
 
-    reference: Node
-    candidate: Node
+    reference: CallNode
+    candidate: CallNode
     method: Method
 
 
 def match_paths(
-    reference: Sequence[Node], candidate: Sequence[Node]
-) -> tuple[list[Match], list[Node], list[Node]]:
+    reference: Sequence[CallNode], candidate: Sequence[CallNode]
+) -> tuple[list[Match], list[CallNode], list[CallNode]]:
     """The same for two recordings of the very same calls, as a replay is one: by their names."""
     theirs = {node.path: node for node in candidate}
     matches = [Match(ours, theirs[ours.path], "exact") for ours in reference if ours.path in theirs]
@@ -71,12 +71,12 @@ def match_paths(
 
 
 def match_calls(
-    reference: Sequence[Node],
-    candidate: Sequence[Node],
+    reference: Sequence[CallNode],
+    candidate: Sequence[CallNode],
     *,
     apart: Apart | None = None,
     rename: Callable[[str], str] = lambda site: site,
-) -> tuple[list[Match], list[Node], list[Node]]:
+) -> tuple[list[Match], list[CallNode], list[CallNode]]:
     """(matches in order, reference's alone, candidate's alone).
 
     ``rename``: the reference's module names in the candidate's words. ``apart``: the distance of
@@ -90,8 +90,8 @@ def match_calls(
 class _Matcher:
     def __init__(
         self,
-        reference: Sequence[Node],
-        candidate: Sequence[Node],
+        reference: Sequence[CallNode],
+        candidate: Sequence[CallNode],
         apart: Apart | None,
         rename: Callable[[str], str],
     ) -> None:
@@ -117,7 +117,7 @@ class _Matcher:
             self._move_behind()
         self.found.sort(key=lambda match: match.reference.order)
 
-    def _add(self, a: Node, b: Node, method: Method | None = None) -> None:
+    def _add(self, a: CallNode, b: CallNode, method: Method | None = None) -> None:
         if method is None:
             exact = self._rename(f"{a.path}:out").rpartition(":")[0] == b.path
             method = "exact" if exact else "sequence"
@@ -126,7 +126,7 @@ class _Matcher:
         self.lone[0].remove(a)
         self.lone[1].remove(b)
 
-    def _key(self, side: int, node: Node) -> _Job:
+    def _key(self, side: int, node: CallNode) -> _Job:
         module = node.module
         if side == 0:
             module = self._rename(f"{module}:out").rpartition(":")[0]
@@ -138,8 +138,8 @@ class _Matcher:
             shapes.sort()
         return module, node.name, tuple(shapes), node.results[0].shape
 
-    def _by_key(self, side: int) -> dict[_Job, list[Node]]:
-        groups: dict[_Job, list[Node]] = defaultdict(list)
+    def _by_key(self, side: int) -> dict[_Job, list[CallNode]]:
+        groups: dict[_Job, list[CallNode]] = defaultdict(list)
         for node in self.lone[side]:
             groups[self._key(side, node)].append(node)
         return groups
@@ -196,7 +196,7 @@ class _Matcher:
                 return True
         return False
 
-    def _is_taken(self, a: Node, b: Node, group: list[Node]) -> bool:
+    def _is_taken(self, a: CallNode, b: CallNode, group: list[CallNode]) -> bool:
         """Does another of the reference's calls fit it better, with equal scalars?"""
         return bool(other_scalars(a.call, b.call)) and any(
             not other_scalars(other.call, b.call)
@@ -205,7 +205,7 @@ class _Matcher:
             if other is not a
         )
 
-    def _distance(self, a: Node, b: Node) -> float:
+    def _distance(self, a: CallNode, b: CallNode) -> float:
         if self._apart is None or a.results[0].numel != b.results[0].numel:
             return float("inf")
         key = (a.path, b.path)
@@ -215,7 +215,7 @@ class _Matcher:
 
     def _by_value(self) -> bool:
         """Between two pairs, from the end: where a stretch ends both sides hold the same again."""
-        stretches: dict[tuple[int, int], list[Node]] = defaultdict(list)
+        stretches: dict[tuple[int, int], list[CallNode]] = defaultdict(list)
         for a in self.lone[0]:
             stretches[self._bounds(a)].append(a)
         added = False
@@ -231,7 +231,7 @@ class _Matcher:
                         break
         return added
 
-    def _bounds(self, node: Node) -> tuple[int, int]:
+    def _bounds(self, node: CallNode) -> tuple[int, int]:
         """Between which of the candidate's calls its partner stands, if it has one."""
         first, last = -1, len(self._index)
         before = [m for m in self.found if m.reference.order < node.order]
@@ -243,7 +243,7 @@ class _Matcher:
             high = self._index[min(after, key=lambda m: m.reference.order).candidate.path]
         return (low, high) if low <= high else (first, last)  # called in another order: anywhere
 
-    def _common_input(self, a: Node, b: Node) -> bool:
+    def _common_input(self, a: CallNode, b: CallNode) -> bool:
         """Does something that both sides have lead to both?"""
         places = self._places
         mine = places.leaves(0, ("made", a.path)) if a.call.operands else set()
@@ -286,7 +286,7 @@ class _Matcher:
                     self._replace(match, pair)
                     break
 
-    def _replace(self, match: Match, pair: tuple[Node, Node]) -> None:
+    def _replace(self, match: Match, pair: tuple[CallNode, CallNode]) -> None:
         """Another pair in a pair's place."""
         self.found.remove(match)
         self._places.part(match.reference, match.candidate)
@@ -312,7 +312,7 @@ class _Matcher:
                     self._replace(match, best)
                     break
 
-    def _behind(self, side: int, node: Node) -> list[Node]:
+    def _behind(self, side: int, node: CallNode) -> list[CallNode]:
         """Calls without a partner that work on its result, and on theirs."""
         reached = {node.path}
         behind = []
@@ -325,9 +325,9 @@ class _Matcher:
         return behind
 
 
-def _makers(operand: Operand, by_path: dict[str, Node]) -> list[Node]:
+def _makers(operand: Operand, by_path: dict[str, CallNode]) -> list[CallNode]:
     """The call without a partner that made it, and, while that only copied, the one before."""
-    makers: list[Node] = []
+    makers: list[CallNode] = []
     made = maker_of(operand)
     while made in by_path:
         node = by_path[made]
@@ -340,7 +340,7 @@ def _makers(operand: Operand, by_path: dict[str, Node]) -> list[Node]:
     return makers
 
 
-def _alike(a: Node, b: Node) -> bool:
+def _alike(a: CallNode, b: CallNode) -> bool:
     """The same shape but for axes of length 1: the numbers are in the same order."""
     shapes = [[size for size in node.results[0].shape if size != 1] for node in (a, b)]
     return shapes[0] == shapes[1]

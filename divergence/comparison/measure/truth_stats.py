@@ -26,14 +26,22 @@ if TYPE_CHECKING:
     _Forwards = Sequence[tuple[SiteResult, AgainstTruth, np.ndarray]]
     """Each with its rows' floor (T,)."""
 
-__all__ = ["LEAST_LONE", "SIDES", "Forward", "TruthStats", "grouped", "stats_of", "truth_diffs"]
+__all__ = [
+    "LEAST_LONE",
+    "SIDES",
+    "ForwardStats",
+    "TruthStats",
+    "grouped",
+    "stats_of",
+    "truth_diffs",
+]
 
 SIDES: tuple[Side, Side] = ("reference", "candidate")
 LEAST_LONE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardStats:
     """One forward of one prompt: each side's median row error, in floor units. ``num_values``: of
     how many independent numbers its error is made: rounding is relative, so of a row as many as its
     participation ratio (ΣR²)²/ΣR⁴ says, not as many as it has columns."""
@@ -66,7 +74,7 @@ class TruthStats:
     peak: dict[str, dict[Side, tuple[float, SiteResult]]] = field(default_factory=dict)
     gains: list[dict[str, float]] = field(default_factory=list)
     first: SiteResult | None = None
-    forwards: dict[PromptStep, Forward] = field(default_factory=dict)
+    forwards: dict[PromptStep, ForwardStats] = field(default_factory=dict)
 
     def w(self, least: float) -> float:
         a, b = (math.hypot(self.typical[side], least) for side in SIDES)
@@ -153,7 +161,7 @@ def _by_forward(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
                 # of a few unlike rows the median is one row: no more certain than that one is
                 count = int(keep.sum())
                 total = count * _median(spread[mine][keep])
-            stats.forwards[sample, result.step] = Forward(
+            stats.forwards[sample, result.step] = ForwardStats(
                 result, typical, count, max(1, round(total))
             )
 

@@ -31,14 +31,14 @@ from divergence.run.schema.site import is_operator_site
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Agreement", "Disagreement", "disagreement", "without_pads"]
+__all__ = ["Agreement", "TruthDisagreement", "disagreement", "without_pads"]
 
 SHARP = 64.0
 """How much wider than the rounding model two float64 runs may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disagreement:
+class TruthDisagreement:
     """The first site where two float64 runs differ by more than ``limit`` (relative L2)."""
 
     site: str
@@ -60,7 +60,7 @@ class Agreement:
     """``num_compared``: sites and forwards that both runs hold; ``first``: where they disagree."""
 
     num_compared: int
-    first: Disagreement | None
+    first: TruthDisagreement | None
 
 
 def disagreement(a: Run, b: Run, *, inside: str | None = None) -> Agreement:
@@ -85,7 +85,7 @@ def disagreement(a: Run, b: Run, *, inside: str | None = None) -> Agreement:
     if not beyond:
         return Agreement(num_compared=num_compared, first=None)
     record, rel_l2, limit = min(beyond, key=lambda entry: _place(entry[0]))
-    first = Disagreement(
+    first = TruthDisagreement(
         site=record.site, sample=record.sample, step=record.step, rel_l2=rel_l2, limit=limit
     )
     return Agreement(num_compared=num_compared, first=first)

@@ -12,43 +12,43 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from divergence.errors import DumpError, UsageError, first_line
-from divergence.evaluations.formats.reading import Reading
+from divergence.evaluations.formats.reading import ReadRequest
 from divergence.evaluations.rows import Evaluation, Series
-from divergence.importing.folder import Folder
+from divergence.importing.folder import DumpFolder
 from divergence.recording.prompts import Prompt
 
-__all__ = ["FORMATS", "Format", "format_named", "read"]
+__all__ = ["FORMATS", "ResultFormat", "format_named", "read"]
 
 FORMATS = ("inspect", "evalscope", "opencompass", "lm-eval", "plain")
 """In the order in which ``auto`` tries them; ``plain`` takes any table with its columns."""
 
 
-class Format(Protocol):
+class ResultFormat(Protocol):
     """A module of this folder."""
 
     NAME: str
     """What to call it in words."""
 
-    def recognise(self, folder: Folder) -> bool:
+    def recognise(self, folder: DumpFolder) -> bool:
         """Does the folder look like it?"""
 
-    def read(self, folder: Folder, reading: Reading) -> Evaluation:
+    def read(self, folder: DumpFolder, reading: ReadRequest) -> Evaluation:
         """Everything in it. Raises DumpError."""
 
     def prompts(self, series: Series, places: Collection[int]) -> dict[int, Prompt]:
         """What the model was given for the rows at these places, as far as the format holds it."""
 
 
-def format_named(name: str) -> Format:
+def format_named(name: str) -> ResultFormat:
     """The module. ``inspect`` has another module's name in Python, so its own ends in ``_ai``."""
     word = {"inspect": "inspect_ai"}.get(name, name.replace("-", "_"))
     module: Any = import_module(f"divergence.evaluations.formats.{word}")
-    return cast(Format, module)
+    return cast(ResultFormat, module)
 
 
-def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
+def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation:
     """The evaluation that lies there."""
-    folder = Folder(path)
+    folder = DumpFolder(path)
     names = FORMATS if format == "auto" else (format,)
     for name in names:
         reader = format_named(name)
@@ -76,7 +76,7 @@ def read(path: str, reading: Reading, *, format: str = "auto") -> Evaluation:
     return evaluation
 
 
-def _read(reader: Format, folder: Folder, reading: Reading) -> Evaluation:
+def _read(reader: ResultFormat, folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     """A field of another type than its tool writes may come anywhere, and is no fault of ours."""
     try:
         return reader.read(folder, reading)

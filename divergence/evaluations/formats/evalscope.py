@@ -17,14 +17,14 @@ from typing import Any
 from divergence.errors import DumpError
 from divergence.evaluations.formats.reading import (
     LOWER_IS_BETTER,
-    Reading,
+    ReadRequest,
     finish,
     hashed,
     number_of,
     text_of,
 )
-from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
-from divergence.importing.folder import Folder
+from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.recording.prompts import Message, Prompt
 
@@ -35,7 +35,7 @@ _USABLE = ("success", "fallback", "degraded")
 """evalscope.constants.ScoreStatus.is_usable."""
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     names = _reviews(folder)
     if not names:
         return False
@@ -46,14 +46,14 @@ def recognise(folder: Folder) -> bool:
     return isinstance(first, dict) and "sample_score" in first
 
 
-def _reviews(folder: Folder) -> list[str]:
+def _reviews(folder: DumpFolder) -> list[str]:
     lines = [name for name in folder.names if name.endswith(".jsonl")]
     return [name for name in lines if "reviews" in PurePosixPath(name).parts] or (
         lines if len(folder.names) == 1 else []
     )
 
 
-def read(folder: Folder, reading: Reading) -> Evaluation:
+def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="evalscope")
     settings = _settings(folder, evaluation)
     names = _reviews(folder)
@@ -69,11 +69,11 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
 
 
 def _task(
-    folder: Folder, name: str, settings: dict[str, str], reading: Reading
+    folder: DumpFolder, name: str, settings: dict[str, str], reading: ReadRequest
 ) -> list[Series]:  # fmt: skip
     task, file = PurePosixPath(name).stem, folder.where(name)
     series: dict[str, Series] = {}
-    unusable: list[tuple[str, Row]] = []
+    unusable: list[tuple[str, ScoreRow]] = []
     for number, item in lines_of(folder, name):
         sample = item.get("sample_score") if isinstance(item, dict) else None
         score = sample.get("score") if isinstance(sample, dict) else None
@@ -102,12 +102,12 @@ def _task(
 
 def _row(
     item: Mapping[str, Any], sample: Mapping[str, Any], score: Mapping[str, Any], number: int,
-    reading: Reading,
-) -> Row:  # fmt: skip
+    reading: ReadRequest,
+) -> ScoreRow:  # fmt: skip
     """One answer, without its score."""
     document, repeat = _identity(sample, item)
     asked = _asked([turn for turn in item.get("messages") or [] if isinstance(turn, dict)])
-    return Row(
+    return ScoreRow(
         document=document, score=None, repeat=repeat, place=number, answer=_answer(score),
         prompt=hashed(asked) if asked else None,
         target=hashed(item.get("target")) if "target" in item else None,
@@ -142,7 +142,7 @@ def _asked(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return turns
 
 
-def _settings(folder: Folder, evaluation: Evaluation) -> dict[str, str]:
+def _settings(folder: DumpFolder, evaluation: Evaluation) -> dict[str, str]:
     """Of ``configs/task_config.yaml``, by the YAML reader that comes with transformers."""
     root = folder.path if folder.path.is_dir() else folder.path.parent
     for _ in range(4):
@@ -178,7 +178,7 @@ def _settings(folder: Folder, evaluation: Evaluation) -> dict[str, str]:
 
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The chat up to the answer."""
-    folder = Folder(series.file)
+    folder = DumpFolder(series.file)
     by_place: dict[int, Prompt] = {}
     for number, item in lines_of(folder, folder.names[0]):
         if number in places:

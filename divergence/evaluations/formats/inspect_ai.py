@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from divergence.errors import DumpError, UsageError, first_line
-from divergence.evaluations.formats.reading import Reading, finish, hashed, number_of, text_of
-from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
-from divergence.importing.folder import Folder
+from divergence.evaluations.formats.reading import ReadRequest, finish, hashed, number_of, text_of
+from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.importing.folder import DumpFolder
 from divergence.recording.prompts import Message, Prompt
 
 __all__ = ["NAME", "prompts", "read", "recognise"]
@@ -28,11 +28,11 @@ _MAX_BYTES = 1 << 30
 """Of one member, unpacked."""
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     return any(name.endswith(".eval") for name in folder.names)
 
 
-def read(folder: Folder, reading: Reading) -> Evaluation:
+def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="inspect")
     for name in folder.names:
         if name.endswith(".eval"):
@@ -43,7 +43,7 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
 class _Archive:
     """One log's members."""
 
-    def __init__(self, folder: Folder, name: str) -> None:
+    def __init__(self, folder: DumpFolder, name: str) -> None:
         self.where = folder.where(name)
         try:
             self._zip = zipfile.ZipFile(folder.regular(name))
@@ -96,7 +96,7 @@ class _Archive:
         return data
 
 
-def _log(folder: Folder, name: str, evaluation: Evaluation, reading: Reading) -> None:
+def _log(folder: DumpFolder, name: str, evaluation: Evaluation, reading: ReadRequest) -> None:
     archive = _Archive(folder, name)
     if "header.json" not in archive.names:
         raise DumpError(
@@ -121,7 +121,7 @@ def _log(folder: Folder, name: str, evaluation: Evaluation, reading: Reading) ->
                 continue
             if named not in series:
                 series[named] = Series(named, archive.where, dict(settings))
-            series[named].rows.append(Row(
+            series[named].rows.append(ScoreRow(
                 document=text_of(sample.get("id")), score=score, why=why,
                 repeat=int(sample.get("epoch") or 1) - 1, prompt=hashed(_asked(sample)),
                 target=hashed(sample.get("target")), answer=answer,
@@ -173,7 +173,7 @@ def _asked(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The input, as chat."""
-    folder = Folder(series.file)
+    folder = DumpFolder(series.file)
     archive = _Archive(folder, folder.names[0])
     by_place: dict[int, Prompt] = {}
     for number, entry in enumerate(archive.samples, 1):

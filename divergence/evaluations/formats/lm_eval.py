@@ -19,14 +19,14 @@ from typing import Any
 from divergence.errors import DumpError
 from divergence.evaluations.formats.reading import (
     LOWER_IS_BETTER,
-    Reading,
+    ReadRequest,
     finish,
     hashed,
     number_of,
     text_of,
 )
-from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
-from divergence.importing.folder import Folder
+from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.lm_eval import requests
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.recording.prompts import Prompt
@@ -43,7 +43,7 @@ _SETTINGS = (
 """Of a task's configuration: what makes it another question."""
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     """By name; a file of another name by its first line."""
     if any(_SAMPLES.fullmatch(PurePosixPath(name).name) for name in folder.names):
         return True
@@ -56,7 +56,7 @@ def recognise(folder: Folder) -> bool:
     return isinstance(first, dict) and {"doc_id", "metrics", "filter"} <= set(first)
 
 
-def read(folder: Folder, reading: Reading) -> Evaluation:
+def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="lm-eval")
     results = _results(folder)
     for task, (date, name) in _samples(folder, evaluation).items():
@@ -78,7 +78,7 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
     return finish(evaluation, reading)
 
 
-def _samples(folder: Folder, result: Evaluation) -> dict[str, tuple[str, str]]:
+def _samples(folder: DumpFolder, result: Evaluation) -> dict[str, tuple[str, str]]:
     """The newest file of each task, by date."""
     files: dict[str, tuple[str, str]] = {}
     older = 0
@@ -94,14 +94,14 @@ def _samples(folder: Folder, result: Evaluation) -> dict[str, tuple[str, str]]:
     return files
 
 
-def _results(folder: Folder) -> dict[str, dict[str, Any]]:
+def _results(folder: DumpFolder) -> dict[str, dict[str, Any]]:
     """By date: the results files in the folder, or beside a single file of samples."""
     if folder.path.is_file():
         match = _SAMPLES.fullmatch(folder.path.name)
         beside = folder.path.with_name(f"results_{match[2]}.json") if match else None
         if beside is None or not beside.is_file():
             return {}
-        folder = Folder(beside)
+        folder = DumpFolder(beside)
     return {
         match[1]: _table(folder.json(name))
         for name in folder.names
@@ -110,7 +110,7 @@ def _results(folder: Folder) -> dict[str, dict[str, Any]]:
 
 
 def _task(
-    folder: Folder, name: str, task: str, report: Mapping[str, Any], reading: Reading
+    folder: DumpFolder, name: str, task: str, report: Mapping[str, Any], reading: ReadRequest
 ) -> list[Series]:
     """The series of one file."""
     series: dict[tuple[str, str], Series | None] = {}
@@ -138,7 +138,7 @@ def _task(
                 continue
             choices = _choices(judged, metric)
             score, why = number_of(item.get(metric))
-            held.rows.append(Row(
+            held.rows.append(ScoreRow(
                 document=document, score=score, why=why, prompt=_told(item.get("prompt_hash")),
                 target=_told(item.get("target_hash")), cluster=reading.cluster_of(item.get("doc")),
                 answer=_answer(item, choices), choices=choices, place=number,
@@ -246,7 +246,7 @@ def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
 def asked(series: Series, places: Collection[int]) -> dict[int, tuple[str, list[str]]]:
     """Context and continuations of some rows. Blanks at the end of what choices follow belong to
     the choices, as lm-eval has it."""
-    folder = Folder(series.file)
+    folder = DumpFolder(series.file)
     by_place: dict[int, tuple[str, list[str]]] = {}
     for number, item in lines_of(folder, folder.names[0]):
         if len(by_place) == len(places):

@@ -19,9 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from divergence.errors import DumpError
-from divergence.evaluations.formats.reading import Reading, finish, hashed, number_of, text_of
-from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
-from divergence.importing.folder import Folder
+from divergence.evaluations.formats.reading import ReadRequest, finish, hashed, number_of, text_of
+from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.importing.folder import DumpFolder
 from divergence.recording.prompts import Message, Prompt
 
 __all__ = ["NAME", "prompts", "read", "recognise"]
@@ -32,7 +32,7 @@ _ANSWERS = ("pred", "predictions", "prediction")
 _TARGETS = ("answer", "refr", "references", "gold")
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     names = _results(folder)
     if not names:
         return False
@@ -44,14 +44,14 @@ def recognise(folder: Folder) -> bool:
         return False
 
 
-def _results(folder: Folder) -> list[str]:
+def _results(folder: DumpFolder) -> list[str]:
     names = [name for name in folder.names if name.endswith(".json")]
     return [name for name in names if "results" in PurePosixPath(name).parts] or (
         names if len(folder.names) == 1 else []
     )
 
 
-def read(folder: Folder, reading: Reading) -> Evaluation:
+def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="opencompass")
     names = _results(folder)
     models = {PurePosixPath(name).parent.name for name in names}
@@ -72,7 +72,7 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
     return finish(evaluation, reading)
 
 
-def _task(path: Path, result: dict[str, Any], reading: Reading) -> list[Series]:
+def _task(path: Path, result: dict[str, Any], reading: ReadRequest) -> list[Series]:
     series: dict[SeriesName, Series] = {}
     asked = _predictions(path)
     entries = list(_entries(result["details"]))
@@ -99,7 +99,7 @@ def _task(path: Path, result: dict[str, Any], reading: Reading) -> list[Series]:
             for repeat, value in enumerate(values):
                 score, why = number_of(value)
                 answer = _first(entry, _ANSWERS, repeat)
-                series[named].rows.append(Row(
+                series[named].rows.append(ScoreRow(
                     document=key, score=score, why=why, repeat=before + repeat,
                     prompt=None if given is None else hashed(given),
                     target=None if target is None else hashed(target),
@@ -172,7 +172,7 @@ def _predictions(result: Path) -> dict[str, dict[str, Any]]:
         parts.append(part)
     predictions: dict[str, dict[str, Any]] = {}
     for part in parts:
-        part_folder = Folder(part)
+        part_folder = DumpFolder(part)
         table = _table(part_folder.json(part_folder.names[0]))
         start = len(predictions)
         predictions |= {str(start + n): _table(table.get(str(n))) for n in range(len(table))}

@@ -15,14 +15,14 @@ from typing import Any
 from divergence.errors import DumpError
 from divergence.evaluations.formats.reading import (
     LOWER_IS_BETTER,
-    Reading,
+    ReadRequest,
     finish,
     hashed,
     number_of,
     text_of,
 )
-from divergence.evaluations.rows import Evaluation, Row, Series, SeriesName
-from divergence.importing.folder import Folder
+from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.recording.prompts import Prompt
 
@@ -33,11 +33,11 @@ _TABLES = {".csv": ",", ".tsv": "\t"}
 _LINES = (".jsonl", ".ndjson")
 
 
-def _names(folder: Folder) -> list[str]:
+def _names(folder: DumpFolder) -> list[str]:
     return [name for name in folder.names if PurePosixPath(name).suffix in (*_TABLES, *_LINES)]
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     for name in _names(folder):
         try:
             _, first = next(_rows(folder, name))
@@ -47,7 +47,7 @@ def recognise(folder: Folder) -> bool:
     return False
 
 
-def _rows(folder: Folder, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _rows(folder: DumpFolder, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Each row's line and its fields."""
     suffix = PurePosixPath(name).suffix
     if suffix not in _TABLES:
@@ -73,7 +73,7 @@ def _rows(folder: Folder, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise DumpError(f"the file is no table: {error}", where=folder.where(name)) from error
 
 
-def read(folder: Folder, reading: Reading) -> Evaluation:
+def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="plain")
     alone = len(_names(folder)) == 1
     for name in _names(folder):
@@ -96,14 +96,14 @@ def read(folder: Folder, reading: Reading) -> Evaluation:
     return finish(evaluation, reading)
 
 
-def _row(item: Mapping[str, Any], number: int, where: str, reading: Reading) -> Row:
+def _row(item: Mapping[str, Any], number: int, where: str, reading: ReadRequest) -> ScoreRow:
     score, why = number_of(_number(item["score"]))
     try:
         repeat = int(item.get("repeat") or 0)
     except (TypeError, ValueError) as error:
         raise DumpError("the repeat is no number", where=where) from error
     group = item.get("group") if reading.cluster is None else reading.cluster_of(item)
-    return Row(
+    return ScoreRow(
         document=text_of(item["id"]), score=score, why=why, repeat=repeat, place=number,
         prompt=_hashed(item.get("prompt")), target=_hashed(item.get("target")),
         cluster=None if group in (None, "") else text_of(group),
@@ -130,7 +130,7 @@ def _hashed(value: Any) -> str | None:
 
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The column ``prompt``."""
-    folder = Folder(series.file)
+    folder = DumpFolder(series.file)
     return {
         number: Prompt(text=text_of(item["prompt"]))
         for number, item in _rows(folder, folder.names[0])

@@ -12,7 +12,7 @@ import xxhash
 
 from divergence.evaluations.rows import Evaluation, SeriesName
 
-__all__ = ["LOWER_IS_BETTER", "Reading", "finish", "hashed", "number_of", "text_of"]
+__all__ = ["LOWER_IS_BETTER", "ReadRequest", "finish", "hashed", "number_of", "text_of"]
 
 LOWER_IS_BETTER = frozenset(
     "bits_per_byte bpb brier_score byte_perplexity cer error error_rate loss mae mse nll "
@@ -26,7 +26,7 @@ _MOST = 1e100
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadRequest:
     """What is asked for. Empty: everything."""
 
     tasks: Sequence[str] = ()
@@ -58,7 +58,7 @@ class Reading:
         return None if cluster is None else text_of(cluster)
 
 
-def finish(result: Evaluation, reading: Reading) -> Evaluation:
+def finish(result: Evaluation, reading: ReadRequest) -> Evaluation:
     """With what was left out as notes."""
     result.notes += [f"{count:,} {reason}" for reason, count in sorted(reading.left_out.items())]
     reading.left_out.clear()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from divergence.comparison.preflight.code import other_code, replaced_in
-from divergence.comparison.preflight.owner import Disagreement, disagreement, without_pads
+from divergence.comparison.preflight.owner import TruthDisagreement, disagreement, without_pads
 from divergence.comparison.result import Report
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import OwnError
@@ -30,7 +30,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither, letter
 
-__all__ = ["NEAR", "Blame", "blame", "without_side"]
+__all__ = ["NEAR", "BlamedSide", "blame", "without_side"]
 
 NEAR = 3.0
 """Times an ideal operator's error: nearer than that, an operator is right by itself."""
@@ -39,7 +39,7 @@ _MUCH = 10.0  # times what the two codes differ by: then a tenth of the error at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blame:
+class BlamedSide:
     """The side that is wrong, or why none is named; fields as in ``Localization``."""
 
     side: Side | None = None
@@ -58,7 +58,7 @@ def blame(
     *,
     blamed: SideBothOrNeither | None,
     above: str | None,
-) -> Blame:
+) -> BlamedSide:
     """Whose operator is wrong. ``blamed``: the side that the operators blame, against ``truth``;
     ``above``: the one that the comparison blames which named the block; ``site``: the operator,
     ``alone``: each side's by itself."""
@@ -68,23 +68,27 @@ def blame(
     ]  # fmt: skip
     named = [(what, side) for what, side in said if side in _SIDES]
     if len({side for _, side in named}) == 2:
-        return Blame(contradiction=", ".join(f"{what} by {letter(side)}" for what, side in named))
+        return BlamedSide(
+            contradiction=", ".join(f"{what} by {letter(side)}" for what, side in named)
+        )
     if blamed != "reference" and blamed != "candidate":
-        return Blame()
+        return BlamedSide()
     mine, theirs = made["reference"].manifest, made["candidate"].manifest
     apart = other_code(mine, theirs, goal.block)
     if off == blamed or (maker.one_machine and not apart):
-        return Blame(side=blamed)
+        return BlamedSide(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
         replaced = [bool(replaced_in(manifest, goal.block)) for manifest in (mine, theirs)]
-        return Blame(side=blamed, code=None if replaced == [False, True] else ", ".join(apart[:3]))
+        return BlamedSide(
+            side=blamed, code=None if replaced == [False, True] else ", ".join(apart[:3])
+        )
     if blamed == "candidate":
         output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"
         return _by_both_codes(maker, goal, made, truth, output)
     if maker.folder.is_verified(truth):
-        return Blame(side="reference")
+        return BlamedSide(side="reference")
     maker.ask("reference", "makes the truth by its code")
-    return Blame(
+    return BlamedSide(
         doubt="A is blamed, by a truth of which it is not known that A's "
         f"code made it: remove {truth.path} and run this on A's machine"
     )
@@ -110,24 +114,24 @@ def _off_alone(errors: list[OwnError]) -> str | None:
 
 def _by_both_codes(
     maker: Maker, goal: Goal, made: dict[str, Run], truth: Run, output: str
-) -> Blame:
+) -> BlamedSide:
     """The candidate is blamed: does its own code say so too?"""
     assert goal.block is not None
     other = maker.truth("truth-by-candidate", goal, side="candidate")
     if other is None:
-        return Blame(
+        return BlamedSide(
             doubt="B is blamed, by A's code; what B's code "
             "makes of it in float64 is to be seen on its machine"
         )
     apart = disagreement(truth, other, inside=goal.block)
     if apart.num_compared == 0:
-        return Blame(doubt="the two sides' code has no site in common in this block")
+        return BlamedSide(doubt="the two sides' code has no site in common in this block")
     first = apart.first
     if first is None or _is_small(first, truth, other, made["candidate"], output):
-        return Blame(side="candidate")
+        return BlamedSide(side="candidate")
     notes = {side: replaced_in(made[side].manifest, goal.block) for side in _SIDES}
     if notes["candidate"] and not notes["reference"]:
-        return Blame(side="candidate", code=first.site)
+        return BlamedSide(side="candidate", code=first.site)
     doubt = (
         f"the two sides' code is not the same: in float64 {first}. By A's code "
         "B is wrong, by B's A; which code is right no truth "
@@ -135,10 +139,10 @@ def _by_both_codes(
     )
     if notes["reference"]:
         doubt += f". A's code was replaced: {', '.join(notes['reference'][:3])}"
-    return Blame(doubt=doubt, code=first.site)
+    return BlamedSide(doubt=doubt, code=first.site)
 
 
-def _is_small(apart: Disagreement, truth: Run, other: Run, run: Run, output: str) -> bool:
+def _is_small(apart: TruthDisagreement, truth: Run, other: Run, run: Run, output: str) -> bool:
     """Is the candidate's error at the block's ``output`` far beyond what the codes differ by?"""
     errors, differ = 0.0, 0.0
     for record in truth.records:

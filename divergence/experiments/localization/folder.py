@@ -15,7 +15,7 @@ from divergence.errors import RunExistsError, RunWriteError
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 
-__all__ = ["Folder"]
+__all__ = ["WorkFolder"]
 
 _PAIR, _VERIFIED = "pair.json", "verified.json"
 _RUNS = {
@@ -30,7 +30,7 @@ _MADE = _RUNS | {
 """All that a descent leaves in its folder."""
 
 
-class Folder:
+class WorkFolder:
     """Checked to be free, empty, or made for this pair: neither a run itself nor anybody else's
     files. With ``force`` an earlier descent of another pair is removed."""
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from divergence.analyses.operators.find import onset_result
 from divergence.comparison.api import compare
-from divergence.comparison.preflight.owner import Disagreement, disagreement
+from divergence.comparison.preflight.owner import TruthDisagreement, disagreement
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Onset, Verdict
 from divergence.comparison.results.operators import OperatorResult
@@ -251,7 +251,7 @@ def _at_operator(
     )
 
 
-def _two_truths(maker: Maker, true_run: Run, made: Run, apart: Disagreement) -> str:
+def _two_truths(maker: Maker, true_run: Run, made: Run, apart: TruthDisagreement) -> str:
     """Two float64 runs of the reference that are not of one code."""
     whose = (
         f"{made.path} was made on a machine that repeats A, so {true_run.path} was not "

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import DivergenceError, ModelError, UsageError
-from divergence.experiments.localization.folder import Folder
+from divergence.experiments.localization.folder import WorkFolder
 from divergence.experiments.localization.repetition import (
     check_repetition,
     check_substituted,
@@ -105,7 +105,7 @@ class Maker:
         self.commands: list[str] = []
         self.repetitions: dict[str, Repetition] = {}
         self.refusals: list[str] = []
-        self.folder = Folder(folder, self.runs, force=force)
+        self.folder = WorkFolder(folder, self.runs, force=force)
 
     def truth(self, name: str, goal: Goal, *, side: str = "reference") -> Run | None:
         """The reference in float64, by the code of ``side``; None where this is not that side's

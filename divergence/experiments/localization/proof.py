@@ -17,7 +17,7 @@ import math
 
 from divergence.analyses.operators.operands import given_inputs
 from divergence.comparison.api import compare
-from divergence.comparison.calls.graph import Node, forwards_of
+from divergence.comparison.calls.graph import CallNode, forwards_of
 from divergence.comparison.result import Report
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.comparison.results.sites import SiteResult
@@ -164,7 +164,7 @@ def stands_alone(first: OperatorResult, side: str) -> bool:
     return len(members) == 1
 
 
-def _node(run: Run, path: str, first: OperatorResult, pass_: str) -> Node | None:
+def _node(run: Run, path: str, first: OperatorResult, pass_: str) -> CallNode | None:
     for name in dict.fromkeys((pass_, "anchored", "free")):
         nodes = forwards_of(run, name).get((first.sample, first.step), [])
         for node in nodes:

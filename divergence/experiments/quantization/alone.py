@@ -12,7 +12,7 @@ from torch import nn
 
 from divergence.experiments.quantization.outliers import outliers_of
 from divergence.experiments.quantization.result import MatrixCost
-from divergence.experiments.quantization.trials import Trials
+from divergence.experiments.quantization.trials import QuantizationTrials
 from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
 from divergence.quantization.model import targets_of
 from divergence.words import Progress, silent
@@ -31,7 +31,7 @@ class _Table:
     """Its block."""
 
 
-def each_alone(trials: Trials, progress: Progress | None = None) -> list[MatrixCost]:
+def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> list[MatrixCost]:
     """In order of execution: what each costs alone. Cost: half a forward for each."""
     tell = progress or silent
     targets = targets_of(trials.model)
@@ -66,7 +66,7 @@ def each_alone(trials: Trials, progress: Progress | None = None) -> list[MatrixC
     return costs
 
 
-def _tables(trials: Trials) -> list[_Table]:
+def _tables(trials: QuantizationTrials) -> list[_Table]:
     if trials.scheme.weights is None:
         return []
     numbers = {

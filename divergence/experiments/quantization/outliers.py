@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from divergence.experiments.quantization.result import Outliers
-from divergence.experiments.quantization.trials import Trials
+from divergence.experiments.quantization.trials import QuantizationTrials
 from divergence.quantization.calibration import Watch, watching
-from divergence.quantization.model import Target
+from divergence.quantization.model import QuantizationTarget
 
 __all__ = ["outliers_of"]
 
@@ -36,7 +36,9 @@ class _Numbers(Watch):
         self.some.append(flat[:: max(1, len(flat) // _MOST)])
 
 
-def outliers_of(trials: Trials, targets: Mapping[str, Target]) -> dict[str, Outliers]:
+def outliers_of(
+    trials: QuantizationTrials, targets: Mapping[str, QuantizationTarget]
+) -> dict[str, Outliers]:
     """By target, over all prompts; targets that nothing entered are left out."""
     with watching(trials.model, targets, kind=_Numbers) as watches:
         trials.run_plain()

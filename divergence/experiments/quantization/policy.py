@@ -16,8 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from divergence.errors import RunWriteError, UsageError
-from divergence.experiments.quantization.result import Cost, MatrixCost, Policy, Quantization
-from divergence.experiments.quantization.trials import Trials
+from divergence.experiments.quantization.result import (
+    Cost,
+    MatrixCost,
+    Quantization,
+    QuantizationPolicy,
+)
+from divergence.experiments.quantization.trials import QuantizationTrials
 from divergence.numerics.quantizers import Quantizer
 from divergence.quantization.scheme import Scheme
 from divergence.words import Progress, silent
@@ -38,7 +43,7 @@ def value_of(cost: Cost, measure: str) -> float:
     return float("inf") if cost.delta_logprob_mean is None else cost.delta_logprob_mean
 
 
-def check_reachable(trials: Trials, target: float, measure: str) -> None:
+def check_reachable(trials: QuantizationTrials, target: float, measure: str) -> None:
     """Raises UsageError where the target is missed even with every matrix kept."""
     cost = trials.cost([])
     if measure == "logprob" and cost.delta_logprob_mean is None:
@@ -56,9 +61,9 @@ def check_reachable(trials: Trials, target: float, measure: str) -> None:
 
 
 def find_policy(
-    trials: Trials, matrices: Sequence[MatrixCost], *, target: float, measure: str,
+    trials: QuantizationTrials, matrices: Sequence[MatrixCost], *, target: float, measure: str,
     whole: Cost, progress: Progress | None = None,
-) -> Policy:  # fmt: skip
+) -> QuantizationPolicy:  # fmt: skip
     """``matrices``: each alone. ``whole``: the cost with nothing kept."""
     tell = progress or silent
     units = _units([matrix for matrix in matrices if matrix.by_default], measure)
@@ -89,7 +94,7 @@ def find_policy(
     cost = cost_without(kept)
     by_name = {matrix.name: matrix for matrix in matrices}
     rest = [matrix for matrix in matrices if matrix.by_default and matrix.name not in names]
-    return Policy(
+    return QuantizationPolicy(
         measure=measure, target=target, keep=names,
         num_kept_weights=sum(by_name[name].num_weights for name in names),
         predicted=sum(value_of(matrix.cost, measure) for matrix in rest),

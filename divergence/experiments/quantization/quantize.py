@@ -20,7 +20,7 @@ from divergence.errors import UsageError
 from divergence.experiments.quantization.alone import each_alone
 from divergence.experiments.quantization.policy import MEASURES, check_reachable, find_policy
 from divergence.experiments.quantization.result import MatrixCost, Quantization
-from divergence.experiments.quantization.trials import Trials
+from divergence.experiments.quantization.trials import QuantizationTrials
 from divergence.options.capture import CaptureOptions
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.api import capture
@@ -117,7 +117,7 @@ def quantize(
             notes = [*_notes(session, chosen), *(_unlike(session, base) if model else ())]
             if session.loaded.task == "causal-lm":
                 tell("float", 0, None, "the model as it is")
-                trials = Trials(session, base.manifest.tokens.samples)
+                trials = QuantizationTrials(session, base.manifest.tokens.samples)
                 tell("quantized", 0, None, chosen.name)
                 cost = trials.cost(targets)
                 if smooth is not None:
@@ -133,7 +133,7 @@ def quantize(
                         trials, matrices, target=target, measure=measure, whole=cost, progress=tell
                     )
             elif each or target is not None or out is None:
-                Trials(session, base.manifest.tokens.samples)  # which says why not
+                QuantizationTrials(session, base.manifest.tokens.samples)  # which says why not
             kept = [*session.kept, *([] if policy is None else policy.keep)]
         names = [*keep_of(options.keep), *([] if policy is None else policy.keep)]
         if out is not None:

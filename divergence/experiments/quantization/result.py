@@ -7,7 +7,7 @@ import msgspec
 from divergence.comparison.result import JsonAnswer
 from divergence.quantization.scheme import Scheme
 
-__all__ = ["SCHEMA_VERSION", "Cost", "MatrixCost", "Outliers", "Policy", "Quantization"]
+__all__ = ["SCHEMA_VERSION", "Cost", "MatrixCost", "Outliers", "Quantization", "QuantizationPolicy"]
 
 SCHEMA_VERSION = 1
 
@@ -90,7 +90,7 @@ class MatrixCost(msgspec.Struct, kw_only=True, frozen=True):
         return self.block_error / self.floor
 
 
-class Policy(msgspec.Struct, kw_only=True, frozen=True):
+class QuantizationPolicy(msgspec.Struct, kw_only=True, frozen=True):
     """What stays in floating point so that a target holds, as measured with it."""
 
     measure: str
@@ -140,7 +140,7 @@ class Quantization(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
     """Each alone, in order of execution; empty unless asked for."""
     predicted: float | None = None
     """Sum of what the quantised matrices cost alone, mean KL in nats."""
-    policy: Policy | None = None
+    policy: QuantizationPolicy | None = None
     notes: list[str] = []
     next: list[str] = []
 

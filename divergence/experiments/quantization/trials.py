@@ -22,14 +22,14 @@ from divergence.experiments.quantization.result import Cost
 from divergence.numerics.pairs.logits import row_costs
 from divergence.quantization.calibration import calibration_of
 from divergence.quantization.linear import QuantizedWeight
-from divergence.quantization.model import Target, install, quantized_weight, uninstall
+from divergence.quantization.model import QuantizationTarget, install, quantized_weight, uninstall
 from divergence.recording.engines.generate import failures
 from divergence.recording.engines.quantize import QuantizeSession, quantised_cache
 from divergence.recording.engines.sessions import blocks_of
 from divergence.recording.widening import Widening
 from divergence.run.schema.manifest import SampleTokens
 
-__all__ = ["Trials"]
+__all__ = ["QuantizationTrials"]
 
 
 class _Seen:
@@ -43,7 +43,7 @@ class _Seen:
         self.logits = torch.empty(0)
 
 
-class Trials:
+class QuantizationTrials:
     """The model of a session, its tokens, and its floating-point forward."""
 
     def __init__(self, session: QuantizeSession, samples: Sequence[SampleTokens]) -> None:
@@ -65,7 +65,7 @@ class Trials:
     def num_tokens(self) -> int:
         return sum(len(seen.ids) for seen in self.seen)
 
-    def without_migration(self, targets: Iterable[Target]) -> Cost:
+    def without_migration(self, targets: Iterable[QuantizationTarget]) -> Cost:
         """The cost of these quantised with α taken away."""
         session, kept = self.session, (self.scheme, self.session.calibration, self._weights)
         self.scheme = msgspec.structs.replace(self.scheme, smooth=None)
@@ -81,7 +81,7 @@ class Trials:
         for seen in self.seen:
             self._logits(seen)
 
-    def number_of(self, target: Target) -> int | None:
+    def number_of(self, target: QuantizationTarget) -> int | None:
         """Which block a target is in."""
         if target.block is None:
             return None
@@ -89,7 +89,7 @@ class Trials:
         block = modules[target.block]
         return next(n for n, other in enumerate(self.blocks) if other is block)
 
-    def weight(self, target: Target) -> list[QuantizedWeight]:
+    def weight(self, target: QuantizationTarget) -> list[QuantizedWeight]:
         """The target's matrices under the scheme, made once."""
         if target.name not in self._weights:
             known = self.session.calibration
@@ -103,7 +103,7 @@ class Trials:
             )  # fmt: skip
         return self._weights[target.name]
 
-    def cost(self, targets: Iterable[Target]) -> Cost:
+    def cost(self, targets: Iterable[QuantizationTarget]) -> Cost:
         """Of the model with these quantised."""
         cached = self.scheme.kv is not None
         with self._installed(targets), quantised_cache(self.scheme.kv) as filled:
@@ -123,7 +123,7 @@ class Trials:
                     hint="divergence capture and inspect show where they begin",
                 )
 
-    def alone(self, target: Target) -> tuple[Cost, float | None]:
+    def alone(self, target: QuantizationTarget) -> tuple[Cost, float | None]:
         """(cost, relative L2 error at the output of its block) with this one quantised."""
         with self._installed([target]):
             return self.from_block(self.number_of(target))
@@ -190,7 +190,7 @@ class Trials:
         return row_costs(seen.logits, logits, [*seen.ids[1:], -1])
 
     @contextlib.contextmanager
-    def _installed(self, targets: Iterable[Target]) -> Iterator[None]:
+    def _installed(self, targets: Iterable[QuantizationTarget]) -> Iterator[None]:
         held = {t.name: (t, self.weight(t)) for t in targets if self.scheme.weights is not None}
         install(held)
         try:

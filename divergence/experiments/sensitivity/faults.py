@@ -22,13 +22,13 @@ from divergence.run.schema.site import did_you_mean
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_FAULTS", "FAULTS", "Fault", "faults_named"]
+__all__ = ["DEFAULT_FAULTS", "FAULTS", "SizedFault", "faults_named"]
 
 UPDATE_SCALE = "update-scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class SizedFault:
     """``unit``: what the size is a share of. ``phrase``: the fault of one size, in words.
     ``spelled(size, channel, num_features)``: its plant, where it has one. ``high``: the largest
     size that is tried; ``in_features``: it comes in whole features."""
@@ -73,38 +73,38 @@ def _zero(size: float, channel: int, num_features: int) -> str:
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault(
+        SizedFault(
             name="scale",
             unit="the block's output",
             phrase="a scale error of {size}",
             spelled=lambda size, _, __: f"scale:{1 + size!r}",
         ),
-        Fault(
+        SizedFault(
             name=UPDATE_SCALE,
             unit="what the block adds to its input",
             phrase="a scale error of {size} in what a block adds",
             spelled=None,
         ),
-        Fault(
+        SizedFault(
             name="noise",
             unit="the output's rms",
             phrase="noise of {size} of the rms",
             spelled=lambda size, _, __: f"noise:{size!r}",
         ),
-        Fault(
+        SizedFault(
             name="bias",
             unit="the output's rms",
             phrase="a bias of {size} of the rms",
             spelled=lambda size, _, __: f"bias:{size!r}",
         ),
-        Fault(
+        SizedFault(
             name="channel",
             unit="one channel of typical size",
             phrase="one channel off by {size}",
             spelled=lambda size, channel, _: f"channel:{channel}:{1 + size!r}",
             high=100.0,
         ),
-        Fault(
+        SizedFault(
             name="zero",
             unit="the features, the first ones",
             phrase="{size} of the features set to zero",
@@ -118,9 +118,9 @@ FAULTS = {
 DEFAULT_FAULTS = ("scale", UPDATE_SCALE, "noise", "bias", "channel")
 
 
-def faults_named(names: Sequence[str]) -> list[Fault]:
+def faults_named(names: Sequence[str]) -> list[SizedFault]:
     """The faults asked for, once each. Raises UsageError with what there is."""
-    faults: dict[str, Fault] = {}
+    faults: dict[str, SizedFault] = {}
     for name in names:
         if name not in FAULTS:
             raise UsageError(

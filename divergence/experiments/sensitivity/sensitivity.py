@@ -30,7 +30,7 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.result import Sensitivity
 from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
 from divergence.experiments.sensitivity.sizes import confirm_sizes, search_sizes
-from divergence.experiments.sensitivity.trials import Trials
+from divergence.experiments.sensitivity.trials import SensitivityTrials
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
@@ -179,7 +179,7 @@ def _made_here(
     return run, f"the candidate was made here, with other attention kernels: {other}"
 
 
-def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[Trials, Verdict]:
+def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[SensitivityTrials, Verdict]:
     """The pair measured and judged as it is. ``given``: what ``compare`` is given beside the runs.
     Raises UsageError where it is no pair to plant in."""
     lines = preflight(a, b)
@@ -191,7 +191,7 @@ def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[Trials, Verdict]:
             hint=command_line("capture", like=a.path, o="CANDIDATE"),
         )
     measured = measure_runs(a, b, lines, **given)
-    trials = Trials(measured, thresholds=given["thresholds"])
+    trials = SensitivityTrials(measured, thresholds=given["thresholds"])
     if not trials.blocks:
         reason = can_anchor(a, a.manifest.plan.modules)
         if reason is not None:

@@ -20,8 +20,8 @@ from divergence.comparison.result import Report
 from divergence.errors import UsageError
 from divergence.experiments.localization.repetition import check_substituted, why_not_bits
 from divergence.experiments.result import Confirmation, FaultSize
-from divergence.experiments.sensitivity.faults import FAULTS, Fault
-from divergence.experiments.sensitivity.trials import Trials, sees
+from divergence.experiments.sensitivity.faults import FAULTS, SizedFault
+from divergence.experiments.sensitivity.trials import SensitivityTrials, sees
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention
 from divergence.words import Progress
@@ -85,7 +85,10 @@ def _around(at: Callable[[int], bool], guess: int, top: int) -> tuple[int, int]:
 
 
 def search_sizes(
-    trials: Trials, blocks: list[str], faults: list[Fault], progress: Progress | None
+    trials: SensitivityTrials,
+    blocks: list[str],
+    faults: list[SizedFault],
+    progress: Progress | None,
 ) -> list[FaultSize]:
     """Every fault at every block; a neighbour's size is where the next search begins."""
     sizes: list[FaultSize] = []
@@ -100,7 +103,7 @@ def search_sizes(
 
 
 def _search(
-    trials: Trials, block: str, fault: Fault, guesses: dict[bool, float | None]
+    trials: SensitivityTrials, block: str, fault: SizedFault, guesses: dict[bool, float | None]
 ) -> FaultSize:
     reason = trials.unfit(block, fault)
     if reason is not None:
@@ -144,7 +147,7 @@ _AROUND = ((1.3, True), (0.7, False))
 def confirm_sizes(
     a: Run,
     b: Run,
-    trials: Trials,
+    trials: SensitivityTrials,
     sizes: Sequence[FaultSize],
     *,
     block: str,

@@ -28,7 +28,7 @@ from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import SiteResult
-from divergence.experiments.sensitivity.faults import Fault
+from divergence.experiments.sensitivity.faults import SizedFault
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.recording.hooks.plant import FORWARDS
 from divergence.run.reader import Run
@@ -39,7 +39,7 @@ from divergence.run.schema.site import module_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Overlay", "Trials", "sees"]
+__all__ = ["Overlay", "SensitivityTrials", "sees"]
 
 
 class Overlay(Run):
@@ -75,7 +75,7 @@ def sees(verdict: Verdict, block: str) -> bool:
     return verdict.kind in _SEEN and onset is not None and onset.block == block
 
 
-class Trials:
+class SensitivityTrials:
     """Judges a measured pair again and again, with one block's output changed."""
 
     def __init__(self, measured: Measured, *, thresholds: Thresholds = THRESHOLDS) -> None:
@@ -104,7 +104,7 @@ class Trials:
         """Every block whose output was compared in the anchored pass, in execution order."""
         return list(self._pairs)
 
-    def unfit(self, block: str, fault: Fault) -> str | None:
+    def unfit(self, block: str, fault: SizedFault) -> str | None:
         """Why ``fault`` cannot be planted at ``block``, or None."""
         if fault.spelled is not None:
             return None
@@ -116,7 +116,9 @@ class Trials:
         """Length of the last axis of the block's output."""
         return self._pairs[block][0].candidate.record.shape[-1]
 
-    def judge(self, block: str, fault: Fault, size: float, *, escalated: bool = False) -> Verdict:
+    def judge(
+        self, block: str, fault: SizedFault, size: float, *, escalated: bool = False
+    ) -> Verdict:
         """The verdict with this fault. ``escalated``: planted in and judged with the escalated
         pass too; else that pass is left out."""
         self.num_trials += 1
@@ -158,7 +160,7 @@ class Trials:
         return decide(findings, measured.preflight).verdict
 
     def _changed(
-        self, block: str, fault: Fault, size: float, records: Iterable[Record], escalated: bool
+        self, block: str, fault: SizedFault, size: float, records: Iterable[Record], escalated: bool
     ) -> Iterator[tuple[Record, torch.Tensor]]:
         """Each changed record with its faulty tensor."""
         channel = self.channel(block)

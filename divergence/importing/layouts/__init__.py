@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.importing.dump import Layout
+from divergence.importing.dump import DumpLayout
 from divergence.importing.layouts import (
     files,
     llama_kld,
@@ -17,7 +17,7 @@ from divergence.importing.scored import ScoreLayout
 
 __all__ = ["LAYOUTS", "SCORES"]
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, DumpLayout] = {
     "sglang": sglang,
     "sglang-dumper": sglang_dumper,
     "msprobe": msprobe,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError, UsageError
-from divergence.importing.dump import Dumped, Forward, Notes
-from divergence.importing.folder import SUFFIXES, Folder
+from divergence.importing.dump import Dumped, DumpedForward, Notes
+from divergence.importing.folder import SUFFIXES, DumpFolder
 from divergence.importing.rules import Found, Rules
 from divergence.run.schema.site import natural_key
 
@@ -20,7 +20,7 @@ NAME = "a folder of files"
 TAKES_MAP = True
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     return any(name.endswith(SUFFIXES) for name in folder.names)
 
 
@@ -31,7 +31,7 @@ class _Place:
     key: str | None
 
 
-def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:
+def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     names = sorted((n for n in folder.names if n.endswith(SUFFIXES)), key=natural_key)
     if not names:
         raise DumpError(f"no file ends in {', '.join(SUFFIXES)}", where=str(folder.path))
@@ -51,12 +51,12 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
             Dumped(site=place.found.site, tensor=_tensor(folder, place), rank=place.found.rank or 0)
             for place in held
         ]
-        yield Forward(
+        yield DumpedForward(
             where=folder.where(held[0].file), tensors=tensors, number=step, sample=sample
         )  # fmt: skip
 
 
-def _places(folder: Folder, names: list[str], rules: Rules, notes: Notes) -> list[_Place]:
+def _places(folder: DumpFolder, names: list[str], rules: Rules, notes: Notes) -> list[_Place]:
     places: list[_Place] = []
     known: list[str] = []
     for name in names:
@@ -83,7 +83,7 @@ def _places(folder: Folder, names: list[str], rules: Rules, notes: Notes) -> lis
     return places
 
 
-def _keys(folder: Folder, name: str) -> Iterator[str]:
+def _keys(folder: DumpFolder, name: str) -> Iterator[str]:
     value = folder.value(name)
     if isinstance(value, dict):
         yield from (key for key, _ in _flat(value, ""))
@@ -97,7 +97,7 @@ def _flat(value: dict[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tenso
             yield from _flat(item, f"{prefix}{key}.")
 
 
-def _tensor(folder: Folder, place: _Place) -> torch.Tensor:
+def _tensor(folder: DumpFolder, place: _Place) -> torch.Tensor:
     value = folder.value(place.file)
     held = dict(_flat(value, "")) if isinstance(value, dict) else {"": value}
     if place.key is None and len(held) == 1:

@@ -20,9 +20,9 @@ import numpy as np
 from divergence.errors import DumpError
 from divergence.importing.dump import Notes
 from divergence.importing.fields import FieldMap
-from divergence.importing.folder import Folder
+from divergence.importing.folder import DumpFolder
 from divergence.importing.scored import Scored
-from divergence.run.writing.scores import Scores, Source
+from divergence.run.writing.scores import Scores, ScoreSource
 
 __all__ = ["NAME", "TAKES_MAP", "recognise", "scores"]
 
@@ -34,14 +34,14 @@ _HEAD = struct.Struct("<8sIii")
 _MAX_VOCABULARY, _MAX_CONTEXT = 1 << 22, 1 << 22
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     if len(folder.names) != 1:
         return False
     with open(folder.regular(folder.names[0]), "rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def scores(folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
+def scores(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
     path = folder.regular(folder.names[0])
     where = str(path)
     with open(path, "rb") as file:
@@ -60,7 +60,7 @@ def scores(folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
     table = np.memmap(path, "<u2", "r", begin, (n_chunk, rows, width))
     facts = {"tokens": "given", "top-k": str(min(MOST_TOP, n_vocab)),
              "rounding": "16 bits over 16 nats"}  # fmt: skip
-    scored = Scored(Source(engine="llama.cpp", facts=facts))
+    scored = Scored(ScoreSource(engine="llama.cpp", facts=facts))
     for chunk in range(n_chunk):
         ids = [int(token) for token in tokens[chunk]]
         if not all(0 <= token < n_vocab for token in ids):

@@ -17,10 +17,10 @@ from typing import Any
 from divergence.errors import DumpError
 from divergence.importing.dump import Notes
 from divergence.importing.fields import FieldMap
-from divergence.importing.folder import Folder
+from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.rollouts import objects
 from divergence.importing.scored import Scored
-from divergence.run.writing.scores import BY_TEXT, Scores, Source
+from divergence.run.writing.scores import BY_TEXT, Scores, ScoreSource
 
 __all__ = ["NAME", "TAKES_MAP", "recognise", "requests", "scores"]
 
@@ -28,7 +28,7 @@ NAME = "lm-evaluation-harness's samples"
 TAKES_MAP = False
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     names = [name for name in folder.names if name.endswith(".jsonl")]
     if not names:
         return False
@@ -39,9 +39,13 @@ def recognise(folder: Folder) -> bool:
     return isinstance(first, dict) and {"doc_id", "resps", "arguments"} <= set(first)
 
 
-def scores(folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
+def scores(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
     facts = {"tokens": "given", "token ids": BY_TEXT, "units": "continuations"}
-    scored, numbers, num_free = Scored(Source(engine="lm-eval", facts=facts)), dict[str, int](), 0
+    scored, numbers, num_free = (
+        Scored(ScoreSource(engine="lm-eval", facts=facts)),
+        dict[str, int](),
+        0,
+    )
     for item, where in objects(folder):
         for context, text, value in requests(item, where):
             if value is None:

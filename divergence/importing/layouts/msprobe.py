@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError
-from divergence.importing.dump import Dumped, Forward, Notes, leaves, module_site
-from divergence.importing.folder import Folder
+from divergence.importing.dump import Dumped, DumpedForward, Notes, leaves, module_site
+from divergence.importing.folder import DumpFolder
 from divergence.importing.rules import Rules
 
 __all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
@@ -31,11 +31,11 @@ _DATA = re.compile(r"(?P<folder>(?:.*/)?step\d{1,9}/(?:rank\d*|proc\d+))/dump_te
 _MODULE = re.compile(r"(?:Module|Cell)\.(?P<path>.+)\.[^.]+\.forward\.(?P<call>\d{1,9})")
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     return any(_DUMP.fullmatch(name) or _DATA.fullmatch(name) for name in folder.names)
 
 
-def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:
+def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     steps = _steps(folder)
     wanted = steps[min(steps)].keys()
     for step, ranks in sorted(steps.items()):
@@ -50,10 +50,10 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
             for rank in sorted(ranks)
             for tensor in _tensors(folder, ranks[rank], rank, notes)
         ]  # fmt: skip
-        yield Forward(where=folder.where(ranks[min(ranks)]), tensors=tensors, number=step)
+        yield DumpedForward(where=folder.where(ranks[min(ranks)]), tensors=tensors, number=step)
 
 
-def _steps(folder: Folder) -> dict[int, dict[int, str]]:
+def _steps(folder: DumpFolder) -> dict[int, dict[int, str]]:
     """Step → rank → its dump.json."""
     steps: dict[int, dict[int, str]] = {}
     written = set()
@@ -86,7 +86,7 @@ def _steps(folder: Folder) -> dict[int, dict[int, str]]:
     return steps
 
 
-def _tensors(folder: Folder, name: str, rank: int, notes: Notes) -> Iterator[Dumped]:
+def _tensors(folder: DumpFolder, name: str, rank: int, notes: Notes) -> Iterator[Dumped]:
     described, where = folder.json(name), folder.where(name)
     data = described.get("data") if isinstance(described, dict) else None
     if not isinstance(data, dict):

@@ -18,9 +18,9 @@ import msgspec
 from divergence.errors import DumpError
 from divergence.importing.dump import Notes
 from divergence.importing.fields import FieldMap, scores_of
-from divergence.importing.folder import Folder
+from divergence.importing.folder import DumpFolder
 from divergence.importing.scored import Scored
-from divergence.run.writing.scores import Source
+from divergence.run.writing.scores import ScoreSource
 
 __all__ = ["DIALECTS", "ROLLOUTS", "TRAINER", "Rollouts", "lines_of", "objects"]
 
@@ -71,10 +71,10 @@ class Rollouts:
         self.role = role
         self.NAME = f"{role}s' log-probabilities" if role == "rollout" else "a trainer's scores"
 
-    def recognise(self, folder: Folder) -> bool:
+    def recognise(self, folder: DumpFolder) -> bool:
         return bool(_files(folder))
 
-    def scores(self, folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
+    def scores(self, folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
         scored: Scored | None = None
         for item, where in objects(folder):
             if fields is None:
@@ -83,14 +83,14 @@ class Rollouts:
                 framework = "unknown"
             if scored is None:
                 facts = {"role": self.role, "tokens": "sampled", "field": fields.logprobs}
-                scored = Scored(Source(engine=framework, facts=facts))
+                scored = Scored(ScoreSource(engine=framework, facts=facts))
             scores = scores_of(item, fields, where)
             scored.scores.append(scores)
             scored.wheres.append(where)
         if scored is None:
             raise DumpError("the file holds no line", where=str(folder.path))
         longest = max(len(score.generated_ids) for score in scored.scores)
-        scored.source = Source(
+        scored.source = ScoreSource(
             engine=scored.source.engine, facts=scored.source.facts, max_new_tokens=longest
         )
         empty = sum(not score.positions for score in scored.scores)
@@ -125,18 +125,18 @@ class Rollouts:
         )  # fmt: skip
 
 
-def _files(folder: Folder) -> list[str]:
+def _files(folder: DumpFolder) -> list[str]:
     return [name for name in folder.names if name.endswith(_SUFFIXES)]
 
 
-def objects(folder: Folder) -> Iterator[tuple[Any, str]]:
+def objects(folder: DumpFolder) -> Iterator[tuple[Any, str]]:
     """Every line's object, and where it stands."""
     for name in _files(folder):
         for number, item in lines_of(folder, name):
             yield item, f"{folder.where(name)}, line {number}"
 
 
-def lines_of(folder: Folder, name: str) -> Iterator[tuple[int, Any]]:
+def lines_of(folder: DumpFolder, name: str) -> Iterator[tuple[int, Any]]:
     """Each line's number and object, of one file. Raises DumpError."""
     for number, line in enumerate(folder.lines(name), 1):
         if not line.strip():

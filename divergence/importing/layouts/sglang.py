@@ -24,13 +24,13 @@ from divergence.errors import DumpError
 from divergence.importing.dump import (
     BLOCK,
     Dumped,
-    Forward,
+    DumpedForward,
     Notes,
     adds_residual,
     module_site,
     same_kind,
 )
-from divergence.importing.folder import Folder
+from divergence.importing.folder import DumpFolder
 from divergence.importing.rules import Rules
 
 __all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
@@ -46,11 +46,11 @@ _FEEDS = {"input_ids": "in", "positions": "in.position_ids"}
 _LAST = re.compile(r"(?:.+\.)?(?:logits_processor|lm_head)")
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     return any(_PASS.fullmatch(name) for name in folder.names)
 
 
-def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:
+def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     passes = _passes(folder)
     shifted = not any(_late(_dict(folder, name)) for name in passes[0].values())
     for number, ranks in enumerate(passes):
@@ -63,7 +63,7 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
                 held = {key: held[key] for key in held if key not in _late(held)}
             late = _late(_dict(folder, following[rank])) if rank in following else {}
             tensors += _tensors({**held, **late}, rank, where, notes)
-        yield Forward(where=where, tensors=tensors, number=number)
+        yield DumpedForward(where=where, tensors=tensors, number=number)
 
 
 def _late(held: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _late(held: dict[str, Any]) -> dict[str, Any]:
     return {key: held[key] for key in held if key in top or _LAST.fullmatch(key)}
 
 
-def _passes(folder: Folder) -> list[dict[int, str]]:
+def _passes(folder: DumpFolder) -> list[dict[int, str]]:
     """By pass: rank → file."""
     files: dict[tuple[int, int], dict[int, str]] = {}
     processes: dict[tuple[int, int], str] = {}
@@ -105,7 +105,7 @@ def _passes(folder: Folder) -> list[dict[int, str]]:
     return [{ranks[place]: files[place][n] for place in ranks} for n in range(num)]
 
 
-def _dict(folder: Folder, name: str) -> dict[str, Any]:
+def _dict(folder: DumpFolder, name: str) -> dict[str, Any]:
     held = folder.value(name)
     if not isinstance(held, dict):
         raise DumpError("the file holds no tensors by name", where=folder.where(name))

@@ -20,13 +20,13 @@ from divergence.errors import DumpError, UsageError
 from divergence.importing.dump import (
     BLOCK,
     Dumped,
-    Forward,
+    DumpedForward,
     Notes,
     adds_residual,
     module_site,
     same_kind,
 )
-from divergence.importing.folder import Folder
+from divergence.importing.folder import DumpFolder
 from divergence.importing.rules import Rules
 
 __all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
@@ -42,11 +42,11 @@ _FEEDS = {"input_ids": "model:in", "positions": "model:in.position_ids"}
 _Tags = dict[str, str]
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     return any(_FILE.fullmatch(name) for name in folder.names)
 
 
-def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:
+def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     steps: dict[int, dict[int, list[tuple[str, _Tags]]]] = {}
     folders = set()
     for name in folder.names:
@@ -79,7 +79,7 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
             raise DumpError(f"rank {min(missing)} is missing at step {step}",
                             where=str(folder.path), hint="copy the files of all ranks")  # fmt: skip
         where = folder.where(steps[step][min(ranks)][0][0])
-        yield Forward(where=where, tensors=tensors, number=number)
+        yield DumpedForward(where=where, tensors=tensors, number=number)
     if not num_sites:
         near = sorted(names)[:4] if rules is None else rules.near(sorted(names))
         raise UsageError(
@@ -92,7 +92,7 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
         )
 
 
-def _value(folder: Folder, name: str, ranks: set[int], notes: Notes) -> torch.Tensor | None:
+def _value(folder: DumpFolder, name: str, ranks: set[int], notes: Notes) -> torch.Tensor | None:
     held = folder.value(name)
     meta: Any = {}
     if isinstance(held, dict) and held.keys() >= {"value", "meta"}:

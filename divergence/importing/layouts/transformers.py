@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError
-from divergence.importing.dump import Dumped, Forward, Notes, leaves, module_site
-from divergence.importing.folder import Folder
+from divergence.importing.dump import Dumped, DumpedForward, Notes, leaves, module_site
+from divergence.importing.folder import DumpFolder
 from divergence.importing.rules import Rules
 from divergence.run.schema.site import natural_key
 
@@ -33,11 +33,11 @@ _FILE = re.compile(r"[^/]+_(?:inputs|outputs)(?:_[^/]*)?\.safetensors")
 _NUMBER = re.compile(r"\.\d+(?=[._])")
 
 
-def recognise(folder: Folder) -> bool:
+def recognise(folder: DumpFolder) -> bool:
     return any(_KNOWN.fullmatch(name) for name in folder.names)
 
 
-def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:
+def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
     trees = [name for name in folder.names if name.endswith(_TREE) and "/" not in name]
     if len(trees) != 1:
         raise DumpError(
@@ -60,7 +60,7 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
         tensors.append(Dumped(site=site, tensor=tensor))
     unknown = [n for n in folder.names if _FILE.fullmatch(n) and n not in sites]
     notes.add("that the debugger's tree does not name were left out", len(unknown))
-    yield Forward(where=folder.where(trees[0]), tensors=tensors, number=0)
+    yield DumpedForward(where=folder.where(trees[0]), tensors=tensors, number=0)
 
 
 def _sites(tree: Any, kind: str, where: str) -> dict[str, str]:
@@ -105,7 +105,7 @@ def _sites(tree: Any, kind: str, where: str) -> dict[str, str]:
     return sites
 
 
-def _pruned(sites: dict[str, str], folder: Folder) -> dict[str, str]:
+def _pruned(sites: dict[str, str], folder: DumpFolder) -> dict[str, str]:
     """Files of blocks that the tree leaves out, by those of the blocks that it holds."""
     known: dict[str, tuple[str, str]] = {}
     for name, site in sites.items():

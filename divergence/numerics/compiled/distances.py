@@ -21,7 +21,7 @@ from divergence.numerics.compiled.numbers import (
     or_zero,
 )
 
-__all__ = ["NUM_STEPS", "Distances"]
+__all__ = ["NUM_STEPS", "BitDistances"]
 
 NUM_STEPS = 5
 """How many neighbouring values are counted at once."""
@@ -142,7 +142,7 @@ _Arguments = tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Distances:
+class BitDistances:
     """Two arrays (rows, columns) of signed bit patterns of one format, 16 to 64 bits wide.
 
     ``low``: smallest key that counts; ``high``: largest, on both sides.

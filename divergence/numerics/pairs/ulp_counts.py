@@ -31,7 +31,7 @@ from divergence.numerics.pairs.sums import tiles
 from divergence.numerics.pairs.ulp import distance_array, key_array, stored_bits
 
 if TYPE_CHECKING:
-    from divergence.numerics.compiled.distances import Distances
+    from divergence.numerics.compiled.distances import BitDistances
 
 __all__ = ["MOST_STEPS", "Counting", "InBlocks", "InLoops", "Tail", "UlpCounts", "count_ulp",
            "smallest_key"]  # fmt: skip
@@ -318,20 +318,20 @@ class InLoops:
         count = max(1, (1 << 22) // max(1, self._a.num_cols))
         return [rows[start : start + count] for start in range(0, len(rows), count)]
 
-    def _distances(self, rows: np.ndarray) -> tuple[Distances, np.ndarray]:
+    def _distances(self, rows: np.ndarray) -> tuple[BitDistances, np.ndarray]:
         """The loops over ``rows``, and their numbers there."""
-        from divergence.numerics.compiled.distances import Distances
+        from divergence.numerics.compiled.distances import BitDistances
 
         names = {self._a.format.name, self._b.format.name, self._form.name}
         if len(names) == 1:
-            return Distances(self._a.bits, self._b.bits, self._low, self._high), rows
+            return BitDistances(self._a.bits, self._b.bits, self._low, self._high), rows
         every = slice(0, self._a.num_cols)
         near = slice(int(rows[0]), int(rows[-1]) + 1) if _gapless(rows) else rows
         a, b = (
             np.ascontiguousarray(stored(grid, self._form, near, every))
             for grid in (self._a, self._b)
         )
-        return Distances(a, b, self._low, self._high), np.arange(len(rows))
+        return BitDistances(a, b, self._low, self._high), np.arange(len(rows))
 
 
 def _gapless(rows: np.ndarray) -> bool:

@@ -21,7 +21,7 @@ from divergence.ops.allowed import Unsafe
 from divergence.ops.bounds import Checking
 from divergence.ops.suite.catalog import (
     DEFAULT,
-    Chosen,
+    ChosenOperator,
     case_path,
     cases_in,
     choose,
@@ -66,7 +66,7 @@ _REFUSED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CaseWork:
     """One case to run. ``load``: its arguments, on the CPU."""
 
     path: str
@@ -186,7 +186,7 @@ class _Runner:
     def __init__(
         self,
         writer: RunWriter,
-        chosen: dict[str, Chosen],
+        chosen: dict[str, ChosenOperator],
         device: str,
         repeat: int,
         progress: Progress | None,
@@ -198,7 +198,7 @@ class _Runner:
         self._progress, self._manifest = progress or silent, writer.manifest
         self._inputs: list[tuple[str, str]] = []
 
-    def run(self, works: list[Work]) -> None:
+    def run(self, works: list[CaseWork]) -> None:
         repeated = Repeatability(num_runs=self._repeat)
         skipped = self._manifest.plan.skipped_operators
         for number, work in enumerate(works):
@@ -228,7 +228,7 @@ class _Runner:
         self._manifest.repeatability = repeated
         self._manifest.model.digest = digest_many(self._inputs)
 
-    def _call(self, work: Work, arguments: Arguments) -> tuple[torch.Tensor, ...]:
+    def _call(self, work: CaseWork, arguments: Arguments) -> tuple[torch.Tensor, ...]:
         """Results on the CPU. A vendor's kernel may write to its inputs, so it gets copies."""
         if self._manifest.like is not None:  # a run chose them: torch's own sees them first
             with torch.no_grad(), Checking():
@@ -241,7 +241,9 @@ class _Runner:
             raise Unavailable(f"the CPU ran it in place of {self._device}")
         return tuple(result.detach().cpu().contiguous() for result in results)
 
-    def _record(self, work: Work, arguments: Arguments, outputs: tuple[torch.Tensor, ...]) -> None:
+    def _record(
+        self, work: CaseWork, arguments: Arguments, outputs: tuple[torch.Tensor, ...]
+    ) -> None:
         name = work.operator.full_name
         call = self._cases.inputs(work.path, name, arguments)
         place = operator_path(work.path, name, 1)
@@ -255,14 +257,14 @@ class _Runner:
 
 def _works(
     suite: str | None, like: Run | None, patterns: list[str], skipped: dict[str, int]
-) -> list[Work]:
+) -> list[CaseWork]:
     """The cases of ``like``, or of the suite, whose path matches a pattern."""
     if like is not None:
         works = _recorded(like, skipped)
     else:
         assert suite is not None
         works = [
-            Work(case_path(operator, case), operator, case.make)
+            CaseWork(case_path(operator, case), operator, case.make)
             for operator, case in cases_in(suite_named(suite))
         ]
     matches = compile_patterns(patterns)
@@ -275,7 +277,7 @@ def _works(
     return chosen
 
 
-def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
+def _recorded(run: Run, skipped: dict[str, int]) -> list[CaseWork]:
     """The cases of a run; of operators that this version does not know, only their number."""
 
     def loader(record: Any, operator: Operator) -> Callable[[], Arguments]:
@@ -290,7 +292,7 @@ def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
         except UsageError as error:
             skipped[error.message] = skipped.get(error.message, 0) + 1
             continue
-        works.append(Work(module_of(record.site), operator, loader(record, operator)))
+        works.append(CaseWork(module_of(record.site), operator, loader(record, operator)))
     if not works:
         raise UsageError(
             f"{run.path} holds no case of a suite",
@@ -313,9 +315,9 @@ def _copied(arguments: Arguments, device: str) -> Arguments:
 def _manifest(
     source: str,
     like: Run | None,
-    works: list[Work],
+    works: list[CaseWork],
     *,
-    chosen: dict[str, Chosen],
+    chosen: dict[str, ChosenOperator],
     sites: list[str],
     device: str,
     label: str | None,
@@ -326,7 +328,7 @@ def _manifest(
 ) -> Manifest:
     recorded = None if like is None else like.manifest
 
-    def kind(work: Work) -> str:
+    def kind(work: CaseWork) -> str:
         mine = chosen.get(work.operator.full_name)
         return "definition" if mine is None else mine.name
 

@@ -20,7 +20,13 @@ from functools import partial
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.ops.suite.definition import PREFIX, Case, Implementation, Operator, Unavailable
+from divergence.ops.suite.definition import (
+    PREFIX,
+    Implementation,
+    Operator,
+    OperatorCase,
+    Unavailable,
+)
 from divergence.ops.suite.operators import (
     activations,
     attention,
@@ -34,8 +40,8 @@ from divergence.ops.suite.operators import (
 from divergence.run.schema.site import did_you_mean
 
 __all__ = [
-    "DEFAULT", "OPERATORS", "SUITES", "Chosen", "available", "case_path", "cases_in", "choose",
-    "find", "suite_named",
+    "DEFAULT", "OPERATORS", "SUITES", "ChosenOperator", "available", "case_path", "cases_in",
+    "choose", "find", "suite_named",
 ]  # fmt: skip
 
 _FAMILIES = (
@@ -73,7 +79,7 @@ def suite_named(name: str) -> str:
     return name
 
 
-def cases_in(suite: str) -> Iterator[tuple[Operator, Case]]:
+def cases_in(suite: str) -> Iterator[tuple[Operator, OperatorCase]]:
     """Every case of a suite, in order."""
     for operator in OPERATORS.values():
         for case in operator.cases():
@@ -81,7 +87,7 @@ def cases_in(suite: str) -> Iterator[tuple[Operator, Case]]:
                 yield operator, case
 
 
-def case_path(operator: Operator, case: Case) -> str:
+def case_path(operator: Operator, case: OperatorCase) -> str:
     """What stands for a module's path in its sites: ``rms_norm.bfloat16.decode.outliers``."""
     return f"{operator.full_name.removeprefix(PREFIX)}.{case.name}"
 
@@ -91,7 +97,7 @@ COMPILED = "inductor"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenOperator:
     """What runs for one operator. ``name``: as it is recorded."""
 
     name: str
@@ -101,21 +107,21 @@ class Chosen:
 Wishes = Sequence[str] | Mapping[str, Callable[..., Any]]
 
 
-def choose(wishes: Wishes) -> dict[str, Chosen]:
+def choose(wishes: Wishes) -> dict[str, ChosenOperator]:
     """Operator's full name → what runs, for every operator. ``wishes``: ``--impl`` values, or
     functions by operator name. Raises UsageError, which names what there is."""
-    chosen = {name: Chosen(DEFAULT, operator.run) for name, operator in OPERATORS.items()}
+    chosen = {name: ChosenOperator(DEFAULT, operator.run) for name, operator in OPERATORS.items()}
     if isinstance(wishes, Mapping):
         for name, function in wishes.items():
             operator = _operator(name)
             label = getattr(function, "__qualname__", type(function).__name__)
-            chosen[operator.full_name] = Chosen(label, function)
+            chosen[operator.full_name] = ChosenOperator(label, function)
         return chosen
     for wish in [wishes] if isinstance(wishes, str) else wishes:
         name, equals, value = wish.rpartition("=")
         if equals:
             operator = _operator(name)
-            chosen[operator.full_name] = Chosen(value, _named(operator, value))
+            chosen[operator.full_name] = ChosenOperator(value, _named(operator, value))
         else:
             chosen.update(_everywhere(value))
     return chosen
@@ -136,19 +142,21 @@ def _operator(name: str) -> Operator:
     return find(name if name.startswith(PREFIX) else PREFIX + name)
 
 
-def _everywhere(name: str) -> dict[str, Chosen]:
+def _everywhere(name: str) -> dict[str, ChosenOperator]:
     """The implementation of that name wherever there is one."""
     if name == DEFAULT:
         return {}
     if name == COMPILED:
-        return {full: Chosen(name, _compiled(operator)) for full, operator in OPERATORS.items()}
+        return {
+            full: ChosenOperator(name, _compiled(operator)) for full, operator in OPERATORS.items()
+        }
     having = [operator for operator in OPERATORS.values() if name in operator.implementations]
     if not having:
         raise UsageError(f"no operator has an implementation called {name!r}", hint=_known())
     chosen, why = {}, ""
     for operator in having:
         try:
-            chosen[operator.full_name] = Chosen(name, operator.implementations[name]())
+            chosen[operator.full_name] = ChosenOperator(name, operator.implementations[name]())
         except (ImportError, Unavailable, OSError) as error:
             why = str(error)
     if not chosen:

@@ -29,8 +29,19 @@ import torch
 from divergence.ops.suite.values import FLOATS, Values, draw, integers, normal, to_tensor
 
 __all__ = [
-    "PLAN", "PREFIX", "ROWS", "Arguments", "Case", "Implementation", "Operator", "Plan", "Source",
-    "Unavailable", "cases_of", "output_port", "outputs_of",
+    "PLAN",
+    "PREFIX",
+    "ROWS",
+    "Arguments",
+    "Implementation",
+    "Operator",
+    "OperatorCase",
+    "Plan",
+    "TensorSource",
+    "Unavailable",
+    "cases_of",
+    "output_port",
+    "outputs_of",
 ]  # fmt: skip
 
 PREFIX = "suite."
@@ -49,7 +60,7 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class OperatorCase:
     """One call: ``name`` as ``bfloat16.decode.outliers``; ``quick``: in the small suite too."""
 
     name: str
@@ -66,7 +77,7 @@ class Operator:
     name: str
     run: Callable[..., Any]
     truth: Callable[..., Any]
-    cases: Callable[[], Iterator[Case]]
+    cases: Callable[[], Iterator[OperatorCase]]
     scores: Callable[..., torch.Tensor] | None = None
     implementations: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
 
@@ -118,7 +129,7 @@ _SLOW_SHAPES = ("prefill", "long", "large_k")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """Draws one case's tensors. A tensor's values depend on its name, its shape and the
     distribution alone, so operators share them (and a run stores them once)."""
 
@@ -169,24 +180,24 @@ def cut_out(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cases_of(
-    build: Callable[[Source, tuple[int, ...]], Arguments],
+    build: Callable[[TensorSource, tuple[int, ...]], Arguments],
     *,
     shapes: Mapping[str, tuple[int, ...]] = ROWS,
     plan: Plan = PLAN,
     dtypes: Sequence[str] = FLOATS,
     suffix: str = "",
-) -> Callable[[], Iterator[Case]]:
+) -> Callable[[], Iterator[OperatorCase]]:
     """Cases ``DTYPE.SHAPE.DISTRIBUTION[.SUFFIX]`` for every dtype and entry of ``plan``.
 
     ``build(source, shape)`` makes the arguments.
     """
 
-    def cases() -> Iterator[Case]:
+    def cases() -> Iterator[OperatorCase]:
         for dtype in dtypes:
             for place, values in plan:
                 shape, _, strided = place.partition(".")
-                source = Source(dtype, values, bool(strided))
-                yield Case(
+                source = TensorSource(dtype, values, bool(strided))
+                yield OperatorCase(
                     name=f"{dtype}.{place}.{values}" + (f".{suffix}" if suffix else ""),
                     make=partial(build, source, shapes[shape]),
                     quick=dtype in _QUICK_DTYPES and shape not in _SLOW_SHAPES,

@@ -21,10 +21,10 @@ from torch import nn
 
 from divergence.errors import ModelError
 
-__all__ = ["Codes", "dequantize"]
+__all__ = ["QuantizedCodes", "dequantize"]
 
 
-class Codes:
+class QuantizedCodes:
     """Of each quantised module: its stored tensors, and how they become a weight."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Codes:
         return weight.to(dtype)
 
 
-def dequantize(model: nn.Module, source: str) -> Codes | None:
+def dequantize(model: nn.Module, source: str) -> QuantizedCodes | None:
     """Dequantise a compressed-tensors model now, instead of in its first forward. None where it is
     none, or where its weights are brought in only when they are needed."""
     hook = getattr(model, "ct_decompress_hook", None)
@@ -72,7 +72,7 @@ def dequantize(model: nn.Module, source: str) -> Codes | None:
         return None
     from compressed_tensors.compressors.base import decompress_module
 
-    codes = Codes()
+    codes = QuantizedCodes()
     for path, module in model.named_modules():
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is None or scheme.weights is None:

@@ -20,7 +20,7 @@ import torch
 
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
-from divergence.recording.engines.codes import Codes, dequantize
+from divergence.recording.engines.codes import QuantizedCodes, dequantize
 from divergence.recording.engines.placement import (
     DeviceMap,
     as_loaded,
@@ -68,7 +68,7 @@ class LoadedModel:
     """The structure of the whole model without weights, where it runs on several ranks. ``module``
     may then hold a part of it under other names."""
     forwards: Forwards = USUAL
-    codes: Codes | None = None
+    codes: QuantizedCodes | None = None
     """What the checkpoint holds in place of weights, where they were dequantised."""
     quantization: Any = None
     """What config.json says of quantisation; a model that is dequantised forgets it."""

@@ -18,7 +18,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
-from divergence.quantization.calibration import Calibration, Watch, calibration_of, watching
+from divergence.quantization.calibration import CalibratedLimits, Watch, calibration_of, watching
 from divergence.quantization.model import (
     chosen,
     install,
@@ -120,7 +120,7 @@ class QuantizeSession(TorchSession):
             targets = {}
         self.targets = {tgt.name: tgt for tgt in chosen(targets, keep_of(str(options["keep"])))}
         self.kept = [name for name in targets if name not in self.targets]
-        self.calibration: Calibration | None = None
+        self.calibration: CalibratedLimits | None = None
         self.watches: Mapping[str, Watch] = {}
 
     def settle(
@@ -136,7 +136,7 @@ class QuantizeSession(TorchSession):
         if not self.scheme.needs_calibration:
             return
         if like is not None and like.calibration is not None and self._is_same(like):
-            self.calibration = Calibration(like.calibration)
+            self.calibration = CalibratedLimits(like.calibration)
             return
         with watching(self.loaded.module, targets_of(self.loaded.module)) as self.watches:
             for sample in samples:

@@ -19,13 +19,13 @@ from divergence.layout import share
 from divergence.report.screen import screen_lines
 from divergence.words import HEADLINES, printable
 
-__all__ = ["Case", "CheckPage", "checked_page", "screen_text", "stopped_page"]
+__all__ = ["CheckPage", "RuleOutcome", "checked_page", "screen_text", "stopped_page"]
 
 _MOST = 100
 """Failures and facts of one case that are written out."""
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class RuleOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one rule. All text prints on one line."""
 
     rule: str
@@ -44,11 +44,11 @@ class CheckPage(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     headline: str
     """``FAILED: 2 of 4 rules of policy ci are not met``."""
-    cases: tuple[Case, ...]
+    cases: tuple[RuleOutcome, ...]
     report: Report | None = None
 
     @property
-    def bad(self) -> list[Case]:
+    def bad(self) -> list[RuleOutcome]:
         """The cases that failed or stopped."""
         return [case for case in self.cases if case.status in ("failed", "stopped")]
 
@@ -70,7 +70,7 @@ def checked_page(result: CheckResult) -> CheckPage:
 def stopped_page(error: DivergenceError, golden: str, new: str) -> CheckPage:
     """The one case of runs that could not be checked."""
     hints = (error.hint,) if isinstance(error.hint, str) else error.hint or ()
-    case = Case(
+    case = RuleOutcome(
         rule="comparison",
         status="stopped",
         text=printable(error.message),
@@ -90,7 +90,7 @@ def screen_text(page: CheckPage) -> list[str]:
     return [printable(item.text) for item in screen_lines(page.report)]
 
 
-def _rules(result: CheckResult) -> Iterator[Case]:
+def _rules(result: CheckResult) -> Iterator[RuleOutcome]:
     policy, report = result.policy, result.report
     verdict = report.verdict
     excused = ", which its known differences excuse" if result.excused else ""
@@ -121,7 +121,7 @@ def _case(
     facts: tuple[str, ...] = (),
     *,
     tolerance: int | None = None,
-) -> Case:
+) -> RuleOutcome:
     """``text`` and nothing else where it holds; else what is wrong, with its evidence."""
     failures = tuple(
         failure
@@ -129,18 +129,18 @@ def _case(
         if (failure.rule == rule if tolerance is None else failure.tolerance == tolerance)
     )
     if not failures:
-        return Case(rule=rule, status="passed", text=printable(text))
+        return RuleOutcome(rule=rule, status="passed", text=printable(text))
     more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
     evidence = [*(failure.text for failure in failures[1:]), *facts]
     if len(evidence) > _MOST:
         evidence = [*evidence[:_MOST], f"{len(evidence) - _MOST:,} more: check --json has them all"]
-    return Case(
+    return RuleOutcome(
         rule=rule, status="failed", text=printable(failures[0].text) + more,
         evidence=tuple(map(printable, evidence)), failures=failures,
     )  # fmt: skip
 
 
-def _known(result: CheckResult) -> Iterator[Case]:
+def _known(result: CheckResult) -> Iterator[RuleOutcome]:
     """A known difference that was exceeded or is over fails where the verdict does; one that
     excused nothing is skipped."""
     judged = any(failure.rule == "verdicts" for failure in result.failures)
@@ -152,4 +152,4 @@ def _known(result: CheckResult) -> Iterator[Case]:
             status = "passed"
         elif use.status in ("exceeded", "expired") and use.num_records and judged:
             status = "failed"
-        yield Case(rule=f"known[{use.number}]", status=status, text=text)
+        yield RuleOutcome(rule=f"known[{use.number}]", status=status, text=text)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from divergence.comparison.result import strict_json
-from divergence.report.ci.cases import Case, CheckPage
+from divergence.report.ci.cases import CheckPage, RuleOutcome
 from divergence.words import printable
 
 __all__ = ["codequality_json"]
@@ -50,7 +50,7 @@ def _issues(page: CheckPage) -> Iterator[tuple[str, str, str, str]]:
             yield case.rule, case.text, "", _severity(case)
 
 
-def _severity(case: Case) -> str:
+def _severity(case: RuleOutcome) -> str:
     if case.status == "stopped" or case.rule in ("verdicts", "whole"):
         return "critical"
     return "minor" if case.rule == "preflight" else "major"

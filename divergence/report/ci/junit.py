@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from divergence.report.ci.cases import Case, CheckPage, screen_text
+from divergence.report.ci.cases import CheckPage, RuleOutcome, screen_text
 
 __all__ = ["junit_xml"]
 
@@ -37,7 +37,7 @@ def junit_xml(page: CheckPage) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{body}\n'
 
 
-def _add_case(suite: ElementTree.Element, case: Case, page: CheckPage) -> None:
+def _add_case(suite: ElementTree.Element, case: RuleOutcome, page: CheckPage) -> None:
     element = ElementTree.SubElement(
         suite, "testcase", classname=f"divergence.check.{page.policy.replace(' ', '.')}",
         name=case.rule, time="0",

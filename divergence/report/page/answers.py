@@ -21,8 +21,7 @@ from divergence.experiments.result import Localization, Sensitivity
 from divergence.experiments.selfcheck.result import SelfcheckResult
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.html.element import Node, el
-from divergence.html.figures import Line as PlotLine
-from divergence.html.figures import Plot
+from divergence.html.figures import Plot, PlotLine
 from divergence.html.parts import BlockPart, Section, Table, details, facts, prose_block, table
 from divergence.layout import Line, count, share, times
 from divergence.report import localization as localized

@@ -38,8 +38,22 @@ from divergence.run.schema.layout import MANIFEST, MAX_NUMEL, SHARD_PATTERN, rec
 from divergence.run.schema.site import near_names
 
 __all__ = [
-    "Call", "Checked", "Codes", "Coordinates", "Count", "Operand", "PassName", "Place", "Placement",
-    "Record", "RecordCheck", "Sketch", "StrictRecord", "Summary", "UnsoundError", "operand_indices",
+    "Call",
+    "Checked",
+    "Coordinates",
+    "Count",
+    "Numbering",
+    "Operand",
+    "PassName",
+    "Place",
+    "Placement",
+    "Record",
+    "RecordCheck",
+    "Sketch",
+    "StrictRecord",
+    "Summary",
+    "UnsoundError",
+    "operand_indices",
 ]  # fmt: skip
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -232,7 +246,7 @@ class UnsoundError(Exception):
     """Something is wrong with a record; which and what, reading line by line says."""
 
 
-class Codes(dict[Any, int]):
+class Numbering(dict[Any, int]):
     """Numbers things in the order in which they appear."""
 
     def __missing__(self, key: Any) -> int:
@@ -263,7 +277,7 @@ class RecordCheck:
     def __init__(self, first_samples: set[int], num_axes: int | None) -> None:
         self._first_samples, self._num_axes = first_samples, num_axes
         self.rank = 0
-        self.sites, self.kinds = Codes(), Codes()
+        self.sites, self.kinds = Numbering(), Numbering()
         self._num_sites = self._num_kinds = 0
 
     def all(self, records: Sequence[Record]) -> Checked:

@@ -27,7 +27,14 @@ from divergence.run.process_tuning import release_pages, request_huge_pages, sho
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_BUFFER_BYTES", "MIN_BUFFER_BYTES", "Buffer", "Limits", "Slot", "buffer_bytes"]
+__all__ = [
+    "DEFAULT_BUFFER_BYTES",
+    "MIN_BUFFER_BYTES",
+    "Buffer",
+    "BufferLimits",
+    "Slot",
+    "buffer_bytes",
+]
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 MIN_BUFFER_BYTES = 16 << 20
@@ -62,7 +69,7 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BufferLimits:
     """How a buffer of a stated size is shared out: an eighth to what is known of tensors that wait,
     of lines not yet written and of tensors stored already; a fixed part to what is worked with
     (summaries, headers, what the memory allocator keeps); the rest to the ring."""
@@ -77,7 +84,7 @@ class Limits:
     """The loops that digest what is in the buffer; compiled ones take memory of their own."""
 
     @classmethod
-    def of(cls, num_bytes: int, *, kernel: Kernel = "numpy") -> Limits:
+    def of(cls, num_bytes: int, *, kernel: Kernel = "numpy") -> BufferLimits:
         rest = num_bytes // 8
         ring = num_bytes - rest - _WORK_BYTES - (RESIDENT_BYTES if kernel == "compiled" else 0)
         return cls(
@@ -147,7 +154,7 @@ class Slot:
 class Buffer:
     """The ring in a buffer of ``limits``. ``pinned``: page-locked, for copies from a device."""
 
-    def __init__(self, limits: Limits, *, pinned: bool = False) -> None:
+    def __init__(self, limits: BufferLimits, *, pinned: bool = False) -> None:
         import torch
 
         self.limits = limits

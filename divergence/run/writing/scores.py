@@ -37,7 +37,15 @@ from divergence.run.schema.manifest import (
 from divergence.run.schema.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
 from divergence.run.writing.writer import CapturedTensor, RunWriter, new_run_id
 
-__all__ = ["BY_TEXT", "DRAWN", "MAX_TOKEN", "Scores", "Source", "put_scores", "scores_manifest"]
+__all__ = [
+    "BY_TEXT",
+    "DRAWN",
+    "MAX_TOKEN",
+    "ScoreSource",
+    "Scores",
+    "put_scores",
+    "scores_manifest",
+]
 
 MAX_TOKEN = 2**31 - 1
 DRAWN = "drawn"
@@ -88,7 +96,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ScoreSource:
     """What is known of whatever scored the tokens; all else is unknown."""
 
     engine: str
@@ -102,7 +110,7 @@ class Source:
 
 
 def scores_manifest(
-    source: Source,
+    source: ScoreSource,
     samples: Sequence[SampleTokens],
     *,
     label: str,

@@ -31,7 +31,7 @@ from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, PassName, Place, Placement, Record
 from divergence.run.storage.location import Location, Url, location_of
 from divergence.run.storage.target import open_target
-from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits, Slot
+from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, Buffer, BufferLimits, Slot
 from divergence.run.writing.captured_tensor import (
     CapturedTensor,
     ShardEntry,
@@ -94,7 +94,7 @@ class RunWriter:
         self.manifest = manifest
         self._rank, self._reducer, self._device = rank, reducer, device
         self._buffer = buffer
-        self._limits = Limits.of(DEFAULT_BUFFER_BYTES) if buffer is None else buffer.limits
+        self._limits = BufferLimits.of(DEFAULT_BUFFER_BYTES) if buffer is None else buffer.limits
         self._pending = ShardBuilder(rank=rank)
         self._stored = DedupIndex(max_bytes=self._limits.stored_bytes, rank=rank)
         self._last_flush = time.monotonic()

@@ -25,7 +25,7 @@ from divergence.recording.request import Request
 from divergence.run.schema.site import escape_path
 from divergence.training.plan.result import TrainingPlan
 from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
-from divergence.training.plan.step import Layout, Stepped, Wanted, run_step
+from divergence.training.plan.step import StepLayout, Stepped, Wanted, run_step
 from divergence.training.plan.tensor_parallel import GATHERED, REDUCED, SHARED, shrink
 from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
 
@@ -92,7 +92,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     blocks = [
         names[path] for path, note in describe_modules(module).items() if note.role == "block"
     ]
-    layout = Layout(
+    layout = StepLayout(
         zero=zero, num_ranks=count, blocks=tuple(blocks), accumulates=wanted.accumulates,
         reduced=tuple(path for path, style in styles.items() if style in REDUCED),
         shared=tuple(path for path, style in styles.items() if style in SHARED),
@@ -194,7 +194,9 @@ def _dividing(axes: dict[str, int], zero: int) -> int:
     return count
 
 
-def _steps(loaded: LoadedModel, wanted: Wanted, layout: Layout) -> tuple[list[Stepped], list[str]]:
+def _steps(
+    loaded: LoadedModel, wanted: Wanted, layout: StepLayout
+) -> tuple[list[Stepped], list[str]]:
     """Without and with checkpointing, as far as the model has it and can be run."""
     module: Any = loaded.module
     notes: list[str] = []

@@ -31,13 +31,13 @@ import msgspec
 from divergence.errors import UsageError
 from divergence.training.plan.result import Kept
 
-__all__ = ["MOMENTS", "Piece", "kept_parts", "pieces_of", "whole_parameters_bytes"]
+__all__ = ["MOMENTS", "RankParameter", "kept_parts", "pieces_of", "whole_parameters_bytes"]
 
 MOMENTS = {"adamw": 2, "sgd": 0}
 """Tensors of a parameter's shape that each optimizer keeps."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class RankParameter(msgspec.Struct, frozen=True, kw_only=True):
     """One parameter on a rank, tensor parallelism done and ZeRO not yet."""
 
     name: str
@@ -62,11 +62,11 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
 
 
-def pieces_of(module: object) -> list[Piece]:
+def pieces_of(module: object) -> list[RankParameter]:
     """The parameters of a torch module, each once, whatever device they lie on."""
     named = module.named_parameters()  # type: ignore[attr-defined]
     return [
-        Piece(
+        RankParameter(
             name=name, shape=tuple(parameter.shape), itemsize=parameter.element_size(),
             trained=parameter.requires_grad,
         )
@@ -75,7 +75,12 @@ def pieces_of(module: object) -> list[Piece]:
 
 
 def kept_parts(
-    pieces: Sequence[Piece], *, optimizer: str, main_weights: bool, zero: int, num_ranks: int
+    pieces: Sequence[RankParameter],
+    *,
+    optimizer: str,
+    main_weights: bool,
+    zero: int,
+    num_ranks: int,
 ) -> list[Kept]:
     """What stays in memory from step to step, on the rank that holds most. ``num_ranks``: N.
 
@@ -90,7 +95,9 @@ def kept_parts(
     trained = [piece for piece in pieces if piece.trained]
     sizes = {piece.itemsize for piece in trained}
 
-    def part(name: str, of: Sequence[Piece], factor: int, size: int | None, stage: int) -> Kept:
+    def part(
+        name: str, of: Sequence[RankParameter], factor: int, size: int | None, stage: int
+    ) -> Kept:
         """``factor`` tensors of each shape; ``size``: bytes of an element, None for its own."""
         divided = zero >= stage and num_ranks > 1
         if not divided:
@@ -112,7 +119,9 @@ def kept_parts(
     return parts
 
 
-def whole_parameters_bytes(pieces: Sequence[Piece], *, optimizer: str, num_ranks: int) -> int:
+def whole_parameters_bytes(
+    pieces: Sequence[RankParameter], *, optimizer: str, num_ranks: int
+) -> int:
     """Moments on the fullest rank where each parameter's lie whole on one: greedily, the largest
     first, each to the rank that has least (``torch.distributed.optim.ZeroRedundancyOptimizer``)."""
     ranks, held = [0] * num_ranks, [0] * num_ranks

@@ -27,7 +27,7 @@ from divergence.recording.training.mode import training_mode
 from divergence.training.plan.live import LiveBytes
 from divergence.training.plan.result import Activations
 
-__all__ = ["Layout", "Stepped", "Wanted", "run_step"]
+__all__ = ["StepLayout", "Stepped", "Wanted", "run_step"]
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     dump_bytes: int = 0
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class StepLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How a step is divided. ``num_ranks``: those that ZeRO divides over, or that average
     gradients; ``reduced``, ``shared``, ``gathered``: paths of modules with an all-reduce in the
     forward, one in the backward, and an all-gather of the output. ``accumulates``: gradients of
@@ -87,7 +87,7 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_step(
-    loaded: LoadedModel, wanted: Wanted, layout: Layout, *, checkpointing: bool
+    loaded: LoadedModel, wanted: Wanted, layout: StepLayout, *, checkpointing: bool
 ) -> Stepped:
     """The model lies on the meta device and is left there.
 
@@ -180,7 +180,7 @@ class _Reduced:
 class _Sharing:
     """Takes gradients away and lets parameters come and go, as ZeRO does."""
 
-    def __init__(self, module: Any, live: LiveBytes, layout: Layout) -> None:
+    def __init__(self, module: Any, live: LiveBytes, layout: StepLayout) -> None:
         self._module, self._live, self._layout = module, live, layout
         self.backward = False
         blocks = [module.get_submodule(path) for path in layout.blocks]

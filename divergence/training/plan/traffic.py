@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from divergence.training.plan.result import Collective
-from divergence.training.plan.states import Piece
+from divergence.training.plan.states import RankParameter
 
 __all__ = ["gradient_traffic", "tensor_traffic"]
 
@@ -33,8 +33,8 @@ _FACTOR = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
 
 
 def gradient_traffic(
-    pieces: Sequence[Piece], rest: Sequence[Piece], *, zero: int, axes: dict[str, int],
-    rate: float | None,
+    pieces: Sequence[RankParameter], rest: Sequence[RankParameter], *, zero: int,
+    axes: dict[str, int], rate: float | None,
 ) -> list[Collective]:  # fmt: skip
     """Of the axes dp and fsdp. ``rest``: those of ``pieces`` that stay whole between forward and
     backward (ZeRO 3)."""
@@ -87,6 +87,6 @@ def _some(
     ]  # fmt: skip
 
 
-def _bytes(pieces: Sequence[Piece], rows: int) -> int:
+def _bytes(pieces: Sequence[RankParameter], rows: int) -> int:
     """Rows are padded, so that all ranks have equally many."""
     return sum(piece.rows_numel(rows) * rows * piece.itemsize for piece in pieces)

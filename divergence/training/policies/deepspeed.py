@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.training.policies.policy import Policy, half, named_dtype, number
+from divergence.training.policies.policy import PrecisionPolicy, half, named_dtype, number
 
 __all__ = ["SECTIONS", "read"]
 
@@ -25,7 +25,7 @@ SECTIONS = ("bf16", "bfloat16", "fp16", "zero_optimization", "communication_data
 """By which a configuration is known as DeepSpeed's."""
 
 
-def read(config: Mapping[str, Any]) -> Policy:
+def read(config: Mapping[str, Any]) -> PrecisionPolicy:
     """Raises UsageError for values that leave a dtype open (``auto``) or contradict each other."""
     said: list[str] = []
     bf16 = "bf16" if "bf16" in config else "bfloat16"
@@ -74,7 +74,7 @@ def read(config: Mapping[str, Any]) -> Policy:
     if clip and clip != "auto":  # no dtype is left open by that
         options["clip_grad_norm"] = number(clip, "gradient_clipping")
         said.append(f"gradient_clipping={clip}")
-    return Policy(framework="DeepSpeed", options=options, switches=tuple(said))
+    return PrecisionPolicy(framework="DeepSpeed", options=options, switches=tuple(said))
 
 
 def _at(config: Mapping[str, Any], place: str, default: Any = None) -> Any:

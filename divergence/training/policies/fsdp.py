@@ -16,7 +16,7 @@ import re
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.training.policies.policy import Policy, half, named_dtype
+from divergence.training.policies.policy import PrecisionPolicy, half, named_dtype
 
 __all__ = ["is_policy", "read"]
 
@@ -31,7 +31,7 @@ def is_policy(text: str) -> bool:
     return _POLICY.match(text) is not None
 
 
-def read(text: str) -> Policy:
+def read(text: str) -> PrecisionPolicy:
     """Raises UsageError for text that is no call with named arguments."""
     given = _arguments(text)
     dtypes = {
@@ -48,7 +48,7 @@ def read(text: str) -> Policy:
     if "buffer_dtype" in dtypes:
         options["buffer_dtype"] = dtypes["buffer_dtype"]
     switches = tuple(f"{name}={value}" for name, value in dtypes.items())
-    return Policy(framework="FSDP", options=options, switches=switches)
+    return PrecisionPolicy(framework="FSDP", options=options, switches=switches)
 
 
 def _arguments(text: str) -> dict[str, Any]:

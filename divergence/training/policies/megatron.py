@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.training.policies.policy import Policy, named_dtype, number
+from divergence.training.policies.policy import PrecisionPolicy, named_dtype, number
 
 __all__ = ["read"]
 
@@ -29,7 +29,7 @@ _KNOWN = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_
 _NO = ("false", "none", "no", "0")
 
 
-def read(text: str, where: str) -> Policy:
+def read(text: str, where: str) -> PrecisionPolicy:
     """Raises UsageError where none of its arguments is found, or one cannot be tried here."""
     given = _arguments(text)
     if not given:
@@ -66,7 +66,7 @@ def read(text: str, where: str) -> Policy:
         for name, value in given.items()
         if value.lower() not in _NO
     )
-    return Policy(framework="Megatron-LM", options=options, switches=switches)
+    return PrecisionPolicy(framework="Megatron-LM", options=options, switches=switches)
 
 
 def _arguments(text: str) -> dict[str, str]:

@@ -10,13 +10,13 @@ from typing import Any
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 
-__all__ = ["Policy", "half", "named_dtype", "number"]
+__all__ = ["PrecisionPolicy", "half", "named_dtype", "number"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class PrecisionPolicy:
     """``framework``: its name. ``options``: of ``capture``, by name. ``switches``: what of the
     settings said so, as it is written there."""
 

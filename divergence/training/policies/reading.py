@@ -7,7 +7,7 @@ from pathlib import Path
 
 from divergence.errors import UsageError
 from divergence.training.policies import deepspeed, fsdp, megatron
-from divergence.training.policies.policy import Policy
+from divergence.training.policies.policy import PrecisionPolicy
 
 __all__ = ["read_policy"]
 
@@ -15,7 +15,7 @@ MAX_BYTES = 64 << 20
 """A log may be long; its arguments stand at its beginning."""
 
 
-def read_policy(text: str) -> Policy:
+def read_policy(text: str) -> PrecisionPolicy:
     """``text``: FSDP's policy, or the path of a file of DeepSpeed or Megatron-LM. Raises UsageError
     where it is none of them."""
     if fsdp.is_policy(text):

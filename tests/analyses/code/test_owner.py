@@ -8,7 +8,7 @@ import pytest
 
 from divergence.analyses.code.find import explain
 from divergence.analyses.operators.find import finding_of
-from divergence.comparison.analysis import Answer
+from divergence.comparison.analysis import AnalysisResult
 from divergence.comparison.api import compare
 from divergence.comparison.decide import decide, explained
 from divergence.comparison.preflight.code import other_code, replaced_in
@@ -70,7 +70,7 @@ def owned(verdict, truth, a, b):
     measured = SimpleNamespace(
         reference=runs[0], candidate=runs[1], truth=SimpleNamespace(run=truth)
     )
-    return explained(verdict, explain(measured, verdict, Answer()))
+    return explained(verdict, explain(measured, verdict, AnalysisResult()))
 
 
 @pytest.fixture(scope="module")

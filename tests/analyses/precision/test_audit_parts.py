@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from divergence.analyses.precision.parts import find_parts
-from divergence.comparison.calls.graph import Node, forwards_of
+from divergence.comparison.calls.graph import CallNode, forwards_of
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.schema.record import Call, Operand
@@ -315,7 +315,7 @@ def test_vendor_kernels_are_told_by_name():
         operand = Operand(shape=(3, 8), dtype="bfloat16")
         call = Call(operator=f"{name}.default", arguments={}, operands=(operand,))
         result = SimpleNamespace(dtype="bfloat16", shape=(3, 8), order=order, site=f"m/{name}:out")
-        return Node(f"m/{name}", "m", name, call, [result])
+        return CallNode(f"m/{name}", "m", name, call, [result])
 
     names = ["npu.npu_add_rms_norm", "npu.npu_rotary_mul", "npu.npu_fusion_attention",
              "transformers.grouped_mm_fallback", "vllm.reshape_and_cache"]  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from divergence import scores
 from divergence.errors import DumpError, UsageError
 from divergence.evaluations.formats import format_named, read
-from divergence.evaluations.formats.reading import Reading
+from divergence.evaluations.formats.reading import ReadRequest
 from tests.evaluations.conftest import FIXTURES, sample
 
 
@@ -89,7 +89,7 @@ def test_inspects_compression_is_named(tmp_path):
 def test_opencompasss_own_files():
     """Made by opencompass 0.5.4: details of an evaluator, and tables that do not say what was
     right, one of which holds the data set twice."""
-    a, b = (read(str(FIXTURES / "opencompass" / side), Reading()) for side in "ab")
+    a, b = (read(str(FIXTURES / "opencompass" / side), ReadRequest()) for side in "ab")
     assert not a.notes and a.model == "smollm2"
     assert {str(one.name): len(one.rows) for one in a.series} == {
         "facts_list accuracy": 24, "facts_table is_correct": 24, "facts_twice accuracy": 48,
@@ -119,9 +119,9 @@ def test_a_table_of_opencompass_whose_rule_is_not_known(tmp_path):
     }
     file.write_text(json.dumps({"score": 50.0, "details": table}))
     with pytest.raises(DumpError, match="nothing that is scored"):
-        read(str(tmp_path), Reading())
+        read(str(tmp_path), ReadRequest())
     file.write_text(json.dumps({"score": 25.0, "details": table}))
-    (series,) = read(str(tmp_path), Reading()).series
+    (series,) = read(str(tmp_path), ReadRequest()).series
     assert [row.score for row in series.rows] == [1.0, 0.0, 0.0, 0.0]
     assert len({row.prompt for row in series.rows}) == 4
 
@@ -164,7 +164,7 @@ def test_opencompass(tmp_path, listed):
     assert (task.task, task.pairing.num_paired, task.num_lost) == ("gsm8k", 6, 1)
     assert task.reference == pytest.approx(4 / 6)
     assert next(line for line in task.preflight if line.check == "prompts").status == "same"
-    (series,) = read(str(b), Reading()).series
+    (series,) = read(str(b), ReadRequest()).series
     prompts = format_named("opencompass").prompts(series, {5})
     assert [(one.role, one.content) for one in prompts[5].messages] == [("user", "Q4")]
 
@@ -175,7 +175,7 @@ def test_opencompass_without_details(tmp_path):
     folder.mkdir(parents=True)
     (folder / "gsm8k.json").write_text('{"accuracy": 50.0}')
     with pytest.raises(DumpError, match="nothing that is scored") as failed:
-        read(str(tmp_path), Reading())
+        read(str(tmp_path), ReadRequest())
     assert "--dump-eval-details" in str(failed.value)
 
 
@@ -183,7 +183,7 @@ def test_a_csv(tmp_path):
     """Columns by name; words of truth, repeats and groups."""
     path = tmp_path / "a.csv"
     path.write_text("id,score,group,repeat\nx,true,g,0\nx,0,g,1\ny,0.5,,\nz,,,\n")
-    (series,) = read(str(path), Reading()).series
+    (series,) = read(str(path), ReadRequest()).series
     assert [row.score for row in series.rows] == [1.0, 0.0, 0.5, None]
     assert [row.cluster for row in series.rows] == ["g", "g", None, None]
     assert [row.repeat for row in series.rows] == [0, 1, 0, 0]
@@ -197,9 +197,9 @@ def test_filters_and_metrics_of_lm_eval_are_rows_of_their_own(lm_eval):
             line = sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0])
             lines.append(line | {"filter": name, "metrics": ["acc", "acc_norm"], "acc_norm": 0.0})
     folder = lm_eval("a", lines)
-    names = {str(one.name) for one in read(str(folder), Reading()).series}
+    names = {str(one.name) for one in read(str(folder), ReadRequest()).series}
     assert len(names) == 4 and "quiz strict-match acc_norm" in names
-    found = read(str(folder), Reading(metrics=["acc"], filters=["strict*"])).series
+    found = read(str(folder), ReadRequest(metrics=["acc"], filters=["strict*"])).series
     assert [str(one.name) for one in found] == ["quiz strict-match acc"]
 
 
@@ -207,7 +207,7 @@ def test_equal_documents_of_lm_eval_stay_apart(lm_eval):
     """Two documents of one text have one hash, and are told apart by their order."""
     same = [sample(n, score=n % 2, right=0, likelihoods=[-1.0, -2.0]) for n in range(2)]
     same[1]["doc_hash"] = same[0]["doc_hash"]
-    (series,) = read(str(lm_eval("a", same)), Reading()).series
+    (series,) = read(str(lm_eval("a", same)), ReadRequest()).series
     assert len({row.document for row in series.rows}) == 2
 
 
@@ -217,19 +217,19 @@ def test_the_newest_file_of_a_task_is_taken(lm_eval, tmp_path):
     folder = lm_eval("a", [line])
     old = folder / "model" / "samples_quiz_2025-01-02T03-04-05.678901.jsonl"
     old.write_text(json.dumps(line | {"acc": 0.0}) + "\n")
-    found = read(str(folder), Reading())
+    found = read(str(folder), ReadRequest())
     assert found.series[0].rows[0].score == 1.0 and "1 older file" in found.notes[0]
 
 
 def test_prompts_come_back(lm_eval):
     """What the model was given, as text or chat."""
     lines = [sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0]) for n in range(3)]
-    (series,) = read(str(lm_eval("a", lines)), Reading()).series
+    (series,) = read(str(lm_eval("a", lines)), ReadRequest()).series
     assert format_named("lm-eval").prompts(series, {2})[2].text == "Question 1:"
-    (series,) = read(str(FIXTURES / "evalscope" / "a"), Reading()).series
+    (series,) = read(str(FIXTURES / "evalscope" / "a"), ReadRequest()).series
     (message,) = format_named("evalscope").prompts(series, {1})[1].messages
     assert message.role == "user" and "zero plus zero" in message.content
-    series = read(str(FIXTURES / "inspect" / "a.eval"), Reading()).series[0]
+    series = read(str(FIXTURES / "inspect" / "a.eval"), ReadRequest()).series[0]
     (prompt,) = format_named("inspect").prompts(series, {1}).values()
     assert prompt.messages[0].content.startswith("What is ")
 

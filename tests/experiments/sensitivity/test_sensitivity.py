@@ -15,7 +15,7 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.sensitivity.faults import FAULTS, faults_named
 from divergence.experiments.sensitivity.sensitivity import sensitivity
 from divergence.experiments.sensitivity.sizes import smallest_seen
-from divergence.experiments.sensitivity.trials import Overlay, Trials, sees
+from divergence.experiments.sensitivity.trials import Overlay, SensitivityTrials, sees
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 
@@ -120,7 +120,7 @@ def test_a_trial_is_what_compare_says_of_a_real_plant(runs, tmp_path, dtype):
         attn_implementation=b.manifest.model.attn_implementation,
     )  # fmt: skip
     for right in (None, truth):
-        trials = Trials(measure_runs(a, b, preflight(a, b), truth=right))
+        trials = SensitivityTrials(measure_runs(a, b, preflight(a, b), truth=right))
         tried = trials.judge(MIDDLE, FAULTS["noise"], 0.02)
         real = compare(a, faulty, truth=right).verdict
         assert (tried.kind, tried.summary, tried.onset) == (real.kind, real.summary, real.onset)

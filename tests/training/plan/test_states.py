@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from divergence.errors import UsageError
-from divergence.training.plan.states import Piece, kept_parts, whole_parameters_bytes
+from divergence.training.plan.states import RankParameter, kept_parts, whole_parameters_bytes
 
 PSI, N = 8 * 4096, 8
 
 
 def total(itemsize, zero, *, main_weights=True, optimizer="adamw", num_ranks=N):
-    pieces = [Piece(name="w", shape=(4096, 8), itemsize=itemsize)]
+    pieces = [RankParameter(name="w", shape=(4096, 8), itemsize=itemsize)]
     parts = kept_parts(
         pieces, optimizer=optimizer, main_weights=main_weights, zero=zero, num_ranks=num_ranks
     )
@@ -53,21 +53,21 @@ def test_the_formula_says_what_is_divided():
 
 def test_rows_are_not_split():
     """fully_shard gives the first ranks ceil(rows / N) whole rows."""
-    piece = Piece(name="norm", shape=(3, 10), itemsize=4)
+    piece = RankParameter(name="norm", shape=(3, 10), itemsize=4)
     assert piece.rows_numel(2) == 20
-    assert Piece(name="scalar", shape=(), itemsize=4).rows_numel(2) == 1
+    assert RankParameter(name="scalar", shape=(), itemsize=4).rows_numel(2) == 1
 
 
 def test_a_frozen_parameter_costs_itself_alone():
     """No gradient, no state."""
-    pieces = [Piece(name="w", shape=(4, 4), itemsize=4, trained=False)]
+    pieces = [RankParameter(name="w", shape=(4, 4), itemsize=4, trained=False)]
     parts = kept_parts(pieces, optimizer="adamw", main_weights=False, zero=0, num_ranks=1)
     assert [part.bytes for part in parts] == [64, 0, 0]
 
 
 def test_whole_parameters_go_to_the_rank_with_least():
     """As ZeroRedundancyOptimizer deals them."""
-    pieces = [Piece(name=str(n), shape=(n,), itemsize=4) for n in (10, 6, 5)]
+    pieces = [RankParameter(name=str(n), shape=(n,), itemsize=4) for n in (10, 6, 5)]
     assert whole_parameters_bytes(pieces, optimizer="adamw", num_ranks=2) == 2 * 4 * 11
 
 

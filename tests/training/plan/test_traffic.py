@@ -6,11 +6,11 @@ import pytest
 
 from divergence.errors import UsageError
 from divergence.options.commands import link_rate
-from divergence.training.plan.states import Piece
+from divergence.training.plan.states import RankParameter
 from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
 
-BLOCK = Piece(name="block.w", shape=(96, 10), itemsize=4)
-HEAD = Piece(name="head.w", shape=(16, 10), itemsize=4)
+BLOCK = RankParameter(name="block.w", shape=(96, 10), itemsize=4)
+HEAD = RankParameter(name="head.w", shape=(16, 10), itemsize=4)
 P = BLOCK.bytes + HEAD.bytes
 
 

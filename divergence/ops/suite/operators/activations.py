@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from divergence.ops.suite.definition import Arguments, Implementation, Operator, Source, cases_of
+from divergence.ops.suite.definition import (
+    Arguments,
+    Implementation,
+    Operator,
+    TensorSource,
+    cases_of,
+)
 from divergence.ops.suite.truth import stored
 
 __all__ = ["OPERATORS"]
@@ -42,11 +48,11 @@ def _truth_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return stored(_truth_silu(gate)) * up
 
 
-def _one(source: Source, shape: Shape) -> Arguments:
+def _one(source: TensorSource, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape)}
 
 
-def _two(source: Source, shape: Shape) -> Arguments:
+def _two(source: TensorSource, shape: Shape) -> Arguments:
     return {"gate": source.main("x", shape), "up": source.plain("up", shape)}
 
 

@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from divergence.ops.suite.definition import (
     Arguments,
-    Case,
     Implementation,
     Operator,
+    OperatorCase,
     Plan,
-    Source,
+    TensorSource,
     Unavailable,
     cases_of,
 )
@@ -44,7 +44,7 @@ def _truth_log_softmax(x: torch.Tensor) -> torch.Tensor:
     return shifted - torch.log(torch.exp(shifted).sum(-1, keepdim=True))
 
 
-def _logits(source: Source, shape: Shape) -> Arguments:
+def _logits(source: TensorSource, shape: Shape) -> Arguments:
     """Four times a normal value: what attention scores and router logits of trained models
     reach."""
     return {"x": source.main("x", shape, scale=1.0 if source.values == "subnormals" else 4.0)}
@@ -150,7 +150,7 @@ def _seen(mask: torch.Tensor | None, causal: bool, scores: torch.Tensor) -> torc
     return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril()
 
 
-def _tensors(source: Source, shape: Shape) -> Arguments:
+def _tensors(source: TensorSource, shape: Shape) -> Arguments:
     batch, heads, groups, queries, keys, width = shape
     inner, outer = source.values in ("outliers", "equal"), source.values
     where = (batch, groups, keys, width)
@@ -163,12 +163,12 @@ def _tensors(source: Source, shape: Shape) -> Arguments:
     }  # fmt: skip
 
 
-def _causal(source: Source, shape: Shape) -> Arguments:
+def _causal(source: TensorSource, shape: Shape) -> Arguments:
     return {**_tensors(source, shape), "causal": True}
 
 
-def _masked(kind: str) -> Callable[[Source, Shape], Arguments]:
-    def build(source: Source, shape: Shape) -> Arguments:
+def _masked(kind: str) -> Callable[[TensorSource, Shape], Arguments]:
+    def build(source: TensorSource, shape: Shape) -> Arguments:
         return {**_tensors(source, shape), "mask": torch.from_numpy(mask_of(kind, shape))}
 
     return build
@@ -201,7 +201,7 @@ _FULL: Plan = (
 )  # fmt: skip
 
 
-def _cases() -> Iterator[Case]:
+def _cases() -> Iterator[OperatorCase]:
     yield from cases_of(_tensors, shapes=_SHAPES, plan=_FULL)()
     square: Plan = (("square", "normal"), ("prefill", "normal"))
     yield from cases_of(_causal, shapes=_SHAPES, plan=square, suffix="causal")()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from divergence.ops.suite.definition import PLAN, Arguments, Operator, Plan, Source, cases_of
+from divergence.ops.suite.definition import PLAN, Arguments, Operator, Plan, TensorSource, cases_of
 
 __all__ = ["OPERATORS"]
 
@@ -43,29 +43,29 @@ def _truth_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x @ y
 
 
-def _linear(source: Source, shape: Shape) -> Arguments:
+def _linear(source: TensorSource, shape: Shape) -> Arguments:
     m, k, n = shape
     weight = source.paired("weight", (n, k), scale=2.0 ** -round(k.bit_length() / 2))
     return {"x": source.main("x", (m, k)), "weight": weight}
 
 
-def _linear_bias(source: Source, shape: Shape) -> Arguments:
+def _linear_bias(source: TensorSource, shape: Shape) -> Arguments:
     return {**_linear(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125)}
 
 
-def _transposed(source: Source, shape: Shape) -> Arguments:
+def _transposed(source: TensorSource, shape: Shape) -> Arguments:
     """y is the transposed view of a stored (N, K) matrix, as in x @ W.T."""
     linear = _linear(source, shape)
     return {"x": linear["x"], "y": linear["weight"].T}
 
 
-def _batched(source: Source, shape: Shape) -> Arguments:
+def _batched(source: TensorSource, shape: Shape) -> Arguments:
     b, m, k, n = shape
     y = source.paired("batch", (b, n, k), scale=2.0 ** -round(k.bit_length() / 2))
     return {"x": source.main("x", (b, m, k)), "y": y.transpose(1, 2).contiguous()}
 
 
-def _vector(source: Source, shape: Shape) -> Arguments:
+def _vector(source: TensorSource, shape: Shape) -> Arguments:
     n, k = shape
     x = source.main("x", (k,))
     weight = source.paired("weight", (n, k), scale=2.0 ** -round(k.bit_length() / 2))

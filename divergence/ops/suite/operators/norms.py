@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from divergence.ops.suite.definition import Arguments, Implementation, Operator, Source, cases_of
+from divergence.ops.suite.definition import (
+    Arguments,
+    Implementation,
+    Operator,
+    TensorSource,
+    cases_of,
+)
 from divergence.ops.suite.truth import stored
 
 __all__ = ["OPERATORS"]
@@ -74,17 +80,17 @@ def _truth_layer_norm(
     return stored(centred * scale) * weight + bias
 
 
-def _norm(source: Source, shape: Shape) -> Arguments:
+def _norm(source: TensorSource, shape: Shape) -> Arguments:
     weight = source.plain("norm", shape[-1:], scale=0.125, mean=1.0)
     return {"x": source.main("x", shape), "weight": weight, "eps": _EPS}
 
 
-def _add_norm(source: Source, shape: Shape) -> Arguments:
+def _add_norm(source: TensorSource, shape: Shape) -> Arguments:
     residual = source.main("residual", shape, scale=2.0)
     return {"residual": residual, **_norm(source, shape)}
 
 
-def _layer(source: Source, shape: Shape) -> Arguments:
+def _layer(source: TensorSource, shape: Shape) -> Arguments:
     return {
         **_norm(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125), "eps": 1e-5,
     }  # fmt: skip

@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from divergence.ops.suite.definition import (
     Arguments,
-    Case,
     Implementation,
     Operator,
+    OperatorCase,
     Plan,
-    Source,
+    TensorSource,
     cases_of,
 )
 from divergence.ops.suite.operators.attention import attend
@@ -87,7 +87,7 @@ def _truth(
     return torch.stack(results)
 
 
-def _inputs(source: Source, shape: Shape) -> Arguments:
+def _inputs(source: TensorSource, shape: Shape) -> Arguments:
     batch, heads, groups, blocks, width = shape
     lengths = [
         (37 * number + 21) % (2 * _BLOCK * blocks // batch - 1) + 1 for number in range(batch)
@@ -190,7 +190,7 @@ _PLAN: Plan = (
 _SHAPES = {"decode": (1, 8, 2, 9, 64), "odd": (3, 6, 3, 13, 40), "batch": (8, 8, 8, 64, 64)}
 
 
-def _cases() -> Iterator[Case]:
+def _cases() -> Iterator[OperatorCase]:
     yield from cases_of(_inputs, shapes=_SHAPES, plan=_PLAN)()
 
 

@@ -20,11 +20,11 @@ import torch
 from divergence.numerics.formats import format_named
 from divergence.ops.suite.definition import (
     Arguments,
-    Case,
     Implementation,
     Operator,
+    OperatorCase,
     Plan,
-    Source,
+    TensorSource,
     Unavailable,
     cases_of,
 )
@@ -137,7 +137,7 @@ def _cast(name: str, *, saturating: bool) -> tuple[_Cast, _Cast]:
     return run, truth
 
 
-def _per_tensor(source: Source, shape: Shape) -> Arguments:
+def _per_tensor(source: TensorSource, shape: Shape) -> Arguments:
     x = source.main("x", shape)
     ties = source.values == "ties"  # x · 2 + 1 is half-way between integers in half of the places
     scale, offset = (2.0, 1.0) if ties else (37.0, -3.0)
@@ -145,7 +145,7 @@ def _per_tensor(source: Source, shape: Shape) -> Arguments:
     return {"x": x, "scale": one * scale, "offset": one * offset}
 
 
-def _per_channel(source: Source, shape: Shape) -> Arguments:
+def _per_channel(source: TensorSource, shape: Shape) -> Arguments:
     scale = source.plain("scale", shape[-1:], scale=4.0, mean=32.0)
     return {
         "x": source.main("x", shape), "scale": scale,
@@ -153,7 +153,7 @@ def _per_channel(source: Source, shape: Shape) -> Arguments:
     }  # fmt: skip
 
 
-def _quantize_cases() -> Iterator[Case]:
+def _quantize_cases() -> Iterator[OperatorCase]:
     plan: Plan = (
         ("decode", "normal"), ("odd", "normal"), ("odd", "outliers"), ("odd", "subnormals"),
         ("odd", "ties"), ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"),
@@ -165,22 +165,22 @@ def _quantize_cases() -> Iterator[Case]:
     yield from cases_of(_per_channel, plan=few, suffix="per_channel")()
 
 
-def _dynamic(source: Source, shape: Shape) -> Arguments:
+def _dynamic(source: TensorSource, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape), "smooth": None}
 
 
-def _smoothed(source: Source, shape: Shape) -> Arguments:
+def _smoothed(source: TensorSource, shape: Shape) -> Arguments:
     smooth = source.plain("smooth", shape[-1:], scale=0.125, mean=1.0)
     return {"x": source.main("x", shape), "smooth": smooth}
 
 
-def _zero_row(source: Source, shape: Shape) -> Arguments:
+def _zero_row(source: TensorSource, shape: Shape) -> Arguments:
     x = source.main("x", shape)
     x[2] = 0.0
     return {"x": x, "smooth": None}
 
 
-def _dynamic_cases() -> Iterator[Case]:
+def _dynamic_cases() -> Iterator[OperatorCase]:
     plan: Plan = (
         ("decode", "normal"), ("decode", "outliers"), ("odd", "normal"), ("odd", "outliers"),
         ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"),
@@ -191,7 +191,7 @@ def _dynamic_cases() -> Iterator[Case]:
     yield from cases_of(_zero_row, plan=[("odd", "normal")], suffix="zero_row")()
 
 
-def _w8a8_inputs(source: Source, shape: Shape) -> Arguments:
+def _w8a8_inputs(source: TensorSource, shape: Shape) -> Arguments:
     m, k, n = shape
     codes = {
         "x": torch.from_numpy(integers("codes", (m, k), -127, 128)).to(torch.int8),
@@ -204,7 +204,7 @@ def _w8a8_inputs(source: Source, shape: Shape) -> Arguments:
     return {**codes, **scales, "out_dtype": source.dtype}
 
 
-def _cast_inputs(source: Source, shape: Shape) -> Arguments:
+def _cast_inputs(source: TensorSource, shape: Shape) -> Arguments:
     """Subnormals here are those of the 8-bit formats."""
     if source.values == "subnormals":
         return {"x": source.plain("x", shape, scale=2.0**-9)}

@@ -20,7 +20,7 @@ from divergence.ops.suite.definition import (
     Implementation,
     Operator,
     Plan,
-    Source,
+    TensorSource,
     cases_of,
 )
 from divergence.ops.suite.operators.attention import _truth_softmax
@@ -56,15 +56,15 @@ def _truth_argmax(x: torch.Tensor) -> torch.Tensor:
     return torch.where(largest, places, x.shape[-1]).amin(-1)
 
 
-def _choose(source: Source, shape: Shape) -> Arguments:
+def _choose(source: TensorSource, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape), "k": _K}
 
 
-def _route(source: Source, shape: Shape) -> Arguments:
+def _route(source: TensorSource, shape: Shape) -> Arguments:
     return {"logits": source.main("x", shape), "k": _K}
 
 
-def _one(source: Source, shape: Shape) -> Arguments:
+def _one(source: TensorSource, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape)}
 
 
@@ -91,7 +91,7 @@ def _truth_embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return weight[ids]
 
 
-def _rows(source: Source, shape: tuple[int, ...]) -> Arguments:
+def _rows(source: TensorSource, shape: tuple[int, ...]) -> Arguments:
     tokens, rows, width = shape
     return {
         "ids": source.indices("ids", (tokens,), rows), "weight": source.main("x", (rows, width)),

@@ -21,7 +21,7 @@ from divergence.ops.suite.definition import (
     Arguments,
     Implementation,
     Operator,
-    Source,
+    TensorSource,
     cases_of,
 )
 from divergence.ops.suite.truth import stored
@@ -85,7 +85,7 @@ def _truth_rope_interleaved(
     return turn(query), turn(key)
 
 
-def _inputs(source: Source, shape: Shape) -> Arguments:
+def _inputs(source: TensorSource, shape: Shape) -> Arguments:
     batch, heads, kv_heads, tokens, width = shape
     t = normal("angle", (tokens, width // 2))
     whole = 1.0 + t * t

@@ -28,7 +28,7 @@ from divergence.recording.engines.generate import (
 )
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.onnx_runtime.graph import Graph, Port
-from divergence.recording.engines.onnx_runtime.pieces import Piece, Runtime
+from divergence.recording.engines.onnx_runtime.pieces import Runtime, Subgraph
 from divergence.recording.hooks.modules import Recorder
 from divergence.run.schema.manifest import ModuleNote, SampleTokens
 from divergence.run.schema.site import ROOT, join_site
@@ -65,7 +65,7 @@ class GraphRecorder(Recorder):
     ) -> None:
         self._graph, self._runtime = graph, runtime
         self._given: dict[tuple[str, int], torch.Tensor | None] = {}
-        self._pieces: dict[str, Piece] = {}
+        self._pieces: dict[str, Subgraph] = {}
         self._replaced: set[tuple[str, str]] = set()
         super().__init__(model, notes, **how)
         parts = _parts(graph, notes)
@@ -125,9 +125,9 @@ class GraphRecorder(Recorder):
             return tensor
         return tensor[:, -1:].contiguous()
 
-    def _piece(self, key: str, targets: list[str], **how: Any) -> Piece:
+    def _piece(self, key: str, targets: list[str], **how: Any) -> Subgraph:
         if key not in self._pieces:
-            self._pieces[key] = Piece(self._graph, self._runtime, targets=targets, **how)
+            self._pieces[key] = Subgraph(self._graph, self._runtime, targets=targets, **how)
         return self._pieces[key]
 
     def _owner(self, path: str) -> str:

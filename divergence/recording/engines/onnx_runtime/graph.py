@@ -20,7 +20,7 @@ from typing import Any
 
 from divergence.run.schema.site import ROOT, escape_path
 
-__all__ = ["Graph", "Node", "Port"]
+__all__ = ["Graph", "GraphNode", "Port"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
@@ -30,7 +30,7 @@ _CACHE = re.compile(r"present|past_key|cache", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphNode:
     """One node of the graph."""
 
     proto: Any
@@ -82,7 +82,7 @@ class Graph:
         self.ports = self._ports()
         """Of all modules, in the order in which a forward passes them."""
 
-    def _node(self, proto: Any) -> Node:
+    def _node(self, proto: Any) -> GraphNode:
         properties = {prop.key: prop.value for prop in proto.metadata_props}
         scopes, classes = (_listed(properties.get(key, "")) for key in (_SCOPES, _CLASSES))
         told = bool(scopes) and not scopes[0]  # else what torch writes there is no path
@@ -96,7 +96,7 @@ class Graph:
             kind = classes[number].rpartition(".")[2] if number < len(classes) else "Module"
             if path not in self.kinds or self.kinds[path] in ("Graph", "Module"):
                 self.kinds[path] = kind
-        return Node(
+        return GraphNode(
             proto, tuple(_inputs(proto)), tuple(proto.output),
             tuple(dict.fromkeys(scope for scope in scopes if scope)), properties, told,
         )  # fmt: skip
@@ -214,6 +214,6 @@ def _inputs(proto: Any) -> Iterator[str]:
             yield from (name for node in graph.node for name in _inputs(node) if name not in own)
 
 
-def _by_value(node: Node) -> Node:
+def _by_value(node: GraphNode) -> GraphNode:
     name = next(filter(None, node.outputs), "")
     return replace(node, scopes=(name,) if name else (), told=True)

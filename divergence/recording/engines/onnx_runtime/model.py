@@ -21,7 +21,7 @@ from divergence.errors import ModelError, UsageError, first_line
 from divergence.recording.engines.engine import Loading
 from divergence.recording.engines.load import LoadedModel, load_tokenizer, resolve_task
 from divergence.recording.engines.onnx_runtime.file import tensor_of
-from divergence.recording.engines.onnx_runtime.graph import Graph, Node
+from divergence.recording.engines.onnx_runtime.graph import Graph, GraphNode
 from divergence.recording.model.structure import describe_modules
 
 __all__ = ["model_of", "modules_of"]
@@ -163,7 +163,7 @@ def _named(graph: Graph) -> tuple[dict[str, tuple[str, bool]], list[str]]:
     return named, left
 
 
-def _choice(node: Node, constant: str) -> tuple[str, str, bool] | None:
+def _choice(node: GraphNode, constant: str) -> tuple[str, str, bool] | None:
     """(parameter or buffer, its name, is it stored transposed) of a constant that the node takes;
     None where that is not certain."""
     operator, place = node.proto.op_type, node.inputs.index(constant)
@@ -193,7 +193,7 @@ def _counts(graph: Graph, name: str) -> bool:
     return tensor is not None and tensor.data_type in _FLOATS and any(n > 1 for n in tensor.dims)
 
 
-def _parameter(mangled: str, node: Node, constant: str) -> str | None:
+def _parameter(mangled: str, node: GraphNode, constant: str) -> str | None:
     """``model_norm_weight`` as ``model.norm.weight``, by the modules that the node runs in. The
     exporter writes it in lower case; of parameters that are tied it tells one name."""
     mangled = mangled.lower()

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from divergence.errors import ModelError, first_line
 from divergence.recording.engines.onnx_runtime.graph import Graph
 
-__all__ = ["Piece", "Runtime"]
+__all__ = ["Runtime", "Subgraph"]
 
 _BFLOAT16 = 16
 _LEVELS = {"disable": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED",
@@ -65,7 +65,7 @@ class Runtime:
         return session
 
 
-class Piece:
+class Subgraph:
     """A part of the graph: it is given ``cuts`` and the graph's inputs, and gives ``targets``.
 
     ``whole``: all of the graph, as it is, with the targets beside its outputs.

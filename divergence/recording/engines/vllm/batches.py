@@ -2,7 +2,7 @@
 
 vLLM runs the tokens of all scheduled requests as rows (N, ...): request after request, without
 padding, in an order of its own. transformers runs a batch as (B, T, ...), with pads before shorter
-prompts. A ``Part`` is the rows of one forward that belong to one step, laid out as transformers
+prompts. A ``StepRows`` is the rows of one forward that belong to one step, laid out as transformers
 does; where nothing was computed (pads, prompts that other forwards run) it holds zeros.
 
 A forward has one part for each step in it: usually one; several where the scheduler lets some
@@ -22,7 +22,7 @@ from divergence.errors import ModelError
 from divergence.run.schema.manifest import SampleTokens
 from divergence.run.writing.captured_tensor import CapturedTensor
 
-__all__ = ["Forward", "Gathered", "Part", "alone", "forward_of"]
+__all__ = ["EngineForward", "Gathered", "StepRows", "alone", "forward_of"]
 
 Shown = Callable[[torch.Tensor], torch.Tensor | None]
 """A hook on values in transformers' form: what it puts in their place; None for nothing."""
@@ -37,7 +37,7 @@ def alone(shown: Shown, rows: torch.Tensor) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StepRows:
     """The rows of one forward that belong to one step."""
 
     step: int
@@ -71,19 +71,19 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class EngineForward:
     """One forward of vLLM."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepRows, ...]
     """By step."""
-    last: tuple[Part, ...]
+    last: tuple[StepRows, ...]
     """The same of its requests' last rows, of which vLLM computes logits."""
     requests: tuple[int, ...]
     """The place in the batch of each request, in the order of rows."""
     num_rows: int
 
 
-def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> Forward:
+def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> EngineForward:
     """The forward that vLLM's worker is about to run. A request is named by its place in the batch.
 
     Raises ModelError for rows that are no whole prompt and no decode step.
@@ -120,15 +120,15 @@ def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> Forward:
         parts.append(_part(step, members, shape, rows, places, num_rows=int(ends[len(requests)])))
         numbers = [number for _, number, _ in prompts]
         last.append(_part(step, members, (size, 1), numbers, list(members), num_rows=len(requests)))
-    return Forward(tuple(parts), tuple(last), requests, int(ends[len(requests)]))
+    return EngineForward(tuple(parts), tuple(last), requests, int(ends[len(requests)]))
 
 
 def _part(
     step: int, members: tuple[int, ...], shape: tuple[int, int], rows: list[int],
     places: list[int], *, num_rows: int,
-) -> Part:  # fmt: skip
+) -> StepRows:  # fmt: skip
     whole = list(range(shape[0] * shape[1]))
-    return Part(
+    return StepRows(
         step=step, members=members, shape=shape, rows=torch.tensor(rows),
         places=torch.tensor(places), in_order=rows == places == whole and num_rows == len(whole),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from divergence.errors import UsageError
 from divergence.recording.model.structure import describe_modules
 from divergence.run.schema.site import ROOT, did_you_mean, escape_path
 
-__all__ = ["ModuleMap", "Place", "map_for", "parameters_of", "places_of"]
+__all__ = ["ModuleMap", "ModulePlace", "map_for", "parameters_of", "places_of"]
 
 _FOLDER = "maps/"
 _OWN_ROWS = "output_partition_sizes"
@@ -50,7 +50,7 @@ class ModuleMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModulePlace:
     """Where one module of transformers is found."""
 
     theirs: str
@@ -74,7 +74,7 @@ def map_for(model_type: str, given: str | None = None) -> ModuleMap | None:
 
 def places_of(
     map_: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module, model_type: str
-) -> dict[str, Place]:
+) -> dict[str, ModulePlace]:
     """By transformers' (escaped) path. ``structure``: transformers' model; ``module``: vLLM's.
 
     Raises UsageError for a pattern of the map that matches nothing, with near names, and for a
@@ -82,7 +82,7 @@ def places_of(
     """
     ours = dict(structure.named_modules(remove_duplicate=False))
     theirs = dict(module.named_modules(remove_duplicate=False))
-    places = {ROOT: Place("")}
+    places = {ROOT: ModulePlace("")}
     if map_ is None:
         notes = describe_modules(structure)
         blocks = [path for path, note in notes.items() if note.role == "block"]
@@ -94,11 +94,11 @@ def places_of(
                 hint=f"known: {', '.join(known)}; or --engine-option name_map=FILE.toml "
                 "(docs/engines.md)",
             )
-        return places | {path: Place(path) for path in blocks}
+        return places | {path: ModulePlace(path) for path in blocks}
     named = {shared: shared for shared in map_.same} | map_.renamed
     for pattern, other in (named | map_.tables).items():
         for path, (name,) in _pairs(pattern, (other,), theirs, ours):
-            places[escape_path(name)] = Place(path, is_table=pattern in map_.tables)
+            places[escape_path(name)] = ModulePlace(path, is_table=pattern in map_.tables)
     for pattern, parts in map_.split.items():
         for path, names in _pairs(pattern, parts, theirs, ours):
             first, own = 0, getattr(theirs[path], _OWN_ROWS, None)
@@ -107,7 +107,7 @@ def places_of(
                 num_rows = 0 if weight is None else int(weight.shape[0])
                 if own is not None:
                     num_rows = int(own[number])
-                places[escape_path(name)] = Place(path, slice(first, first + num_rows))
+                places[escape_path(name)] = ModulePlace(path, slice(first, first + num_rows))
                 first += num_rows
     return places
 

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 
 from divergence.errors import ModelError
-from divergence.recording.engines.vllm.batches import Forward, Gathered, Part, Shown, forward_of
-from divergence.recording.engines.vllm.names import Place
+from divergence.recording.engines.vllm.batches import (
+    EngineForward,
+    Gathered,
+    Shown,
+    StepRows,
+    forward_of,
+)
+from divergence.recording.engines.vllm.names import ModulePlace
 from divergence.recording.engines.vllm.views import head_hooked, table_viewed, viewed
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import CopyKeeper
@@ -48,7 +54,7 @@ class VllmRecorder(Recorder):
         notes: Mapping[str, ModuleNote],
         *,
         runner: Any,
-        places: Mapping[str, Place],
+        places: Mapping[str, ModulePlace],
         heads: set[str],
         **how: Any,
     ) -> None:
@@ -56,7 +62,7 @@ class VllmRecorder(Recorder):
         self._runner, self._places, self._heads = runner, places, heads
         self._routers = {path for path, part in routing_modules(notes).items() if part == "router"}
         self._has_batch = any(base.__module__.startswith(_OWN_CODE) for base in type(model).__mro__)
-        self._forward = Forward((), (), (), 0)
+        self._forward = EngineForward((), (), (), 0)
         self._gathered: dict[int, Gathered] = {}
         self._lanes: dict[int, dict[str, Any]] = {}
         self._samples: list[SampleTokens] = []
@@ -102,7 +108,7 @@ class VllmRecorder(Recorder):
         return self._in_parts(self._forward.last, shown, rows)
 
     def _in_parts(
-        self, parts: Sequence[Part], shown: Shown, rows: torch.Tensor, *, fill: int = 0
+        self, parts: Sequence[StepRows], shown: Shown, rows: torch.Tensor, *, fill: int = 0
     ) -> torch.Tensor | None:
         changed, now = False, rows
         for part in parts:
@@ -113,7 +119,7 @@ class VllmRecorder(Recorder):
         return now if changed else None
 
     @contextlib.contextmanager
-    def _lane(self, part: Part) -> Iterator[None]:
+    def _lane(self, part: StepRows) -> Iterator[None]:
         """As the recorder is at this part's step."""
         lane = self._lanes.get(part.step)
         if lane is None:

@@ -19,7 +19,7 @@ from divergence.recording.engines.generate import (
 )
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.sessions import TorchSession
-from divergence.recording.engines.vllm.names import Place
+from divergence.recording.engines.vllm.names import ModulePlace
 from divergence.recording.engines.vllm.recorder import VllmRecorder
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.structure import describe_modules, output_paths, routing_modules
@@ -32,7 +32,7 @@ from divergence.run.schema.manifest import (
 )
 from divergence.run.schema.site import ROOT
 
-__all__ = ["Tokens", "VllmSession"]
+__all__ = ["PromptTokens", "VllmSession"]
 
 
 class VllmSession(TorchSession):
@@ -55,7 +55,7 @@ class VllmSession(TorchSession):
         *,
         llm: Any,
         runner: Any,
-        places: Mapping[str, Place],
+        places: Mapping[str, ModulePlace],
         identity: ModelIdentity,
         facts: Mapping[str, str],
         on_close: Callable[[], None],
@@ -109,7 +109,7 @@ class VllmSession(TorchSession):
         assert isinstance(recorder, VllmRecorder)  # made above
         count = max_new_tokens if forced is None else len(forced[0])
         pad, ranks = pad_id(self.loaded), self.loaded.ranks
-        tokens = Tokens(
+        tokens = PromptTokens(
             forced if count else None, num=len(samples), count=count, pad=pad,
             ends=ends_of(self.loaded, forced),
             agree=None if ranks is None else ranks.agree,
@@ -144,7 +144,7 @@ class VllmSession(TorchSession):
         self._on_close()
 
 
-class Tokens:
+class PromptTokens:
     """Of ``num`` prompts, ``count`` each. ``forced``: what to feed; ``ends``: after which a prompt
     has ended; ``agree``: makes several ranks feed the same."""
 

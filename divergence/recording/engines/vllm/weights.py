@@ -12,7 +12,7 @@ import torch
 
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.engines.vllm.names import Place
+from divergence.recording.engines.vllm.names import ModulePlace
 from divergence.run.schema.fingerprint import digest_many
 from divergence.run.schema.manifest import UNKNOWN, ModelIdentity
 from divergence.run.schema.site import escape_path
@@ -23,7 +23,7 @@ __all__ = ["identity_of"]
 def identity_of(
     twin: LoadedModel,
     module: torch.nn.Module,
-    places: Mapping[str, Place],
+    places: Mapping[str, ModulePlace],
     more: Mapping[str, str],
     *,
     gather: Callable[[torch.Tensor], list[torch.Tensor]] | None = None,

@@ -10,7 +10,7 @@ import torch
 
 from divergence.errors import ModelError
 from divergence.recording.engines.vllm.batches import Gathered, alone, forward_of
-from divergence.recording.engines.vllm.session import Tokens
+from divergence.recording.engines.vllm.session import PromptTokens
 from divergence.recording.hooks.sink import Sink
 from divergence.recording.prompts import group_samples
 from divergence.run.schema.manifest import SampleTokens
@@ -119,7 +119,7 @@ def logits(*tokens):
 
 def test_tokens_until_all_have_ended():
     """Who has ended is fed padding while others go on, and chooses nothing any more."""
-    tokens = Tokens(None, num=2, count=5, pad=0, ends={3})
+    tokens = PromptTokens(None, num=2, count=5, pad=0, ends={3})
     for one, two in ((4, 3), (5, 6), (3, 6)):
         assert not tokens.done
         tokens.choose((0, 1), logits(one, two))
@@ -131,7 +131,7 @@ def test_tokens_until_all_have_ended():
 
 def test_a_prompt_that_waited_makes_the_steps_of_the_others():
     """Requests of one forward may stand at different steps."""
-    tokens = Tokens(None, num=2, count=4, pad=0, ends={3})
+    tokens = PromptTokens(None, num=2, count=4, pad=0, ends={3})
     tokens.choose((0,), logits(4))
     tokens.choose((1, 0), logits(3, 3))
     assert not tokens.done
@@ -141,7 +141,7 @@ def test_a_prompt_that_waited_makes_the_steps_of_the_others():
 
 def test_forced_tokens():
     """The recorded ones are fed, and the own choice is noted."""
-    tokens = Tokens([[5, 3], [6, 7]], num=2, count=2, pad=0, ends=set())
+    tokens = PromptTokens([[5, 3], [6, 7]], num=2, count=2, pad=0, ends=set())
     only = tokens.choose((1, 0), logits(1, 2))
     assert only.argmax(-1).tolist() == [6, 5]
     with pytest.raises(ModelError, match="made 1 forwards where 2"):

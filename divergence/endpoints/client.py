@@ -27,7 +27,7 @@ __all__ = ["KEY_VARIABLE", "Client"]
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
-_TIMEOUT_S, _ATTEMPTS = 600.0, 6
+_ATTEMPTS = 6
 _MAX_BYTES = 1 << 28
 _CHUNK = 1 << 16
 _SHOWN = 300
@@ -41,8 +41,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class Client:
     """``base``: the address without ``/v1``. Safe to use from several threads."""
 
-    def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.base, self._sleep = _base(url), sleep
+    def __init__(
+        self, url: str, *, timeout_s: float = 600.0, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.base, self._timeout_s, self._sleep = _base(url), timeout_s, sleep
         self._key = os.environ.get(KEY_VARIABLE) or ""
         self._opener = urllib.request.build_opener(_NoRedirect)
         self.num_retries = 0
@@ -59,7 +61,7 @@ class Client:
         None."""
         for attempt in range(_ATTEMPTS):
             try:
-                answer = self._once(path, payload, timeout_s=_TIMEOUT_S)
+                answer = self._once(path, payload, timeout_s=self._timeout_s)
                 if isinstance(answer, dict):
                     return answer
                 raise _Failed("the answer is JSON, but no object", status=None, again=True)

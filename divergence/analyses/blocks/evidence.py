@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -66,6 +67,11 @@ def unit_evidence(unit: Unit) -> Evidence:
     if unit.blame is not None:
         return _blame_evidence(unit, unit.blame)
     worst = unit.first
+    if math.isinf(unit.typical):
+        return Evidence(
+            text=f"{unit.site} ({unit.phase}): A is zero there, and B is not",
+            values={"ratio": unit.typical, "limit": unit.limit},
+        )
     if unit.why in ("token", "sink"):
         what, ratio = ("one token", unit.worst)
         if unit.why == "sink":

@@ -22,6 +22,7 @@ from divergence.comparison.results.background import Background
 from divergence.html.element import Element, el
 from divergence.html.parts import Section, Table, details, table
 from divergence.layout import count, decimal, times
+from divergence.run.schema.site import of_parameter
 
 __all__ = ["page"]
 
@@ -117,6 +118,8 @@ def _where(row: Row) -> str:
     site = row.worst
     if site.identical:
         return "-"
+    if of_parameter(site.site):
+        return f"{site.phase}, all prompts"
     sample = site.sample if site.worst_sample is None else site.worst_sample
     forward = f"step {site.step}" if site.step else site.phase
     token = "" if site.worst_position is None or site.step else f", token {site.worst_position}"

@@ -29,6 +29,7 @@ from divergence.layout import (
 )
 from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines
+from divergence.run.schema.site import of_parameter
 from divergence.words import shortened
 
 __all__ = [
@@ -246,6 +247,8 @@ def _at(site: SiteResult) -> str:
     one forward."""
     if site.usage is not None and (site.limit_usage or 0.0) > 1.05 * site.usage:
         return "decode, all steps" if site.step else f"{site.phase}, all prompts"
+    if of_parameter(site.site):
+        return f"{site.phase}, all prompts"
     sample = site.sample if site.worst_sample is None else site.worst_sample
     if site.step:
         return f"prompt {sample}, step {site.step}"

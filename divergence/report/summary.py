@@ -17,6 +17,7 @@ from divergence.comparison.results.sites import PassCoverage
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 from divergence.report.environment import changed_lines
 from divergence.run.schema.manifest import UNKNOWN
+from divergence.run.schema.site import of_parameter
 from divergence.words import HEADLINES, letter
 
 __all__ = [
@@ -81,7 +82,8 @@ def verdict_lines(report: Report) -> list[Line]:
         inner = onset.block is not None and onset.site != f"{onset.block}:out"
         block = f", in block {onset.block}" if inner else ""
         token = "" if onset.position is None else f", token {onset.position}"
-        where = f"{onset.site}{block}; {forward}, prompt {onset.sample}{token}"
+        of = "all prompts" if of_parameter(onset.site) else f"prompt {onset.sample}{token}"
+        where = f"{onset.site}{block}; {forward}, {of}"
         lines.append(prose("onset", where, style="bold"))
     if verdict.side is not None:
         wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)

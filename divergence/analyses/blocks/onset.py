@@ -6,6 +6,8 @@ beyond which limit. Where most of its kind are, the claim is about a family (blo
 
 from __future__ import annotations
 
+import math
+
 from divergence.analyses.blocks.suspects import (
     Escalation,
     Family,
@@ -228,6 +230,11 @@ def unit_evidence(unit: Unit) -> Evidence:
     if unit.blame is not None:
         return _blame_evidence(unit, unit.blame)
     worst = unit.first
+    if math.isinf(unit.typical):
+        return Evidence(
+            text=f"{unit.site} ({unit.phase}): A is zero there, and B is not",
+            values={"ratio": unit.typical, "limit": unit.limit},
+        )
     if unit.why in ("token", "sink"):
         what, ratio = ("one token", unit.worst)
         if unit.why == "sink":

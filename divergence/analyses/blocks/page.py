@@ -24,6 +24,7 @@ from divergence.comparison.results.sites import SiteResult
 from divergence.html.element import Element, el
 from divergence.html.parts import BlockPart, Section, Table, details, table
 from divergence.layout import count, decimal, shape_text, times
+from divergence.run.schema.site import of_parameter
 
 __all__ = ["block_parts", "page", "rows_table"]
 
@@ -122,6 +123,8 @@ def _where(row: SiteRow) -> str:
     site = row.worst
     if site.identical:
         return "-"
+    if of_parameter(site.site):
+        return f"{site.phase}, all prompts"
     sample = site.sample if site.worst_sample is None else site.worst_sample
     forward = f"step {site.step}" if site.step else site.phase
     token = "" if site.worst_position is None or site.step else f", token {site.worst_position}"

@@ -33,6 +33,7 @@ from divergence.layout import (
     prose,
     times,
 )
+from divergence.run.schema.site import of_parameter
 
 __all__ = ["prompt_lines", "prompt_usage", "show", "table_lines"]
 
@@ -102,6 +103,8 @@ def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
     worst: dict[int, tuple[float, int, SiteResult, float]] = {}
     for site in report.sites:
         if site.pass_ != wanted or site.usage is None or site.ratio is None:
+            continue
+        if of_parameter(site.site):  # of all prompts together
             continue
         prompts = [(prompt.sample, prompt.usage, prompt.ratio) for prompt in site.prompts]
         for sample, usage, ratio in prompts or [(site.sample, site.usage, site.ratio)]:

@@ -20,13 +20,14 @@ def shared_rounding(runs: Sequence[Run]) -> Callable[[str], float]:
     """By site, the error that all of an optimizer's input and moments have in common: gradients
     that are clipped are multiplied by a number that the norm of all of them gives. That norm is
     judged as a site of its own; what follows from it is held to how far the norms are apart. A new
-    value moves by no more than the rate times that: a first step of AdamW is the rate at most, and
-    one of SGD where gradients are clipped to less than 1 is."""
+    value moves by no more than its step times that: a first step of AdamW is the rate at most, one
+    of SGD the rate times what gradients are clipped to."""
     given = [record for run in runs for record in run.records if f"{OPTIMIZER}:in." in record.site]
     rounding = norm_floor(max((record.numel for record in given), default=0))
     norms = _last_norms(runs)
     apart = max(norms) / min(norms) - 1 if norms and min(norms) > 0 else 0.0
-    rate = runs[0].manifest.training.learning_rate or 0.0
+    training = runs[0].manifest.training
+    rate = (training.learning_rate or 0.0) * max(1.0, training.clip_grad_norm or 0.0)
     sizes = {record.site: record.summary.rms for record in runs[0].records
              if f"{OPTIMIZER}:out." in record.site and record.summary is not None}  # fmt: skip
 

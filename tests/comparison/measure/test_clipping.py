@@ -16,7 +16,7 @@ def run_of(norm):
     sites = {"embed#optimizer:in.weight": 10**7, "norm#optimizer:in.weight": 64,
              "norm#optimizer:out.weight": 64, ".#optimizer:in.grad_norm": 1}  # fmt: skip
     summary = SimpleNamespace(rms=norm)
-    training = SimpleNamespace(learning_rate=0.5)
+    training = SimpleNamespace(learning_rate=0.5, clip_grad_norm=0.1)
     return SimpleNamespace(
         manifest=SimpleNamespace(training=training),
         records=[SimpleNamespace(site=site, numel=numel, pass_="free", summary=summary)

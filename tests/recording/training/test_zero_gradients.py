@@ -9,7 +9,9 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 import divergence
+from divergence.analyses.blocks.show import prompt_usage
 from divergence.recording.training import optimizer
+from divergence.report.summary import verdict_lines
 
 PROMPTS = [[5, 9, 31, 7, 12, 40], [8, 3, 22, 9]]
 
@@ -53,9 +55,12 @@ def test_one_that_the_reference_lacks_is_named(name, model, step, tmp_path):
         a = step("a", model)
     b, truth = step("b", like=a), divergence.truth(a, out=tmp_path / "truth")
     path, _, leaf = name.rpartition(".")
+    assert not prompt_usage(divergence.compare(a, b))[0][0] > 1  # a sum over prompts is of none
     for judge in (None, truth):
-        verdict = divergence.compare(a, b, truth=judge).verdict
+        report = divergence.compare(a, b, truth=judge)
+        verdict = report.verdict
         assert verdict.kind == "localized", verdict.summary
+        assert any("backward, all prompts" in str(line) for line in verdict_lines(report))
         assert verdict.onset.site == f"{path}#backward:out.{leaf}"
         assert verdict.side == (None if judge is None else "reference")
 

@@ -184,8 +184,8 @@ def test_a_run_gives_no_leave_to_run_code(refused, runs, tmp_path, monkeypatch, 
 
     asked = []
 
-    def load_model(source, **options):
-        asked.append((source, options["trust_remote_code"]))
+    def load_model(loading, **options):
+        asked.append((loading.source, loading.trust_remote_code))
         raise ModelError("not loaded")
 
     monkeypatch.setattr(api, "load_model", load_model)

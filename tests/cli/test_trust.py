@@ -9,6 +9,7 @@ import json
 import pickle
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def not_loaded(monkeypatch):
     """Models are asked for, and none is loaded: what was asked."""
     asked: list[dict[str, Any]] = []
 
-    def load_model(source, **options):
-        asked.append({"source": source, **options})
+    def load_model(loading, **options):
+        asked.append({**asdict(loading), **options})
         raise ModelError("not loaded")
 
     monkeypatch.setattr(api, "load_model", load_model)

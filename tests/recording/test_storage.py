@@ -44,7 +44,7 @@ import json, sys
 from pathlib import Path
 import msgspec, torch
 from divergence.recording.keeper import BufferKeeper, Recent
-from divergence.run.writing.buffer import Buffer, Limits
+from divergence.run.writing.buffer import Buffer, BufferLimits
 from divergence.run.schema.manifest import Sizes
 from divergence.run.reader import Run
 from divergence.run.writing.writer import RunWriter
@@ -60,7 +60,7 @@ def status_bytes(key):
 
 def capture(out, steps, kernel):
     manifest.sizes = Sizes()
-    buffer = Buffer(Limits.of(buffer_mib << 20, kernel=kernel))
+    buffer = Buffer(BufferLimits.of(buffer_mib << 20, kernel=kernel))
     with RunWriter(Path(out), manifest, buffer=buffer) as writer:
         keeper, recent = BufferKeeper(writer, buffer), Recent()
         for step in range(steps):

@@ -7,42 +7,47 @@ squares one after the other in float32, and lose a share of them once the sum is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from divergence.numerics.floor import norm_floor
 from divergence.run.reader import Run
 from divergence.run.schema.site import OPTIMIZER, is_norm
 
-__all__ = ["shared_rounding"]
+__all__ = ["SharedRounding"]
 
 
-def shared_rounding(runs: Sequence[Run]) -> Callable[[str], float]:
+class SharedRounding:
     """By site, the error that all of an optimizer's input and moments have in common: gradients
     that are clipped are multiplied by a number that the norm of all of them gives. That norm is
     judged as a site of its own; what follows from it is held to how far the norms are apart. A new
     value moves by no more than its step times that: a first step of AdamW is the rate at most, one
     of SGD the rate times what gradients are clipped to."""
-    given = [record for run in runs for record in run.records if f"{OPTIMIZER}:in." in record.site]
-    rounding = norm_floor(max((record.numel for record in given), default=0))
-    norms = _last_norms(runs)
-    apart = max(norms) / min(norms) - 1 if norms and min(norms) > 0 else 0.0
-    training = runs[0].manifest.training
-    rate = (training.learning_rate or 0.0) * max(1.0, training.clip_grad_norm or 0.0)
-    sizes = {record.site: record.summary.rms for record in runs[0].records
-             if f"{OPTIMIZER}:out." in record.site and record.summary is not None}  # fmt: skip
 
-    def of(site: str) -> float:
+    def __init__(self, runs: Sequence[Run]) -> None:
+        given = [
+            record for run in runs for record in run.records if f"{OPTIMIZER}:in." in record.site
+        ]
+        self._rounding = norm_floor(max((record.numel for record in given), default=0))
+        norms = _last_norms(runs)
+        apart = max(norms) / min(norms) - 1 if norms and min(norms) > 0 else 0.0
+        self._error = max(self._rounding, apart)
+        training = runs[0].manifest.training
+        self._rate = (training.learning_rate or 0.0) * max(1.0, training.clip_grad_norm or 0.0)
+        self._sizes = {
+            record.site: record.summary.rms
+            for record in runs[0].records
+            if f"{OPTIMIZER}:out." in record.site and record.summary is not None
+        }
+
+    def __call__(self, site: str) -> float:
         path, _, port = site.partition(":")
         if not path.endswith(OPTIMIZER):
             return 0.0
         if is_norm(site):
-            return rounding
-        error = max(rounding, apart)
+            return self._rounding
         if port[:3] == "out" and port.count(".") == 1:  # a new value: its step, in shares of it
-            return error * rate / (sizes.get(site) or 1.0)
-        return error * (2 if port.endswith("_sq") else 1)
-
-    return of
+            return self._error * self._rate / (self._sizes.get(site) or 1.0)
+        return self._error * (2 if port.endswith("_sq") else 1)
 
 
 def _last_norms(runs: Sequence[Run]) -> list[float]:

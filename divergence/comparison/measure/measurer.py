@@ -305,7 +305,11 @@ class _Operands:
 def _shared(runs: Sequence[Run]) -> Callable[[str], float]:
     """By site, the rounding that all of its rows have in common."""
     if all(run.manifest.training.clip_grad_norm is None for run in runs):
-        return lambda site: 0.0
-    from divergence.comparison.measure.clipping import shared_rounding
+        return _nothing_shared
+    from divergence.comparison.measure.clipping import SharedRounding
 
-    return shared_rounding(runs)
+    return SharedRounding(runs)
+
+
+def _nothing_shared(site: str) -> float:
+    return 0.0

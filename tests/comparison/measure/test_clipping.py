@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import divergence
-from divergence.comparison.measure.clipping import shared_rounding
+from divergence.comparison.measure.clipping import SharedRounding
 from divergence.numerics.floor import norm_floor
 
 
@@ -25,7 +25,7 @@ def run_of(norm):
 
 
 def test_what_is_clipped_has_the_error_of_the_norm():
-    of, floor = shared_rounding([run_of(2.0), run_of(2.0)]), norm_floor(10**7)
+    of, floor = SharedRounding([run_of(2.0), run_of(2.0)]), norm_floor(10**7)
     assert of("norm#optimizer:in.weight") == of("norm#optimizer:out.weight.exp_avg") == floor
     assert of("norm#optimizer:out.weight.exp_avg_sq") == 2 * floor
     assert of("norm#optimizer:out.weight") == 0.5 * floor / 2  # the rate, over the weight
@@ -33,7 +33,7 @@ def test_what_is_clipped_has_the_error_of_the_norm():
 
 
 def test_norms_that_are_apart_are_off_themselves_and_excuse_what_follows():
-    of = shared_rounding([run_of(2.0), run_of(2.02)])
+    of = SharedRounding([run_of(2.0), run_of(2.02)])
     assert of(".#optimizer:in.grad_norm") == norm_floor(10**7)
     assert of("norm#optimizer:in.weight") == pytest.approx(0.01)
 

@@ -28,8 +28,8 @@ from divergence.errors import DivergenceError
 from tests.models.tiny import build
 
 __all__ = [
-    "PROMPTS", "Bench", "Case", "Machine", "Ran", "Told", "abstained", "checks", "fails", "finds",
-    "many_prompts", "play", "refuses", "right", "said", "stays_quiet", "words_of", "wrong",
+    "BLOCK", "PROMPTS", "Bench", "Case", "Machine", "Ran", "Told", "abstained", "checks", "fails",
+    "finds", "many_prompts", "play", "refuses", "right", "said", "stays_quiet", "words_of", "wrong",
 ]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +43,8 @@ PROMPTS = (
     "Numbers should stay the same on all machines, whatever happens.",
     "Rain falls mainly on the plain, said the weather report today.",
 )
+BLOCK = "model.layers.1"
+"""Where faults are planted."""
 FOUND = ("localized", "systematic", "nonfinite")
 QUIET = ("identical", "within_floor")
 

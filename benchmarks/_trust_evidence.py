@@ -10,6 +10,7 @@ from typing import Any
 import divergence
 from benchmarks import _faults
 from benchmarks._trust import (
+    BLOCK,
     PROMPTS,
     QUIET,
     Bench,
@@ -28,7 +29,6 @@ from divergence import compare
 
 __all__ = ["CASES"]
 
-BLOCK = "model.layers.1"
 MLP = f"{BLOCK}.mlp:out"
 
 

@@ -7,12 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks._trust import Bench, Case, Told, abstained, checks, fails, right, said, wrong
+from benchmarks._trust import BLOCK, Bench, Case, Told, abstained, checks, fails, right, said, wrong
 from divergence import compare
 
 __all__ = ["CASES"]
-
-BLOCK = "model.layers.1"
 
 
 # ── names and coverage ──────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks._trust import (
+    BLOCK,
     Bench,
     Case,
     Told,
@@ -27,8 +28,6 @@ from divergence import compare
 from divergence.recording.hooks.plant import Plant
 
 __all__ = ["CASES"]
-
-BLOCK = "model.layers.1"
 
 
 def _planted(bench: Bench, fault: str, **values: Any) -> Told:

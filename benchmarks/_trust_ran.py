@@ -17,6 +17,7 @@ import torch
 
 import divergence
 from benchmarks._trust import (
+    BLOCK,
     Bench,
     Case,
     Machine,
@@ -32,8 +33,6 @@ from divergence import compare
 from divergence.errors import DivergenceError
 
 __all__ = ["CASES"]
-
-BLOCK = "model.layers.1"
 
 
 def _names(report: Any, *words: str) -> Told:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import divergence
 from benchmarks._trust import (
+    BLOCK,
     Bench,
     Case,
     Machine,
@@ -32,7 +33,6 @@ from divergence import compare
 
 __all__ = ["CASES"]
 
-BLOCK = "model.layers.1"
 HEALTHY = Machine("healthy")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks._trust import (
+    BLOCK,
     PROMPTS,
     Bench,
     Case,
@@ -26,7 +27,6 @@ from divergence import compare
 
 __all__ = ["CASES"]
 
-BLOCK = "model.layers.1"
 MLP = f"{BLOCK}.mlp:out"
 
 

@@ -13,22 +13,18 @@ against float64. Faults: kernels that are wrong in one module below everything t
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import logging
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import divergence
-from benchmarks._machines import Machine, planting
-from benchmarks.training import ARCHITECTURES, MODEL_FAULTS, PROMPTS
+from benchmarks._machines import planting
+from benchmarks.training import MODEL_FAULTS, PROMPTS, Models, captured_by, machines, tables
 from divergence import Run
 from divergence.run.schema.site import BACKWARD
-from tests.models import tiny
 from tests.models.wrong_kernels import WrongKernels, wrong_kernels
 
 IDS = PROMPTS[:3]
@@ -43,53 +39,31 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "two threads": {"threads": 2},
 }
-MACHINES = ("old", "aten-avx2", "mkl-compatible")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--health", action="store_true", help="healthy pairs alone")
-    parser.add_argument("--faults", action="store_true", help="wrong operators alone")
-    given = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="divergence-backward-") as folder:
-        models = {
-            (name, dtype): tiny.build(
-                name, Path(folder) / f"{name}-{dtype}", dtype=dtype, num_blocks=3
-            )
-            for name in ARCHITECTURES for dtype in ("float32", "bfloat16")
-        }  # fmt: skip
-        if not given.faults:
-            health(models, Path(folder))
-        if not given.health:
-            faults(models, Path(folder))
-
 
 # --- healthy pairs ------------------------------------------------------------------------------
 
 
-def health(models: dict[tuple[str, str], Path], folder: Path) -> None:
+def health(models: Models, folder: Path) -> None:
     print("| pair | architecture | dtype | operators of the backward | named there | "
           "largest share of a limit, with a truth | without |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
-    machines = {name: Machine(name) for name in MACHINES}
     count, largest = itertools.count(), 0.0
-    for (architecture, dtype), model in models.items():
-        sites = ["blocks", f"ops@{BLOCKS[architecture]}"]
-        a = divergence.capture(str(model), out=folder / f"h{next(count)}", probe=False, train=True,
-                               prompts=IDS, sites=sites)  # fmt: skip
-        truth = divergence.truth(a, out=folder / f"h{next(count)}")
-        for name, options in HEALTHY.items():
-            b = divergence.capture(like=a, out=folder / f"h{next(count)}", probe=False, **options)
-            largest = max(largest, show(name, architecture, dtype, a, b, truth))
-        for name, machine in machines.items():
-            out = folder / f"h{next(count)}"
-            machine.ask("capture", like=str(a.path), out=str(out), probe=False)
-            machine.wait()
-            b = Run.open(out)
-            largest = max(largest, show(f"kernels: {name}", architecture, dtype, a, b, truth))
-    for machine in machines.values():
-        machine.close()
+    with machines() as others:
+        for (architecture, dtype), model in models.items():
+            sites = ["blocks", f"ops@{BLOCKS[architecture]}"]
+            a = divergence.capture(
+                str(model), out=folder / f"h{next(count)}", probe=False, train=True, prompts=IDS,
+                sites=sites,
+            )  # fmt: skip
+            truth = divergence.truth(a, out=folder / f"h{next(count)}")
+            for name, options in HEALTHY.items():
+                b = divergence.capture(
+                    like=a, out=folder / f"h{next(count)}", probe=False, **options
+                )
+                largest = max(largest, show(name, architecture, dtype, a, b, truth))
+            for name, machine in others.items():
+                b = captured_by(machine, a, folder / f"h{next(count)}")
+                largest = max(largest, show(f"kernels: {name}", architecture, dtype, a, b, truth))
     print(f"\nlargest share of a limit in a backward: {largest:.0%}")
 
 
@@ -125,7 +99,7 @@ def wanted(architecture: str) -> dict[str, tuple[str, str]]:
 KERNELS = {"softmax": "kernel: wrong sign", "mm": "kernel: a weight's"}
 
 
-def faults(models: dict[tuple[str, str], Path], folder: Path) -> None:
+def faults(models: Models, folder: Path) -> None:
     print("\n| fault | architecture | dtype | named | module | operator | side | proven |")
     print("|---|---|---|---|---|---|---|---|")
     tally = {"module": 0, "operator": 0, "side": 0, "proven": 0, "wrong side": 0}
@@ -179,4 +153,4 @@ def descend(
 
 
 if __name__ == "__main__":
-    main()
+    tables(__doc__, health, faults, num_blocks=3)

@@ -27,8 +27,13 @@ from divergence.evaluations.statistics.means import (
     mean_of,
     padding,
 )
-from divergence.evaluations.statistics.power import documents_needed, smallest_difference
-from divergence.evaluations.statistics.significance import mcnemar, score_interval, sign_test
+from divergence.evaluations.statistics.significance import (
+    documents_needed,
+    mcnemar,
+    score_interval,
+    sign_test,
+    smallest_difference,
+)
 
 TOGETHER = 0.3**0.5
 _CELLS = 4_000_000

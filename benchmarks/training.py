@@ -45,21 +45,28 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "autocast bfloat16": {"autocast": "bfloat16"},
     "two threads": {"threads": 2},
 }
-MACHINES = ("old", "aten-avx2", "mkl-compatible")
 
 Prepare = Callable[[torch.nn.Module], None]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+Models = dict[tuple[str, str], Path]
+"""By architecture and dtype."""
+
+
+def tables(
+    doc: str | None, health: Callable[[Models, Path], None], faults: Callable[[Models, Path], None],
+    *, num_blocks: int,
+) -> None:  # fmt: skip
+    """What the command line of a program with these two tables does."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--health", action="store_true", help="healthy pairs alone")
-    parser.add_argument("--faults", action="store_true", help="planted faults alone")
+    parser.add_argument("--faults", action="store_true", help="faults alone")
     given = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="divergence-training-") as folder:
         models = {
             (name, dtype): tiny.build(
-                name, Path(folder) / f"{name}-{dtype}", dtype=dtype, num_blocks=4
+                name, Path(folder) / f"{name}-{dtype}", dtype=dtype, num_blocks=num_blocks
             )
             for name in ARCHITECTURES for dtype in ("float32", "bfloat16")
         }  # fmt: skip
@@ -69,29 +76,41 @@ def main() -> None:
             faults(models, Path(folder))
 
 
+@contextlib.contextmanager
+def machines() -> Iterator[dict[str, Machine]]:
+    """Processes that run other CPU kernels, by name."""
+    started = {name: Machine(name) for name in ("old", "aten-avx2", "mkl-compatible")}
+    yield started
+    for machine in started.values():
+        machine.close()
+
+
+def captured_by(machine: Machine, a: Run, out: Path) -> Run:
+    """``a`` again, on that machine."""
+    machine.ask("capture", like=str(a.path), out=str(out), probe=False)
+    machine.wait()
+    return Run.open(out)
+
+
 # --- healthy pairs ------------------------------------------------------------------------------
 
 
-def health(models: dict[tuple[str, str], Path], folder: Path) -> None:
+def health(models: Models, folder: Path) -> None:
     print("| pair | architecture | dtype | verdict | with a truth | largest share of a limit |")
     print("|---|---|---|---|---|---|")
-    machines = {name: Machine(name) for name in MACHINES}
     count = itertools.count()
-    for (architecture, dtype), model in models.items():
-        a = step(model, folder / f"h{next(count)}")
-        truth = divergence.truth(a, out=folder / f"h{next(count)}")
-        for name, options in HEALTHY.items():
-            if name.startswith("autocast") and dtype != "float32":
-                continue
-            b = step(None, folder / f"h{next(count)}", like=a, **options)
-            show(name, architecture, dtype, a, b, truth)
-        for name, machine in machines.items():
-            out = folder / f"h{next(count)}"
-            machine.ask("capture", like=str(a.path), out=str(out), probe=False)
-            machine.wait()
-            show(f"kernels: {name}", architecture, dtype, a, Run.open(out), truth)
-    for machine in machines.values():
-        machine.close()
+    with machines() as others:
+        for (architecture, dtype), model in models.items():
+            a = step(model, folder / f"h{next(count)}")
+            truth = divergence.truth(a, out=folder / f"h{next(count)}")
+            for name, options in HEALTHY.items():
+                if name.startswith("autocast") and dtype != "float32":
+                    continue
+                b = step(None, folder / f"h{next(count)}", like=a, **options)
+                show(name, architecture, dtype, a, b, truth)
+            for name, machine in others.items():
+                b = captured_by(machine, a, folder / f"h{next(count)}")
+                show(f"kernels: {name}", architecture, dtype, a, b, truth)
 
 
 def show(name: str, architecture: str, dtype: str, a: Run, b: Run, truth: Run) -> None:
@@ -320,7 +339,7 @@ def right(where: str, report: Report) -> bool:
     }[where]
 
 
-def faults(models: dict[tuple[str, str], Path], folder: Path) -> None:
+def faults(models: Models, folder: Path) -> None:
     print("\n| fault | architecture | dtype | side | verdict | onset | place | side named |")
     print("|---|---|---|---|---|---|---|---|")
     count, sides = itertools.count(), itertools.cycle(("candidate", "reference"))
@@ -355,4 +374,4 @@ def faults(models: dict[tuple[str, str], Path], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tables(__doc__, health, faults, num_blocks=4)

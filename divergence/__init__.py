@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from divergence.experiments.localization.localize import localize
     from divergence.experiments.quantization.quantize import quantize
     from divergence.experiments.quantization.result import Quantization
-    from divergence.experiments.selfcheck.result import SelfcheckResult
+    from divergence.experiments.result import SelfcheckResult
     from divergence.experiments.selfcheck.selfcheck import selfcheck
     from divergence.experiments.selftest import selftest
     from divergence.experiments.sensitivity.sensitivity import sensitivity
@@ -63,7 +63,7 @@ _HOMES = {
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
     "ScoresReport": "divergence.evaluations.result",
-    "SelfcheckResult": "divergence.experiments.selfcheck.result",
+    "SelfcheckResult": "divergence.experiments.result",
     "__version__": "divergence._version",
     "bundle": "divergence.sending",
     "capture": "divergence.recording.api",

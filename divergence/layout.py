@@ -21,8 +21,8 @@ from divergence.words import printable
 
 __all__ = [
     "BLANK", "MAX_WIDTH", "Line", "Span", "bar", "columns", "count", "cut", "decimal", "fixed",
-    "fold", "heading", "line", "print_lines", "prose", "shape_text", "share", "size",
-    "times", "write_text",
+    "fold", "heading", "line", "print_lines", "prose", "shape_text", "share", "size", "times",
+    "write_text",
 ]  # fmt: skip
 
 MAX_WIDTH = 100

@@ -7,7 +7,7 @@
         divergence_golden("server", run=my_capture(tmp_path / "run"), policy="strict")
 
 Goldens of the name ``llama`` lie in ``goldens/llama/`` beside the test file, one for each device
-and dtype; the one that fits best is taken (gate.choice), which the end of pytest's output says.
+and dtype; the one that fits best is taken (gate.golden), which the end of pytest's output says.
 ``--divergence-bless`` makes the run the golden and prints how it differs from the old one.
 
 pytest imports this module whenever it starts, so it imports nothing but pytest: torch comes with
@@ -129,8 +129,7 @@ class GoldenCheck:
         return capture(model, out=self._scratch / f"run-{name}", **options)
 
     def _store(self, name: str, run: Run) -> None:
-        from divergence.gate.choice import golden_name
-        from divergence.gate.golden import bless
+        from divergence.gate.golden import bless, golden_name
         from divergence.report.checking import blessing_lines
 
         golden = self._folder / name / f"{golden_name(run)}.zip"
@@ -141,7 +140,7 @@ class GoldenCheck:
     ) -> CheckResult:
         from divergence.errors import UsageError
         from divergence.gate.check import check
-        from divergence.gate.choice import choose_golden
+        from divergence.gate.golden import choose_golden
         from divergence.report.checking import check_lines
 
         folder = self._folder / name

@@ -86,7 +86,6 @@ REPORT_READS = (
     "divergence.evaluations.show",
     "divergence.experiments.result",
     "divergence.experiments.quantization.result",
-    "divergence.experiments.selfcheck.result",
     "divergence.analyses",
     "divergence.training.plan.show",
     "divergence.comparison.analysis",

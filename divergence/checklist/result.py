@@ -10,11 +10,8 @@ from divergence.comparison.result import JsonAnswer, RunSummary
 from divergence.comparison.results.findings import Verdict
 
 __all__ = [
-    "CHECKUP_SCHEMA_VERSION", "Checkup", "Point", "PointName", "PointState", "Rung", "RungName",
-    "RungState",
+    "Checkup", "Point", "PointName", "PointState", "Rung", "RungName", "RungState",
 ]  # fmt: skip
-
-CHECKUP_SCHEMA_VERSION = 1
 
 PointName = Literal[
     "weights", "greedy", "seed", "engine", "deterministic", "tokens", "logprobs", "logprob_diff"
@@ -60,7 +57,7 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True):
 class Checkup(msgspec.Struct, JsonAnswer, frozen=True, kw_only=True):
     """The answer of `doctor`."""
 
-    schema_version: int = CHECKUP_SCHEMA_VERSION
+    schema_version: int = 1
     tool_version: str
     reference: RunSummary
     candidate: RunSummary

@@ -7,10 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from divergence.errors import UsageError
 from divergence.words import Progress, printable, printable_lines
+
+if TYPE_CHECKING:
+    from divergence.options.commands import Output
 
 __all__ = [
     "ARGUMENTS", "VERBOSE", "progress_bars", "show", "show_answer", "show_briefly", "show_copy",
@@ -31,16 +34,21 @@ def show(text: str) -> None:
 
 
 def show_answer(
-    answer: Any, lines: Callable[[], list[Any]], brief: Callable[[], list[Any]], *, json: bool,
-    quiet: bool,
+    answer: Any, lines: Callable[..., list[Any]], brief: Callable[[Any], list[Any]],
+    output: Output, *, html: Path | None = None,
 ) -> None:  # fmt: skip
-    """An answer as JSON, or as lines; ``brief``: those of ``quiet``."""
+    """An answer as JSON, or as lines; ``brief``: those of ``--quiet``. ``html``: where it is
+    written as a page, too."""
     from divergence.layout import print_lines
 
-    if json:
+    if html is not None:
+        answer.to_html(html)
+    if output.json:
         show(answer.to_json(indent=2))
+    elif output.quiet:
+        print_lines(brief(answer), whole=True)
     else:
-        print_lines(brief() if quiet else lines(), whole=quiet)
+        print_lines(lines(answer, verbose=output.verbose))
 
 
 def write_text(text: str, path: Path, *, what: str) -> None:
@@ -69,26 +77,26 @@ def show_plan(plan: Any, *, json: bool) -> None:
         print_lines(plan_lines(built))
 
 
-def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
+def show_run(run: Any, output: Output, *, like: str | None) -> None:
     """A run that was made. ``like``: the run that it repeats."""
     if run.manifest.mesh is not None and os.environ.get("RANK", "0") != "0":
         return  # the first rank speaks for all
     from divergence.layout import print_lines
     from divergence.report.capturing import captured_lines
 
-    if json or quiet:
-        show_briefly(run, json=json)
+    if output.silent:
+        show_briefly(run, json=output.json)
     else:
         print_lines(captured_lines(str(run.path), run.manifest, run.records, like=like))
 
 
-def show_copy(what: str, run: Any, *, json: bool, quiet: bool) -> None:
+def show_copy(what: str, run: Any, output: Output) -> None:
     """A run that was ``what``: packed, unpacked."""
     from divergence.layout import print_lines
     from divergence.report.capturing import copied_lines
 
-    if json or quiet:
-        show_briefly(run, json=json)
+    if output.silent:
+        show_briefly(run, json=output.json)
     else:
         print_lines(copied_lines(what, str(run.path), run.manifest, run.records))
 

@@ -8,16 +8,7 @@ from divergence.cli.answers import progress_bars, show_plan, show_run
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
-from divergence.options.commands import (
-    RECORDED,
-    REPEATING,
-    Force,
-    Json,
-    Out,
-    Quiet,
-    TruthOptions,
-    Verbose,
-)
+from divergence.options.commands import RECORDED, REPEATING, Force, Out, Output, TruthOptions
 from divergence.options.option import Option, fields_of
 from divergence.options.train import PlanOptions
 from divergence.run.command import quoted
@@ -59,9 +50,7 @@ def capture(
         ),
     ] = None,
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
     command: str | None,
 ) -> None:
     """Run a model and record what happens at chosen sites.
@@ -122,15 +111,15 @@ def capture(
     from divergence.recording.api import capture, plan_capture
 
     source = model_copy if server or like is not None else model
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         if dry_run:
             plan = plan_capture(source, progress=progress, **values, **plan_options)
         else:
             run = capture(source, progress=progress, **values)
     if dry_run:
-        show_plan(plan, json=json)
+        show_plan(plan, json=output.json)
     else:
-        show_run(run, like=like, json=json, quiet=quiet)
+        show_run(run, output, like=like)
 
 
 def _refuse_repeating(options: dict[str, Any]) -> None:
@@ -152,9 +141,7 @@ def truth(
     ] = None,
     options: Annotated[dict[str, Any], TruthOptions],
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
     command: str | None,
 ) -> None:
     """Repeat a run in float64: what is right, and how wide rounding is.
@@ -174,6 +161,6 @@ def truth(
 
     from divergence.recording.api import truth as call
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         result = call(run, out=out, force=force, command=command, progress=progress, **options)
-    show_run(result, like=run, json=json, quiet=quiet)
+    show_run(result, output, like=run)

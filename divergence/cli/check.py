@@ -14,7 +14,7 @@ from divergence.cli.answers import progress_bars, show
 from divergence.cli.compare import HTML, check_folder, show_report
 from divergence.cli.signature import settings
 from divergence.errors import DivergenceError, UsageError
-from divergence.options.commands import OUTPUT, CheckOptions, Json, Quiet, Verbose
+from divergence.options.commands import OUTPUT, CheckOptions, Output
 from divergence.options.option import Option
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ def check(
         Path | None,
         Option("--codequality FILE", "Also write GitLab's code quality report.", OUTPUT),
     ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Check a run against a golden under a policy.
 
@@ -87,7 +85,9 @@ def check(
     """
     options = {**settings("check"), **options}
     check_folder(html)
-    sinks = _Sinks(junit=junit, codequality=codequality, summary=_summary_file(github, json=json))
+    sinks = _Sinks(
+        junit=junit, codequality=codequality, summary=_summary_file(github, json=output.json)
+    )
     if bless and any((html, junit, github, codequality)):
         raise UsageError(
             "--bless checks nothing, so there is nothing for --html, --junit, --github or "
@@ -101,15 +101,15 @@ def check(
         from divergence.report.checking import blessing_lines
         from divergence.report.machine import blessing_json
 
-        with progress_bars(quiet=quiet or json) as progress:
+        with progress_bars(quiet=output.silent) as progress:
             blessing = goldens.bless(
                 golden, new, name_map=options.get("name_map"), allow_nonfinite=allow_nonfinite,
                 keep_previous=keep_previous,
                 progress=progress,
             )  # fmt: skip
-        if json:
+        if output.json:
             show(blessing_json(blessing))
-        elif not quiet:
+        elif not output.quiet:
             print_lines(blessing_lines(blessing))
         return
 
@@ -119,7 +119,7 @@ def check(
     from divergence.report.machine import check_json
 
     try:
-        with progress_bars(quiet=quiet or json) as progress:
+        with progress_bars(quiet=output.silent) as progress:
             result = check(golden, new, progress=progress, **options)
     except DivergenceError as error:
         report = getattr(error, "report", None)
@@ -128,7 +128,7 @@ def check(
             report.to_html(html)
         with sinks.fence():
             if report is not None:
-                show_report(report, json=json, quiet=quiet, verbose=verbose)
+                show_report(report, output)
             if sinks.summary is None:
                 raise
             show(f"error: {error}")
@@ -143,10 +143,12 @@ def check(
         background = background_of(result.report)
         write_page(page(result.report, background, openings=[answer], command_name="check"), html)
     with sinks.fence():
-        if json:
+        if output.json:
             show(check_json(result))
         else:
-            print_lines(check_lines(result, verbose=verbose, brief=quiet), whole=quiet)
+            print_lines(
+                check_lines(result, verbose=output.verbose, brief=output.quiet), whole=output.quiet
+            )
     sinks.write(checked_page(result))
     if not result.passed:
         raise typer.Exit(1)

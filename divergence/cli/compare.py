@@ -12,7 +12,7 @@ import typer
 from divergence.cli.answers import progress_bars, show, write_text
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
-from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Json, Quiet, Verbose
+from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output, Quiet, Verbose
 from divergence.options.option import Option, fields_of
 from divergence.words import printable
 
@@ -97,9 +97,7 @@ def compare(
         Path | None,
         Option("--reports DIR", "Of many runs: write each pair's report there as JSON.", OUTPUT),
     ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Compare two runs: the verdict, the first site where they part, and why.
 
@@ -145,7 +143,7 @@ def compare(
         }  # fmt: skip
         given += [name for name, value in others.items() if value]
         _refuse_beside_losses(given, candidates or ())
-        _compare_losses(reference, candidates, warmup_steps, exit_code, json=json, quiet=quiet)
+        _compare_losses(reference, candidates, warmup_steps, exit_code, output)
         return
     if warmup_steps is not None:
         raise UsageError("--warmup-steps is for two files of losses, and these are runs")
@@ -173,7 +171,7 @@ def compare(
             "divergence compare A B --json > report.json",
         ),
         (
-            json and csv is not None and str(csv) == "-",
+            output.json and csv is not None and str(csv) == "-",
             "--json and --csv - both want stdout",
             "give --csv a file",
         ),
@@ -206,21 +204,21 @@ def compare(
     if many:
         from divergence.fleet.many import compare_many
 
-        with shared_with_ranks() as here, progress_bars(quiet=quiet or json) as progress:
+        with shared_with_ranks() as here, progress_bars(quiet=output.silent) as progress:
             if not here:
                 return
             matrix = compare_many(
-                reference, candidates or (), reports=reports, keep_reports=json or verbose,
-                progress=progress, **options,
+                reference, candidates or (), reports=reports, progress=progress,
+                keep_reports=output.json or output.verbose, **options,
             )  # fmt: skip
         if html is not None:
             matrix.to_html(html)
-        _show_matrix(matrix, every=every, json=json, quiet=quiet, verbose=verbose)
+        _show_matrix(matrix, output, every=every)
         raise typer.Exit(_matrix_code(matrix, asked=exit_code))
 
     from divergence.comparison.api import compare
 
-    with shared_with_ranks() as here, progress_bars(quiet=quiet or json) as progress:
+    with shared_with_ranks() as here, progress_bars(quiet=output.silent) as progress:
         if not here:
             return
         report = compare(reference, candidate, progress=progress, **options)
@@ -238,8 +236,8 @@ def compare(
     if html is not None:
         report.to_html(html)
     if csv is None or str(csv) != "-":
-        show_report(report, every=every, json=json, quiet=quiet, verbose=verbose)
-        if html is not None and not (json or quiet):
+        show_report(report, output, every=every)
+        if html is not None and not output.silent:
             show(f"the page to send: {printable(str(html))}")
     for kind, file in (("svg", svg), ("png", png)):  # last: there may be no curve to draw
         if file is not None:
@@ -259,7 +257,7 @@ def _refuse_beside_losses(given: list[str], candidates: Sequence[str]) -> None:
 
 def _compare_losses(
     reference: str, candidates: list[str] | None, warmup_steps: int | None, exit_code: bool,
-    *, json: bool, quiet: bool,
+    output: Output,
 ) -> None:  # fmt: skip
     from divergence.layout import print_lines
     from divergence.training.curves.api import compare_losses
@@ -269,9 +267,9 @@ def _compare_losses(
     report = compare_losses(
         reference, candidates[0] if candidates else None, warmup_steps=warmup_steps
     )
-    if json:
+    if output.json:
         show(report.to_json(indent=2))
-    elif quiet:
+    elif output.quiet:
         print_lines([verdict_line(report)], whole=True)
     else:
         print_lines(loss_lines(report))
@@ -338,18 +336,19 @@ def check_folder(file: Path | None, option: str = "--html") -> None:
         raise UsageError(message, hint="make the folder first")
 
 
-def _show_matrix(matrix: Matrix, *, every: bool, json: bool, quiet: bool, verbose: bool) -> None:
+def _show_matrix(matrix: Matrix, output: Output, *, every: bool) -> None:
     from divergence.layout import BLANK, heading, print_lines
     from divergence.report.matrix import matrix_headline, matrix_lines
     from divergence.report.summary import report_lines
 
-    if json:
+    if output.json:
         show(matrix.to_json(indent=2))
         return
-    print_lines(
-        matrix_headline(matrix) if quiet else matrix_lines(matrix, all_runs=every), whole=quiet
-    )
-    for row in matrix.rows if verbose and not quiet else ():
+    if output.quiet:
+        print_lines(matrix_headline(matrix), whole=True)
+        return
+    print_lines(matrix_lines(matrix, all_runs=every))
+    for row in matrix.rows if output.verbose else ():
         if row.report is not None:
             print_lines([BLANK, heading(f"== {row.path}"), BLANK])
             print_lines(report_lines(row.report, all_sites=every, verbose=True))
@@ -364,21 +363,18 @@ def _matrix_code(matrix: Matrix, *, asked: bool) -> int:
     return 1 if 1 in codes else max(codes)
 
 
-def show_report(
-    report: Report, *, every: bool = False, json: bool = False, quiet: bool = False, verbose: bool,
-    more: str = "-v",
-) -> None:  # fmt: skip
+def show_report(report: Report, output: Output, *, every: bool = False, more: str = "-v") -> None:
     """The report in the form that was asked for. ``more``: what shows the rest of it."""
     from divergence.layout import print_lines
     from divergence.report.screen import screen_lines
     from divergence.report.summary import report_lines, verdict_lines
 
-    if json:
+    if output.json:
         show(report.to_json(indent=2))
-    elif quiet:
+    elif output.quiet:
         print_lines(verdict_lines(report), whole=True)
-    elif every or verbose:
-        print_lines(report_lines(report, all_sites=every, verbose=verbose))
+    elif every or output.verbose:
+        print_lines(report_lines(report, all_sites=every, verbose=output.verbose))
     else:
         print_lines(screen_lines(report, more=more))
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from divergence.errors import FaultError, RunError
-from divergence.options.commands import Quiet, TrustRemoteCode, Verbose
+from divergence.options.commands import Output, Quiet, TrustRemoteCode, Verbose
 from divergence.options.option import Option
 from divergence.run.command import command_line, quoted_words
 
@@ -208,7 +208,7 @@ def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool) -> Any:
     words = ["divergence", "compare", str(a), str(b), "--truth", str(truth)]
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
     report = compare(a, b, truth=truth)
-    show_report(report, quiet=quiet, verbose=False)
+    show_report(report, Output(json=False, quiet=quiet, verbose=False))
     return report
 
 

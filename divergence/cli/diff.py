@@ -10,7 +10,7 @@ import typer
 
 from divergence.cli.answers import progress_bars
 from divergence.cli.compare import exit_as, show_report
-from divergence.options.commands import Force, Json, Quiet, TrustRemoteCode, Verbose
+from divergence.options.commands import Force, Output, TrustRemoteCode
 from divergence.options.option import Option
 from divergence.words import printable
 
@@ -75,9 +75,7 @@ def diff(
         bool, Option("--exit-code", "Exit 1 if the sides diverge, 2 if none can tell.")
     ] = False,
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Compare a model under two settings of this machine, in one command.
 
@@ -108,20 +106,20 @@ def diff(
     folder = out or Path("diff-" + "-".join([Path(model).name, *map(_plain, varied)]))
 
     def on_step(number: int, command: str, done: bool) -> None:
-        if not quiet:
+        if not output.quiet:
             typer.echo(f"[{number}] {command}{'   # there already' if done else ''}", err=True)
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         result = call(
             model, out=folder, env=env, prompts=prompts, prompts_file=prompts_file, chat=chat,
             max_new_tokens=max_new_tokens, trust_remote_code=trust_remote_code, force=force,
-            quiet=quiet, on_step=on_step, progress=progress, **listed,
+            quiet=output.quiet, on_step=on_step, progress=progress, **listed,
         )  # fmt: skip
     report = result.report
-    show_report(report, json=json, quiet=quiet, verbose=verbose, more=result.whole)
-    if not (json or quiet or verbose):
+    show_report(report, output, more=result.whole)
+    if not (output.silent or output.verbose):
         print_lines([line(f"the page to send: {printable(str(result.page))}")])
-    if result.localize is not None and not (json or quiet):
+    if result.localize is not None and not output.silent:
         print_lines([BLANK])
         on_step(4, result.localize, False)
         result.go_on()

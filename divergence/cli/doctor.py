@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.answers import progress_bars, show
+from divergence.cli.answers import progress_bars, show, show_answer
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
-from divergence.options.commands import OUTPUT, DoctorOptions, Json, Quiet, Verbose
+from divergence.options.commands import OUTPUT, DoctorOptions, Output
 from divergence.options.option import Option
 
 __all__ = ["doctor"]
@@ -24,9 +25,7 @@ def doctor(
     markdown: Annotated[
         bool, Option("--markdown", "Print tables to paste into an issue.", OUTPUT)
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Go through the checklist with two runs: what to settle first, and which cause it is.
 
@@ -45,21 +44,18 @@ def doctor(
     Exit codes: 0 done, whatever was found; 2 a run cannot be read. With --exit-code those
     of compare --exit-code: 1 where the runs diverge, 2 where none can tell.
     """
-    if json and markdown:
+    if output.json and markdown:
         raise UsageError("--json and --markdown both want stdout", hint="leave one out")
     from divergence.checklist.doctor import doctor as examine
     from divergence.checklist.show import checkup_lines, checkup_markdown
     from divergence.cli.compare import EXIT_CODES
-    from divergence.layout import print_lines
 
     options = {**settings("compare"), **options}
-    with progress_bars(quiet=quiet or json or markdown) as progress:
+    with progress_bars(quiet=output.silent or markdown) as progress:
         checkup = examine(reference, candidate, progress=progress, **options)
-    if json:
-        show(checkup.to_json(indent=2))
-    elif markdown:
+    if markdown:
         show(checkup_markdown(checkup))
     else:
-        print_lines(checkup_lines(checkup, brief=quiet, verbose=verbose), whole=quiet)
+        show_answer(checkup, checkup_lines, partial(checkup_lines, brief=True), output)
     if exit_code:
         raise typer.Exit(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])

@@ -11,7 +11,7 @@ import typer
 from divergence.cli.answers import progress_bars, show, show_answer
 from divergence.cli.compare import HTML, check_folder
 from divergence.errors import RunExistsError, RunWriteError, UsageError
-from divergence.options.commands import LIMITS, Force, Json, Quiet, Verbose
+from divergence.options.commands import LIMITS, Force, Output
 from divergence.options.experiments import (
     LocalizeOptions,
     QuantizationOptions,
@@ -33,9 +33,7 @@ def localize(
     ] = None,
     options: Annotated[dict[str, Any], LocalizeOptions],
     html: Annotated[Path | None, HTML] = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Go from the block to the operator, and prove it; captures what is missing.
 
@@ -59,12 +57,10 @@ def localize(
     from divergence.experiments.localization.localize import localize
     from divergence.report.localization import localization_lines
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         result = localize(reference, candidate, out=out, progress=progress, **options)
-    if html is not None:
-        result.to_html(html)
-    lines = partial(localization_lines, result, answer_only=quiet, verbose=verbose)
-    show_answer(result, lines, lines, json=json, quiet=quiet)
+    brief = partial(localization_lines, answer_only=True)
+    show_answer(result, localization_lines, brief, output, html=html)
     # as compare ends; and what does not belong to these runs was not compared
     if result.refused or result.levels[0].verdict == "incomparable":
         raise typer.Exit(2)
@@ -76,9 +72,7 @@ def sensitivity(
     options: Annotated[dict[str, Any], SensitivityOptions],
     policy: Annotated[str | None, LIMITS.but(after="faults")] = None,
     html: Annotated[Path | None, HTML] = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """How small a fault would be seen: by dtype, prompts, passes and limits as they are.
 
@@ -100,13 +94,10 @@ def sensitivity(
     from divergence.gate.policy import load_policy
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         thresholds = load_policy(policy).thresholds
         result = sensitivity(run, thresholds=thresholds, progress=progress, **options)
-    if html is not None:
-        result.to_html(html)
-    lines = partial(sensitivity_lines, result, verbose=verbose)
-    show_answer(result, lines, partial(answer_lines, result), json=json, quiet=quiet)
+    show_answer(result, sensitivity_lines, answer_lines, output, html=html)
 
 
 def quantize(
@@ -124,9 +115,7 @@ def quantize(
         ),
     ] = None,
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """What quantisation costs a model, which matrices pay it, and which to keep out of it.
 
@@ -147,10 +136,9 @@ def quantize(
     from divergence.experiments.quantization.quantize import quantize
     from divergence.report.quantization import answer_line, quantization_lines
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         result = quantize(run, out=out, force=force, progress=progress, **options)
-    lines = partial(quantization_lines, result, verbose=verbose)
-    show_answer(result, lines, lambda: [answer_line(result)], json=json, quiet=quiet)
+    show_answer(result, quantization_lines, lambda answer: [answer_line(answer)], output)
     if policy is not None:  # last: what was found is not lost where it cannot be written
         write_forms(result, policy)
 
@@ -163,9 +151,7 @@ def selfcheck(
         bool, Option("--exit-code", "Exit with 1 where a line diverged.", after="keep")
     ] = False,
     html: Annotated[Path | None, HTML] = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Run a model in every way that must not matter, and see whether the numbers agree.
 
@@ -184,12 +170,9 @@ def selfcheck(
     from divergence.experiments.selfcheck.selfcheck import selfcheck
     from divergence.report.selfcheck import selfcheck_answer, selfcheck_lines
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         result = selfcheck(model, progress=progress, **options)
-    if html is not None:
-        result.to_html(html)
-    lines = partial(selfcheck_lines, result, verbose=verbose)
-    show_answer(result, lines, partial(selfcheck_answer, result), json=json, quiet=quiet)
+    show_answer(result, selfcheck_lines, selfcheck_answer, output, html=html)
     if exit_code and result.diverged:
         raise typer.Exit(1)
     if exit_code and (
@@ -206,9 +189,7 @@ def selftest(
     options: Annotated[dict[str, Any], SelftestOptions],
     force: Annotated[bool, Option("--force", "Replace FILE where it exists.")] = False,
     exit_code: Annotated[bool, Option("--exit-code", "Exit with 1 where a step failed.")] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Try every path that touches a device, against this machine's CPU; write one file to send.
 
@@ -230,16 +211,15 @@ def selftest(
     if file.exists() and not force:
         raise RunExistsError(f"{file} exists", hint="choose another -o, or --force")
     try:
-        with progress_bars(quiet=quiet or json) as progress:
+        with progress_bars(quiet=output.silent) as progress:
             result = selftest(name, progress=progress, **options)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:
             _write(file, interrupt.args[0].to_json(indent=2))
         raise
     _write(file, result.to_json(indent=2))
-    lines = partial(selftest_lines, result, verbose=verbose)
-    show_answer(result, lines, partial(selftest_answer, result), json=json, quiet=quiet)
-    if not (json or quiet):
+    show_answer(result, selftest_lines, selftest_answer, output)
+    if not output.silent:
         show(f"written to {file}")
     if exit_code and result.failed:
         raise typer.Exit(1)

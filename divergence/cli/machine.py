@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from divergence.cli.answers import progress_bars, show, show_briefly
 from divergence.errors import UsageError
-from divergence.options.commands import Device, Force, Json, Out, ProbeOptions, Quiet, Verbose
+from divergence.options.commands import Device, Force, Out, Output, ProbeOptions
 
 __all__ = ["env", "probe"]
 
@@ -16,9 +16,7 @@ def probe(
     out: Out = None,
     options: Annotated[dict[str, Any], ProbeOptions],
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
     command: str | None,
 ) -> None:
     """Find out from outside what this machine's arithmetic does.
@@ -41,19 +39,18 @@ def probe(
     from divergence.layout import print_lines
     from divergence.report.environment import probed_lines
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         run = call(out=out, force=force, command=command, progress=progress, **options)
-    if json or quiet:
-        show_briefly(run, json=json)
+    if output.silent:
+        show_briefly(run, json=output.json)
     else:
-        print_lines(probed_lines(str(run.path), run.manifest, verbose=verbose))
+        print_lines(probed_lines(str(run.path), run.manifest, verbose=output.verbose))
 
 
 def env(
+    *,
     device: Device = "auto",
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Show this machine as a run records it: device, CPU, versions and variables.
 
@@ -71,8 +68,8 @@ def env(
     from divergence.report.machine import strict_json
 
     environment = collect_environment(device)
-    if json:
+    if output.json:
         show(strict_json({"schema_version": 1, "environment": msgspec.to_builtins(environment)}))
     else:
         lines = environment_lines(environment)
-        print_lines(lines[:2] if quiet else lines, whole=quiet)
+        print_lines(lines[:2] if output.quiet else lines, whole=output.quiet)

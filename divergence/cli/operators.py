@@ -6,13 +6,7 @@ from typing import Annotated, Any
 
 from divergence.cli.answers import progress_bars, show, show_run
 from divergence.errors import UsageError
-from divergence.options.commands import (
-    Force,
-    Json,
-    Quiet,
-    ReplayOptions,
-    Verbose,
-)
+from divergence.options.commands import Force, Output, ReplayOptions
 from divergence.options.experiments import ReproOptions
 from divergence.options.option import Option
 from divergence.run.command import command_line
@@ -28,9 +22,7 @@ def replay(
     ] = None,
     options: Annotated[dict[str, Any], ReplayOptions],
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
     command: str | None,
 ) -> None:
     """Run each recorded operator again, alone, on its recorded inputs.
@@ -52,9 +44,9 @@ def replay(
 
     from divergence.ops.replay import replay as call
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         result = call(run, out=out, force=force, command=command, progress=progress, **options)
-    show_run(result, like=run, json=json, quiet=quiet)
+    show_run(result, output, like=run)
 
 
 def repro(
@@ -63,9 +55,7 @@ def repro(
     out: Annotated[str | None, Option("--out -o DIR", "Directory to write; needed.")] = None,
     site: Annotated[str | None, Option("--site SITE", "The operator's site; needed.")] = None,
     options: Annotated[dict[str, Any], ReproOptions],
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Write one operator as a script that runs anywhere, with its data and a bug report.
 
@@ -95,14 +85,14 @@ def repro(
     from divergence.report.localization import reproducer_lines
     from divergence.report.machine import strict_json
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         made = call(run, site=site, out=out, progress=progress, **options)
         for note in made.notes:
             progress("note", 0, None, note)
-    if json:
+    if output.json:
         built = msgspec.to_builtins(made, enc_hook=str)  # paths as text
         show(strict_json({"schema_version": 1, **built}))
-    elif quiet:
+    elif output.quiet:
         show(str(made.path))
     else:
         print_lines(reproducer_lines(str(made.path), made.title, made.files))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from divergence.cli.answers import progress_bars, show, show_copy
 from divergence.cli.signature import settings
 from divergence.errors import RunFormatError, UsageError
-from divergence.options.commands import OUTPUT, DoctorOptions, Force, Json, Out, Quiet, Verbose
+from divergence.options.commands import OUTPUT, DoctorOptions, Force, Out, Output
 from divergence.options.option import Option
 
 __all__ = ["bundle", "import_", "inspect", "pack", "unpack"]
@@ -20,6 +20,7 @@ FORMATS = (
 
 
 def inspect(
+    *,
     run: Annotated[str, Option("RUN", "The run to look at.")],
     site: Annotated[
         str | None, Option("--site SITE", "The tensors of one site, or of a pattern.")
@@ -27,9 +28,7 @@ def inspect(
     verify: Annotated[
         bool, Option("--verify", "Read every byte and check it; exit 2 if one is wrong.")
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Show what a run holds: what ran, where, whether it finished, and which sites.
 
@@ -56,9 +55,9 @@ def inspect(
     problems: list[str] | None = None
     kept = num_kept(opened.records) if verify else 0
     if verify:
-        with progress_bars(quiet=quiet or json) as progress:
+        with progress_bars(quiet=output.silent) as progress:
             problems = opened.verify(progress=progress)
-    if json:
+    if output.json:
         answer = {
             "schema_version": 1,
             "path": str(opened.path),
@@ -74,9 +73,11 @@ def inspect(
     else:
         if site is not None:
             print_lines(site_lines(records))
-        elif not quiet:
+        elif not output.quiet:
             print_lines(
-                run_lines(str(opened.path), opened.manifest, records, audit=audit, verbose=verbose)
+                run_lines(
+                    str(opened.path), opened.manifest, records, audit=audit, verbose=output.verbose
+                )
             )
         else:
             print_lines(run_lines(str(opened.path), opened.manifest, records)[:1])
@@ -96,15 +97,14 @@ def inspect(
 
 
 def pack(
+    *,
     run: Annotated[str, Option("RUN", "The run to pack: directory, archive or URL.")],
     out: Annotated[
         str | None,
         Option("--out -o FILE", "A .tar or .zip to write, here or at a URL. Default: RUN.tar."),
     ] = None,
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Put a run into one file: a .tar or .zip that is read as it is, without unpacking.
 
@@ -117,20 +117,19 @@ def pack(
     """
     from divergence.run.storage.packing import pack
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         made = pack(run, out=out, force=force, progress=progress)
-    show_copy("packed", made, json=json, quiet=quiet)
+    show_copy("packed", made, output)
 
 
 def unpack(
+    *,
     run: Annotated[str, Option("RUN", "The run to unpack: archive, URL or directory.")],
     out: Annotated[
         str | None, Option("--out -o DIR", "Directory to write. Default: RUN without .tar or .zip.")
     ] = None,
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Put a run into a directory: out of an archive, or from a URL with all its bytes.
 
@@ -144,9 +143,9 @@ def unpack(
     """
     from divergence.run.storage.packing import unpack
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         made = unpack(run, out=out, force=force, progress=progress)
-    show_copy("unpacked", made, json=json, quiet=quiet)
+    show_copy("unpacked", made, output)
 
 
 def import_(
@@ -168,9 +167,7 @@ def import_(
         str | None, Option("--label TEXT", "What to call its machine.", OUTPUT)
     ] = None,
     force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
     command: str | None,
 ) -> None:
     """Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.
@@ -192,12 +189,12 @@ def import_(
 
     from divergence.importing.api import import_dump
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         made = import_dump(
             path, out=out, layout=layout, map=map, like=like, label=label, force=force,
             command=command, progress=progress,
         )  # fmt: skip
-    show_copy("imported", made, json=json, quiet=quiet)
+    show_copy("imported", made, output)
 
 
 def bundle(
@@ -207,9 +204,7 @@ def bundle(
     options: Annotated[dict[str, Any], DoctorOptions],
     out: Annotated[str | None, Option("--out -o FILE", "The .zip to write; needed.")] = None,
     force: Annotated[bool, Option("--force", "Replace an existing file.")] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:
     """Put what a vendor or a colleague needs to see of a comparison into one zip.
 
@@ -230,11 +225,11 @@ def bundle(
     if out is None:
         raise UsageError("a bundle is a .zip file", hint="-o bug.zip")
     given = {**settings("compare"), **options}
-    with progress_bars(quiet=quiet or json) as progress:
+    with progress_bars(quiet=output.silent) as progress:
         made = bundle(reference, candidate, out=out, force=force, progress=progress, **given)
-    if json:
+    if output.json:
         show(strict_json({"schema_version": 1, "path": out, "files": sorted(made.files)}))
-    elif quiet:
+    elif output.quiet:
         show(out)
     else:
         print_lines(verdict_lines(made.report))

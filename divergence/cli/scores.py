@@ -11,7 +11,7 @@ import typer
 from divergence.cli.answers import progress_bars, show, write_text
 from divergence.cli.compare import HTML, check_folder
 from divergence.errors import UsageError
-from divergence.options.commands import OUTPUT, Device, Json, Quiet, TrustRemoteCode, Verbose
+from divergence.options.commands import OUTPUT, Device, Output, TrustRemoteCode
 from divergence.options.option import Option
 
 __all__ = ["scores"]
@@ -95,9 +95,7 @@ def scores(
     markdown: Annotated[
         bool, Option("--markdown", "Print tables to paste into an issue.", OUTPUT)
     ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    output: Output,
 ) -> None:  # fmt: skip
     """Compare benchmark scores document by document: is 41.4 against 39.9 a difference?
 
@@ -118,7 +116,7 @@ def scores(
     Exit codes: 0 done; with --band or --policy 0 only if it is met, else 1; 2 nothing could be
     compared.
     """
-    if sum((json, markdown, str(csv) == "-")) > 1:
+    if sum((output.json, markdown, str(csv) == "-")) > 1:
         raise UsageError("--json, --markdown and --csv - all want stdout", hint="give one of them")
     check_folder(html)
     from divergence.evaluations.api import scores
@@ -126,7 +124,7 @@ def scores(
     from divergence.layout import print_lines
 
     first, *others = candidates
-    with progress_bars(quiet=quiet or json or markdown) as progress:
+    with progress_bars(quiet=output.silent or markdown) as progress:
         report = scores(
             reference, first, *others, format=format, band=band, policy=policy, tasks=tasks,
             metrics=metrics, filters=filters, cluster=cluster, force=force, runs=runs or (),
@@ -137,12 +135,12 @@ def scores(
         report.to_html(html)
     if csv is not None:
         write_text(scores_csv(report), csv, what="CSV")
-    if json:
+    if output.json:
         show(report.to_json(indent=2))
     elif markdown:
         show(scores_markdown(report))
     elif str(csv) != "-":
-        print_lines(scores_lines(report, brief=quiet, verbose=verbose))
+        print_lines(scores_lines(report, brief=output.quiet, verbose=output.verbose))
     if any(candidate.verdict == "incomparable" for candidate in report.candidates):
         raise typer.Exit(2)
     if report.passed is False:

@@ -3,12 +3,12 @@
     def command(
         options: Annotated[dict[str, Any], CompareOptions],     # those of them that were given
         exit_code: Annotated[bool, Option("--exit-code", "...")] = False,
-        json: Json = False,
+        output: Output,
     ) -> None:
 
 Typer reads the signature of what it is handed, so it is handed one in which a struct of options
-is spread out to one parameter each, in the place where the command names it. What was not given
-is not passed on: the default is that of the function which the command calls.
+(and Output) is spread out to one parameter each, in the place where the command names it. What was
+not given is not passed on: the default is that of the function which the command calls.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import typer
 
 from divergence.cli.answers import ARGUMENTS, VERBOSE
 from divergence.errors import UsageError
+from divergence.options.commands import Output
 from divergence.options.option import Option, Options, fields_of, parted, text_type
 from divergence.run.command import quoted_words
 
@@ -43,6 +44,10 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
         type_, declared = parted(hints[own.name])
         if own.name == "command":
             continue
+        if type_ is Output:
+            for name, hint in typing.get_type_hints(Output, include_extras=True).items():
+                parameters.append(_parameter(name, bool, False, parted(hint)[1][0]))
+            continue
         if declared and isinstance(declared[0], Option):
             parameters.append(_parameter(own.name, type_, own.default, declared[0]))
             defaults[own.name] = own.default
@@ -53,6 +58,8 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
 
     def command(ctx: typer.Context, **values: Any) -> None:
         ctx.meta[VERBOSE] = values["verbose"]
+        if "output" in hints:
+            values["output"] = Output(*(bool(values.pop(name)) for name in Output._fields))
         for name, kind in structs.items():
             values[name] = _given(kind, values)
         for name, default in defaults.items():

@@ -14,8 +14,7 @@ from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
 from divergence.evaluations.flips import causes_of
 from divergence.evaluations.formats import FORMATS, read
 from divergence.evaluations.formats.reading import ReadRequest
-from divergence.evaluations.gating import gated
-from divergence.evaluations.judging import adjusted, measured
+from divergence.evaluations.judging import adjusted, gated, measured
 from divergence.evaluations.pairing import Pairs, pair, preflight
 from divergence.evaluations.result import (
     Candidate,
@@ -115,7 +114,7 @@ def scores(
         made = [gated(result, loaded.scores) for result in made]
     report = ScoresReport(tool_version=__version__, reference=_summary(first), candidates=made)
     if capture is not None and out is not None:
-        from divergence.evaluations.capture import capture_flips
+        from divergence.evaluations.flips import capture_flips
 
         captured = capture_flips(
             first, paired[0], model=capture, out=out, num_prompts=num_prompts,

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from divergence.evaluations.band import Band
 from divergence.evaluations.pairing import Pairs
-from divergence.evaluations.result import BandResult, ScoresVerdict, TaskScores
-from divergence.evaluations.rows import Series
+from divergence.evaluations.result import BandResult, Candidate, ScoresVerdict, TaskScores
+from divergence.evaluations.rows import Series, SeriesName
 from divergence.evaluations.statistics.means import (
     Mean,
     Padding,
@@ -30,19 +30,18 @@ from divergence.evaluations.statistics.means import (
     mean_of,
     padding,
 )
-from divergence.evaluations.statistics.power import (
+from divergence.evaluations.statistics.significance import (
     LEVEL,
     documents_needed,
-    smallest_difference,
-)
-from divergence.evaluations.statistics.significance import (
     holm,
     mcnemar,
     score_interval,
     sign_test,
+    smallest_difference,
 )
+from divergence.gate.policy import ScoresPolicy
 
-__all__ = ["adjusted", "measured", "summary_of"]
+__all__ = ["adjusted", "gated", "measured", "summary_of"]
 
 _WHOLE = 0.5
 """Share of a cluster's documents beyond which it flips as a whole."""
@@ -188,3 +187,22 @@ def _round_up(number: int) -> int:
     """To two digits, upwards: it is an estimate."""
     step: int = 10 ** max(0, len(str(number)) - 2)
     return -(-number // step) * step
+
+
+def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
+    """With whether the policy is met. What was not compared is not a pass."""
+    reasons: list[str] = []
+    for task in candidate.tasks:
+        name = SeriesName(task.task, task.filter, task.metric)
+        if task.verdict not in policy.verdicts:
+            reasons.append(f"{name}: {task.summary}")
+        elif task.pairing is not None:
+            held = task.pairing
+            all_of_both = held.num_paired + held.num_left_out
+            if held.num_paired < policy.min_paired * all_of_both:
+                reasons.append(
+                    f"{name}: {held.num_paired:,} of {all_of_both:,} documents were paired, and "
+                    f"the policy asks for {100 * policy.min_paired:g}%"
+                )
+    reasons += [note for note in candidate.notes if note[:2] in ("A:", "B:")]
+    return replace(candidate, passed=not reasons, reasons=reasons)

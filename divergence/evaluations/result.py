@@ -10,12 +10,9 @@ from divergence.comparison.result import Answer
 from divergence.comparison.results.findings import PreflightLine
 
 __all__ = [
-    "SCORES_SCHEMA_VERSION", "BandResult", "Candidate", "Captured", "EvaluationSummary",
-    "FlipCauses", "Pairing", "RunCauses", "RunFlip", "ScoresReport",
-    "ScoresVerdict", "TaskScores", "worst_of",
+    "BandResult", "Candidate", "Captured", "EvaluationSummary", "FlipCauses", "Pairing",
+    "RunCauses", "RunFlip", "ScoresReport", "ScoresVerdict", "TaskScores", "worst_of",
 ]  # fmt: skip
-
-SCORES_SCHEMA_VERSION = 1
 
 ScoresVerdict = Literal["equal", "better", "worse", "undecided", "incomparable"]
 """``equal``: two one-sided tests show that the difference is inside the band. ``worse``,
@@ -243,7 +240,7 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 class ScoresReport(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """The answer of `scores`."""
 
-    schema_version: int = SCORES_SCHEMA_VERSION
+    schema_version: int = 1
     tool_version: str
     reference: EvaluationSummary
     candidates: list[Candidate]

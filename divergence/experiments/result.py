@@ -1,4 +1,4 @@
-"""What experiments found, as typed data: Localization, Sensitivity, Selftest.
+"""What experiments found, as typed data: Localization, Sensitivity, Selftest, SelfcheckResult.
 
 Rendering lives in divergence.report. The JSON forms are stable and versioned.
 """
@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from divergence.comparison.result import Answer, JsonAnswer, Report, RunSummary
-from divergence.comparison.results.findings import Verdict
+from divergence.comparison.results.findings import Verdict, VerdictKind
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.comparison.results.sites import SiteResult
 from divergence.run.schema.manifest import Environment, Switch
@@ -18,11 +18,9 @@ from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = [
-    "SELFTEST_SCHEMA_VERSION", "SENSITIVITY_SCHEMA_VERSION", "Confirmation", "FaultSize", "Level",
-    "Localization", "OwnError", "Repetition", "Selftest", "Sensitivity", "Step", "StepStatus",
+    "Confirmation", "FaultSize", "Level", "Localization", "OwnError", "Repetition", "SelfcheckLine",
+    "SelfcheckResult", "SelfcheckStatus", "Selftest", "Sensitivity", "Step", "StepStatus",
 ]  # fmt: skip
-
-LOCALIZATION_SCHEMA_VERSION = 1
 
 
 class Level(msgspec.Struct, kw_only=True, frozen=True):
@@ -142,7 +140,7 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True):
 class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
     """The answer of `localize`."""
 
-    schema_version: int = LOCALIZATION_SCHEMA_VERSION
+    schema_version: int = 1
     reference: str
     candidate: str
     truth: str | None = None
@@ -180,9 +178,6 @@ class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
     """The command that continues after that."""
     report: Report | None = None
     """The last comparison."""
-
-
-SENSITIVITY_SCHEMA_VERSION = 1
 
 
 class FaultSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,7 +221,7 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
 class Sensitivity(msgspec.Struct, Answer, kw_only=True, frozen=True):
     """The answer of `sensitivity`."""
 
-    schema_version: int = SENSITIVITY_SCHEMA_VERSION
+    schema_version: int = 1
     tool_version: str
     reference: RunSummary
     candidate: RunSummary
@@ -259,8 +254,6 @@ class Sensitivity(msgspec.Struct, Answer, kw_only=True, frozen=True):
         return [size for size in self.sizes if size.fault == fault]
 
 
-SELFTEST_SCHEMA_VERSION = 1
-
 StepStatus = Literal["ok", "failed", "skipped"]
 
 
@@ -277,7 +270,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class Selftest(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
     """The answer of `selftest`."""
 
-    schema_version: int = SELFTEST_SCHEMA_VERSION
+    schema_version: int = 1
     tool_version: str
     device: str
     environment: Environment
@@ -291,3 +284,108 @@ class Selftest(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
     @property
     def failed(self) -> list[Step]:
         return [step for step in self.steps if step.status == "failed"]
+
+
+SelfcheckStatus = Literal[
+    "identical",
+    "within_floor",
+    "suspected",
+    "diverged",
+    "undetermined",
+    "not_applicable",
+    "not_run",
+]
+"""``suspected``: compare finds an error beyond a limit, at less than high confidence.
+``undetermined``: compared, and compare cannot tell. ``not_applicable``: this model or these prompts
+have no such way to run. ``not_run``: it was tried and failed."""
+
+
+class SelfcheckLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of running that was tried, and what compare says of it."""
+
+    name: str
+    """The word that ``only`` takes."""
+    changed: str
+    """What is other than in the run that it is compared with."""
+    against: str
+    """The run that it is compared with: ``base``, or another line's."""
+    same_bits: bool
+    """Nothing is computed in another way, so that the bits must be equal."""
+    status: SelfcheckStatus
+    verdict: VerdictKind | None = None
+    """The verdict of `compare`. None where nothing was compared."""
+    confidence: Literal["high", "medium", "low"] | None = None
+    """How sure that verdict is."""
+    summary: str = ""
+    """The verdict's sentence."""
+    reason: str | None = None
+    """Why it was not compared."""
+    block: str | None = None
+    """Where it diverged: the block that makes the error, or the site outside all blocks."""
+    side: SideBothOrNeither | None = None
+    """Which side is wrong, where a truth tells it: ``reference`` is the run compared with."""
+    num_blocks: int = 0
+    """Blocks whose outputs were compared with equal inputs."""
+    num_blocks_different: int = 0
+    """How many of them give other bits."""
+    first_different: str | None = None
+    """The first of these."""
+    num_compared: int = 0
+    """Number of compared tensors."""
+    num_different: int = 0
+    """How many of them have other bits."""
+    num_missing: int = 0
+    """Tensors of the run compared with that nothing was held against, in forwards that are made."""
+    limit_usage: float | None = None
+    """The largest share of a limit that any tensor uses; at ``block``, where it diverged."""
+    num_tokens: int = 0
+    """Greedy choices that were compared, each after the same tokens."""
+    num_tokens_different: int = 0
+    """How many of them are other tokens."""
+    seconds: float = 0.0
+    next: list[str] = []
+    """Commands that look closer."""
+
+
+class SelfcheckResult(msgspec.Struct, Answer, frozen=True, kw_only=True):
+    """The answer of `selfcheck`."""
+
+    schema_version: int = 1
+    tool_version: str
+    model: str
+    dtype: str
+    device: str
+    attention: str | None
+    num_threads: int
+    num_prompts: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    """Of each prompt: the prefill and one forward fewer than this."""
+    truth: bool
+    """A float64 truth was made, which tells the side."""
+    lines: list[SelfcheckLine]
+    kept: str | None = None
+    """The directory with the runs; None where they were removed."""
+    seconds: float = 0.0
+
+    def with_status(self, *statuses: SelfcheckStatus) -> list[SelfcheckLine]:
+        """The lines of these statuses."""
+        return [line for line in self.lines if line.status in statuses]
+
+    @property
+    def compared(self) -> list[SelfcheckLine]:
+        """The lines of which compare said anything."""
+        return [line for line in self.lines if line.verdict is not None]
+
+    @property
+    def diverged(self) -> list[SelfcheckLine]:
+        return self.with_status("diverged")
+
+    @property
+    def not_repeated(self) -> list[SelfcheckLine]:
+        """Lines whose bits must be equal and are not."""
+        return [
+            line
+            for line in self.lines
+            if line.same_bits and line.verdict not in (None, "identical")
+        ]

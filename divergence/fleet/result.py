@@ -14,9 +14,7 @@ from divergence.comparison.result import Answer, Report, RunSummary
 from divergence.comparison.results.findings import Onset, VerdictKind
 from divergence.words import SideBothOrNeither
 
-__all__ = ["MATRIX_SCHEMA_VERSION", "AgreementGroup", "CrossCheck", "Matrix", "MatrixRow"]
-
-MATRIX_SCHEMA_VERSION = 1
+__all__ = ["AgreementGroup", "CrossCheck", "Matrix", "MatrixRow"]
 
 
 class MatrixRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +66,7 @@ class CrossCheck(msgspec.Struct, frozen=True, kw_only=True):
 class Matrix(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """The answer of `compare` for three runs and more. Runs are named by path."""
 
-    schema_version: int = MATRIX_SCHEMA_VERSION
+    schema_version: int = 1
     tool_version: str
     reference: RunSummary
     rows: list[MatrixRow]

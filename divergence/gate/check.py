@@ -26,9 +26,7 @@ from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
-from divergence.gate import logprobs
-from divergence.gate.choice import choose_golden
-from divergence.gate.golden import refuse_unfit
+from divergence.gate.golden import choose_golden, refuse_unfit
 from divergence.gate.known import Knowledge, excuse, place_of
 from divergence.gate.policy import Policy, TokensPolicy, load_policy
 from divergence.gate.result import CheckResult, Failure
@@ -38,6 +36,9 @@ from divergence.words import Progress
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
+from divergence.comparison.results.tokens import LogprobsResult
+from divergence.gate.policy import LogprobsPolicy
+from divergence.run.schema.site import near_names
 
 __all__ = ["check", "coverage_share", "evaluate", "is_tie"]
 
@@ -124,7 +125,7 @@ def evaluate(
         *_preflight(report, policy),
         *_tokens(report, policy),
         *_tolerances(report, policy),
-        *(() if report.logprobs is None else logprobs.failures(report.logprobs, policy.logprobs)),
+        *(() if report.logprobs is None else _logprobs(report.logprobs, policy.logprobs)),
     ]
     return CheckResult(
         passed=not failures,
@@ -224,7 +225,9 @@ def _tokens(report: Report, policy: Policy) -> Iterator[Failure]:
     if rules.min_equal is None and rules.min_equal_count is None:
         return
     if report.logprobs is not None:
-        equal, ties, total = logprobs.equal_tokens(report.logprobs)
+        # each answer up to its first difference
+        told = report.logprobs
+        equal, ties, total = told.num_equal, told.num_ties, told.num_tokens
         yield from _too_few(rules, equal, ties, total, f" ({ties} more were ties)" if ties else "")
         return
     total = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
@@ -325,3 +328,32 @@ def _notes(report: Report, policy: Policy) -> list[str]:
                 text = f"preflight.{key}: no check here is called {pattern!r}"
                 notes.append("; ".join(filter(None, (text, did_you_mean(pattern, checks)))))
     return notes
+
+
+def _logprobs(result: LogprobsResult, policy: LogprobsPolicy) -> Iterator[Failure]:
+    """A number that no comparison has is a failure too: nothing was held against its limit."""
+    numbers = _numbers(result)
+    for key, limits, sign in (("max", policy.max, 1), ("min", policy.min, -1)):
+        for name, limit in limits.items():
+            value = numbers.get(name)
+            if value is not None and sign * value <= sign * limit:
+                continue
+            rule, allowed = f"logprobs.{key}.{name}", f"{'<=' if sign > 0 else '>='} {limit:g}"
+            if value is None:
+                near = near_names(name, sorted(numbers))
+                like = f"; did you mean {' or '.join(near)}?" if near else ""
+                yield Failure(rule=rule, allowed=allowed, found="unknown",
+                              text=f"{name} is not known here{like}")  # fmt: skip
+                continue
+            yield Failure(rule=rule, allowed=allowed, found=f"{value:.6g}",
+                          text=f"{name} is {value:.3g}; the policy wants {allowed}")  # fmt: skip
+
+
+def _numbers(result: LogprobsResult) -> dict[str, float]:
+    """By name: Δ log p, the divergences, and what trainers watch."""
+    numbers = dict(result.rollout)
+    for part in (result.delta, result.divergence):
+        for name, value in msgspec.structs.asdict(part).items() if part is not None else ():
+            if isinstance(value, float):
+                numbers[name] = value
+    return numbers

@@ -89,6 +89,33 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Shared strictness; no fields of its own."""
 
 
+class _AtSites:
+    """Says of which records a rule is."""
+
+    __slots__ = ()
+    sites: str | tuple[str, ...]
+    dtype: str | None
+    pass_: PassName | None
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.sites,) if isinstance(self.sites, str) else self.sites
+
+    @property
+    def text(self) -> str:
+        """The patterns, for people."""
+        return ", ".join(self.patterns)
+
+    def matches(self, site: SiteResult) -> bool:
+        """Whether the rule is about ``site``; a dtype must be that of both sides."""
+        alike = site.reference_dtype == site.candidate_dtype == self.dtype
+        return (self.dtype is None or alike) and self.names(site)
+
+    def names(self, site: SiteResult) -> bool:
+        """Whether ``sites`` and ``pass`` mean the site, whatever its dtype."""
+        return self.pass_ in (None, site.pass_) and compile_patterns(self.patterns)(site.site)
+
+
 class SiteLimits(_Strict, frozen=True, kw_only=True):
     """Upper limits of numbers of a SiteResult."""
 
@@ -104,7 +131,7 @@ class SiteLimits(_Strict, frozen=True, kw_only=True):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class Tolerance(SiteLimits, frozen=True, kw_only=True):
+class Tolerance(SiteLimits, _AtSites, frozen=True, kw_only=True):
     """Upper limits at the sites that match.
 
     A tolerance that matches no compared site is a failure, since nothing was held against its
@@ -120,16 +147,8 @@ class Tolerance(SiteLimits, frozen=True, kw_only=True):
     optional: bool = False
     """Matching no site is no failure, for a policy that serves several models."""
 
-    def matches(self, site: SiteResult) -> bool:
-        """Whether this is the tolerance for ``site``; a dtype must be that of both sides."""
-        return _of_dtype(self.dtype, site) and self.names(site)
 
-    def names(self, site: SiteResult) -> bool:
-        """Whether ``sites`` and ``pass`` mean the site, whatever its dtype."""
-        return _named(self, site)
-
-
-class Known(_Strict, frozen=True, kw_only=True):
+class Known(_Strict, _AtSites, frozen=True, kw_only=True):
     """A difference that a team has decided to live with. gate.known says what it excuses."""
 
     sites: str | tuple[str, ...]
@@ -143,24 +162,6 @@ class Known(_Strict, frozen=True, kw_only=True):
     """Only sites of this dtype on both sides."""
     pass_: PassName | None = msgspec.field(name="pass", default=None)
     """Only this pass."""
-
-    def matches(self, site: SiteResult) -> bool:
-        """Whether this entry is about ``site``."""
-        return _of_dtype(self.dtype, site) and _named(self, site)
-
-
-def _named(rule: Tolerance | Known, site: SiteResult) -> bool:
-    if rule.pass_ is not None and rule.pass_ != site.pass_:
-        return False
-    return compile_patterns(_patterns(rule))(site.site)
-
-
-def _patterns(rule: Tolerance | Known) -> tuple[str, ...]:
-    return (rule.sites,) if isinstance(rule.sites, str) else rule.sites
-
-
-def _of_dtype(dtype: str | None, site: SiteResult) -> bool:
-    return dtype is None or site.reference_dtype == site.candidate_dtype == dtype
 
 
 class PreflightPolicy(_Strict, frozen=True, kw_only=True):
@@ -325,8 +326,8 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, str, float]]:
                 yield f"{key.format(number)}.{name}", name, value
 
 
-def _check_rule(rule: Tolerance | Known, place: str) -> None:
-    patterns = _patterns(rule)
+def _check_rule(rule: _AtSites, place: str) -> None:
+    patterns = rule.patterns
     if not patterns or not all(patterns):
         raise ConfigError("no site is named", where=f"{place}.sites", hint='"*" means all')
     try:

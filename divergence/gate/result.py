@@ -39,6 +39,10 @@ class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """The same as a sentence."""
 
+    def __str__(self) -> str:
+        sites = self.sites if isinstance(self.sites, str) else ", ".join(self.sites)
+        return f"{sites}: {self.status}: {self.text} ({self.reason})"
+
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One rule of the policy that is not met."""

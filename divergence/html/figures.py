@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from divergence.html.element import Element, Node, el
 from divergence.html.scales import HeatScale, LogAxis
-from divergence.words import shortened
 
 __all__ = ["HEIGHT", "Plot", "PlotLine", "drawn", "figure", "heat_map"]
 
@@ -173,7 +172,7 @@ def heat_map(
     ticks: list[Node] = []
     for n in _beside(rows, max(2, int(height // 16))):
         middle = (n + 0.5) * row_height
-        name = shortened(rows[n], 8)
+        name = _cut(rows[n], 8)
         ticks.append(el("text", name, x="100%", dx=-6, y=_px(middle + 4), text_anchor="end"))
     left = el("svg", *ticks, class_="ticks", height=height, aria_hidden="true")
     area = el(
@@ -248,12 +247,10 @@ def _names_below(names: Sequence[str], across: _Across, height: float = HEIGHT) 
         shown.append(last)
     labels: list[Node] = []
     for n in shown:
-        word = len(shortened(names[n], 12)) > 3
+        word = len(_cut(names[n])) > 3
         anchor = "start" if word and n == 0 else "end" if word and n == last else "middle"
         x = {"start": "0", "end": across.end}.get(anchor, across.at(n))
-        labels.append(
-            el("text", shortened(names[n], 12), x=x, y=_px(height + 16), text_anchor=anchor)
-        )
+        labels.append(el("text", _cut(names[n]), x=x, y=_px(height + 16), text_anchor=anchor))
     return labels
 
 
@@ -274,6 +271,10 @@ def _beside(names: Sequence[str], most: int) -> list[int]:
         if all(abs(n - other) >= step for other in numbers):
             numbers.append(n)
     return sorted(numbers)
+
+
+def _cut(text: str, most: int = 12) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _percent(n: int, count: int) -> str:

@@ -1,8 +1,11 @@
 """A picture by itself: the page's curves with what they are of, as SVG and as PNG.
 
-The SVG is the page's (figures.py) at a width of its own, with its colours in it. A PNG is that SVG,
-drawn by resvg, a small library without dependencies (the extra ``plot``). resvg draws letters with
-the fonts of this machine; where there are none it would leave them out, and is refused.
+The SVG is the page's (figures.py) at a width of its own. It leaves the page: it is opened by
+itself, stands in a notebook or a slide, is made a PNG. A style sheet inside it would hold for the
+whole notebook, and not every program reads one. So what style.css says of a class stands at each
+element (``inked``): one source of colours, those of the light page. A PNG is that SVG, drawn by
+resvg, a small library without dependencies (the extra ``plot``). resvg draws letters with the fonts
+of this machine; where there are none it would leave them out, and is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +23,8 @@ from divergence.errors import UsageError
 from divergence.html.document import write_file
 from divergence.html.element import Element, Node, el, render, shortened
 from divergence.html.figures import HEIGHT, Plot, drawn
-from divergence.html.inked import colour, inked
 
-__all__ = ["Picture", "compose", "picture", "png_library"]
+__all__ = ["Picture", "colour", "compose", "inked", "picture", "png_library"]
 
 WIDTH = 760.0
 _MARGIN, _AXIS, _ROW = 20.0, 56.0, 17.0
@@ -161,3 +164,56 @@ def _text(
 def _without_text(svg: str) -> str:
     """The same picture without letters; text in it is escaped, so that no ``<`` is a name's."""
     return re.sub(r"<text[ >][^<]*</text>", "", svg)
+
+
+_INKS = frozenset({
+    "fill", "fill-opacity", "stroke", "stroke-dasharray", "stroke-linejoin", "stroke-width",
+})  # fmt: skip
+_VARIABLE = re.compile(r"--([\w-]+): (?:light-dark\(([^,]+),[^)]*\)|([^;]+));")
+_RULE = re.compile(r"^(\.[\w.-]+(?:, \.[\w.-]+)*) \{ ([^}]*) \}", re.M)
+
+
+def colour(name: str) -> str:
+    """A variable of style.css, as a light page has it."""
+    return _variables()[name]
+
+
+def inked(node: Node) -> Node:
+    """The same tree with colours and strokes for classes."""
+    if not isinstance(node, Element):
+        return node
+    attributes = dict(node.attributes)
+    classes = set(str(attributes.pop("class", "")).split())
+    for wanted, inks in _rules() if classes else ():
+        if wanted <= classes:
+            attributes |= inks
+    return Element(node.tag, attributes, tuple(map(inked, node.children)))
+
+
+@cache
+def _css() -> str:
+    return Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+
+
+@cache
+def _variables() -> dict[str, str]:
+    """Those of the page's first rule."""
+    root = _css().partition("}")[0]
+    return {name: light or alone for name, light, alone in _VARIABLE.findall(root)}
+
+
+@cache
+def _rules() -> list[tuple[set[str], dict[str, str]]]:
+    """(classes, what they draw with): the rules of classes alone, those of more classes later."""
+    rules = []
+    for selectors, body in _RULE.findall(_css()):
+        pairs = (line.partition(": ") for line in body.strip(" ;").split("; "))
+        inks = {
+            name: re.sub(r"var\(--([\w-]+)\)", lambda match: colour(match[1]), value)
+            for name, _, value in pairs
+            if name in _INKS
+        }
+        rules += [
+            (set(selector[1:].split(".")), inks) for selector in selectors.split(", ") if inks
+        ]
+    return sorted(rules, key=lambda rule: len(rule[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from divergence.errors import UsageError
 from divergence.options.option import Option, Options
@@ -32,6 +32,7 @@ __all__ = [
     "ModelOfWeights",
     "Operators",
     "Out",
+    "Output",
     "ProbeOptions",
     "Quiet",
     "ReplayOptions",
@@ -61,6 +62,21 @@ Json = Annotated[
 ]
 Quiet = Annotated[bool, Option("--quiet -q", "Print the answer alone, no progress.", OUTPUT)]
 Verbose = Annotated[bool, Option("--verbose -v", "Print more, and tracebacks with errors.", OUTPUT)]
+
+
+class Output(NamedTuple):
+    """How an answer is printed: the options that nearly every command has."""
+
+    json: Json
+    quiet: Quiet
+    verbose: Verbose
+
+    @property
+    def silent(self) -> bool:
+        """Without a word of progress."""
+        return self.json or self.quiet
+
+
 Out = Annotated[str | None, Option("--out -o RUN", "Directory, archive or URL; needed.")]
 Force = Annotated[bool, Option("--force", "Replace an existing run.")]
 Label = Annotated[

@@ -14,7 +14,6 @@ from divergence.run.schema.manifest import COLLECTIVES, UNKNOWN, Manifest, Sampl
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import LOGPROBS, LOSS, join_site
 from divergence.training.plan.show import training_lines
-from divergence.words import shortened
 
 __all__ = ["captured_lines", "copied_lines", "plan_lines"]
 
@@ -106,7 +105,7 @@ def _continuation(manifest: Manifest, sample: SampleTokens) -> str:
     """The prompt and what was generated, as far as texts were recorded."""
     texts = [manifest.tokens.texts.get(str(token)) for token in sample.generated_ids]
     prompt = repr(sample.text) if sample.text is not None else f"{len(sample.prompt_ids)} ids"
-    shown = shortened(prompt, 60)
+    shown = prompt if len(prompt) <= 60 else prompt[:59] + "…"
     if texts and all(text is not None for text in texts):
         return f"{shown} -> {''.join(text or '' for text in texts)!r}"
     return f"{shown} -> {count(len(sample.generated_ids), 'token')}"

@@ -48,9 +48,7 @@ def _known_lines(result: CheckResult) -> list[Line]:
         what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
         lines.append(prose("  excused: ", what, style="yellow", width=4))
     for use in result.known:
-        sites = use.sites if isinstance(use.sites, str) else ", ".join(use.sites)
-        text = f"{sites}: {use.status}: {use.text} ({use.reason})"
-        lines.append(prose("  known: ", text, style="yellow", width=4))
+        lines.append(prose("  known: ", str(use), style="yellow", width=4))
     return lines
 
 

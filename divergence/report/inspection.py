@@ -36,7 +36,6 @@ from divergence.run.schema.engine import EngineNote
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, Operand, Record, Summary, operand_indices
 from divergence.run.schema.site import compile_patterns, natural_key, near_names
-from divergence.words import shortened
 
 __all__ = [
     "call_lines",
@@ -224,7 +223,7 @@ def _prompt_lines(manifest: Manifest) -> list[Line]:
         if manifest.training.train:
             made = count(num_labels(sample), "label")
         lengths = f"{tokens_text}, {made}"
-        rows.append((str(number), lengths, shortened(text, 60)))
+        rows.append((str(number), lengths, text if len(text) <= 60 else text[:59] + "…"))
     return lines + columns(rows)
 
 

@@ -30,7 +30,6 @@ from divergence.layout import (
 from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines
 from divergence.run.schema.site import of_parameter
-from divergence.words import shortened
 
 __all__ = [
     "WIDTH", "compared_lines", "screen_lines", "settings_lines", "smallest_visible", "token_lines",
@@ -160,7 +159,8 @@ def _setting(item: PreflightLine) -> str:
     text = item.candidate if item.check == "arithmetic" else " / ".join(both)
     if item.check in _DIGESTED:
         text = item.detail or "differs"
-    return shortened(f"{item.check} {text}", WIDTH)
+    text = f"{item.check} {text}"
+    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
 
 
 def token_lines(report: Report) -> list[Line]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from divergence.experiments.selfcheck.result import SelfcheckLine, SelfcheckResult
+from divergence.experiments.result import SelfcheckLine, SelfcheckResult
 from divergence.layout import BLANK, Line, count, cut, heading, line, prose, times
 
 __all__ = ["how_changed", "result_text", "selfcheck_answer", "selfcheck_lines"]

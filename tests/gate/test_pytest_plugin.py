@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.gate.choice import choose_golden, goldens_in
-from divergence.gate.golden import bless
+from divergence.gate.golden import bless, choose_golden, goldens_in
 from divergence.recording.api import capture
 
 pytest_plugins = ["pytester"]

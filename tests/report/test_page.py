@@ -23,8 +23,7 @@ from divergence.comparison.results.operators import (
 )
 from divergence.comparison.results.tokens import TokensResult
 from divergence.html.element import plain
-from divergence.report.page.attachment import MOST_BYTES, attached
-from divergence.report.page.whole import page
+from divergence.report.page.whole import MOST_BYTES, attached, page
 from divergence.report.summary import verdict_lines
 from divergence.run.schema.manifest import SampleTokens, Tokens
 from divergence.words import printable

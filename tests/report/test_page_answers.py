@@ -10,8 +10,14 @@ import re
 import pytest
 
 from divergence.comparison.results.findings import Onset
-from divergence.experiments.result import FaultSize, Level, Localization, Sensitivity
-from divergence.experiments.selfcheck.result import SelfcheckLine, SelfcheckResult
+from divergence.experiments.result import (
+    FaultSize,
+    Level,
+    Localization,
+    SelfcheckLine,
+    SelfcheckResult,
+    Sensitivity,
+)
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
 
 BLOCKS = [f"model.layers.{number}" for number in range(5)]

@@ -10,7 +10,9 @@ from divergence.analyses.collectives.recorded import RecordedCase
 from divergence.collectives.cases import ROOT_RANK
 from divergence.numerics.formats import format_of
 
-__all__ = ["Sum", "bits_differ", "exact_sum", "expected_of", "instead", "part_of"]
+__all__ = [
+    "Sum", "alike", "bits_differ", "by_part", "exact_sum", "expected_of", "instead", "part_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +153,27 @@ def part_of(wrong: torch.Tensor, num_ranks: int) -> int | None:
         return None
     first, last = int(places[0]) // each, int(places[-1]) // each
     return first if first == last and len(places) > 2 else None
+
+
+def by_part(
+    case: RecordedCase, ranks: tuple[int, ...], wrong: torch.Tensor
+) -> tuple[tuple[int, ...], bool]:
+    """Who made it, and whether that is told by the part of the buffer alone: where all ranks are
+    wrong alike, the one whose part it is; nobody where that is not told either."""
+    if len(ranks) < case.num_ranks or case.case.collective == "reduce_scatter":
+        return ranks, False
+    part = part_of(wrong, case.num_ranks)
+    return ((), False) if part is None else ((part,), True)
+
+
+def alike(wrong: dict[int, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Ranks that are wrong at the same elements, together."""
+    groups: list[tuple[list[int], torch.Tensor]] = []
+    for rank, differ in wrong.items():
+        for ranks, known in groups:
+            if torch.equal(known, differ):
+                ranks.append(rank)
+                break
+        else:
+            groups.append(([rank], differ))
+    return [(tuple(ranks), differ) for ranks, differ in groups]

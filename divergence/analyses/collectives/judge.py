@@ -12,18 +12,25 @@ from dataclasses import dataclass, field
 
 import torch
 
-from divergence.analyses.collectives.adding import Identity, Key, identities, order_row
+from divergence.analyses.collectives.adding import (
+    Identity,
+    Key,
+    identities,
+    narrow_ranks,
+    order_row,
+    replay,
+)
 from divergence.analyses.collectives.definitions import (
     Sum,
+    alike,
     bits_differ,
+    by_part,
     exact_sum,
     expected_of,
     instead,
     part_of,
 )
-from divergence.analyses.collectives.rates import bandwidth_of
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
-from divergence.analyses.collectives.replaying import narrow_ranks, replay
 from divergence.collectives.cases import COLLECTIVES, CollectiveCase
 from divergence.collectives.orders import Stretch, decode
 from divergence.comparison.results.suites import (
@@ -106,7 +113,7 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
         side=side, num_ranks=n, backend=run.manifest.model.model_class, rows=rows,
         faults=_sorted(all_of.faults), orders=order_rows,
         identities=[pair.row for pair in pairs],
-        bandwidth=bandwidth_of(recorded), num_missing=all_of.num_missing,
+        bandwidth=list(recorded.bandwidth()), num_missing=all_of.num_missing,
         unsupported=_unsupported(run),
     )  # fmt: skip
 
@@ -154,15 +161,13 @@ def _judge_bits(all_of: _Judge, case: RecordedCase) -> set[int]:
     expected = expected_of(case)
     for rank, out in case.results.items():
         exact = expected[rank]
-        if out.shape != exact.shape:
-            text = f"has {len(out):,} elements in place of {len(exact):,}"
-            all_of.add(case, "definition", len(out), (rank,), text, elements=len(out))
+        if _misfits(all_of, case, "definition", rank, out, exact):
             wrong[rank] = torch.ones(1, dtype=torch.bool)
             continue
         differ = bits_differ(out, exact)
         if differ.any():
             wrong[rank] = differ
-    groups = _alike(wrong)
+    groups = alike(wrong)
     for ranks, differ in groups:
         rank = ranks[0]
         exact = expected[rank]
@@ -174,17 +179,15 @@ def _judge_bits(all_of: _Judge, case: RecordedCase) -> set[int]:
     return set(wrong)
 
 
-def _alike(wrong: dict[int, torch.Tensor]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Ranks that are wrong at the same elements, together."""
-    groups: list[tuple[list[int], torch.Tensor]] = []
-    for rank, differ in wrong.items():
-        for ranks, known in groups:
-            if torch.equal(known, differ):
-                ranks.append(rank)
-                break
-        else:
-            groups.append(([rank], differ))
-    return [(tuple(ranks), differ) for ranks, differ in groups]
+def _misfits(
+    all_of: _Judge, case: RecordedCase, check: CollectiveCheck, rank: int, out: torch.Tensor,
+    expected: torch.Tensor,
+) -> bool:  # fmt: skip
+    """A result of another size is a fault by itself."""
+    if out.shape != expected.shape:
+        text = f"has {len(out):,} elements in place of {len(expected):,}"
+        all_of.add(case, check, len(out), (rank,), text, elements=len(out))
+    return out.shape != expected.shape
 
 
 def _sender(case: RecordedCase, differ: torch.Tensor) -> tuple[int, ...]:
@@ -208,10 +211,7 @@ def _judge_sum(all_of: _Judge, case: RecordedCase, tally: _Tally) -> set[int]:
     rights: dict[int, Sum] = {}
     for rank, out in case.results.items():
         expected = rights[rank] = whole.part(rank, n) if parts else whole
-        if out.shape != expected.high.shape:
-            all_of.add(case, "sum", len(out), (rank,),
-                       f"has {len(out):,} elements in place of {len(expected.high):,}",
-                       elements=len(out))  # fmt: skip
+        if _misfits(all_of, case, "sum", rank, out, expected.high):
             wrong[rank] = torch.ones(1, dtype=torch.bool)
             continue
         error = expected.error(out).abs()
@@ -250,16 +250,12 @@ def _name_wrong_sums(
         text = f"add in {dtype_of_all}: with every addition rounded so, every bit is explained"
         all_of.add(case, "sum", wrong[min(wrong)], tuple(range(case.num_ranks)), text)
         return
-    for ranks, beyond in _alike(wrong):
+    for ranks, beyond in alike(wrong):
         rank = ranks[0]
         text = instead(case.results[rank], beyond, case, rank, rights[rank])
-        named, assumed = ranks, False
-        if len(ranks) == case.num_ranks and case.case.collective != "reduce_scatter":
-            part = part_of(beyond, case.num_ranks)
-            named = () if part is None else (part,)
-            text += "" if part is None else ", in its part of the buffer"
-            assumed = part is not None
-        all_of.add(case, "sum", beyond, named, text, assumed=assumed)
+        named, told_by_part = by_part(case, ranks, beyond)
+        text += ", in its part of the buffer" if told_by_part else ""
+        all_of.add(case, "sum", beyond, named, text, assumed=told_by_part)
 
 
 def _look_below(all_of: _Judge, case: RecordedCase) -> None:
@@ -352,14 +348,10 @@ def _judge_repeats(all_of: _Judge, case: RecordedCase) -> bool:
         return True
     ranks = tuple(sorted(differing))
     wrong = differing[ranks[0]]
-    named, assumed = ranks, False
+    named, told_by_part = by_part(case, ranks, wrong)
     text = "adds in another order each time" if case.case.adds else "gives other bits each time"
-    if len(ranks) == case.num_ranks and case.case.collective != "reduce_scatter":
-        part = part_of(wrong, case.num_ranks)
-        named = () if part is None else (part,)
-        text += "" if part is None else ": only its part of the buffer changes"
-        assumed = part is not None
-    all_of.add(case, "repeatable", wrong, named, text, assumed=assumed)
+    text += ": only its part of the buffer changes" if told_by_part else ""
+    all_of.add(case, "repeatable", wrong, named, text, assumed=told_by_part)
     return False
 
 

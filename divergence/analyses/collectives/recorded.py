@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,15 +10,17 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from divergence.collectives.bandwidth import bus_factor
 from divergence.collectives.cases import ADDING, COLLECTIVES, PREFIX, SIZES, CollectiveCase, case_of
 from divergence.collectives.running import ORDER, SECONDS
+from divergence.comparison.results.suites import BandwidthRow
 from divergence.errors import RunFormatError, UsageError
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import join_site, module_of, operator_path
 from divergence.run.unshard import UnshardedRun
 
-__all__ = ["MaskedSizes", "Recorded", "RecordedCase", "Timed"]
+__all__ = ["MaskedSizes", "Recorded", "RecordedCase"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +30,6 @@ class MaskedSizes:
     case: CollectiveCase
     elements: int
     sizes: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """Seconds of single calls on ``num_bytes``."""
-
-    collective: str
-    num_bytes: int
-    seconds: list[float]
-    link_rate: float | None
 
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -100,17 +93,23 @@ class Recorded:
             )
             yield MaskedSizes(case, sizes.shape[1], sizes)
 
-    def timed(self) -> Iterator[Timed]:
+    def bandwidth(self) -> Iterator[BandwidthRow]:
+        """How fast each collective was at each size, by the median of its calls."""
         for site, record in self._calls.items():
             assert record.call is not None
             facts = record.call.arguments
-            seconds = self.read(record.rank, site) if record.call.operator == SECONDS else None
+            times = self.read(record.rank, site) if record.call.operator == SECONDS else None
             num_bytes, link = facts.get("bytes"), facts.get("link_bytes_per_s")
-            if seconds is not None and isinstance(num_bytes, int) and seconds.numel():
-                yield Timed(
-                    str(facts.get("collective")), num_bytes, seconds.double().tolist(),
-                    float(link) if isinstance(link, int | float) else None,
-                )  # fmt: skip
+            if times is None or not isinstance(num_bytes, int) or not times.numel():
+                continue
+            collective = str(facts.get("collective"))
+            seconds = statistics.median(times.double().tolist())
+            algbw = num_bytes / max(seconds, 1e-12)
+            yield BandwidthRow(
+                collective=collective, bytes=num_bytes, seconds=seconds, algbw=algbw,
+                busbw=algbw * bus_factor(collective, self.num_ranks),
+                link_rate=float(link) if isinstance(link, int | float) else None,
+            )  # fmt: skip
 
     def read(self, rank: int, site: str) -> torch.Tensor | None:
         """A rank's tensor; None where it has none."""

@@ -1,18 +1,21 @@
-"""Two sides' sequences, token by token: which tokens may be compared, and what they say."""
+"""Two sides' sequences, token by token: which tokens may be compared, and what they say. Where a
+server tells no ids, both sides' tokens are numbered by their text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from divergence.analyses.logprobs.sequences import Sequence, facts_of, sequences_of
+from divergence.analyses.logprobs.sequences import Distribution, Sequence, facts_of, sequences_of
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.run.reader import Run
 from divergence.run.writing.scores import BY_TEXT
 
-__all__ = ["PromptPair", "pair_runs", "prompt_line"]
+__all__ = ["PromptPair", "pair_runs", "prompt_line", "renumbered"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
     sides = sequences_of(a), sequences_of(b)
     if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
         return sides
-    from divergence.analyses.logprobs.texts import renumbered
+    from divergence.analyses.logprobs.pairs import renumbered
 
     numbers: dict[str, int] = {}
     return (
@@ -194,3 +197,35 @@ def _other_prompts(pairs: list[PromptPair]) -> Iterator[str]:
                 f"prompt {pair.sample} differs from token {common} on: {ids[0]} against {ids[1]}: "
                 "another chat template or tokenizer, or another prompt"
             )
+
+
+def renumbered(
+    sequences: list[Sequence], texts: Mapping[str, str], numbers: dict[str, int], unknown: int
+) -> list[Sequence]:
+    """The same sequences by numbers of texts, which ``numbers`` hands out. Ids whose text nobody
+    told become ``unknown``, which equals no token of the other side. Prompts are left out."""
+
+    def number(token: int) -> int:
+        text = texts.get(str(token))
+        return unknown if text is None else numbers.setdefault(text, len(numbers))
+
+    def one(sequence: Sequence) -> Sequence:
+        start, inner = sequence.num_prompt, sequence.distribution
+
+        def distribution(row: int) -> Distribution:
+            listed = inner(row)
+            if listed.whole:  # texts are told of few ids; the rest is a tail
+                few = slice(0, 64)
+                listed = Distribution(listed.ids[few], listed.log[few])
+            ids = np.array([number(int(token)) for token in listed.ids], np.int64)
+            _, first = np.unique(ids, return_index=True)
+            kept = np.sort(first[ids[first] >= 0])
+            return Distribution(ids[kept], listed.log[kept])
+
+        return dataclasses.replace(
+            sequence, ids=[number(token) for token in sequence.ids[start:]], num_prompt=0,
+            rows={place - start: row for place, row in sequence.rows.items() if place >= start},
+            distribution=distribution,
+        )  # fmt: skip
+
+    return [one(sequence) for sequence in sequences]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.analyses.operators.show import beside, chosen, short_name, verdict_word
+from divergence.analyses.operators.show import (
+    against_truth,
+    beside,
+    chosen,
+    short_name,
+    verdict_word,
+)
 from divergence.comparison.result import Report
 from divergence.comparison.results.background import Background
 from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 from divergence.html.element import Node, el
 from divergence.html.parts import BlockPart, Section, Table, details, facts, table
-from divergence.layout import count, decimal, share, times
+from divergence.layout import count, decimal
 
 __all__ = ["page"]
 
@@ -103,19 +109,10 @@ def _table(
         names=True,
         rows=[
             (short_name(result), verdict_word(result) or "fine", result.source or "-",
-             *(_against_truth(result) if with_truth else
+             *(against_truth(result) if with_truth else
                (f"{result.limit_usage:.2f}", decimal(result.difference), decimal(result.floor))))
             for result in results
         ],
         marks=["onset" if result.site == operators.onset
                else "flagged" if result.limit_usage > 1 else "" for result in results],
-    )  # fmt: skip
-
-
-def _against_truth(result: OperatorResult) -> tuple[str, ...]:
-    over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
-    return (
-        times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
-        decimal(result.reference_error), decimal(result.candidate_error), decimal(result.floor),
-        share(over) if result.w is not None else share(result.codes),
     )  # fmt: skip

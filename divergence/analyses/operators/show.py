@@ -18,7 +18,7 @@ from divergence.layout import (
 )
 from divergence.words import letter
 
-__all__ = ["beside", "chosen", "short_name", "show", "verdict_word"]
+__all__ = ["against_truth", "beside", "chosen", "short_name", "show", "verdict_word"]
 
 _AROUND, _WORST = 4, 6
 _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
@@ -100,20 +100,24 @@ def _row(
     name = short_name(result)
     if result.match != "exact":
         name += f" {_MATCHED[result.match]}"
-    over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
     verdict = verdict_word(result)
-    values = [
-        times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
-        decimal(result.reference_error),
-        decimal(result.candidate_error),
-        decimal(result.floor),
-        share(over) if result.w is not None else share(result.codes),
-        "equal" if result.identical and not verdict else verdict,
-    ]
+    told = "equal" if result.identical and not verdict else verdict
+    figures = against_truth(result)
     if not with_truth:
-        values[:5] = [f"{result.limit_usage:.2f}", decimal(result.difference), "",
-                      decimal(result.floor), ""]  # fmt: skip
-    return line(f" {mark} ", (cut(name, width - 1).ljust(width), style), (_cells(values), style))
+        figures = (f"{result.limit_usage:.2f}", decimal(result.difference), "",
+                   decimal(result.floor), "")  # fmt: skip
+    cells = _cells([*figures, told])
+    return line(f" {mark} ", (cut(name, width - 1).ljust(width), style), (cells, style))
+
+
+def against_truth(result: OperatorResult) -> tuple[str, ...]:
+    """W, both sides' errors, the ideal one, and the share of elements that are off."""
+    over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
+    return (
+        times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
+        decimal(result.reference_error), decimal(result.candidate_error), decimal(result.floor),
+        share(over) if result.w is not None else share(result.codes),
+    )  # fmt: skip
 
 
 def verdict_word(result: OperatorResult) -> str:

@@ -28,7 +28,7 @@ from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.schema.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
 from divergence.run.schema.site import starred, unescape_path
-from divergence.words import letter, shortened
+from divergence.words import letter
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
@@ -275,7 +275,8 @@ def _text(value: ConfigValue) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
         return f"{value:.10g}"
-    return shortened(str(value), 60)
+    text = str(value)
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")

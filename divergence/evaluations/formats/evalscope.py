@@ -16,11 +16,15 @@ from typing import Any
 
 from divergence.errors import DumpError
 from divergence.evaluations.formats.reading import (
-    LOWER_IS_BETTER,
     ReadRequest,
+    answer_of,
+    files_in,
     finish,
+    first_of,
     hashed,
     number_of,
+    only_model,
+    series_in,
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
@@ -37,32 +41,18 @@ _USABLE = ("success", "fallback", "degraded")
 
 def recognise(folder: DumpFolder) -> bool:
     names = _reviews(folder)
-    if not names:
-        return False
-    try:
-        _, first = next(lines_of(folder, names[0]))
-    except (DumpError, StopIteration):
-        return False
-    return isinstance(first, dict) and "sample_score" in first
+    return bool(names) and "sample_score" in first_of(lines_of(folder, names[0]))
 
 
 def _reviews(folder: DumpFolder) -> list[str]:
-    lines = [name for name in folder.names if name.endswith(".jsonl")]
-    return [name for name in lines if "reviews" in PurePosixPath(name).parts] or (
-        lines if len(folder.names) == 1 else []
-    )
+    return files_in(folder, "reviews", ".jsonl")
 
 
 def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="evalscope")
     settings = _settings(folder, evaluation)
     names = _reviews(folder)
-    models = {PurePosixPath(name).parent.name for name in names}
-    if len(models) > 1:
-        raise DumpError(
-            f"the folder holds {len(models)} models: {', '.join(sorted(models))}",
-            where=str(folder.path), hint="name one of them: FOLDER/reviews/MODEL/FILE.jsonl",
-        )  # fmt: skip
+    only_model(folder, names, hint="name one of them: FOLDER/reviews/MODEL/FILE.jsonl")
     for name in names:
         evaluation.series += _task(folder, name, settings, reading)
     return finish(evaluation, reading)
@@ -72,7 +62,7 @@ def _task(
     folder: DumpFolder, name: str, settings: dict[str, str], reading: ReadRequest
 ) -> list[Series]:  # fmt: skip
     task, file = PurePosixPath(name).stem, folder.where(name)
-    series: dict[str, Series] = {}
+    series: dict[SeriesName, Series] = {}
     unusable: list[tuple[str, ScoreRow]] = []
     for number, item in lines_of(folder, name):
         sample = item.get("sample_score") if isinstance(item, dict) else None
@@ -89,10 +79,8 @@ def _task(
         for metric, value in values.items() if isinstance(values, dict) else ():
             named = SeriesName(task, "", text_of(metric))
             if reading.wants(named):
-                higher = metric not in LOWER_IS_BETTER
-                new = Series(named, file, dict(settings), higher)
                 number_, why = number_of(value)
-                held = series.setdefault(text_of(metric), new)
+                held = series_in(series, named, file, settings)
                 held.rows.append(replace(row, score=number_, why=why))
     # evalscope leaves their metrics out of the file; they lack a score by each
     for held in series.values():
@@ -126,7 +114,7 @@ def _identity(sample: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, 
 def _answer(score: Mapping[str, Any]) -> str | None:
     for field in ("extracted_prediction", "prediction"):
         if score.get(field) is not None:
-            return text_of(score[field])[:200]
+            return answer_of(score[field])
     return None
 
 

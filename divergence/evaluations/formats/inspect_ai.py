@@ -14,7 +14,14 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from divergence.errors import DumpError, UsageError, first_line
-from divergence.evaluations.formats.reading import ReadRequest, finish, hashed, number_of, text_of
+from divergence.evaluations.formats.reading import (
+    ReadRequest,
+    answer_of,
+    finish,
+    hashed,
+    number_of,
+    text_of,
+)
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.importing.folder import DumpFolder
 from divergence.recording.prompts import Message, Prompt
@@ -119,9 +126,8 @@ def _log(folder: DumpFolder, name: str, evaluation: Evaluation, reading: ReadReq
             named = SeriesName(task, "", metric)
             if not reading.wants(named):
                 continue
-            if named not in series:
-                series[named] = Series(named, archive.where, dict(settings))
-            series[named].rows.append(ScoreRow(
+            held = series.setdefault(named, Series(named, archive.where, dict(settings)))
+            held.rows.append(ScoreRow(
                 document=text_of(sample.get("id")), score=score, why=why,
                 repeat=int(sample.get("epoch") or 1) - 1, prompt=hashed(_asked(sample)),
                 target=hashed(sample.get("target")), answer=answer,
@@ -158,7 +164,7 @@ def _scores(
             if isinstance(score, str):
                 score = _LETTERS.get(score, score)
             metric = f"{name}/{part}" if part else text_of(name)
-            yield metric, *number_of(score), None if answer is None else text_of(answer)[:200]
+            yield metric, *number_of(score), answer_of(answer)
 
 
 def _asked(sample: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -21,8 +21,10 @@ from divergence.evaluations.formats.reading import (
     LOWER_IS_BETTER,
     ReadRequest,
     finish,
+    first_of,
     hashed,
     number_of,
+    table_of,
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
@@ -49,11 +51,7 @@ def recognise(folder: DumpFolder) -> bool:
         return True
     if len(folder.names) != 1 or not folder.names[0].endswith(".jsonl"):
         return False
-    try:
-        _, first = next(lines_of(folder, folder.names[0]))
-    except (DumpError, StopIteration):
-        return False
-    return isinstance(first, dict) and {"doc_id", "metrics", "filter"} <= set(first)
+    return {"doc_id", "metrics", "filter"} <= set(first_of(lines_of(folder, folder.names[0])))
 
 
 def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
@@ -63,11 +61,11 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
         report = results.get(date) or (next(iter(results.values())) if len(results) == 1 else {})
         series = _task(folder, name, task, report, reading)
         evaluation.series += series
-        told = _table(_table(report.get("n-samples")).get(task)).get("effective")
+        told = table_of(table_of(report.get("n-samples")).get(task)).get("effective")
         held = max((len({row.document for row in entry.rows}) for entry in series), default=told)
         if isinstance(told, int) and held != told:
             evaluation.incomplete = f"{task} has {held:,} documents, and its results say {told:,}"
-        config = _table(report.get("config"))
+        config = table_of(report.get("config"))
         evaluation.model = evaluation.model or config.get("model_source") or config.get("model")
         arguments = config.get("model_args")
         if isinstance(arguments, Mapping):
@@ -103,7 +101,7 @@ def _results(folder: DumpFolder) -> dict[str, dict[str, Any]]:
             return {}
         folder = DumpFolder(beside)
     return {
-        match[1]: _table(folder.json(name))
+        match[1]: table_of(folder.json(name))
         for name in folder.names
         if (match := _RESULTS.fullmatch(PurePosixPath(name).name))
     }
@@ -149,7 +147,7 @@ def _task(
 def _series(
     named: SeriesName, file: str, report: Mapping[str, Any], item: Mapping[str, Any]
 ) -> Series:
-    better = _table(_table(report.get("higher_is_better")).get(named.task))
+    better = table_of(table_of(report.get("higher_is_better")).get(named.task))
     settings = _settings(named.task, report)
     if "generation settings" not in settings:
         settings |= _generation(item)
@@ -162,14 +160,16 @@ def _told(value: Any) -> str | None:
 
 
 def _settings(task: str, report: Mapping[str, Any]) -> dict[str, str]:
-    config = _table(_table(report.get("configs")).get(task))
-    settings = {"task version": text_of(_table(report.get("versions")).get(task))} if report else {}
-    shots = _table(report.get("n-shot")).get(task, config.get("num_fewshot"))
+    config = table_of(table_of(report.get("configs")).get(task))
+    settings = (
+        {"task version": text_of(table_of(report.get("versions")).get(task))} if report else {}
+    )
+    shots = table_of(report.get("n-shot")).get(task, config.get("num_fewshot"))
     if shots is not None:
         settings["few-shot"] = text_of(shots)
     if "generation_kwargs" in config:
         settings["generation settings"] = json.dumps(config["generation_kwargs"], sort_keys=True)
-    elif _table(report.get("config")).get("gen_kwargs"):
+    elif table_of(report.get("config")).get("gen_kwargs"):
         settings["generation settings"] = json.dumps(report["config"]["gen_kwargs"], sort_keys=True)
     if config:
         rest = {key: config.get(key) for key in _SETTINGS}
@@ -228,10 +228,6 @@ def _answer(item: Mapping[str, Any], choices: tuple[float, ...] | None) -> str |
 def _dtype(config: Mapping[str, Any]) -> str | None:
     name = config.get("model_dtype")
     return name.removeprefix("torch.") if isinstance(name, str) else None
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:

@@ -19,7 +19,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from divergence.errors import DumpError
-from divergence.evaluations.formats.reading import ReadRequest, finish, hashed, number_of, text_of
+from divergence.evaluations.formats.reading import (
+    ReadRequest,
+    answer_of,
+    files_in,
+    finish,
+    hashed,
+    number_of,
+    only_model,
+    table_of,
+    text_of,
+)
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.importing.folder import DumpFolder
 from divergence.recording.prompts import Message, Prompt
@@ -39,31 +49,24 @@ def recognise(folder: DumpFolder) -> bool:
     if "results" in PurePosixPath(names[0]).parts:
         return True
     try:
-        return "details" in _table(folder.json(names[0]))
+        return "details" in table_of(folder.json(names[0]))
     except DumpError:
         return False
 
 
 def _results(folder: DumpFolder) -> list[str]:
-    names = [name for name in folder.names if name.endswith(".json")]
-    return [name for name in names if "results" in PurePosixPath(name).parts] or (
-        names if len(folder.names) == 1 else []
-    )
+    return files_in(folder, "results", ".json")
 
 
 def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="opencompass")
     names = _results(folder)
-    models = {PurePosixPath(name).parent.name for name in names}
-    if len(models) > 1:
-        raise DumpError(
-            f"the folder holds {len(models)} models: {', '.join(sorted(models))}",
-            where=str(folder.path), hint="name one file: FOLDER/results/MODEL/DATASET.json",
-        )  # fmt: skip
-    evaluation.model = next(iter(models), None) or None
+    evaluation.model = only_model(
+        folder, names, hint="name one file: FOLDER/results/MODEL/DATASET.json"
+    )
     for name in names:
         path = Path(folder.where(name))
-        result = _table(folder.json(name))
+        result = table_of(folder.json(name))
         details = result.get("details")
         if not isinstance(details, list | dict):
             reading.left_out["data sets without details (--dump-eval-details writes them)"] += 1
@@ -103,7 +106,7 @@ def _task(path: Path, result: dict[str, Any], reading: ReadRequest) -> list[Seri
                     document=key, score=score, why=why, repeat=before + repeat,
                     prompt=None if given is None else hashed(given),
                     target=None if target is None else hashed(target),
-                    answer=None if answer is None else text_of(answer)[:200],
+                    answer=answer_of(answer),
                     cluster=reading.cluster_of(entry), place=number + 1,
                 ))  # fmt: skip
             break
@@ -173,14 +176,10 @@ def _predictions(result: Path) -> dict[str, dict[str, Any]]:
     predictions: dict[str, dict[str, Any]] = {}
     for part in parts:
         part_folder = DumpFolder(part)
-        table = _table(part_folder.json(part_folder.names[0]))
+        table = table_of(part_folder.json(part_folder.names[0]))
         start = len(predictions)
-        predictions |= {str(start + n): _table(table.get(str(n))) for n in range(len(table))}
+        predictions |= {str(start + n): table_of(table.get(str(n))) for n in range(len(table))}
     return predictions
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:

@@ -14,11 +14,13 @@ from typing import Any
 
 from divergence.errors import DumpError
 from divergence.evaluations.formats.reading import (
-    LOWER_IS_BETTER,
     ReadRequest,
+    answer_of,
     finish,
+    first_of,
     hashed,
     number_of,
+    series_in,
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
@@ -38,13 +40,8 @@ def _names(folder: DumpFolder) -> list[str]:
 
 
 def recognise(folder: DumpFolder) -> bool:
-    for name in _names(folder):
-        try:
-            _, first = next(_rows(folder, name))
-        except (DumpError, StopIteration):
-            return False
-        return {"id", "score"} <= set(first)
-    return False
+    names = _names(folder)
+    return bool(names) and {"id", "score"} <= set(first_of(_rows(folder, names[0])))
 
 
 def _rows(folder: DumpFolder, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -88,10 +85,8 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
             named = SeriesName(text_of(item.get("task") or default), "", metric)
             if not reading.wants(named):
                 continue
-            if named not in series:
-                higher = metric.lower() not in LOWER_IS_BETTER
-                series[named] = Series(named, folder.where(name), {}, higher)
-            series[named].rows.append(_row(item, number, where, reading))
+            held = series_in(series, named, folder.where(name), {})
+            held.rows.append(_row(item, number, where, reading))
         evaluation.series += series.values()
     return finish(evaluation, reading)
 
@@ -107,7 +102,7 @@ def _row(item: Mapping[str, Any], number: int, where: str, reading: ReadRequest)
         document=text_of(item["id"]), score=score, why=why, repeat=repeat, place=number,
         prompt=_hashed(item.get("prompt")), target=_hashed(item.get("target")),
         cluster=None if group in (None, "") else text_of(group),
-        answer=None if item.get("answer") is None else text_of(item["answer"])[:200],
+        answer=answer_of(item.get("answer")),
     )  # fmt: skip
 
 

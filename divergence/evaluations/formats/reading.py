@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
 
-from divergence.evaluations.rows import Evaluation, SeriesName
+from divergence.errors import DumpError
+from divergence.evaluations.rows import Evaluation, Series, SeriesName
+from divergence.importing.folder import DumpFolder
 
-__all__ = ["LOWER_IS_BETTER", "ReadRequest", "finish", "hashed", "number_of", "text_of"]
+__all__ = [
+    "LOWER_IS_BETTER", "ReadRequest", "answer_of", "files_in", "finish", "first_of", "hashed",
+    "number_of", "only_model", "series_in", "table_of", "text_of",
+]  # fmt: skip
 
 LOWER_IS_BETTER = frozenset(
     "bits_per_byte bpb brier_score byte_perplexity cer error error_rate loss mae mse nll "
@@ -58,6 +64,42 @@ class ReadRequest:
         return None if cluster is None else text_of(cluster)
 
 
+def files_in(folder: DumpFolder, part: str, suffix: str) -> list[str]:
+    """The files below a folder called ``part``; a single file is one wherever it lies."""
+    names = [name for name in folder.names if name.endswith(suffix)]
+    return [name for name in names if part in PurePosixPath(name).parts] or (
+        names if len(folder.names) == 1 else []
+    )
+
+
+def only_model(folder: DumpFolder, names: Sequence[str], *, hint: str) -> str | None:
+    """The model whose results these are, by the folder they lie in. DumpError for several."""
+    models = {PurePosixPath(name).parent.name for name in names}
+    if len(models) > 1:
+        raise DumpError(
+            f"the folder holds {len(models)} models: {', '.join(sorted(models))}",
+            where=str(folder.path), hint=hint,
+        )  # fmt: skip
+    return next(iter(models), None) or None
+
+
+def first_of(rows: Iterator[tuple[int, Any]]) -> dict[str, Any]:
+    """The fields of the first line; none where it cannot be read, or is no object."""
+    try:
+        return table_of(next(rows)[1])
+    except (DumpError, StopIteration):
+        return {}
+
+
+def series_in(
+    held: dict[SeriesName, Series], name: SeriesName, file: str, settings: dict[str, str]
+) -> Series:
+    """The one of this name, which is new with its first row."""
+    if name not in held:
+        held[name] = Series(name, file, dict(settings), name.metric.lower() not in LOWER_IS_BETTER)
+    return held[name]
+
+
 def finish(result: Evaluation, reading: ReadRequest) -> Evaluation:
     """With what was left out as notes."""
     result.notes += [f"{count:,} {reason}" for reason, count in sorted(reading.left_out.items())]
@@ -71,6 +113,16 @@ def number_of(value: Any) -> tuple[float | None, str | None]:
         score = float(value)
         return (score, None) if abs(score) < _MOST else (None, f"the score is {score:g}")
     return None, "without a score" if value is None else "the score is no number"
+
+
+def table_of(value: Any) -> dict[str, Any]:
+    """An object's fields; what is none has none."""
+    return value if isinstance(value, dict) else {}
+
+
+def answer_of(value: Any) -> str | None:
+    """As much of an answer as tells answers apart."""
+    return None if value is None else text_of(value)[:200]
 
 
 def text_of(value: Any) -> str:

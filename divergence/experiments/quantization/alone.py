@@ -1,23 +1,27 @@
 """Each matrix of a model quantised alone: those of the scheme, and those that it keeps, so that one
-sees why. Embeddings and norms, which no scheme quantises, go through codes as weights alone."""
+sees why; and outliers of what enters each. Embeddings and norms, which no scheme quantises, go
+through codes as weights alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
-from divergence.experiments.quantization.outliers import outliers_of
-from divergence.experiments.quantization.result import MatrixCost
+from divergence.experiments.quantization.result import MatrixCost, Outliers
 from divergence.experiments.quantization.trials import QuantizationTrials
 from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
-from divergence.quantization.model import targets_of
+from divergence.quantization.calibration import Watch, watching
+from divergence.quantization.model import QuantizationTarget, targets_of
 from divergence.words import Progress, silent
 
-__all__ = ["each_alone"]
+__all__ = ["each_alone", "outliers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +107,53 @@ def _through_codes(table: _Table, quantizer: Quantizer | None) -> Iterator[None]
             yield
     finally:
         table.module._parameters["weight"] = weight
+
+
+_MOST = 1 << 16
+"""Numbers of a prompt that quartiles are taken from, evenly spaced."""
+
+
+class _Numbers(Watch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.power_sums = torch.zeros(4, dtype=torch.float64)
+        self.count = 0
+        self.some: list[torch.Tensor] = []
+
+    def see(self, x: torch.Tensor, norm: str | None) -> None:
+        super().see(x, norm)
+        flat = x.detach().reshape(-1).double().cpu()
+        if not len(flat):
+            return
+        self.count += len(flat)
+        self.power_sums += torch.stack([(flat**n).sum() for n in (1, 2, 3, 4)])
+        self.some.append(flat[:: max(1, len(flat) // _MOST)])
+
+
+def outliers_of(
+    trials: QuantizationTrials, targets: Mapping[str, QuantizationTarget]
+) -> dict[str, Outliers]:
+    """By target, over all prompts; targets that nothing entered are left out."""
+    with watching(trials.model, targets, kind=_Numbers) as watches:
+        trials.run_plain()
+    outliers = {}
+    for name, watch in watches.items():
+        assert isinstance(watch, _Numbers)
+        if watch.least is not None and watch.most is not None:
+            outliers[name] = _statistics(watch, torch.maximum(-watch.least, watch.most))
+    return outliers
+
+
+def _statistics(watch: _Numbers, by_channel: torch.Tensor) -> Outliers:
+    mean, mean_square, three, four = (watch.power_sums / watch.count).tolist()
+    variance = mean_square - mean * mean
+    fourth = four - 4 * mean * three + 6 * mean * mean * mean_square - 3 * mean**4
+    # not torch.quantile, which takes no more than 2^24 numbers
+    first, third = np.quantile(torch.cat(watch.some).numpy(), [0.25, 0.75]).tolist()
+    most, median = float(by_channel.max()), float(by_channel.median())
+    return Outliers(
+        max=most,
+        kurtosis=fourth / variance**2 if variance > 0 else math.nan,
+        quantile_score=2 * most / 254 / (third - first) if third > first else math.inf,
+        range_ratio=most / median if median > 0 else math.inf,
+    )

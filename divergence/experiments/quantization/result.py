@@ -7,9 +7,7 @@ import msgspec
 from divergence.comparison.result import JsonAnswer
 from divergence.quantization.scheme import Scheme
 
-__all__ = ["SCHEMA_VERSION", "Cost", "MatrixCost", "Outliers", "Quantization", "QuantizationPolicy"]
-
-SCHEMA_VERSION = 1
+__all__ = ["Cost", "MatrixCost", "Outliers", "Quantization", "QuantizationPolicy"]
 
 
 class Cost(msgspec.Struct, kw_only=True, frozen=True):
@@ -114,7 +112,7 @@ class QuantizationPolicy(msgspec.Struct, kw_only=True, frozen=True):
 class Quantization(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
     """Result of ``quantize``."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     tool_version: str
     run: str
     """The floating-point run."""

@@ -28,7 +28,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import VerdictKind
 from divergence.errors import DivergenceError, ModelError, UsageError
-from divergence.experiments.selfcheck.result import (
+from divergence.experiments.result import (
     SelfcheckLine,
     SelfcheckResult,
     SelfcheckStatus,

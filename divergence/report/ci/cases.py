@@ -109,9 +109,8 @@ def _rules(result: CheckResult) -> Iterator[RuleOutcome]:
         text = f"at least {num_equal:,} of the generated tokens are equal"
         yield _case(result, "tokens.min_equal_count", text)
     for number, tolerance in enumerate(policy.tolerance):
-        sites = tolerance.sites if isinstance(tolerance.sites, str) else ", ".join(tolerance.sites)
         limits = ", ".join(f"{name} <= {limit:g}" for name, limit in tolerance.limits().items())
-        yield _case(result, f"tolerance[{number}]", f"{sites}: {limits}", tolerance=number)
+        yield _case(result, f"tolerance[{number}]", f"{tolerance.text}: {limits}", tolerance=number)
 
 
 def _case(
@@ -145,11 +144,9 @@ def _known(result: CheckResult) -> Iterator[RuleOutcome]:
     excused nothing is skipped."""
     judged = any(failure.rule == "verdicts" for failure in result.failures)
     for use in result.known:
-        sites = use.sites if isinstance(use.sites, str) else ", ".join(use.sites)
-        text = printable(f"{sites}: {use.status}: {use.text} ({use.reason})")
         status: Literal["passed", "failed", "skipped"] = "skipped"
         if use.status == "used":
             status = "passed"
         elif use.status in ("exceeded", "expired") and use.num_records and judged:
             status = "failed"
-        yield RuleOutcome(rule=f"known[{use.number}]", status=status, text=text)
+        yield RuleOutcome(rule=f"known[{use.number}]", status=status, text=printable(str(use)))

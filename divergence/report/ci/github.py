@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from divergence.layout import cut
 from divergence.report.ci.cases import CheckPage, screen_text
-from divergence.words import markdown_code, markdown_text, printable, shortened
+from divergence.words import markdown_code, markdown_text, printable
 
 __all__ = ["annotation_lines", "fence", "summary_markdown"]
 
@@ -60,7 +60,8 @@ def _escaped(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    return shortened(printable(text), _WIDEST)
+    text = printable(text)
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
 
 
 def summary_markdown(page: CheckPage) -> str:

@@ -17,8 +17,7 @@ from divergence.comparison.result import Answer, Report
 from divergence.comparison.results.background import Background
 from divergence.evaluations.result import Candidate, ScoresReport
 from divergence.evaluations.show import TITLES, facts_of, headline, name_of, task_cells
-from divergence.experiments.result import Localization, Sensitivity
-from divergence.experiments.selfcheck.result import SelfcheckResult
+from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.html.element import Node, el
 from divergence.html.figures import Plot, PlotLine

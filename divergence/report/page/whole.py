@@ -3,26 +3,33 @@
 Nothing here opens a run: ``background`` brings what the report does not hold. An analysis shows its
 part by a ``page`` module in its folder, as it prints it by ``show``; where it has that alone, what
 it prints stands on the page as it is.
+
+A page is sent by mail and read in a browser, so what it carries for download is bounded: of a
+report with more results than fit, the worst are kept, and the page says how many.
 """
 
 from __future__ import annotations
 
+import gzip
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
+from msgspec.structs import replace
+
 from divergence.comparison.result import Report
 from divergence.comparison.results.background import Background
+from divergence.comparison.results.sites import SiteResult
 from divergence.html.element import Element
 from divergence.html.parts import Section
 from divergence.report.machine import csv_columns
-from divergence.report.page.attachment import attached
 from divergence.report.page.frame import frame, printed
 from divergence.report.page.runs import coverage_section, machines_section, settings_section
 from divergence.report.page.verdict import findings_section, verdict
 from divergence.report.summary import headline, shown_analyses
 
-__all__ = ["analysis_sections", "page"]
+__all__ = ["MOST_BYTES", "analysis_sections", "attached", "page"]
 
 
 def page(
@@ -92,3 +99,50 @@ def _data_lead(report: Report, num_kept: int) -> str:
         f"This page holds {num_kept:,} of {total:,} results, the worst first, so that it stays "
         "small; `divergence compare --json` and `--csv` write all of them."
     )
+
+
+MOST_BYTES = 300_000
+"""Of the packed report; a third more as text."""
+_MOST_RESULTS = 4000
+_TRIES = 6
+
+
+def attached(report: Report) -> tuple[bytes, int]:
+    """The JSON, and how many results of sites it holds."""
+    ranked = sorted(report.sites, key=_rank)
+    most = min(len(ranked), _MOST_RESULTS)
+    data = b""
+    for _ in range(_TRIES):
+        kept = set(map(id, ranked[:most]))
+        thinned = replace(
+            report, sites=[site for site in report.sites if id(site) in kept],
+            **({} if most == len(ranked) else _shorter(report)),
+        )  # fmt: skip
+        data = thinned.to_json().encode()
+        packed = len(gzip.compress(data, compresslevel=6))
+        if packed <= MOST_BYTES or most == 0:
+            break
+        most = int(most * 0.9 * MOST_BYTES / packed)
+    return data, most
+
+
+def _shorter(report: Report) -> dict[str, object]:
+    """Lists that no page needs in full, where not even the sites fit."""
+    coverage = replace(report.coverage, unmatched=report.coverage.unmatched[: _MOST_RESULTS // 8])
+    fields: dict[str, object] = {"coverage": coverage}
+    if report.operators is not None:
+        worst = sorted(report.operators.results, key=lambda result: -result.limit_usage)
+        kept = set(map(id, worst[:500]))
+        results = [result for result in report.operators.results if id(result) in kept]
+        fields["operators"] = replace(report.operators, results=results)
+    return fields
+
+
+def _rank(site: SiteResult) -> tuple[bool, bool, float, float]:
+    """What the verdict rests on first, then by the share of a limit, then by the difference."""
+    broken = site.nonfinite is not None and site.nonfinite.total > 0
+    return (not site.flagged, not broken, -_size(site.usage), -_size(site.rel_l2))
+
+
+def _size(value: float | None) -> float:
+    return 0.0 if value is None else math.inf if math.isnan(value) else value

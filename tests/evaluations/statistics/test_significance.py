@@ -10,13 +10,14 @@ from scipy import optimize, stats
 from statsmodels.stats.contingency_tables import mcnemar as statsmodels_mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from divergence.evaluations.statistics.power import documents_needed, smallest_difference
 from divergence.evaluations.statistics.significance import (
     MOST_SIGNS,
+    documents_needed,
     holm,
     mcnemar,
     score_interval,
     sign_test,
+    smallest_difference,
 )
 
 

@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from divergence.errors import UsageError
-from divergence.experiments.quantization.cost import cost_of
 from divergence.experiments.quantization.policy import forms
 from divergence.experiments.quantization.quantize import quantize
+from divergence.experiments.quantization.trials import cost_of
 from divergence.numerics.pairs.logits import row_costs
 from divergence.quantization.scheme import scheme_named
 from divergence.recording.api import capture

@@ -5,8 +5,8 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.errors import RunExistsError, UsageError
-from divergence.experiments.quantization import outliers
-from divergence.experiments.quantization.outliers import _Numbers, _statistics
+from divergence.experiments.quantization import alone
+from divergence.experiments.quantization.alone import _Numbers, _statistics
 from divergence.experiments.quantization.quantize import quantize
 from divergence.recording.api import capture, truth
 from divergence.recording.engines.quantize import keep_of
@@ -127,7 +127,7 @@ def test_one_token_has_no_standard_error(folder, tmp_path):
 
 def test_quartiles_of_many_numbers(monkeypatch):
     """More than torch.quantile takes."""
-    monkeypatch.setattr(outliers, "_MOST", 1 << 24)
+    monkeypatch.setattr(alone, "_MOST", 1 << 24)
     watch = _Numbers()
     watch.see(torch.arange(1 << 12).repeat(1 << 12, 1), None)
     watch.see(torch.ones(1, 1 << 12), None)

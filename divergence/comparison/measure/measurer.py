@@ -107,7 +107,7 @@ class Measurer:
             elif operands.right is None and operands.equal:
                 self.reading.check(pair)
             else:
-                # every block gets the same rotary angles, and one's output is the next one's input
+                # every block gets the same rotary angles
                 contents = alike.setdefault(operands.kind, {})
                 contents.setdefault(operands.content(number), (operands, []))[1].append(number)
         for contents in alike.values():

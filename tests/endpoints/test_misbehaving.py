@@ -94,7 +94,7 @@ def test_a_server_that_is_gone_is_not_asked_for_ever(stub, serve):
     stub.troubles = dict.fromkeys(range(FIRST + 6, FIRST + 5000), "400")
     with pytest.raises(EndpointError, match="94 of 100 prompts"):
         serve("a", prompts=[f"p {n}" for n in range(100)])
-    assert len(stub.asked) <= FIRST + 6 + 8 + 1  # one may be on its way
+    assert len(stub.asked) < 50  # others may be on their way while the eighth is read
 
 
 def test_an_interrupt_leaves_a_run_to_go_on_with(stub, serve, tmp_path):

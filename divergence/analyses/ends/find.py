@@ -265,9 +265,11 @@ def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
 
 def misfit_in(row: torch.Tensor, chosen: int) -> tuple[int, float] | None:
     """(the largest, by how much) where ``chosen`` is not the largest of a row of logits (V,)."""
-    if not row.is_floating_point() or bool(row.isnan().any()):
+    if not row.is_floating_point():
         return None
-    largest = int(row.argmax())
+    largest = int(row.argmax())  # a nan counts as the largest
+    if bool(row[largest].isnan()):
+        return None
     if chosen >= len(row):
         return largest, float("inf")
     behind = float(row[largest].double() - row[chosen].double())

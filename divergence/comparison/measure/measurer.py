@@ -99,28 +99,22 @@ class Measurer:
     def measure_small(self, pairs: Sequence[Pair]) -> list[PairNumbers | None]:
         """``measure`` of each, many at a time where their tensors are small and alike."""
         measured: list[PairNumbers | None] = [None] * len(pairs)
-        alike: dict[_Key, dict[_Key, tuple[_Operands, list[int]]]] = {}
+        alike: dict[_Key, list[tuple[int, _Operands]]] = {}
         for number, pair in enumerate(pairs):
             operands = self._operands(pair)
             if operands is None:
                 measured[number] = self.measure(pair)
-            elif operands.right is None and operands.equal:
+            elif operands.truth is None and operands.equal:
                 self.reading.check(pair)
             else:
-                # every block gets the same rotary angles
-                contents = alike.setdefault(operands.kind, {})
-                contents.setdefault(operands.content(number), (operands, []))[1].append(number)
-        for contents in alike.values():
-            group = [(pairs[numbers[0]], operands) for operands, numbers in contents.values()]
-            at_once = max(1, NUMEL_AT_ONCE // max(1, group[0][1].one.numel))
-            results: list[PairNumbers | None] = []
+                alike.setdefault(operands.kind, []).append((number, operands))
+        for group in alike.values():
+            at_once = max(1, NUMEL_AT_ONCE // max(1, group[0][1].reference.numel))
             for first in range(0, len(group), at_once):
-                results += self._measure_alike(group[first : first + at_once])
-            for (_, numbers), result in zip(contents.values(), results, strict=True):
-                for number in numbers:
+                part = group[first : first + at_once]
+                results = self._measure_alike([(pairs[number], each) for number, each in part])
+                for (number, _), result in zip(part, results, strict=True):
                     measured[number] = result or self.measure(pairs[number])
-                    if result is not None and number != numbers[0]:
-                        self.reading.check(pairs[number])  # it may lie at another place
         return measured
 
     def _operands(self, pair: Pair) -> _Operands | None:
@@ -150,19 +144,19 @@ class Measurer:
         first = pairs[0][1]
         base, truth = None, None
         try:
-            a = self._reference.read_many([operands.one for _, operands in pairs])
+            a = self._reference.read_many([operands.reference for _, operands in pairs])
             if first.equal:
                 b = a
                 for pair, _ in pairs:
                     self.reading.check(pair)
             else:
-                b = self._candidate.read_many([operands.two for _, operands in pairs])
+                b = self._candidate.read_many([operands.candidate for _, operands in pairs])
             if first.base is not None:
                 bases = [operands.base[1] for _, operands in pairs if operands.base is not None]
                 base = first.base[0].read_many(bases)
-            if first.right is not None and self._truth is not None:
-                rights = [operands.right for _, operands in pairs if operands.right is not None]
-                truth = self._truth.run.read_many(rights)
+            if first.truth is not None and self._truth is not None:
+                records = [operands.truth for _, operands in pairs if operands.truth is not None]
+                truth = self._truth.run.read_many(records)
         except RunFormatError:
             return [None] * len(pairs)
         against: Sequence[AgainstTruth | None] = [None] * len(pairs)
@@ -170,7 +164,7 @@ class Measurer:
             from divergence.numerics.pairs.against import against_many
 
             against = against_many(a, b, truth, base)
-        shape = first.one.shape
+        shape = first.reference.shape
         if first.equal:
             return [
                 None if errors is None else PairNumbers(None, None, None, shape, against=errors)
@@ -276,30 +270,24 @@ class _Operands:
     """The records that a small pair is measured with. ``kind``: equal for those that can be
     measured together."""
 
-    __slots__ = ("base", "equal", "kind", "one", "right", "two")
+    __slots__ = ("base", "candidate", "equal", "kind", "reference", "truth")
 
     def __init__(
         self,
-        ref: Record,
-        cand: Record,
+        reference: Record,
+        candidate: Record,
         base: tuple[Run, Record] | None,
         truth: Record | None,
         *,
         equal: bool,
     ) -> None:
-        self.one, self.two, self.base, self.right, self.equal = ref, cand, base, truth, equal
+        self.reference, self.candidate = reference, candidate
+        self.base, self.truth, self.equal = base, truth, equal
         self.kind: _Key = (
-            equal, ref.shape, ref.dtype, cand.dtype,
+            equal, reference.shape, reference.dtype, candidate.dtype,
             None if base is None else (id(base[0]), base[1].dtype),
             None if truth is None else truth.dtype,
         )  # fmt: skip
-
-    def content(self, number: int) -> _Key:
-        """Equal for pairs of one kind whose tensors are the same bytes; ``number``, the pair's own,
-        where that is not known."""
-        records = (self.one, self.two, self.right, None if self.base is None else self.base[1])
-        digests = [record.xxh3 for record in records if record is not None]
-        return (number,) if None in digests else tuple(digests)
 
 
 def _shared(runs: Sequence[Run]) -> Callable[[str], float]:

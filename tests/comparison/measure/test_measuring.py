@@ -20,7 +20,6 @@ from divergence.comparison.measure.reading import Reading
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet.many import compare_many
 from divergence.numerics.kernels import has_compiled
-from divergence.numerics.pairs.many import measure_many
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, Sizes
@@ -209,28 +208,8 @@ def test_small_pairs_together_give_what_each_gives_alone(case):
             assert value == wanted, name
 
 
-def test_equal_contents_are_measured_once(case, monkeypatch):
-    """Block 0's output, which has no input recorded beside it, is the input of block 1."""
-    measured = []
-
-    def counted(a, b, **options):
-        measured.append(len(a))
-        return measure_many(a, b, **options)
-
-    monkeypatch.setattr("divergence.comparison.measure.measurer.measure_many", counted)
-    measurer, pairs = case()
-    numbers = measurer.measure_small(pairs)
-    differing = sum(found is not None for found in numbers)
-    out, entering = (
-        [pair.reference.record.site for pair in pairs].index(f"model.layers.{site}")
-        for site in ("0:out", "1:in")
-    )
-    assert numbers[out] is numbers[entering] is not None
-    assert sum(measured) == differing - 1
-
-
 def test_equal_contents_are_checked_at_each_place(dumps, tmp_path):
-    """They are measured once, but where one of them lies elsewhere and is damaged, it is said."""
+    """Where one of them lies elsewhere and is damaged, it is said."""
     for path in dumps:
         shutil.copytree(path, tmp_path / path.name)
     b = tmp_path / "b"

@@ -120,7 +120,7 @@ class Run:
                 if not manifest.complete:  # a killed capture's says what was there long before
                     manifest.sizes = sizes_of(run.records)
                 if isinstance(run.records, StoredRecords):
-                    run.records.forget_places()
+                    run.records.finish()
             except OSError as error:
                 raise RunFormatError(
                     f"cannot be read: {error.strerror or error}",

@@ -6,8 +6,7 @@ records apart, and where each line begins. A record is decoded again when it is 
 are read in portions of whole lines; each must then still have the bytes that were checked, by a
 digest.
 
-The columns are made from the lines whenever a run is opened and are stored nowhere: an index beside
-the lines could differ from them, and to find that out takes reading them.
+Of very large runs the columns are kept for the next opening (index.py).
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import xxhash
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
 from divergence.run.columns import CALL, KEPT, SKETCH, Array, Columns, PortionSource
+from divergence.run.index import Index
 from divergence.run.schema.contents import (
     SiteCounts,
     StoredRecords,
@@ -40,12 +40,23 @@ from divergence.run.schema.record import Coordinates, PassName, Record
 from divergence.run.storage.blob import Blob, Store
 from divergence.run.storage.shard import Shard, has_header
 
-__all__ = ["RecordTable", "read_table"]
+__all__ = ["KEPT_BYTES", "RecordTable", "read_table"]
+
+KEPT_BYTES = 64 << 20
+"""Of lines: some 150,000 records. Fewer are sooner read again than a file is worth that nobody
+asked for."""
 
 
 def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | None:
     """The records of all ranks, and whether a last line of an incomplete run was cut off. None
     where anything is wrong: reading line by line says what."""
+    index = None
+    if store.folder is not None and manifest.complete:
+        index = Index(store, store.folder, manifest)
+        kept = index.load()
+        if kept is not None:
+            names = map(records_name, range(manifest.num_ranks))
+            return RecordTable(kept, list(map(store.blob, names)), index, known=True), False
     check, blobs, torn = record_check(manifest), list[Blob](), False
     columns = Columns(check)
     decoder = msgspec.json.Decoder(Record)
@@ -73,14 +84,18 @@ def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | N
         return None
     if manifest.complete and columns.num_rows != manifest.sizes.num_records:
         return None
-    return RecordTable(columns, blobs), torn
+    return RecordTable(columns, blobs, index), torn
 
 
 class RecordTable(StoredRecords):
-    """``columns`` of the lines in ``blobs``, and the records that were asked for."""
+    """``columns`` of the lines in ``blobs``, and the records that were asked for. ``index``:
+    where the columns may be kept. ``known``: they come from there, checked."""
 
-    def __init__(self, columns: Columns, blobs: Sequence[Blob]) -> None:
+    def __init__(
+        self, columns: Columns, blobs: Sequence[Blob], index: Index | None, *, known: bool = False
+    ) -> None:
         self._columns, self._blobs = columns, blobs
+        self._index, self._known = index, known
         self._col = columns.col
         self._decoder = msgspec.json.Decoder(Record)
         self._firsts = [portion.first for portion in columns.portions]
@@ -163,6 +178,8 @@ class RecordTable(StoredRecords):
                 except OSError as error:
                     raise RunFormatError(f"cannot be read: {error}", where=blob.name) from error
                 if xxhash.xxh3_64_intdigest(lines) != portion.digest:
+                    if self._index is not None and self._known:
+                        self._index.discard()
                     raise RunFormatError(
                         "it was changed while it was read", where=blob.name,
                         hint="run the command again",
@@ -250,6 +267,8 @@ class RecordTable(StoredRecords):
     ) -> bool:
         """Is in the shards what the records say? False where one is not sound: going through all
         records says which and why."""
+        if self._known:
+            return True
         try:
             shard = self._col["shard"]
             order = np.argsort(shard, kind="stable")
@@ -311,11 +330,13 @@ class RecordTable(StoredRecords):
             seen_bytes=sum(sizes[kinds].tolist()),
         )
 
-    def forget_places(self) -> None:
-        """Lets go of what only the checks above need."""
-        self._col.pop("xxh3")
-        self._col.pop("shard")
+    def finish(self) -> None:
+        for name in ("xxh3", "shard"):
+            self._col.pop(name, None)
         self._columns.odd_keys.clear()
+        is_large = sum(blob.size for blob in self._blobs) >= KEPT_BYTES
+        if is_large and self._index is not None and not self._known:
+            self._index.save(self._columns, self.shards())
 
 
 def _tally(codes: Array, num: int) -> tuple[Array, Array]:

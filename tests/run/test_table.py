@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError
+from divergence.run import table
 from divergence.run.reader import Run
 from divergence.run.schema import parsing
 from divergence.run.schema.contents import (
@@ -34,12 +35,14 @@ from divergence.run.writing.writer import CapturedTensor, RunWriter
 PASSES = ("free", "anchored", "whole")
 
 
-def write_many(path, manifest, *, seed=0, store="full", rank=0, placement=None) -> None:
+def write_many(
+    path, manifest, *, seed=0, store="full", rank=0, placement=None, force=False
+) -> None:  # fmt: skip
     """Some hundred records of every kind: shared bytes, nan, calls, positions, several dtypes."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     reducer = reducer_for(store, like=None, only_changed=False)
-    with RunWriter(path, manifest, rank=rank, reducer=reducer) as writer:
+    with RunWriter(path, manifest, rank=rank, reducer=reducer, force=force) as writer:
         for step in range(draw.randint(3, 9)):
             for order in range(draw.randint(1, 30)):
                 tensor = torch.randn(1, draw.randint(1, 3), 4)
@@ -63,12 +66,18 @@ def write_many(path, manifest, *, seed=0, store="full", rank=0, placement=None) 
                 writer.flush()
 
 
-def both(path, monkeypatch) -> tuple[Run, Run]:
-    """The run, opened as a small one and as a large one."""
+def both(path, monkeypatch, *, kept=False) -> tuple[Run, Run]:
+    """The run, opened as a small one and as a large one. ``kept``: from the index of the one that
+    opened it before."""
     one = Run.open(path)
     with monkeypatch.context() as patch:
         patch.setattr(parsing, "LARGE_BYTES", 0)
         patch.setattr(parsing, "_PORTION_BYTES", 2000)
+        if kept:
+            patch.setattr(table, "KEPT_BYTES", 0)
+            Run.open(path)
+            patch.setattr(table, "portions", None)
+            assert (path / "records.index").is_file()
         other = Run.open(path)
     assert isinstance(one.records, list)
     assert isinstance(other.records, StoredRecords)
@@ -87,12 +96,13 @@ def test_portions_hold_every_line_once(tmp_path, manifest, monkeypatch, portion)
     assert max(map(len, whole.split(b"\n"))) > 64
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("store", ["full", "stats", "sketch"])
 @pytest.mark.parametrize("seed", range(4))
-def test_columns_answer_as_a_list(tmp_path, manifest, monkeypatch, seed, store):
+def test_columns_answer_as_a_list(tmp_path, manifest, monkeypatch, seed, store, kept):
     """Every question, before and after the records themselves were asked for."""
     write_many(tmp_path / "a", manifest(), seed=seed, store=store)
-    one, other = both(tmp_path / "a", monkeypatch)
+    one, other = both(tmp_path / "a", monkeypatch, kept=kept)
     right, stored = one.records, other.records
     for _ in range(2):
         assert len(stored) == len(right)
@@ -163,7 +173,8 @@ def test_an_incomplete_run_is_counted_and_its_torn_line_left_out(tmp_path, manif
     assert one.manifest.sizes.num_tensors > 0
 
 
-def test_records_of_several_ranks(tmp_path, manifest, monkeypatch):
+@pytest.mark.parametrize("kept", [False, True])
+def test_records_of_several_ranks(tmp_path, manifest, monkeypatch, kept):
     """Each rank's file is read again in parts of its own."""
     mesh = Mesh(axes=[MeshAxis(name="tp", size=2)])
     for rank in range(2):
@@ -172,7 +183,7 @@ def test_records_of_several_ranks(tmp_path, manifest, monkeypatch):
     text = json.loads((tmp_path / "a" / "manifest.json").read_text())
     text["sizes"]["num_records"] *= 2
     (tmp_path / "a" / "manifest.json").write_text(json.dumps(text))
-    one, other = both(tmp_path / "a", monkeypatch)
+    one, other = both(tmp_path / "a", monkeypatch, kept=kept)
     assert other.records == one.records
     assert {record.rank for record in other.records} == {0, 1}
     assert unsharded(other).records == unsharded(one).records

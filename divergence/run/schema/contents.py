@@ -184,8 +184,8 @@ class StoredRecords(Sequence[Record]):
         records says which and why."""
 
     @abstractmethod
-    def forget_places(self) -> None:
-        """Lets go of what only checking places and counting sizes needs."""
+    def finish(self) -> None:
+        """Every place was checked, and sizes were counted: lets go of what only that needs."""
 
 
 def each_of(records: Sequence[Record]) -> Iterable[Record]:

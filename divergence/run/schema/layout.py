@@ -14,17 +14,20 @@ from pathlib import Path
 from divergence.errors import RunFormatError
 
 __all__ = [
-    "COMMON_SHARD_DTYPES", "MANIFEST", "MAX_FORWARD_TOKENS", "MAX_LINE_BYTES", "MAX_MANIFEST_BYTES",
-    "MAX_NUMEL", "MAX_RANKS", "RECORDS", "SHARD_DTYPES", "SHARD_PATTERN", "TENSORS", "checked_file",
-    "checked_shard_name", "expanded", "is_records_name", "is_run_name", "records_name",
-    "shard_name",
+    "COMMON_SHARD_DTYPES", "INDEX", "MANIFEST", "MAX_FORWARD_TOKENS", "MAX_LINE_BYTES",
+    "MAX_MANIFEST_BYTES", "MAX_NUMEL", "MAX_RANKS", "RECORDS", "SHARD_DTYPES", "SHARD_PATTERN",
+    "TENSORS", "checked_file", "checked_shard_name", "expanded", "is_records_name", "is_run_name",
+    "records_name", "shard_name",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
+INDEX = "records.index"
+"""A cache of one machine, no part of the run: run/index.py."""
 TENSORS = "tensors"
 _RUN_NAMES = frozenset({MANIFEST, MANIFEST + ".tmp", RECORDS, TENSORS})
 """All that lies in the directory of a run of one process; see ``is_run_name``."""
+_INDEX = re.compile(re.escape(INDEX) + r"(\.[0-9]+\.tmp)?")
 _RANK_RECORDS = re.compile(r"records-r[0-9]{5}\.jsonl")
 
 MAX_LINE_BYTES = 1 << 20
@@ -87,7 +90,7 @@ def is_records_name(name: str) -> bool:
 
 def is_run_name(name: str) -> bool:
     """Is this the name of something that lies in a run's directory?"""
-    return name in _RUN_NAMES or is_records_name(name)
+    return name in _RUN_NAMES or is_records_name(name) or _INDEX.fullmatch(name) is not None
 
 
 def shard_name(rank: int, number: int) -> str:

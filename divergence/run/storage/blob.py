@@ -224,6 +224,8 @@ class Store:
 
     place: Location
     far = False
+    folder: Path | None = None
+    """The directory of this machine that it is, if it is one."""
 
     def has(self, name: str) -> bool:
         """Is there anything under this name?"""
@@ -244,6 +246,10 @@ class Store:
     def size(self, name: str) -> int:
         """Bytes of what ``open`` gives."""
         return self.blob(name).size
+
+    def stamp(self, name: str) -> tuple[int, int]:
+        """Size of a file of ``folder``, and when it was last changed (ns)."""
+        raise NotImplementedError
 
     def whole(self, name: str) -> Iterator[Bytes]:
         """A file from end to end, in pieces, without a copy where it lies here as it is."""

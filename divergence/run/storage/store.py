@@ -19,6 +19,7 @@ class _Directory(Store):
 
     def __init__(self, place: Path) -> None:
         self.place: Path = place
+        self.folder = place
 
     def has(self, name: str) -> bool:
         return os.path.lexists(self.place / name)
@@ -31,6 +32,10 @@ class _Directory(Store):
 
     def open(self, name: str) -> BinaryIO:
         return open(checked_file(self.place, name), "rb")
+
+    def stamp(self, name: str) -> tuple[int, int]:
+        status = os.lstat(checked_file(self.place, name))
+        return status.st_size, status.st_mtime_ns
 
 
 def open_store(place: Location) -> Store:

@@ -9,9 +9,9 @@ what takes the time), and one of which a tenth of the tensors are off by roundin
 a process of its own. Seconds of processor time, and on the clock.
 
 ``--open``: opening runs of so many records for the first time and again, and ``inspect`` of one and
-of one of its sites: seconds of processor time and the peak of resident memory. These runs are made without a model, and like the
-others hold no two tensors that are alike. ``--old``: by another checkout of this project in turns;
-it opens those of at most a million records.
+of one of its sites: seconds of processor time and the peak of resident memory. These runs are made
+without a model, and like the others hold no two tensors that are alike. ``--old``: by another
+checkout of this project in turns; it opens those of at most a million records.
 """
 
 from __future__ import annotations

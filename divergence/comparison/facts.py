@@ -127,13 +127,16 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     kinds = {probe: [n for n in differ if ref[n].probe == probe] for probe in _ORDER}
     told = ", ".join(f"{probe} ({len(kind)})" for probe, kind in kinds.items() if kind)
     precise = [name for name in differ if _is_precision(ref[name], cand[name])]
-    harmless = "" if precise else ", none in precision: harmless"
+    weight = ", none in precision: harmless"
+    if precise:
+        first = sentences([(ref[name], cand[name]) for name in precise], explained)[0].text
+        weight = f", {len(precise)} in precision: {first.rpartition(': ')[2]}"
     facts = count_of(len(names), "fact")
     line = PreflightLine(
         check="arithmetic",
         status="differs" if differ else "same",
         reference=facts,
-        candidate=f"{len(differ)} of {facts} differ{harmless}" if differ else facts,
+        candidate=f"{len(differ)} of {facts} differ{weight}" if differ else facts,
         detail="; ".join(filter(None, (told, f"{unsure} not verified" if unsure else ""))) or None,
     )
     return replace(explained, lines=[line], evidence=evidence, precise=precise)

@@ -160,7 +160,8 @@ def _setting(item: PreflightLine) -> str:
     if item.check in _DIGESTED:
         text = item.detail or "differs"
     text = f"{item.check} {text}"
-    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+    whole = len(text) <= WIDTH or item.check == "arithmetic"
+    return text if whole else text[: WIDTH - 1] + "…"
 
 
 def token_lines(report: Report) -> list[Line]:

@@ -17,7 +17,7 @@ def _attempt(model: str, *args: object, **switches: object) -> list:
     if said.code:
         return [said, None]
     like = "c-sketch" if "sketch" in args else "c"
-    return [said, divergence("compare", like, "n")]
+    return [said, divergence("compare", like, "n", "-v")]
 
 
 def answers(work, model) -> dict:

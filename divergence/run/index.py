@@ -83,7 +83,7 @@ class Index:
             }
             try:
                 with open(temporary, "xb") as file:
-                    np.savez(file, allow_pickle=False, **arrays)
+                    np.savez(file, **arrays)
                 os.replace(temporary, self._path)
             finally:
                 with contextlib.suppress(OSError):

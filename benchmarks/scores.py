@@ -63,6 +63,15 @@ TO_THE_TIES: Commands = (
     ("capture --like ties -o ties-b -q", OLD),
     ("scores new old --cluster fact --runs ties ties-b", {}),
 )
+DTYPES = "float32", "bfloat16"
+"""In place of ``HEALTHY`` where a CPU has bfloat16 units, which the switch does not turn off: there
+no score flips."""
+BETWEEN_DTYPES: Commands = (
+    ("scores new old --cluster fact --capture ./model --dtype float32 -o ties --num-prompts 16 -q",
+     {}),
+    ("capture --like ties -o ties-b --dtype bfloat16 -q", {}),
+    ("scores new old --cluster fact --runs ties ties-b", {}),
+)  # fmt: skip
 
 
 def evaluated(name: str, results: Path, python: str | None) -> Path:
@@ -106,12 +115,14 @@ def main() -> None:
     titles = ("A", "B", "A's score", "B's", "95% of the difference", "lost, gained", "ties", "3%")
     for row in (titles, ("---",) * len(titles)):
         print(f"| {' | '.join(row)} |")
+    flips = {}
     for a, b in PAIRS:
         folders = [evaluated(name, given.results, given.lm_eval) for name in (a, b)]
         report = divergence.scores(folders[0], folders[1], cluster="fact")
         (task,) = report.candidates[0].tasks
         causes, verdict = task.causes, str(task.verdict)
-        ties = "-" if causes is None else f"{causes.num_ties} of {task.num_lost + task.num_gained}"
+        flips[a, b] = task.num_lost + task.num_gained
+        ties = "-" if causes is None else f"{causes.num_ties} of {flips[a, b]}"
         if verdict == "undecided":
             verdict += f", {task.bands[0].needed:,} needed"
         cells = (
@@ -121,7 +132,8 @@ def main() -> None:
         )  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
     case(given.results, FAULT, ("gpu", "npu"), TO_THE_LAYER)
-    case(given.results, HEALTHY, ("new", "old"), TO_THE_TIES)
+    ties = (HEALTHY, TO_THE_TIES) if flips[HEALTHY] else (DTYPES, BETWEEN_DTYPES)
+    case(given.results, ties[0], ("new", "old"), ties[1])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from typing import Literal
 
 import numpy as np
 
+from divergence.analyses.logprobs.doubts import FLIP
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern
 from divergence.analyses.logprobs.sampled import are_drawn, texts_of
 from divergence.analyses.logprobs.scale import Scale
+from divergence.analyses.logprobs.sequences import Sequence as TokenSequence
 from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.results.tokens import (
     LogprobDelta,
@@ -27,14 +29,14 @@ from divergence.comparison.results.tokens import (
 from divergence.numerics.pairs.rollouts import SAFETY_BOUND, rollout_metrics
 from divergence.numerics.pairs.top_k import divergence_bounds
 from divergence.run.reader import Run
+from divergence.run.writing.scores import BY_TEXT
 from divergence.words import Side
 
 __all__ = ["measure"]
 
 _TENTHS = 10
-_TIE = 3.0
-"""Standard deviations of the difference of two log-probabilities that a flip of rounding may span;
-a mean of |Δ| is no more than its standard deviation."""
+_EQUAL = 1e-5
+"""Nats: log-probabilities closer than that are a tie, written with other digits."""
 
 LIMITS: dict[str, tuple[str, str, float, float, str]] = {
     "rollout_probs_diff_mean": ("verl", "< 0.005, bad > 0.01", 0.005, 0.01, ""),
@@ -56,7 +58,8 @@ def measure(
     flips = [_flip(pair, scale, a, b) for pair in pairs if pair.parting is not None and not drawn]
     side = _rollout_side(a, b)
     metrics = _rollout(pairs, side) if side is not None else {}
-    sure = pattern.shift
+    sure, below = pattern.shift, _below_likeliest(pairs, a, b)
+    faults = [flip for flip in flips if flip.judgement == "fault"]
     return LogprobsResult(
         num_sequences=len(pairs),
         num_tokens=sum(pair.num_equal for pair in pairs) + len(flips),
@@ -75,15 +78,16 @@ def measure(
             num_prompts=sure.num_prompts, mean=sure.mean, low=sure.low, high=sure.high,
             p_value=sure.p_value, smallest_shift=sure.smallest_shift,
         ) if sure.num_prompts else None,
-        first_difference=flips[0] if flips else None,
+        first_difference=next(iter([*faults, *flips]), None),
         num_flips=len(flips),
         num_ties=sum(flip.judgement == "tie" for flip in flips),
-        num_faults=sum(flip.judgement == "fault" for flip in flips),
+        num_faults=len(faults),
         sequences=_sequences(pairs),
         rollout=metrics,
         rollout_side=side if metrics else None,
         checks=[_check(name, metrics[name]) for name in LIMITS if name in metrics],
-        num_not_likeliest=_not_likeliest(pairs, a, b),
+        num_not_likeliest={side: len(gaps) for side, gaps in below.items()},
+        max_below_likeliest={side: max(gaps) for side, gaps in below.items()},
     )  # fmt: skip
 
 
@@ -190,18 +194,37 @@ def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
             (a, pair.reference, mine, token_a), (b, pair.candidate, other, token_b)
         )
     ]  # fmt: skip
-    known = [gap for gap in gaps if gap is not None]
-    judgement: Literal["tie", "fault"] | None = None
-    if known:
-        beyond = max(known) > _TIE * math.sqrt(2) * scale.value
-        judgement = "fault" if beyond else "tie"
     return LogprobFlip(
         sample=pair.sample, position=place, reference=chosen[0], candidate=chosen[1],
-        margin=gaps[0], candidate_margin=gaps[1], judgement=judgement,
+        margin=gaps[0], candidate_margin=gaps[1], judgement=_judgement(pair, gaps, scale, a, b),
     )  # fmt: skip
 
 
-def _gap(side, row: int | None, first: int, second: int) -> float | None:  # type: ignore[no-untyped-def]
+def _judgement(
+    pair: PromptPair, gaps: Sequence[float | None], scale: Scale, a: Run, b: Run
+) -> Literal["tie", "fault"] | None:
+    """A token that is on no list is less likely than every one that is, where ids tell them apart;
+    a text that is on no list may be written otherwise there."""
+    assert pair.parting is not None
+    known = [gap for gap in gaps if gap is not None]
+    beyond = list(known)
+    if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
+        sides = zip((pair.reference, pair.candidate), pair.parting[1:], gaps, strict=True)
+        beyond += [_least_gap(side, row) for side, row, gap in sides if gap is None]
+    if any(gap > FLIP * scale.value for gap in beyond):
+        return "fault"
+    return "tie" if known else None
+
+
+def _least_gap(side: TokenSequence, row: int | None) -> float:
+    """log p of the side's own token less that of any that its list does not hold: at least."""
+    if row is None:
+        return 0.0
+    listed = side.distribution(row).log
+    return float(side.logprobs[row] - listed[-1]) if len(listed) else 0.0
+
+
+def _gap(side: TokenSequence, row: int | None, first: int, second: int) -> float | None:
     """log p of the first less that of the second, as far as the side's list tells."""
     if row is None:
         return None
@@ -263,20 +286,20 @@ def _check(name: str, value: float) -> RolloutCheck:
     return RolloutCheck(name=name, framework=framework, value=value, normal=normal, state=state)
 
 
-def _not_likeliest(pairs: Sequence[PromptPair], a: Run, b: Run) -> dict[str, int]:
-    """Answers that are said to be greedy, and are not: a token that its own list holds another
-    above. Equal numbers are a tie."""
-    counts: dict[str, int] = {}
+def _below_likeliest(pairs: Sequence[PromptPair], a: Run, b: Run) -> dict[str, list[float]]:
+    """Answers that are said to be greedy, and are not: by how much their own list holds another
+    token above. Equal numbers are a tie."""
+    by_side: dict[str, list[float]] = {}
     for name, run in (("reference", a), ("candidate", b)):
         if facts_of(run).get("tokens") != "greedy":
             continue
-        count = 0
+        gaps = []
         for pair in pairs:
             side = pair.reference if name == "reference" else pair.candidate
             for place, row in side.rows.items():
-                if place >= side.num_prompt:
-                    known = side.distribution(row)
-                    count += bool(len(known.log) and known.log[0] > side.logprobs[row] + 1e-5)
-        if count:
-            counts[name] = count
-    return counts
+                known = side.distribution(row) if place >= side.num_prompt else None
+                if known is not None and len(known.log):
+                    gaps.append(float(known.log[0] - side.logprobs[row]))
+        if any(gap > _EQUAL for gap in gaps):
+            by_side[name] = [gap for gap in gaps if gap > _EQUAL]
+    return by_side

@@ -38,6 +38,8 @@ class PromptPair:
     """Tokens of the shorter answer behind the parting."""
     num_other: int
     """Comparable tokens that one side alone scored."""
+    num_untold: int
+    """Of them those of the answer, but for its last one: it may be the end, which not all score."""
     answer_begins: int
     ended: bool
     """One side's answer ends by itself where the other's goes on."""
@@ -115,6 +117,7 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair
         sample=number, prompt=prompt, reference=a, candidate=b, rows=rows, parting=parting,
         tokens=tokens,
         num_equal=max(0, min(common, ends) - begins), num_other=len(scored),
+        num_untold=sum(begins <= place < ends - 1 for place in scored),
         num_after=max(0, ends - max(common, begins) - 1) if tokens else 0, answer_begins=begins,
         ended=False,
     ))  # fmt: skip

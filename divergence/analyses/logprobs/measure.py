@@ -26,6 +26,7 @@ from divergence.comparison.results.tokens import (
     RolloutCheck,
     TokenChoice,
 )
+from divergence.numerics.pairs.following import following_of, quantile
 from divergence.numerics.pairs.rollouts import SAFETY_BOUND, rollout_metrics
 from divergence.numerics.pairs.top_k import divergence_bounds
 from divergence.run.reader import Run
@@ -97,14 +98,10 @@ def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
         return None
     delta = np.concatenate(parts)
     size = np.abs(delta)
-
-    def quantile(share: float) -> float:
-        return float(np.quantile(size, share, method="inverted_cdf"))
-
     return LogprobDelta(
         num_tokens=len(delta), mean=float(delta.mean()), mean_abs=float(size.mean()),
-        rms=math.sqrt(float((delta * delta).mean())), median_abs=quantile(0.5),
-        p90_abs=quantile(0.9), p99_abs=quantile(0.99), max_abs=float(size.max()),
+        rms=math.sqrt(float((delta * delta).mean())), median_abs=quantile(size, 0.5),
+        p90_abs=quantile(size, 0.9), p99_abs=quantile(size, 0.99), max_abs=float(size.max()),
         by_position=_by_position(pairs),
     )  # fmt: skip
 
@@ -127,25 +124,15 @@ def _by_position(pairs: Sequence[PromptPair]) -> list[float]:
 def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
     rows = [(pair.reference.logprobs[mine], pair.candidate.logprobs[other])
             for pair in pairs for _, mine, other in pair.rows]  # fmt: skip
-    known = np.array(rows, np.float64).reshape(-1, 2)
-    known = known[np.isfinite(known).all(axis=1)]
-    if len(known) < 2:
+    found = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
+    if found is None or found.num_tokens < 2:
         return None
-    ours, theirs = known.T
-    delta, ratio = np.exp(theirs) - np.exp(ours), ours - theirs
-    varies = ours.std() > 0 and theirs.std() > 0
     return LogprobPerplexity(
-        num_tokens=len(known), delta_p_mean=float(delta.mean()),
-        delta_p_rms=math.sqrt(float((delta * delta).mean())),
-        delta_p_p1=float(np.quantile(delta, 0.01)), delta_p_p99=float(np.quantile(delta, 0.99)),
-        reference=_exp(-ours.mean()), candidate=_exp(-theirs.mean()), ln_ratio=float(ratio.mean()),
-        ln_ratio_error=float(ratio.std(ddof=1)) / math.sqrt(len(ratio)),
-        ln_correlation=float(np.corrcoef(ours, theirs)[0, 1]) if varies else None,
+        num_tokens=found.num_tokens, delta_p_mean=found.delta_p_mean,
+        delta_p_rms=found.delta_p_rms, delta_p_p1=found.delta_p_p1, delta_p_p99=found.delta_p_p99,
+        reference=found.base, candidate=found.other, ln_ratio=found.ln_ratio,
+        ln_ratio_error=found.ln_ratio_error, ln_correlation=found.ln_correlation,
     )  # fmt: skip
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
@@ -169,8 +156,8 @@ def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
     return LogprobDivergence(
         num_tokens=len(all_bounds), kl_lower=float(lower),
         kl_upper=float(upper) if math.isfinite(upper) else None, tv_lower=float(low),
-        tv_upper=float(high), tail=float(tail), kl_median=float(np.median(each)),
-        kl_p99=float(np.quantile(each, 0.99)), kl_max=float(each.max()),
+        tv_upper=float(high), tail=float(tail), kl_median=quantile(each, 0.5),
+        kl_p99=quantile(each, 0.99), kl_max=float(each.max()),
         same_top=float(np.mean(same)),
     )  # fmt: skip
 

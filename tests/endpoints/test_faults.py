@@ -8,6 +8,7 @@ import random
 import pytest
 
 from divergence import capture, compare
+from divergence.errors import UsageError
 from tests.endpoints.conftest import VOCABULARY
 
 PROMPTS = [f"{n:02} is a prompt" + " and a few words more" * (n % 3) for n in range(24)]
@@ -262,3 +263,30 @@ def test_an_integer_beyond_all_floats_is_no_number(stub, serve):
 
     stub.go_on = go_on
     assert compare(a, serve("b")).verdict.kind == "nonfinite"
+
+
+def test_a_compared_run_or_one_of_other_prompts_is_no_floor(stub, serve):
+    a = serve("a")
+    stub.noise = 0.6
+    b, other = serve("b", like=a), serve("c", prompts=PROMPTS[::-1])
+    for floor, said in ((b, "is B itself"), (a, "is A itself"), (other, "other prompts")):
+        with pytest.raises(UsageError, match=said):
+            compare(a, b, floor=floor.path)
+
+
+def test_a_floor_farther_off_than_any_precision_is_not_believed(stub, serve):
+    a = serve("a")
+    stub.weights = 1
+    floor = serve("floor", like=a)
+    stub.weights, stub.noise = 0, 0.6
+    verdict = compare(a, serve("b", like=a), floor=floor.path).verdict
+    assert (verdict.kind, verdict.confidence) == ("within_floor", "low")
+    assert "farther off than any precision in use" in verdict.summary
+
+
+def test_answers_that_end_earlier_leave_low_confidence(stub, serve):
+    """Another stop token, where both dtypes are known."""
+    a, stub.shorter = serve("a"), 2
+    verdict = compare(a, serve("b")).verdict
+    assert (verdict.kind, verdict.confidence) == ("within_floor", "low")
+    assert "end earlier on one side" in verdict.summary

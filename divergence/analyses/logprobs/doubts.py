@@ -78,6 +78,8 @@ def _untold(result: LogprobsResult, pairs: Sequence[PromptPair]) -> list[str]:
     said = []
     if num := result.num_flips - result.num_ties - result.num_faults:
         said.append(f"at a margin that no list tells {count(num, 'answer')} parted")
+    if num := result.num_ended:
+        said.append(f"ended earlier on one side, by how little nobody told: {count(num, 'answer')}")
     if num := sum(pair.num_untold for pair in pairs):
         said.append(f"scored on one side alone: {count(num, 'token')} of the answers")
     for side, num in result.num_not_likeliest.items():

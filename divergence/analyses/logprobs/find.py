@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from divergence.analyses.logprobs.doubts import FLIP, doubts_of
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern, beyond_of
-from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST, Scale
+from divergence.analyses.logprobs.scale import BY_DTYPE, NO_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import (
     Check,
@@ -75,7 +75,7 @@ def _of_pattern(
     result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale, *,
     whole: bool,
 ) -> Finding:  # fmt: skip
-    known = check("scale", scale.known, "no dtype is known: no more than bfloat16 explains")
+    known = check("scale", scale.known, _why_unknown(scale))
     beyond = _beyond(result, scale)
     prompts = _enough(pattern.shift.num_prompts)
     covered = check("coverage", whole, "not every token was scored by both sides")
@@ -156,18 +156,17 @@ def _of_pattern(
     ties = f"; {count(result.num_ties, 'prompt')} parted at ties" if result.num_ties else ""
     if num := result.num_flips - result.num_ties:
         ties += f"; {count(num, 'prompt')} parted where nothing tells the margin"
-    if doubts and result.num_flips == result.num_ties:
+    if result.num_ended:
+        ties += f"; {count(result.num_ended, 'answer')} end earlier on one side"
+    if doubts and result.num_flips == result.num_ties and not result.num_ended:
         ties += f"; but {doubts[0].detail}"
-    ended = f"{count(result.num_ended, 'answer')} end earlier on one side"
     return _finding(
         "within_floor",
-        f"{text}, no more than the {explained} that rounding explains{ties}"
-        + (f"; {ended}" if result.num_ended else ""),
+        f"{text}, no more than the {explained} that rounding explains{ties}",
         *([] if known.state == "met" and "scale" in {doubt.name for doubt in doubts} else [known]),
         *doubts,
         prompts,
         covered,
-        check("ends", not result.num_ended, f"{ended}: flips whose margins nobody told"),
     )
 
 
@@ -232,7 +231,14 @@ def _beyond(result: LogprobsResult, scale: Scale) -> Check:
     if mean <= WIDEST and scale.of not in BY_DTYPE:
         text = "no more than bfloat16 makes on another machine than the floor run's"
         return check("scale", False, text)
-    return check("scale", scale.known, "a side's dtype is not known", made=scale.known)
+    text = "a side's dtype is not known" if scale.of.endswith(NO_DTYPE) else f"by {scale.of}"
+    return check("scale", scale.known, text, made=scale.known)
+
+
+def _why_unknown(scale: Scale) -> str:
+    if scale.of.endswith(NO_DTYPE):
+        return "no dtype is known: no more than bfloat16 explains"
+    return f"rounding is taken from {scale.of}"
 
 
 def _finding(
@@ -295,7 +301,7 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
         facts.append(Evidence(
             text=f"{count(shift.num_prompts, 'prompt')}: too few for an interval or a p value"
         ))  # fmt: skip
-    if not scale.known:
+    if not scale.known and scale.of.endswith(NO_DTYPE):
         facts.append(Evidence(
             text="what rounding makes here is not known: a side's dtype is not; --floor RUN, of a "
             "trusted machine on the same prompts, tells it"

@@ -62,8 +62,8 @@ def test_a_margin_that_no_list_tells_is_no_tie(stub, serve):
     report = compare(a, serve("b", top_logprobs=0))
     assert report.logprobs.num_flips > 4 and report.logprobs.num_ties == 0
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
-    assert "parted where nothing tells the margin" in report.verdict.summary
-    assert "tie" not in report.verdict.summary
+    assert "parted, and whether at ties is not told" in report.verdict.summary
+    assert "parted at ties" not in report.verdict.summary
 
 
 def test_a_token_below_a_whole_list_is_no_tie(stub, serve):
@@ -130,7 +130,7 @@ def test_a_penalty_is_not_called_sampling_alone(stub, serve):
         tokens, rows, whole = [], [], list(ids)
         for _ in range(count):
             row = stub.logits(whole)
-            chosen = [value * 1.5 if n in whole else value for n, value in enumerate(row)]
+            chosen = [value * 2.5 if n in whole else value for n, value in enumerate(row)]
             tokens.append(max(range(VOCABULARY), key=lambda n: chosen[n]))
             rows.append(row)
             whole.append(tokens[-1])
@@ -250,7 +250,7 @@ def test_what_stands_for_no_number_is_none(stub, serve):
     report = compare(a, serve("b"))
     assert report.logprobs.delta.max_abs < 1 and report.logprobs.num_other > 0
     assert report.verdict.confidence == "low"
-    assert any("scored on one side alone" in check.detail for check in report.verdict.checks)
+    assert any("not told on both sides" in check.detail for check in report.verdict.checks)
 
 
 def test_an_integer_beyond_all_floats_is_no_number(stub, serve):
@@ -290,3 +290,65 @@ def test_answers_that_end_earlier_leave_low_confidence(stub, serve):
     verdict = compare(a, serve("b")).verdict
     assert (verdict.kind, verdict.confidence) == ("within_floor", "low")
     assert "end earlier on one side" in verdict.summary
+
+
+def test_rounding_that_a_mean_allows_is_no_fault_by_one_flip(stub, serve):
+    """Noise whose mean is just what bfloat16 explains flips some token at more than a tie spans."""
+    stub.noise = 0.14
+    a = serve("a")
+    changed(stub, lambda values, ids, noise: [value + noise.gauss(0, 0.14) for value in values])
+    report = compare(a, serve("b"))
+    assert report.logprobs.delta.mean_abs < report.logprobs.explained
+    assert report.logprobs.num_flips > 4 and report.logprobs.num_faults == 0
+    assert report.verdict.kind == "within_floor", report.verdict
+
+
+def test_pieces_of_characters_are_not_held_to_be_one_token(stub, serve, monkeypatch):
+    """By text all of them read as U+FFFD: what follows the first is not compared, and that is
+    said; that answers part there is not."""
+    from tests.endpoints import speakers
+
+    monkeypatch.setattr(speakers, "_text", lambda n: "\ufffd" if n % 4 == 1 else f"<{n}>")
+    stub.speaks, stub.noise = "openai", 0.1
+    a = serve("a")
+    changed(stub, lambda values, ids, noise: [value + noise.gauss(0, 0.1) for value in values])
+    report = compare(a, serve("b"))
+    assert report.logprobs.num_faults == 0
+    assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
+    assert any("not told on both sides" in check.detail for check in report.verdict.checks)
+
+
+def test_what_prompts_begin_with_alike_counts_once(stub, serve):
+    """A system prompt of which the rounding is one-sided is one observation, not one a prompt."""
+    system = "all of them begin with this long text, "
+    prompts = [f"{system}{n:02} is its number" for n in range(12)]
+
+    def fault(values, ids, noise):
+        odd = 0.4 if len(ids) < len(system) else 0.02
+        return [value + noise.gauss(0, odd) for value in values]
+
+    a = serve("a", prompts=prompts)
+    changed(stub, fault)
+    report = compare(a, serve("b", like=a))
+    assert report.logprobs.delta.num_tokens < len(prompts) * 40
+    assert report.logprobs.delta.mean_abs < 0.1
+    assert report.verdict.kind == "within_floor", report.verdict
+
+
+def test_other_numbers_behind_the_same_beginning_all_count(stub, serve):
+    """A cache of prefixes that gives wrong numbers from the second request on."""
+    system = "all of them begin with this long text, "
+    prompts = [f"{system}{n:02} is its number" for n in range(12)]
+    a = serve("a", prompts=prompts, concurrency=1)
+    seen = []
+
+    def fault(values, ids, noise):
+        seen.append(tuple(ids))
+        again = seen.count(tuple(ids))
+        odd = random.Random(repr((ids, again)))
+        return [value + odd.gauss(0, 1.0 if again > 2 else 0.01) for value in values]
+
+    changed(stub, fault)
+    report = compare(a, serve("b", like=a, concurrency=1))
+    assert report.verdict.kind in ("drift", "systematic", "localized"), report.verdict
+    assert report.verdict.confidence != "low"

@@ -21,11 +21,14 @@ from divergence.comparison.results.tokens import LogprobsResult
 from divergence.layout import count, decimal
 from divergence.words import letter
 
-__all__ = ["FLIP", "doubts_of"]
+__all__ = ["FAULT", "TIE", "doubts_of"]
 
-FLIP = 3.0 * math.sqrt(2)
-"""Times what rounding explains: three standard deviations of the difference of two
-log-probabilities; a mean of |Δ| is no more than its standard deviation."""
+TIE = 3.0 * math.sqrt(2)
+"""Times what rounding explains: what a tie may span. Three standard deviations of the difference of
+two log-probabilities, of which a mean of |Δ| is a part."""
+FAULT = 4.0 * math.sqrt(2) * math.sqrt(math.pi / 2)
+"""The same from which on rounding flips none of many tokens: four of them, with the mean of |Δ|
+that a normal deviation has (as in evaluations.flips). What lies between is not told."""
 _ONE_WAY, _LEAST_SHIFT = 0.5, 0.25
 _ROOM = 3.0
 """Standard errors by which a prompt's mean may lie above what rounding explains of all."""
@@ -77,11 +80,11 @@ def _beyond(pairs: Sequence[PromptPair], scale: Scale) -> list[str]:
 def _untold(result: LogprobsResult, pairs: Sequence[PromptPair]) -> list[str]:
     said = []
     if num := result.num_flips - result.num_ties - result.num_faults:
-        said.append(f"at a margin that no list tells {count(num, 'answer')} parted")
+        said.append(f"not known to be ties: {count(num, 'answer')} that parted")
     if num := result.num_ended:
         said.append(f"ended earlier on one side, by how little nobody told: {count(num, 'answer')}")
     if num := sum(pair.num_untold for pair in pairs):
-        said.append(f"scored on one side alone: {count(num, 'token')} of the answers")
+        said.append(f"not told on both sides: {count(num, 'token')} of the answers")
     for side, num in result.num_not_likeliest.items():
         largest = decimal(result.max_below_likeliest.get(side, math.nan))
         said.append(

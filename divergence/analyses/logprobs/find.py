@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.analyses.logprobs.doubts import FLIP, doubts_of
+from divergence.analyses.logprobs.doubts import FAULT, doubts_of
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern, beyond_of
 from divergence.analyses.logprobs.scale import BY_DTYPE, NO_DTYPE, WIDEST, Scale
@@ -59,7 +59,7 @@ def _of_numbers(
             "a number",
         )  # fmt: skip
     for name, num in result.num_not_likeliest.items():
-        if result.max_below_likeliest[name] <= FLIP * scale.value:
+        if result.max_below_likeliest[name] <= FAULT * scale.value:
             continue  # what it chooses from is rounded otherwise, perhaps
         return Finding(
             claim="logprobs",
@@ -155,7 +155,7 @@ def _of_pattern(
         return _finding("identical", "all log-probabilities and tokens are equal", covered, *doubts)
     ties = f"; {count(result.num_ties, 'prompt')} parted at ties" if result.num_ties else ""
     if num := result.num_flips - result.num_ties:
-        ties += f"; {count(num, 'prompt')} parted where nothing tells the margin"
+        ties += f"; {count(num, 'prompt')} parted, and whether at ties is not told"
     if result.num_ended:
         ties += f"; {count(result.num_ended, 'answer')} end earlier on one side"
     if doubts and result.num_flips == result.num_ties and not result.num_ended:
@@ -282,7 +282,7 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
         gaps = [margin for margin in (flip.margin, flip.candidate_margin) if margin is not None]
         said = "no list holds both" if not gaps else f"{decimal(max(gaps))} nats between them"
         word = {"tie": ": a tie", "fault": ": no tie", None: ""}[flip.judgement]
-        if word == ": no tie" and max(gaps, default=0.0) <= FLIP * scale.value:
+        if word == ": no tie" and max(gaps, default=0.0) <= FAULT * scale.value:
             said, word = "one side's list goes that far down without the other's token", ": no tie"
         first = "first at no tie" if 0 < result.num_faults < result.num_flips else "first"
         facts.append(Evidence(

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from divergence.analyses.logprobs.doubts import FLIP
+from divergence.analyses.logprobs.doubts import FAULT, TIE
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern
 from divergence.analyses.logprobs.sampled import are_drawn, texts_of
@@ -198,9 +198,9 @@ def _judgement(
     if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
         sides = zip((pair.reference, pair.candidate), pair.parting[1:], gaps, strict=True)
         beyond += [_least_gap(side, row) for side, row, gap in sides if gap is None]
-    if any(gap > FLIP * scale.value for gap in beyond):
+    if any(gap > FAULT * scale.value for gap in beyond):
         return "fault"
-    return "tie" if known else None
+    return "tie" if known and max(beyond) <= TIE * scale.value else None
 
 
 def _least_gap(side: TokenSequence, row: int | None) -> float:

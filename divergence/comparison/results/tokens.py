@@ -167,7 +167,8 @@ class LogprobFlip(msgspec.Struct, frozen=True, kw_only=True):
     candidate_margin: float | None
     """log p of the candidate's token minus that of the reference's, in the candidate."""
     judgement: Literal["tie", "fault"] | None = None
-    """``tie``: rounding may flip it; ``fault``: it does not. None where nothing tells."""
+    """``tie``: rounding may flip it; ``fault``: it does not. None where nothing tells, or
+    the margin lies between both limits."""
 
 
 class LogprobSequence(msgspec.Struct, frozen=True, kw_only=True):

@@ -174,12 +174,25 @@ def test_all_prompts_alike_is_said_of_all_prompts_alone(stub, serve, which):
 
 
 def test_a_shift_in_one_direction_is_no_rounding(stub, serve):
-    """A temperature of 0.97, or some such: small, and all one way."""
+    """One token gets 6% of the probability wherever it is: all others lose a little."""
+    a = serve("a")
+
+    def fault(values, ids, noise):
+        return [math.log(0.94 * math.exp(v) + 0.06 * (n == 5)) for n, v in enumerate(values)]
+
+    changed(stub, fault)
+    report = compare(a, serve("b", like=a))
+    assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
+    assert "rounding goes both ways" in report.verdict.summary
+
+
+def test_a_difference_that_goes_with_the_log_probability_is_no_rounding(stub, serve):
+    """A temperature of 0.97: tokens that are likely are more so, the others less."""
     a = serve("a")
     changed(stub, lambda values, ids, noise: [value / 0.97 for value in values])
     report = compare(a, serve("b", like=a))
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
-    assert "rounding goes both ways" in report.verdict.summary
+    assert "Δ goes with log p" in report.verdict.summary
 
 
 @pytest.mark.parametrize(("noise", "confidence"), [(0.25, "low"), (0.02, "high")])

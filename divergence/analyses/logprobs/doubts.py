@@ -1,8 +1,9 @@
 """What a mean that rounding explains may hide. Each doubt leaves low confidence, with its reason.
 
-Rounding goes both ways, is much the same in all prompts, and moves no token far. And of what a side
-does not tell nothing is known: at what margin two answers part, what a token has that one side
-alone scored, by which numbers a token was chosen that is not the likeliest of its list.
+Rounding goes both ways, whatever log p is, is much the same in all prompts, and moves no token far.
+And of what a side does not tell nothing is known: at what margin two answers part, what a token has
+that one side alone scored, by which numbers a token was chosen that is not the likeliest of its
+list.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import PromptPair
+from divergence.analyses.logprobs.pairs import PromptPair, values_of
 from divergence.analyses.logprobs.pattern import Pattern
 from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
@@ -33,13 +34,14 @@ _ONE_WAY, _LEAST_SHIFT = 0.5, 0.25
 _ROOM = 3.0
 """Standard errors by which a prompt's mean may lie above what rounding explains of all."""
 _FAR_TOKEN = 20.0
+_LEAST_TOKENS, _FOLLOWS = 50, 0.5
 
 
 def doubts_of(
     result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale
 ) -> list[Check]:
     """Of a verdict that nothing is wrong: one check of size and one of what is told."""
-    size = [*_one_way(pattern, scale, result), *_beyond(pairs, scale)]
+    size = [*_one_way(pattern, scale, result), *_by_size(pairs, scale), *_beyond(pairs, scale)]
     told = _untold(result, pairs)
     return [
         check("scale", not size, "; ".join(size)), check("told", not told, "; ".join(told)),
@@ -53,6 +55,21 @@ def _one_way(pattern: Pattern, scale: Scale, result: LogprobsResult) -> list[str
         return []
     word = "below" if shift.mean < 0 else "above"
     return [f"B is {decimal(abs(shift.mean))} nats {word} A, and rounding goes both ways"]
+
+
+def _by_size(pairs: Sequence[PromptPair], scale: Scale) -> list[str]:
+    """Is Δ a function of log p, as another temperature makes it? Of rounding it is none."""
+    held = [pair for pair in pairs if len(pair.delta)]
+    delta = np.concatenate([np.empty(0), *(pair.delta for pair in held)])
+    if len(delta) < _LEAST_TOKENS or np.abs(delta).mean() < _LEAST_SHIFT * scale.value:
+        return []
+    log_p = np.concatenate([values_of(pair)[0] for pair in held])
+    if not (delta.std() > 0 and log_p.std() > 0):
+        return []
+    share = float(np.corrcoef(delta, log_p)[0, 1]) ** 2
+    if share < _FOLLOWS:
+        return []
+    return [f"Δ goes with log p (R² {share:.0%}), as another temperature makes it"]
 
 
 def _beyond(pairs: Sequence[PromptPair], scale: Scale) -> list[str]:

@@ -16,7 +16,7 @@ from divergence.comparison.results.findings import PreflightLine, PreflightStatu
 from divergence.run.reader import Run
 from divergence.run.writing.scores import BY_TEXT
 
-__all__ = ["PromptPair", "pair_runs", "prompt_line", "renumbered"]
+__all__ = ["PromptPair", "pair_runs", "prompt_line", "renumbered", "values_of"]
 
 
 _PIECE = "\ufffd"
@@ -86,12 +86,14 @@ def _counted_once(pairs: list[PromptPair]) -> list[PromptPair]:
             continue
         same = np.zeros(len(pair.places), bool)
         if np.array_equal(held.places[:shared], pair.places[:shared]):
-            same[:shared] = np.all(_values(held)[:, :shared] == _values(pair)[:, :shared], axis=0)
+            same[:shared] = np.all(
+                values_of(held)[:, :shared] == values_of(pair)[:, :shared], axis=0
+            )
         once[number] = replace(pair, delta=pair.delta[~same], places=pair.places[~same])
     return once
 
 
-def _values(pair: PromptPair) -> np.ndarray:
+def values_of(pair: PromptPair) -> np.ndarray:
     """(2, T): both sides' log-probabilities at ``places``."""
     places = {int(place) for place in pair.places}
     rows = [(mine, other) for place, mine, other in pair.rows if place in places]

@@ -344,6 +344,8 @@ def test_what_prompts_begin_with_alike_counts_once(stub, serve):
     changed(stub, fault)
     report = compare(a, serve("b", like=a))
     assert report.logprobs.delta.num_tokens < len(prompts) * 40
+    sequences = report.logprobs.sequences
+    assert [one.num_tokens for one in sequences] == [len(prompts[0]) + 12 - 1] * 12
     assert report.logprobs.delta.mean_abs < 0.1
     assert report.verdict.kind == "within_floor", report.verdict
 

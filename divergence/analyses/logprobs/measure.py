@@ -223,17 +223,18 @@ def _gap(side: TokenSequence, row: int | None, first: int, second: int) -> float
 def _sequences(pairs: Sequence[PromptPair]) -> list[LogprobSequence]:
     sequences = []
     for pair in pairs:
-        if not len(pair.delta):
+        delta, places = pair.whole
+        if not len(delta):
             continue
-        size = np.abs(pair.delta)
+        size = np.abs(delta)
         rows = {place: (mine, other) for place, mine, other in pair.rows}
-        both = np.array([rows[int(place)] for place in pair.places])
+        both = np.array([rows[int(place)] for place in places])
         p = np.exp(pair.reference.logprobs[both[:, 0]])
         q = np.exp(pair.candidate.logprobs[both[:, 1]])
         sequences.append(LogprobSequence(
-            sample=pair.sample, num_tokens=len(size), mean=float(pair.delta.mean()),
+            sample=pair.sample, num_tokens=len(size), mean=float(delta.mean()),
             mean_abs=float(size.mean()), max_abs=float(size.max()),
-            worst_position=int(pair.places[size.argmax()]), log_ratio=float(pair.delta.sum()),
+            worst_position=int(places[size.argmax()]), log_ratio=float(delta.sum()),
             probs_diff_mean=float(np.abs(p - q).mean()),
             mult_prob_error=float(np.exp(np.minimum(size, SAFETY_BOUND)).mean()),
         ))  # fmt: skip

@@ -53,6 +53,10 @@ class PromptPair:
     beginning has shown."""
     places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Index in the sequence of each of them."""
+    whole: tuple[np.ndarray, np.ndarray] = field(
+        default_factory=lambda: (np.empty(0), np.empty(0, np.int64))
+    )
+    """Delta and places with what another prompt has shown."""
     num_nonfinite: tuple[int, int] = (0, 0)
     """By side: nan or inf where the other side has a number."""
 
@@ -175,6 +179,7 @@ def _measured(pair: PromptPair) -> PromptPair:
     odd = int((fine[1] & ~fine[0]).sum()), int((fine[0] & ~fine[1]).sum())
     return replace(
         pair, delta=(y - x)[both], places=places[both], num_nonfinite=odd,
+        whole=((y - x)[both], places[both]),
     )  # fmt: skip
 
 

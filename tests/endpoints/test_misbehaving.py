@@ -133,6 +133,15 @@ def test_a_run_is_not_gone_on_with_on_another_server(stub, serve, monkeypatch):
     assert serve("a", resume=True).manifest.complete
 
 
+def test_prompts_without_an_answer_are_no_answers_that_end_earlier(stub, serve, tmp_path):
+    a = serve("a")
+    stub.num, stub.troubles = 0, dict.fromkeys(range(4, 200, 2), "400")
+    with pytest.raises(EndpointError):
+        serve("b")
+    report = compare(a, Run.open(tmp_path / "b"))
+    assert report.logprobs.num_ended == 0 and report.verdict.confidence != "high"
+
+
 def test_the_key_is_in_no_error(stub, serve, monkeypatch):
     """Not even where the server quotes it."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-key")

@@ -117,7 +117,7 @@ def _one_ended(pair: PromptPair, budgets: list[int], room: int) -> bool:
     short = lengths.index(min(lengths))
     return (
         pair.tokens is None
-        and pair.num_equal == lengths[short] < budgets[short]
+        and 0 < pair.num_equal == lengths[short] < budgets[short]  # 0: there is no answer
         and lengths[1 - short] > lengths[short] + room
     )
 

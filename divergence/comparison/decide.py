@@ -88,6 +88,7 @@ _BASIS = frozenset(
         "two_runs",  # the two are not one run
         "prompts",  # of log-probabilities: enough to tell
         "scale",  # of log-probabilities: it is known what rounding makes
+        "told",  # of log-probabilities: both sides tell what decides
     }
 )
 """Where one of these failed nothing better than low is left."""

@@ -93,6 +93,8 @@ def _check_same(held: Manifest, manifest: Manifest, place: Location) -> None:
         ("model", held.model.source, manifest.model.source),
         ("--max-new-tokens", held.settings.max_new_tokens, manifest.settings.max_new_tokens),
         ("--seed", held.settings.seed, manifest.settings.seed),
+        ("server", *(m.engine and m.engine.version for m in (held, manifest))),
+        ("the server's dtype", held.settings.dtype, manifest.settings.dtype),
         ("token ids", *(m.engine and m.engine.facts.get("token ids") for m in (held, manifest))),
         ("tokens", *(m.engine and m.engine.facts.get("tokens") for m in (held, manifest))),
     ):

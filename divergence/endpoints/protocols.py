@@ -21,6 +21,8 @@ from typing import Any
 __all__ = ["PROTOCOLS", "Protocol", "Question", "ServerAnswer", "Token"]
 
 _AS_ID = "token_id:"
+_NOT_TOLD = -9999.0
+"""Of OpenAI's and of vLLM's for what JSON has no number for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +103,15 @@ class Protocol:
 
 
 def _number(value: Any) -> float | None:
-    """A log-probability as a server writes it; nan where it says so, None where it says nothing."""
+    """A log-probability as a server writes it; nan where it says so, None where it says nothing:
+    -9999 stands for one that is not told, as of a token that is on no list."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        return float(value)
-    except ValueError:
+        number = float(value)
+    except (OverflowError, ValueError):
         return math.nan
+    return None if -math.inf < number <= _NOT_TOLD else number
 
 
 def _id(value: Any) -> int | None:

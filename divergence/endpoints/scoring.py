@@ -106,9 +106,10 @@ def _scores(
         vocabulary.id_of(token)
     top = [
         [
-            (number, math.nan if alternative.logprob is None else alternative.logprob)
+            (number, alternative.logprob)
             for alternative in token.top
-            if (number := vocabulary.id_of(alternative)) is not None
+            if alternative.logprob is not None
+            and (number := vocabulary.id_of(alternative)) is not None
         ]
         for _, token in scored
     ]

@@ -211,11 +211,14 @@ def _notes(task: TaskScores, pairs: Pairs) -> list[str]:
         notes.append(f"every answer is the same{bits}: the same results twice, or the same bits")
     clusters = pairs.pairing.num_clusters
     if pairs.clusters is not None and clusters < 20:
-        notes.append(f"{clusters} clusters are few: intervals of so few may be too narrow")
+        told = "1 cluster" if clusters == 1 else f"{clusters} clusters"
+        notes.append(f"no more than {told}: intervals of so few may be too narrow")
     sums, _ = cluster_sums(pairs.candidate - pairs.reference, pairs.clusters)
     if pairs.clusters is not None and lopsided(sums):
+        num = int((sums != 0).sum())
+        differ = "1 cluster differs" if num == 1 else f"{num} clusters differ"
         notes.append(
-            f"only {int((sums != 0).sum())} clusters differ, nearly all in one direction: the "
+            f"only {differ}, nearly all in one direction: the "
             "interval and equality may be less sure than said, if rare clusters flip as a whole"
         )
     return notes

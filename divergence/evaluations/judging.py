@@ -40,6 +40,7 @@ from divergence.evaluations.statistics.significance import (
     smallest_difference,
 )
 from divergence.gate.policy import ScoresPolicy
+from divergence.layout import count
 
 __all__ = ["adjusted", "gated", "measured", "summary_of"]
 
@@ -165,7 +166,7 @@ def summary_of(task: TaskScores) -> str:
     band = task.bands[0]
     words = band_text(band)
     left = 0 if task.pairing is None else task.pairing.num_left_out
-    rest = f"; {left:,} documents are in no pair" if left else ""
+    rest = f"; {count(left, 'document')} {'is' if left == 1 else 'are'} in no pair" if left else ""
     if task.verdict == "equal":
         real = ", a difference beyond chance" if (task.p_adjusted or 1) <= LEVEL else ""
         return f"equal within {words}{real}{rest}"
@@ -176,11 +177,13 @@ def summary_of(task: TaskScores) -> str:
     if band.few_clusters:
         return (
             f"undecided within {words}: only few clusters of documents differ, as a whole and "
-            "nearly all in one direction, which shows no equality"
+            f"nearly all in one direction, which shows no equality{rest}"
         )
     if band.needed is None:
-        return f"undecided: a score of {task.reference:.3g} leaves a band of no width"
-    return f"undecided within {words}: some {_round_up(band.needed):,} documents would be needed"
+        return f"undecided: a score of {task.reference:.3g} leaves a band of no width{rest}"
+    return (
+        f"undecided within {words}: some {_round_up(band.needed):,} documents would be needed{rest}"
+    )
 
 
 def _round_up(number: int) -> int:

@@ -16,10 +16,12 @@ import numpy as np
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.evaluations.result import Pairing
 from divergence.evaluations.rows import ScoreRow, Series
+from divergence.layout import count
 
 __all__ = ["Pairs", "pair", "preflight"]
 
 _NOT_SAID = "not said"
+_DIGITS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,12 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
     ]  # fmt: skip
     if (units := _units(pairs)) is not None:
         lines.append(_line("units", *units, same=False, blocks=True))
+    if a.higher_is_better != b.higher_is_better:
+        better = ["higher is better" if s.higher_is_better else "lower is better" for s in (a, b)]
+        lines.append(_line("direction", *better, same=False, blocks=True))
+    if num := _regrouped(pairs.rows):
+        detail = f"{count(num, 'document')} of one cluster in A and of several in B, or the reverse"
+        lines.append(_line("clusters", "", "", same=False, blocks=True, detail=detail))
     for name in dict.fromkeys((*a.settings, *b.settings)):
         mine, theirs = a.settings.get(name), b.settings.get(name)
         told = mine is not None and theirs is not None
@@ -187,14 +195,37 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
 
 
 def _units(pairs: Pairs) -> tuple[str, str] | None:
-    """Percent on one side and shares on the other, in words. Neither is ever below 0."""
-    if min(pairs.reference.min(initial=0.0), pairs.candidate.min(initial=0.0)) < 0:
-        return None
+    """Percent on one side and shares on the other, or another such scale, in words: by what most
+    documents show, else by the largest scores, where none is below 0."""
     tops = [float(np.abs(side).max(initial=0.0)) for side in (pairs.reference, pairs.candidate)]
     least, most = sorted(tops)
-    if not 0 < least <= 1 or not 50 <= most / least <= 200 or most < 20:
+    below = min(pairs.reference.min(initial=0.0), pairs.candidate.min(initial=0.0)) < 0
+    by_tops = not below and 0 < least <= 1 and 50 <= most / least <= 200 and most >= 20
+    if not by_tops and not _rescaled(pairs):
         return None
     return f"scores up to {tops[0]:g}", f"scores up to {tops[1]:g}"
+
+
+def _rescaled(pairs: Pairs) -> bool:
+    """Are most scores a hundred times the other side's, or ten times or more to the last digit?"""
+    both = (pairs.reference != 0) & (pairs.candidate != 0)
+    if int(both.sum()) < 2:
+        return False
+    powers = np.log10(np.abs(pairs.candidate[both])) - np.log10(np.abs(pairs.reference[both]))
+    middle = float(np.median(powers))
+    exact = float(np.mean(np.abs(powers - middle) < _DIGITS)) > 0.5
+    return 1.9 <= abs(middle) <= 2.1 or (exact and abs(middle) > 1 - _DIGITS)
+
+
+def _regrouped(rows: list[tuple[ScoreRow, ScoreRow]]) -> int:
+    """Documents of clusters that both sides tell, and do not tell alike. Names may differ."""
+    ours: dict[str, set[str]] = {}
+    theirs: dict[str, set[str]] = {}
+    named = [(a.cluster, b.cluster) for a, b in rows if a.cluster and b.cluster]
+    for mine, other in ((a, b) for a, b in named if a and b):
+        ours.setdefault(mine, set()).add(other)
+        theirs.setdefault(other, set()).add(mine)
+    return sum(len(ours[a]) > 1 or len(theirs[b]) > 1 for a, b in named if a and b)
 
 
 def _line(

@@ -118,6 +118,30 @@ def test_an_interrupt_leaves_a_run_to_go_on_with(stub, serve, tmp_path):
     assert run.manifest.complete and len(run.records) == 20
 
 
+def test_a_run_is_not_gone_on_with_on_another_server(stub, serve, monkeypatch):
+    """Half of it from one version and half from another would be a run of neither."""
+    from tests.endpoints import speakers
+
+    stub.troubles = dict.fromkeys(range(8, 200), "400")
+    with pytest.raises(EndpointError):
+        serve("a")
+    stub.troubles = {}
+    monkeypatch.setitem(speakers.GET["vllm"], "/version", {"version": "0.1.stub"})
+    with pytest.raises(UsageError, match=r"server vLLM 0\.0\.stub, now vLLM 0\.1\.stub"):
+        serve("a", resume=True)
+    monkeypatch.undo()
+    assert serve("a", resume=True).manifest.complete
+
+
+def test_prompts_without_an_answer_are_no_answers_that_end_earlier(stub, serve, tmp_path):
+    a = serve("a")
+    stub.num, stub.troubles = 0, dict.fromkeys(range(4, 200, 2), "400")
+    with pytest.raises(EndpointError):
+        serve("b")
+    report = compare(a, Run.open(tmp_path / "b"))
+    assert report.logprobs.num_ended == 0 and report.verdict.confidence != "high"
+
+
 def test_the_key_is_in_no_error(stub, serve, monkeypatch):
     """Not even where the server quotes it."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-key")

@@ -56,7 +56,7 @@ def test_the_same_model_is_identical_and_another_is_not(stub, serve, speaks):
     assert compare(a, serve("b")).verdict.kind == "identical"
     stub.weights = 1
     report = compare(a, serve("c"))
-    assert report.verdict.kind in ("systematic", "undetermined"), report.verdict
+    assert report.verdict.kind in ("systematic", "drift", "undetermined"), report.verdict
     assert report.logprobs.num_equal < 20
 
 

@@ -92,6 +92,44 @@ def test_clusters():
 
 @pytest.mark.parametrize(
     ("a", "b", "status"),
+    [("ggh", "xxy", None), ("ggh", "xyy", "blocking"), ("ghi", "xxx", "blocking"),
+     ("ggh", "", None), ("gg-", "-xx", None)],
+)  # fmt: skip
+def test_clusters_must_be_the_same_on_both_sides(a, b, status):
+    """By what belongs together: names may differ, and one side may tell none."""
+    sides = [
+        series(*(row(str(n), 1.0, cluster=names[n : n + 1].strip("-") or None) for n in range(3)))
+        for names in (a, b)
+    ]
+    lines = {line.check: line.status for line in preflight(*sides, pair(*sides))}
+    assert lines.get("clusters") == status
+
+
+def test_lower_and_higher_is_no_one_direction():
+    a, b = series(row("x", 1.0)), series(row("x", 1.0))
+    b.higher_is_better = False
+    lines = {line.check: line for line in preflight(a, b, pair(a, b))}
+    assert lines["direction"].status == "blocking"
+    assert (lines["direction"].reference, lines["direction"].candidate) == (
+        "higher is better", "lower is better",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scale", "noise", "is_told"),
+    [(100, 0.02, True), (0.01, 0.0, True), (10, 0.0, True), (10, 0.02, False), (2, 0.0, False)],
+)
+def test_other_units_are_told_by_documents(scale, noise, is_told):
+    """Small shares, scores below 0 and one absurd score: what most documents show counts."""
+    values = [0.15 - 0.01 * n for n in range(30)]
+    a = series(*(row(str(n), one) for n, one in enumerate(values)))
+    other = [scale * one * (1 + noise * (n % 3)) for n, one in enumerate(values)]
+    b = series(*(row(str(n), one if n else 3e4) for n, one in enumerate(other)))
+    assert ("units" in {line.check for line in preflight(a, b, pair(a, b))}) == is_told
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "status"),
     [({"few-shot": "5"}, {"few-shot": "0"}, "blocking"), ({"few-shot": "5"}, {}, "unknown"),
      ({"few-shot": "5"}, {"few-shot": "5"}, "same")],
 )  # fmt: skip

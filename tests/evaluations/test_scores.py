@@ -256,6 +256,21 @@ def test_a_score_below_zero(table):
     assert scores(table("c", a), table("d", far)).verdict == "worse"
 
 
+def test_counts_of_one_and_documents_in_no_pair_are_said_of_every_verdict(table):
+    a = [1.0, 0.0] * 20
+    one = ["all"] * 40
+    (task,) = scores(
+        table("a", a, group=one), table("b", a[:39], group=one[:39])
+    ).candidates[0].tasks  # fmt: skip
+    assert task.verdict == "undecided" and "; 1 document is in no pair" in task.summary
+    assert any("no more than 1 cluster:" in note for note in task.notes)
+    groups = [f"g{n // 4}" for n in range(40)]
+    (task,) = scores(
+        table("c", a, group=groups), table("d", [0.0] * 4 + a[4:], group=groups)
+    ).candidates[0].tasks  # fmt: skip
+    assert any(note.startswith("only 1 cluster differs") for note in task.notes)
+
+
 def test_absurd_scores_are_no_scores(table):
     """Squares of them would be out of range; very small ones are no matter."""
     a = table("a", [1e200, 1.0, 0.0])

@@ -65,7 +65,7 @@ def report_on(
     whole = a.manifest.complete and b.manifest.complete and not result.num_other
     finding = find(result, pairs, pattern, scale, whole=whole)
     if are_drawn(a, b):
-        finding = of_drawn(finding, result.texts)
+        finding = of_drawn(finding, result.texts, pairs)
     if result.layers is not None:
         finding = joined(finding, result.layers)
     compared = sum(len(pair.rows) for pair in pairs)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from divergence.analyses.logprobs.doubts import FAULT, doubts_of
 from divergence.analyses.logprobs.pairs import PromptPair
-from divergence.analyses.logprobs.pattern import Pattern
-from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST, Scale
+from divergence.analyses.logprobs.pattern import Pattern, beyond_of
+from divergence.analyses.logprobs.scale import BY_DTYPE, NO_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import (
     Check,
@@ -35,14 +36,18 @@ def find(
 ) -> Finding:
     """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner."""
     evidence = [*_facts(result, pattern, scale), *_rollout_facts(result)]
-    finding = _of_numbers(result, pairs) or _of_pattern(result, pattern, scale, whole=whole)
+    finding = _of_numbers(result, pairs, scale) or _of_pattern(
+        result, pairs, pattern, scale, whole=whole
+    )
     return Finding(
         claim="logprobs", kind=finding.kind, summary=finding.summary, onset=finding.onset,
         side=finding.side, rests_on=finding.rests_on, evidence=[*finding.evidence, *evidence],
     )  # fmt: skip
 
 
-def _of_numbers(result: LogprobsResult, pairs: Sequence[PromptPair]) -> Finding | None:
+def _of_numbers(
+    result: LogprobsResult, pairs: Sequence[PromptPair], scale: Scale
+) -> Finding | None:  # fmt: skip
     """What no count of prompts is needed for: nan, and tokens that were not the likeliest."""
     odd = [sum(pair.num_nonfinite[side] for pair in pairs) for side in (0, 1)]
     if any(odd):
@@ -54,26 +59,27 @@ def _of_numbers(result: LogprobsResult, pairs: Sequence[PromptPair]) -> Finding 
             "a number",
         )  # fmt: skip
     for name, num in result.num_not_likeliest.items():
+        if result.max_below_likeliest[name] <= FAULT * scale.value:
+            continue  # what it chooses from is rounded otherwise, perhaps
         return Finding(
             claim="logprobs",
             kind="systematic",
             side="reference" if name == "reference" else "candidate",
             summary=f"{letter(name)} does not choose the likeliest token of its own list "
-            f"({count(num, 'time')}): it samples",
+            f"({count(num, 'time')}): it samples, or a penalty or a bias moves its choice",
         )
     return None
 
 
 def _of_pattern(
-    result: LogprobsResult, pattern: Pattern, scale: Scale, *, whole: bool
+    result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale, *,
+    whole: bool,
 ) -> Finding:  # fmt: skip
-    known = check("scale", scale.known, "no dtype is known: no more than bfloat16 explains")
+    known = check("scale", scale.known, _why_unknown(scale))
     beyond = _beyond(result, scale)
-    enough = pattern.shift.num_prompts >= LEAST_PROMPTS
-    lacking = f"{count(pattern.shift.num_prompts, 'prompt')}, and {LEAST_PROMPTS} are needed"
-    prompts = check("prompts", enough, lacking)
+    prompts = _enough(pattern.shift.num_prompts)
     covered = check("coverage", whole, "not every token was scored by both sides")
-    flip, delta = result.first_difference, result.delta
+    delta, spread = result.delta, _spread(pairs, scale)
     mean = decimal(delta.mean_abs) if delta else "-"
     text = f"mean |Δ log p| {mean} nats"
     explained = f"{decimal(scale.value)} ({scale.of})"
@@ -88,14 +94,7 @@ def _of_pattern(
         )
     match pattern.name:
         case "nothing":
-            same = result.num_sequences - result.num_flips - result.num_ended
-            return _finding(
-                "undetermined",
-                f"no token has a log-probability on both sides; {same} of "
-                f"{count(result.num_sequences, 'answer')} are the same text"
-                f"{_share_of(same, result.num_sequences)}",
-                Check(name="measured", state="failed", detail="texts alone"),
-            )
+            return _of_flips(result, pairs, known) or _of_texts(result)
         case "few":
             far = "far " if pattern.far else ""
             return _finding(
@@ -106,10 +105,13 @@ def _of_pattern(
             )
         case "sequences":
             names = [str(sample) for sample, _ in pattern.odd]
+            more = beyond_of(pairs, scale)[0] - len(names)
             return _finding(
                 "localized",
-                f"{count(len(names), 'prompt')} of {result.num_sequences} stand out "
-                f"({list_names(names)}); the others differ by {decimal(pattern.rest)} nats",
+                f"{count(len(names), 'prompt')} of {result.num_sequences} "
+                f"{'stands' if len(names) == 1 else 'stand'} out ({list_names(names)}); the others "
+                f"differ by {decimal(pattern.rest)} nats"
+                + (f", {more} of them beyond rounding by themselves" if more > 0 else ""),
                 prompts,
                 onset=_onset(pattern.odd[0]),
             )
@@ -132,7 +134,7 @@ def _of_pattern(
         case "shifted":
             return _finding(
                 "systematic",
-                f"{text}, {_direction(result, far=pattern.far)}: another model, "
+                f"{text}, {_direction(result, far=pattern.far)}{spread}: another model, "
                 "temperature or prompt, no precision",
                 prompts,
                 beyond,
@@ -140,33 +142,79 @@ def _of_pattern(
         case "everywhere":
             return _finding(
                 "drift",
-                f"{text} in all prompts alike, both ways, more than the {explained} that "
-                "rounding explains: another quantisation or precision, or other weights somewhere",
+                f"{text}{spread or ' in all prompts alike'}, both ways, more than the {explained} "
+                "that rounding explains: another quantisation or precision, or other weights "
+                "somewhere",
                 prompts,
                 beyond,
             )
-    if flip is not None and result.num_faults:
-        return _finding(
-            "drift",
-            f"the answers to {count(result.num_faults, 'prompt')} part at a margin that rounding "
-            "does not flip",
-            known,
-            prompts,
-            onset=_onset((flip.sample, flip.position)),
-        )
+    if (flipped := _of_flips(result, pairs, known)) is not None:
+        return flipped
+    doubts = [doubt for doubt in doubts_of(result, pairs, pattern, scale) if doubt.state != "met"]
     if pattern.name == "equal" and result.num_flips == result.num_ended == 0:
-        return _finding("identical", "all log-probabilities and tokens are equal", covered)
-    ties = f"; {count(result.num_flips, 'prompt')} parted at ties" if result.num_flips else ""
-    ended = f"{count(result.num_ended, 'answer')} end earlier on one side"
+        return _finding("identical", "all log-probabilities and tokens are equal", covered, *doubts)
+    ties = f"; {count(result.num_ties, 'prompt')} parted at ties" if result.num_ties else ""
+    if num := result.num_flips - result.num_ties:
+        ties += f"; {count(num, 'prompt')} parted, and whether at ties is not told"
+    if result.num_ended:
+        ties += f"; {count(result.num_ended, 'answer')} end earlier on one side"
+    if doubts and result.num_flips == result.num_ties and not result.num_ended:
+        ties += f"; but {doubts[0].detail}"
     return _finding(
         "within_floor",
-        f"{text}, no more than the {explained} that rounding explains{ties}"
-        + (f"; {ended}" if result.num_ended else ""),
-        known,
+        f"{text}, no more than the {explained} that rounding explains{ties}",
+        *([] if known.state == "met" and "scale" in {doubt.name for doubt in doubts} else [known]),
+        *doubts,
         prompts,
         covered,
-        check("ends", not result.num_ended, f"{ended}: flips whose margins nobody told"),
     )
+
+
+def _of_flips(
+    result: LogprobsResult, pairs: Sequence[PromptPair], known: Check
+) -> Finding | None:  # fmt: skip
+    """Answers that part where rounding does not."""
+    flip, num = result.first_difference, len({pair.prompt for pair in pairs})
+    if flip is None or not result.num_faults:
+        return None
+    return _finding(
+        "drift",
+        f"the answers to {count(result.num_faults, 'prompt')} part at a margin that rounding "
+        "does not flip",
+        known,
+        _enough(num),
+        onset=_onset((flip.sample, flip.position)),
+    )
+
+
+def _enough(num: int) -> Check:
+    lacking = f"{count(num, 'prompt')}, and {LEAST_PROMPTS} are needed"
+    return check("prompts", num >= LEAST_PROMPTS, lacking)
+
+
+def _of_texts(result: LogprobsResult) -> Finding:
+    """No number of one side can be held against one of the other."""
+    same = result.num_sequences - result.num_flips - result.num_ended
+    parted = f"; {result.num_ties} of them part at ties" if result.num_ties else ""
+    why = "no token has a log-probability on both sides behind equal text" if result.num_ties else (
+        "no token has a log-probability on both sides"
+    )  # fmt: skip
+    return _finding(
+        "undetermined",
+        f"{why}; {same} of {count(result.num_sequences, 'answer')} are the same text{parted}"
+        f"{_share_of(same, result.num_sequences)}",
+        Check(name="measured", state="failed", detail="texts alone"),
+    )
+
+
+def _spread(pairs: Sequence[PromptPair], scale: Scale) -> str:
+    """Where some prompts alone lie beyond what rounding explains: how many, and which; else
+    nothing."""
+    beyond, others, order = beyond_of(pairs, scale)
+    if not others:
+        return ""
+    which = f", all of them {order} than the others" if order else ""
+    return f" (beyond rounding in {beyond} of {beyond + others} prompts{which})"
 
 
 def _share_of(same: int, of: int) -> str:
@@ -183,7 +231,14 @@ def _beyond(result: LogprobsResult, scale: Scale) -> Check:
     if mean <= WIDEST and scale.of not in BY_DTYPE:
         text = "no more than bfloat16 makes on another machine than the floor run's"
         return check("scale", False, text)
-    return check("scale", scale.known, "a side's dtype is not known", made=scale.known)
+    text = "a side's dtype is not known" if scale.of.endswith(NO_DTYPE) else f"by {scale.of}"
+    return check("scale", scale.known, text, made=scale.known)
+
+
+def _why_unknown(scale: Scale) -> str:
+    if scale.of.endswith(NO_DTYPE):
+        return "no dtype is known: no more than bfloat16 explains"
+    return f"rounding is taken from {scale.of}"
 
 
 def _finding(
@@ -227,8 +282,11 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
         gaps = [margin for margin in (flip.margin, flip.candidate_margin) if margin is not None]
         said = "no list holds both" if not gaps else f"{decimal(max(gaps))} nats between them"
         word = {"tie": ": a tie", "fault": ": no tie", None: ""}[flip.judgement]
+        if word == ": no tie" and max(gaps, default=0.0) <= FAULT * scale.value:
+            said, word = "one side's list goes that far down without the other's token", ": no tie"
+        first = "first at no tie" if 0 < result.num_faults < result.num_flips else "first"
         facts.append(Evidence(
-            text=f"the answers to {count(result.num_flips, 'prompt')} part, first prompt "
+            text=f"the answers to {count(result.num_flips, 'prompt')} part, {first} prompt "
             f"{flip.sample} at token {flip.position} ({said}{word}); "
             f"{count(result.num_after, 'token')} behind were not compared"
         ))  # fmt: skip
@@ -243,7 +301,7 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
         facts.append(Evidence(
             text=f"{count(shift.num_prompts, 'prompt')}: too few for an interval or a p value"
         ))  # fmt: skip
-    if not scale.known:
+    if not scale.known and scale.of.endswith(NO_DTYPE):
         facts.append(Evidence(
             text="what rounding makes here is not known: a side's dtype is not; --floor RUN, of a "
             "trusted machine on the same prompts, tells it"

@@ -8,10 +8,12 @@ from typing import Literal
 
 import numpy as np
 
+from divergence.analyses.logprobs.doubts import FAULT, TIE
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern
 from divergence.analyses.logprobs.sampled import are_drawn, texts_of
 from divergence.analyses.logprobs.scale import Scale
+from divergence.analyses.logprobs.sequences import Sequence as TokenSequence
 from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.results.tokens import (
     LogprobDelta,
@@ -24,17 +26,18 @@ from divergence.comparison.results.tokens import (
     RolloutCheck,
     TokenChoice,
 )
+from divergence.numerics.pairs.following import following_of, quantile
 from divergence.numerics.pairs.rollouts import SAFETY_BOUND, rollout_metrics
 from divergence.numerics.pairs.top_k import divergence_bounds
 from divergence.run.reader import Run
+from divergence.run.writing.scores import BY_TEXT
 from divergence.words import Side
 
 __all__ = ["measure"]
 
 _TENTHS = 10
-_TIE = 3.0
-"""Standard deviations of the difference of two log-probabilities that a flip of rounding may span;
-a mean of |Δ| is no more than its standard deviation."""
+_EQUAL = 1e-5
+"""Nats: log-probabilities closer than that are a tie, written with other digits."""
 
 LIMITS: dict[str, tuple[str, str, float, float, str]] = {
     "rollout_probs_diff_mean": ("verl", "< 0.005, bad > 0.01", 0.005, 0.01, ""),
@@ -56,7 +59,8 @@ def measure(
     flips = [_flip(pair, scale, a, b) for pair in pairs if pair.parting is not None and not drawn]
     side = _rollout_side(a, b)
     metrics = _rollout(pairs, side) if side is not None else {}
-    sure = pattern.shift
+    sure, below = pattern.shift, _below_likeliest(pairs, a, b)
+    faults = [flip for flip in flips if flip.judgement == "fault"]
     return LogprobsResult(
         num_sequences=len(pairs),
         num_tokens=sum(pair.num_equal for pair in pairs) + len(flips),
@@ -75,15 +79,16 @@ def measure(
             num_prompts=sure.num_prompts, mean=sure.mean, low=sure.low, high=sure.high,
             p_value=sure.p_value, smallest_shift=sure.smallest_shift,
         ) if sure.num_prompts else None,
-        first_difference=flips[0] if flips else None,
+        first_difference=next(iter([*faults, *flips]), None),
         num_flips=len(flips),
         num_ties=sum(flip.judgement == "tie" for flip in flips),
-        num_faults=sum(flip.judgement == "fault" for flip in flips),
+        num_faults=len(faults),
         sequences=_sequences(pairs),
         rollout=metrics,
         rollout_side=side if metrics else None,
         checks=[_check(name, metrics[name]) for name in LIMITS if name in metrics],
-        num_not_likeliest=_not_likeliest(pairs, a, b),
+        num_not_likeliest={side: len(gaps) for side, gaps in below.items()},
+        max_below_likeliest={side: max(gaps) for side, gaps in below.items()},
     )  # fmt: skip
 
 
@@ -93,14 +98,10 @@ def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
         return None
     delta = np.concatenate(parts)
     size = np.abs(delta)
-
-    def quantile(share: float) -> float:
-        return float(np.quantile(size, share, method="inverted_cdf"))
-
     return LogprobDelta(
         num_tokens=len(delta), mean=float(delta.mean()), mean_abs=float(size.mean()),
-        rms=math.sqrt(float((delta * delta).mean())), median_abs=quantile(0.5),
-        p90_abs=quantile(0.9), p99_abs=quantile(0.99), max_abs=float(size.max()),
+        rms=math.sqrt(float((delta * delta).mean())), median_abs=quantile(size, 0.5),
+        p90_abs=quantile(size, 0.9), p99_abs=quantile(size, 0.99), max_abs=float(size.max()),
         by_position=_by_position(pairs),
     )  # fmt: skip
 
@@ -123,25 +124,15 @@ def _by_position(pairs: Sequence[PromptPair]) -> list[float]:
 def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
     rows = [(pair.reference.logprobs[mine], pair.candidate.logprobs[other])
             for pair in pairs for _, mine, other in pair.rows]  # fmt: skip
-    known = np.array(rows, np.float64).reshape(-1, 2)
-    known = known[np.isfinite(known).all(axis=1)]
-    if len(known) < 2:
+    found = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
+    if found is None or found.num_tokens < 2:
         return None
-    ours, theirs = known.T
-    delta, ratio = np.exp(theirs) - np.exp(ours), ours - theirs
-    varies = ours.std() > 0 and theirs.std() > 0
     return LogprobPerplexity(
-        num_tokens=len(known), delta_p_mean=float(delta.mean()),
-        delta_p_rms=math.sqrt(float((delta * delta).mean())),
-        delta_p_p1=float(np.quantile(delta, 0.01)), delta_p_p99=float(np.quantile(delta, 0.99)),
-        reference=_exp(-ours.mean()), candidate=_exp(-theirs.mean()), ln_ratio=float(ratio.mean()),
-        ln_ratio_error=float(ratio.std(ddof=1)) / math.sqrt(len(ratio)),
-        ln_correlation=float(np.corrcoef(ours, theirs)[0, 1]) if varies else None,
+        num_tokens=found.num_tokens, delta_p_mean=found.delta_p_mean,
+        delta_p_rms=found.delta_p_rms, delta_p_p1=found.delta_p_p1, delta_p_p99=found.delta_p_p99,
+        reference=found.base, candidate=found.other, ln_ratio=found.ln_ratio,
+        ln_ratio_error=found.ln_ratio_error, ln_correlation=found.ln_correlation,
     )  # fmt: skip
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
@@ -165,8 +156,8 @@ def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
     return LogprobDivergence(
         num_tokens=len(all_bounds), kl_lower=float(lower),
         kl_upper=float(upper) if math.isfinite(upper) else None, tv_lower=float(low),
-        tv_upper=float(high), tail=float(tail), kl_median=float(np.median(each)),
-        kl_p99=float(np.quantile(each, 0.99)), kl_max=float(each.max()),
+        tv_upper=float(high), tail=float(tail), kl_median=quantile(each, 0.5),
+        kl_p99=quantile(each, 0.99), kl_max=float(each.max()),
         same_top=float(np.mean(same)),
     )  # fmt: skip
 
@@ -190,18 +181,37 @@ def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
             (a, pair.reference, mine, token_a), (b, pair.candidate, other, token_b)
         )
     ]  # fmt: skip
-    known = [gap for gap in gaps if gap is not None]
-    judgement: Literal["tie", "fault"] | None = None
-    if known:
-        beyond = max(known) > _TIE * math.sqrt(2) * scale.value
-        judgement = "fault" if beyond else "tie"
     return LogprobFlip(
         sample=pair.sample, position=place, reference=chosen[0], candidate=chosen[1],
-        margin=gaps[0], candidate_margin=gaps[1], judgement=judgement,
+        margin=gaps[0], candidate_margin=gaps[1], judgement=_judgement(pair, gaps, scale, a, b),
     )  # fmt: skip
 
 
-def _gap(side, row: int | None, first: int, second: int) -> float | None:  # type: ignore[no-untyped-def]
+def _judgement(
+    pair: PromptPair, gaps: Sequence[float | None], scale: Scale, a: Run, b: Run
+) -> Literal["tie", "fault"] | None:
+    """A token that is on no list is less likely than every one that is, where ids tell them apart;
+    a text that is on no list may be written otherwise there."""
+    assert pair.parting is not None
+    known = [gap for gap in gaps if gap is not None]
+    beyond = list(known)
+    if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
+        sides = zip((pair.reference, pair.candidate), pair.parting[1:], gaps, strict=True)
+        beyond += [_least_gap(side, row) for side, row, gap in sides if gap is None]
+    if any(gap > FAULT * scale.value for gap in beyond):
+        return "fault"
+    return "tie" if known and max(beyond) <= TIE * scale.value else None
+
+
+def _least_gap(side: TokenSequence, row: int | None) -> float:
+    """log p of the side's own token less that of any that its list does not hold: at least."""
+    if row is None:
+        return 0.0
+    listed = side.distribution(row).log
+    return float(side.logprobs[row] - listed[-1]) if len(listed) else 0.0
+
+
+def _gap(side: TokenSequence, row: int | None, first: int, second: int) -> float | None:
     """log p of the first less that of the second, as far as the side's list tells."""
     if row is None:
         return None
@@ -213,17 +223,18 @@ def _gap(side, row: int | None, first: int, second: int) -> float | None:  # typ
 def _sequences(pairs: Sequence[PromptPair]) -> list[LogprobSequence]:
     sequences = []
     for pair in pairs:
-        if not len(pair.delta):
+        delta, places = pair.whole
+        if not len(delta):
             continue
-        size = np.abs(pair.delta)
+        size = np.abs(delta)
         rows = {place: (mine, other) for place, mine, other in pair.rows}
-        both = np.array([rows[int(place)] for place in pair.places])
+        both = np.array([rows[int(place)] for place in places])
         p = np.exp(pair.reference.logprobs[both[:, 0]])
         q = np.exp(pair.candidate.logprobs[both[:, 1]])
         sequences.append(LogprobSequence(
-            sample=pair.sample, num_tokens=len(size), mean=float(pair.delta.mean()),
+            sample=pair.sample, num_tokens=len(size), mean=float(delta.mean()),
             mean_abs=float(size.mean()), max_abs=float(size.max()),
-            worst_position=int(pair.places[size.argmax()]), log_ratio=float(pair.delta.sum()),
+            worst_position=int(places[size.argmax()]), log_ratio=float(delta.sum()),
             probs_diff_mean=float(np.abs(p - q).mean()),
             mult_prob_error=float(np.exp(np.minimum(size, SAFETY_BOUND)).mean()),
         ))  # fmt: skip
@@ -263,20 +274,20 @@ def _check(name: str, value: float) -> RolloutCheck:
     return RolloutCheck(name=name, framework=framework, value=value, normal=normal, state=state)
 
 
-def _not_likeliest(pairs: Sequence[PromptPair], a: Run, b: Run) -> dict[str, int]:
-    """Answers that are said to be greedy, and are not: a token that its own list holds another
-    above. Equal numbers are a tie."""
-    counts: dict[str, int] = {}
+def _below_likeliest(pairs: Sequence[PromptPair], a: Run, b: Run) -> dict[str, list[float]]:
+    """Answers that are said to be greedy, and are not: by how much their own list holds another
+    token above. Equal numbers are a tie."""
+    by_side: dict[str, list[float]] = {}
     for name, run in (("reference", a), ("candidate", b)):
         if facts_of(run).get("tokens") != "greedy":
             continue
-        count = 0
+        gaps = []
         for pair in pairs:
             side = pair.reference if name == "reference" else pair.candidate
             for place, row in side.rows.items():
-                if place >= side.num_prompt:
-                    known = side.distribution(row)
-                    count += bool(len(known.log) and known.log[0] > side.logprobs[row] + 1e-5)
-        if count:
-            counts[name] = count
-    return counts
+                known = side.distribution(row) if place >= side.num_prompt else None
+                if known is not None and len(known.log):
+                    gaps.append(float(known.log[0] - side.logprobs[row]))
+        if any(gap > _EQUAL for gap in gaps):
+            by_side[name] = [gap for gap in gaps if gap > _EQUAL]
+    return by_side

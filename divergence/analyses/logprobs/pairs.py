@@ -5,6 +5,7 @@ server tells no ids, both sides' tokens are numbered by their text.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,10 @@ from divergence.comparison.results.findings import PreflightLine, PreflightStatu
 from divergence.run.reader import Run
 from divergence.run.writing.scores import BY_TEXT
 
-__all__ = ["PromptPair", "pair_runs", "prompt_line", "renumbered"]
+__all__ = ["PromptPair", "pair_runs", "prompt_line", "renumbered", "values_of"]
+
+
+_PIECE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +42,21 @@ class PromptPair:
     """Tokens of the shorter answer behind the parting."""
     num_other: int
     """Comparable tokens that one side alone scored."""
+    num_untold: int
+    """Of them those of the answer, but for its last one: it may be the end, which not all score.
+    And those from one on of which a side tells neither id nor text."""
     answer_begins: int
     ended: bool
     """One side's answer ends by itself where the other's goes on."""
     delta: np.ndarray = field(default_factory=lambda: np.empty(0))
-    """Of ``rows``; without those that are not finite."""
+    """Of ``rows``; without those that are not finite, and those that another prompt with the same
+    beginning has shown."""
     places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Index in the sequence of each of them."""
+    whole: tuple[np.ndarray, np.ndarray] = field(
+        default_factory=lambda: (np.empty(0), np.empty(0, np.int64))
+    )
+    """Delta and places with what another prompt has shown."""
     num_nonfinite: tuple[int, int] = (0, 0)
     """By side: nan or inf where the other side has a number."""
 
@@ -57,11 +69,40 @@ def pair_runs(a: Run, b: Run) -> list[PromptPair]:
         _pair(number, tuple(samples[number].prompt_ids) or samples[number].text or number, x, y)
         for number, (x, y) in enumerate(zip(reference, candidate, strict=False))
     ]
+    pairs = _counted_once(pairs)
     engines = [run.manifest.engine and run.manifest.engine.version for run in (a, b)]
     # one engine lists the token that ends an answer, another does not
     room = 0 if engines[0] == engines[1] else 1
     budgets = [_budget(run) for run in (a, b)]
     return [replace(pair, ended=_one_ended(pair, budgets, room)) for pair in pairs]
+
+
+def _counted_once(pairs: list[PromptPair]) -> list[PromptPair]:
+    """Prompts that begin alike hold the same tokens, with the same rounding: where both sides say
+    the same numbers of them again, they are no more observations."""
+    once = list(pairs)
+    order = sorted(range(len(pairs)), key=lambda n: pairs[n].reference.ids)
+    for before, number in itertools.pairwise(order):
+        held, pair = pairs[before], pairs[number]
+        common = _common(held.reference.ids, pair.reference.ids)
+        shared = int(np.searchsorted(pair.places, common))
+        if not (held.reference.num_prompt and pair.reference.num_prompt and shared):
+            continue
+        same = np.zeros(len(pair.places), bool)
+        if np.array_equal(held.places[:shared], pair.places[:shared]):
+            same[:shared] = np.all(
+                values_of(held)[:, :shared] == values_of(pair)[:, :shared], axis=0
+            )
+        once[number] = replace(pair, delta=pair.delta[~same], places=pair.places[~same])
+    return once
+
+
+def values_of(pair: PromptPair) -> np.ndarray:
+    """(2, T): both sides' log-probabilities at ``places``."""
+    places = {int(place) for place in pair.places}
+    rows = [(mine, other) for place, mine, other in pair.rows if place in places]
+    mine, other = np.array(rows, np.int64).reshape(-1, 2).T
+    return np.stack([pair.reference.logprobs[mine], pair.candidate.logprobs[other]])
 
 
 def _budget(run: Run) -> int:
@@ -76,22 +117,27 @@ def _one_ended(pair: PromptPair, budgets: list[int], room: int) -> bool:
     short = lengths.index(min(lengths))
     return (
         pair.tokens is None
-        and pair.num_equal == lengths[short] < budgets[short]
+        and 0 < pair.num_equal == lengths[short] < budgets[short]  # 0: there is no answer
         and lengths[1 - short] > lengths[short] + room
     )
 
 
 def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
-    """Where a side tells tokens as text alone, both sides' ids are those of texts."""
+    """Where a side tells tokens as text alone, both sides' ids are those of texts. A piece of a
+    character has no text of its own: it reads as U+FFFD, as do others."""
     sides = sequences_of(a), sequences_of(b)
     if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
         return sides
-    from divergence.analyses.logprobs.pairs import renumbered
-
     numbers: dict[str, int] = {}
+    tables = [run.manifest.tokens.texts for run in (a, b)]
+    if not any(facts_of(run).get("units") == "characters" for run in (a, b)):
+        tables = [
+            {number: text for number, text in texts.items() if _PIECE not in text}
+            for texts in tables
+        ]
     return (
-        renumbered(sides[0], a.manifest.tokens.texts, numbers, -1),
-        renumbered(sides[1], b.manifest.tokens.texts, numbers, -2),
+        renumbered(sides[0], tables[0], numbers, -1),
+        renumbered(sides[1], tables[1], numbers, -2),
     )
 
 
@@ -108,13 +154,17 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> PromptPair
     scored = {p for p in a.rows if start <= p < common}
     scored ^= {p - shift for p in b.rows if start <= p - shift < common}
     parting = tokens = None
-    if common < ends and common >= begins:
+    # of a token without a text nobody knows whether it is the other side's: nothing parts there
+    untold = common < ends and min(a.ids[common], b.ids[common + shift]) < 0
+    if begins <= common < ends and not untold:
         parting = common, a.rows.get(common), b.rows.get(common + shift)
         tokens = a.ids[common], b.ids[common + shift]
     return _measured(PromptPair(
         sample=number, prompt=prompt, reference=a, candidate=b, rows=rows, parting=parting,
         tokens=tokens,
         num_equal=max(0, min(common, ends) - begins), num_other=len(scored),
+        num_untold=sum(begins <= place < ends - 1 for place in scored)
+        + (ends - max(common, begins) if untold else 0),
         num_after=max(0, ends - max(common, begins) - 1) if tokens else 0, answer_begins=begins,
         ended=False,
     ))  # fmt: skip
@@ -129,6 +179,7 @@ def _measured(pair: PromptPair) -> PromptPair:
     odd = int((fine[1] & ~fine[0]).sum()), int((fine[0] & ~fine[1]).sum())
     return replace(
         pair, delta=(y - x)[both], places=places[both], num_nonfinite=odd,
+        whole=((y - x)[both], places[both]),
     )  # fmt: skip
 
 

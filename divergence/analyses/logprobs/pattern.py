@@ -19,7 +19,7 @@ from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.scale import FAR, WIDEST, Scale
 from divergence.numerics.resampling import LEAST_PROMPTS, Certainty, certainty_of
 
-__all__ = ["Pattern", "pattern_of"]
+__all__ = ["Pattern", "beyond_of", "pattern_of"]
 
 PatternName = Literal[
     "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
@@ -30,6 +30,7 @@ _MOST_PROMPTS, _MOST_TOKENS = 1 / 3, 0.05
 _LEAST_ANSWER = 12
 """Tokens of an answer whose beginning and end can be told apart."""
 _GROWS = 2.0
+_LEAST_APART = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,22 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale) -> Pattern:
     if one_way or far:
         return Pattern(name="shifted", shift=shift, growth=growth, far=far)
     return Pattern(name="everywhere", shift=shift, growth=growth)
+
+
+def beyond_of(pairs: Sequence[PromptPair], scale: Scale) -> tuple[int, int, str]:
+    """Prompts whose own mean |Δ| rounding does not explain, the others, and what sets them apart:
+    ``longer`` or ``later``, where each of them is and there are three of either."""
+    held = [pair for pair in pairs if len(pair.delta)]
+    out = np.array([np.abs(pair.delta).mean() > scale.value for pair in held], bool)
+    beyond, others = int(out.sum()), int((~out).sum())
+    if min(beyond, others) >= _LEAST_APART:
+        for word, values in (
+            ("longer", [pair.reference.num_prompt for pair in held]),
+            ("later", [pair.sample for pair in held]),
+        ):
+            if min(np.array(values)[out]) > max(np.array(values)[~out]):
+                return beyond, others, word
+    return beyond, others, ""
 
 
 def _odd_prompts(

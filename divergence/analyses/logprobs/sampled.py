@@ -23,6 +23,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS
 from divergence.run.writing.scores import DRAWN
+from divergence.words import Side, letter
 
 __all__ = ["are_drawn", "decoding_line", "of_drawn", "texts_of"]
 
@@ -83,12 +84,41 @@ def _table(texts: Sequence[Text], width: int) -> np.ndarray:
     return table
 
 
-def of_drawn(finding: Finding, texts: LogprobTexts | None) -> Finding:
+def of_drawn(
+    finding: Finding, texts: LogprobTexts | None, pairs: Sequence[PromptPair]
+) -> Finding:  # fmt: skip
     """``finding``, of tokens behind equal text, where it raises an alarm; else what texts tell."""
     if finding.kind not in ("identical", "within_floor", "undetermined"):
         return finding
+    sides: tuple[Side, Side] = ("reference", "candidate")
+    repeats = [side for side in sides if _repeats(pairs, side)]
     told = _find(texts)
+    if texts is not None and repeats:
+        told = _repeated(repeats, told if len(repeats) == 1 else None)
     return replace(told, evidence=[*told.evidence, *finding.evidence])
+
+
+def _repeats(pairs: Sequence[PromptPair], side: Side) -> bool:
+    """Does a side give the same answer to a prompt, whatever the seed, to each of them?"""
+    answers: dict[Hashable, set[tuple[int, ...]]] = {}
+    for pair in pairs:
+        answers.setdefault(pair.prompt, set()).add(tuple(_answer(getattr(pair, side))))
+    return len(pairs) > len(answers) == sum(map(len, answers.values()))
+
+
+def _repeated(sides: Sequence[Side], told: Finding | None) -> Finding:
+    """Answers that were not drawn tell of no distribution: a test would count one as many. ``told``
+    where the other side's were: that they differ is then true, whatever the cause."""
+    who = "both sides give" if len(sides) == 2 else f"{letter(sides[0])} gives"
+    text = f"{who} one answer to each prompt, as often as it is asked"
+    if told is not None and told.kind == "systematic":
+        return replace(told, summary=f"{told.summary}; {text}: it may not obey the temperature")
+    return Finding(
+        claim="logprobs", kind="undetermined",
+        summary=f"{text}: temperature or seed are not obeyed, or nothing else is likely, and "
+        "answers that are not drawn tell no distribution",
+        rests_on=[Check(name="told", state="failed", detail=text)],
+    )  # fmt: skip
 
 
 def _find(texts: LogprobTexts | None) -> Finding:

@@ -15,16 +15,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import pair_runs
+from divergence.analyses.logprobs.pairs import pair_runs, prompt_line
+from divergence.comparison.trusted import refuse_compared
+from divergence.errors import UsageError
 from divergence.numerics.floor import THRESHOLDS
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import LOGPROBS
 
-__all__ = ["BY_DTYPE", "FAR", "WIDEST", "Scale", "scale_of"]
+__all__ = ["BY_DTYPE", "FAR", "NO_DTYPE", "WIDEST", "Scale", "scale_of"]
 
 BY_DTYPE = {"bfloat16": 2.0**-3, "float16": 2.0**-6, "float32": 2.0**-14, "float64": 2.0**-20}
 WIDEST = BY_DTYPE["bfloat16"]
 """Of the widest dtype whose rounding is called rounding: narrower ones are another quantisation."""
+NO_DTYPE = "for want of a side's dtype"
 FAR = 4.0
 """Times WIDEST, half a nat: beyond it no precision in use is meant, but another model."""
 
@@ -37,19 +41,35 @@ class Scale:
 
 
 def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
-    """From the runs of ``floors``, else from both sides' dtypes."""
+    """From the runs of ``floors``, else from both sides' dtypes. Raises UsageError for a floor run
+    that is a compared one, or scored none of A's tokens."""
     if floors:
-        deltas = [pair.delta for run in floors for pair in pair_runs(a, run)]
-        together = np.concatenate(deltas) if deltas else np.empty(0)
-        if len(together):
-            value = THRESHOLDS.widen * float(np.abs(together).mean())
-            return Scale(max(value, 2.0**-20), f"{len(floors)} floor run(s)", known=True)
+        together = np.concatenate([_from_floor(a, b, run) for run in floors])
+        value = THRESHOLDS.widen * float(np.abs(together).mean())
+        name = "the floor run" if len(floors) == 1 else f"the {len(floors)} floor runs"
+        if value > FAR * WIDEST:
+            return Scale(value, f"{name}, farther off than any precision in use", known=False)
+        return Scale(max(value, 2.0**-20), name, known=True)
     dtypes = [_dtype(run) for run in (a, b)]
     told = [BY_DTYPE[dtype] for dtype in dtypes if dtype in BY_DTYPE]
     if len(told) == 2:
         coarse = max((dtype for dtype in dtypes if dtype), key=lambda dtype: BY_DTYPE.get(dtype, 0))
         return Scale(max(told), coarse, known=True)
-    return Scale(WIDEST, "bfloat16, for want of a side's dtype", known=False)
+    return Scale(WIDEST, f"bfloat16, {NO_DTYPE}", known=False)
+
+
+def _from_floor(a: Run, b: Run, run: Run) -> np.ndarray:
+    refuse_compared(run, a, b)
+    pairs = pair_runs(a, run)
+    delta = np.concatenate([np.empty(0), *(pair.delta for pair in pairs)])
+    line = prompt_line(pairs, a, run)
+    if line.status == "blocking" or not len(delta):
+        raise UsageError(
+            f"{run.path} shows no floor for {a.path}: "
+            + ("other prompts" if line.status == "blocking" else "no token in common"),
+            hint=command_line("capture", like=a.path, o="RUN") + " on a trusted machine",
+        )
+    return delta
 
 
 def _dtype(run: Run) -> str | None:

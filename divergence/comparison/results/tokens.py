@@ -167,7 +167,8 @@ class LogprobFlip(msgspec.Struct, frozen=True, kw_only=True):
     candidate_margin: float | None
     """log p of the candidate's token minus that of the reference's, in the candidate."""
     judgement: Literal["tie", "fault"] | None = None
-    """``tie``: rounding may flip it; ``fault``: it does not. None where nothing tells."""
+    """``tie``: rounding may flip it; ``fault``: it does not. None where nothing tells, or
+    the margin lies between both limits."""
 
 
 class LogprobSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,9 +335,9 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
         "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
         "nothing",
     ]  # fmt: skip
-    """What the differences look like: ``everywhere``: in all prompts alike, in both directions, and
-    more than rounding explains; ``sequences``, ``positions``: in some; ``growing``: more the longer
-    the answer; ``shifted``: most in one direction; ``few``: too few prompts to tell."""
+    """What the differences look like: ``everywhere``: in many prompts or all, in both directions,
+    and more than rounding explains; ``sequences``, ``positions``: in some; ``growing``: more the
+    longer the answer; ``shifted``: most in one direction; ``few``: too few prompts to tell."""
     explained: float
     """What rounding explains, as a mean of |Δ| in nats."""
     explained_by: str
@@ -351,12 +352,13 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     """Where a run tells which experts its tokens were sent to, and one stands out."""
     shift: LogprobShift | None = None
     first_difference: LogprobFlip | None = None
+    """The first at a margin that rounding does not flip; where there is none, the first."""
     num_flips: int = 0
     """Prompts whose answers part."""
     num_ties: int = 0
     """How many of them at a margin that rounding may flip."""
     num_faults: int = 0
-    """How many of them at a margin that rounding does not flip."""
+    """How many of them at a margin that rounding does not flip. Of the rest nothing tells it."""
     sequences: list[LogprobSequence] = []
     """The ones that differ most first."""
     rollout: dict[str, float] = {}
@@ -366,3 +368,5 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     checks: list[RolloutCheck] = []
     num_not_likeliest: dict[str, int] = {}
     """By side that claims to choose the likeliest token: how often it did not, by its own list."""
+    max_below_likeliest: dict[str, float] = {}
+    """By how many nats at most."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from divergence.errors import DumpError, UsageError, first_line
 from divergence.evaluations.formats.reading import ReadRequest
-from divergence.evaluations.rows import Evaluation, Series
+from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.importing.folder import DumpFolder
 from divergence.recording.prompts import Prompt
 
@@ -73,14 +73,29 @@ def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation
         raise DumpError("nothing that is scored was found", where=str(folder.path),
                         hint="; ".join(evaluation.notes) or None)  # fmt: skip
     reading.refused.clear()
+    _refuse_twice(evaluation)
     return evaluation
+
+
+def _refuse_twice(evaluation: Evaluation) -> None:
+    """Parts of one score, or two runs of it: one file alone would be taken for all."""
+    files: dict[SeriesName, str] = {}
+    for series in evaluation.series:
+        first = files.setdefault(series.name, series.file)
+        if first != series.file:
+            raise DumpError(
+                f"two files hold {series.name}: {first} and {series.file}", where=evaluation.path,
+                hint="name one of them, or put the parts of one evaluation into one file",
+            )  # fmt: skip
 
 
 def _read(reader: ResultFormat, folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     """A field of another type than its tool writes may come anywhere, and is no fault of ours."""
     try:
         return reader.read(folder, reading)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise DumpError(
             f"the results are not as {reader.NAME} writes them: {first_line(error)}",
             where=str(folder.path), hint="--format NAME, if another tool wrote them",

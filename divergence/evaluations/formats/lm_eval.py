@@ -18,12 +18,13 @@ from typing import Any
 
 from divergence.errors import DumpError
 from divergence.evaluations.formats.reading import (
-    LOWER_IS_BETTER,
     ReadRequest,
     finish,
     first_of,
     hashed,
+    is_higher_better,
     number_of,
+    only_model,
     table_of,
     text_of,
 )
@@ -80,6 +81,8 @@ def _samples(folder: DumpFolder, result: Evaluation) -> dict[str, tuple[str, str
     """The newest file of each task, by date."""
     files: dict[str, tuple[str, str]] = {}
     older = 0
+    samples = [name for name in folder.names if _SAMPLES.fullmatch(PurePosixPath(name).name)]
+    only_model(folder, samples, hint="name the folder of one of them")
     for name in folder.names:
         match = _SAMPLES.fullmatch(PurePosixPath(name).name)
         if match is None and len(folder.names) > 1:
@@ -151,7 +154,7 @@ def _series(
     settings = _settings(named.task, report)
     if "generation settings" not in settings:
         settings |= _generation(item)
-    higher = bool(better.get(named.metric, named.metric not in LOWER_IS_BETTER))
+    higher = bool(better.get(named.metric, is_higher_better(named.metric)))
     return Series(named, file, settings, higher)
 
 

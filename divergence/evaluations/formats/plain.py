@@ -95,7 +95,9 @@ def _row(item: Mapping[str, Any], number: int, where: str, reading: ReadRequest)
     score, why = number_of(_number(item["score"]))
     try:
         repeat = int(item.get("repeat") or 0)
-    except (TypeError, ValueError) as error:
+        if repeat != float(item.get("repeat") or 0):
+            raise ValueError("a fraction")
+    except (OverflowError, TypeError, ValueError) as error:
         raise DumpError("the repeat is no number", where=where) from error
     group = item.get("group") if reading.cluster is None else reading.cluster_of(item)
     return ScoreRow(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +17,17 @@ from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.importing.folder import DumpFolder
 
 __all__ = [
-    "LOWER_IS_BETTER", "ReadRequest", "answer_of", "files_in", "finish", "first_of", "hashed",
+    "ReadRequest", "answer_of", "files_in", "finish", "first_of", "hashed", "is_higher_better",
     "number_of", "only_model", "series_in", "table_of", "text_of",
 ]  # fmt: skip
 
-LOWER_IS_BETTER = frozenset(
-    "bits_per_byte bpb brier_score byte_perplexity cer error error_rate loss mae mse nll "
-    "perplexity ppl rmse ter wer word_perplexity".split()
+_LOWER = frozenset(
+    "bpb brier cer error errors loss mae mse nll perplexity ppl rmse ter wer".split()
 )
-"""Metrics that are known to be better where they are lower, for formats that do not tell."""
+_LOWER_NAMES = frozenset(("bits_per_byte",))
+_HIGHER = frozenset("acc accuracy correction detection f1 precision recall reduction".split())
+"""Words of metrics that are known to be better where they are lower, and of those that are not."""
+_WORD = re.compile(r"[a-z0-9]+")
 
 
 _MOST = 1e100
@@ -91,17 +94,25 @@ def first_of(rows: Iterator[tuple[int, Any]]) -> dict[str, Any]:
         return {}
 
 
+def is_higher_better(metric: str) -> bool:
+    """By the words of its name, for formats that do not tell: ``val_loss``, ``WER (%)``."""
+    words = _WORD.findall(metric.lower())
+    lower = "_".join(words) in _LOWER_NAMES or not _LOWER.isdisjoint(words)
+    return not lower or not _HIGHER.isdisjoint(words)
+
+
 def series_in(
     held: dict[SeriesName, Series], name: SeriesName, file: str, settings: dict[str, str]
 ) -> Series:
     """The one of this name, which is new with its first row."""
     if name not in held:
-        held[name] = Series(name, file, dict(settings), name.metric.lower() not in LOWER_IS_BETTER)
+        held[name] = Series(name, file, dict(settings), is_higher_better(name.metric))
     return held[name]
 
 
 def finish(result: Evaluation, reading: ReadRequest) -> Evaluation:
-    """With what was left out as notes."""
+    """With what was left out as notes, and a name that is text."""
+    result.model = None if result.model is None else text_of(result.model)
     result.notes += [f"{count:,} {reason}" for reason, count in sorted(reading.left_out.items())]
     reading.left_out.clear()
     return result
@@ -110,7 +121,10 @@ def finish(result: Evaluation, reading: ReadRequest) -> Evaluation:
 def number_of(value: Any) -> tuple[float | None, str | None]:
     """(score, why there is none) of what stands in the place of a score."""
     if isinstance(value, bool | int | float):
-        score = float(value)
+        try:
+            score = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            return None, "the score is no number"
         return (score, None) if abs(score) < _MOST else (None, f"the score is {score:g}")
     return None, "without a score" if value is None else "the score is no number"
 

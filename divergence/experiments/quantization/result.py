@@ -15,7 +15,8 @@ class Cost(msgspec.Struct, kw_only=True, frozen=True):
 
     The names and definitions are those of llama.cpp's ``llama-perplexity --kl-divergence``: p is
     the floating-point model's, q the quantised one's; Δp = q - p of the token that follows. Errors
-    (``_error``) are standard errors of means, tokens taken as independent.
+    (``_error``) are standard errors of means, tokens taken as independent; quantiles are values
+    that were seen (numerics.pairs.following).
     """
 
     num_tokens: int

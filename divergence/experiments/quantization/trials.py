@@ -20,6 +20,12 @@ from torch import nn
 
 from divergence.errors import UsageError
 from divergence.experiments.quantization.result import Cost
+from divergence.numerics.pairs.following import (
+    Following,
+    following_of,
+    quantile,
+    standard_error,
+)
 from divergence.numerics.pairs.logits import RowCosts, row_costs
 from divergence.quantization.calibration import calibration_of
 from divergence.quantization.linear import QuantizedWeight
@@ -245,46 +251,20 @@ def cost_of(parts: Sequence[RowCosts]) -> Cost:
     same = np.concatenate([part.same_top for part in parts])
     mine = np.concatenate([part.logprob_a for part in parts])
     other = np.concatenate([part.logprob_b for part in parts])
-    known = np.isfinite(mine) & np.isfinite(other)
+    found = following_of(mine, other)
     return Cost(
-        num_tokens=len(kl), num_following=int(known.sum()),
-        kl_mean=float(kl.mean()), kl_error=_error(kl),
-        kl_median=_quantile(kl, 0.5), kl_p90=_quantile(kl, 0.9), kl_p99=_quantile(kl, 0.99),
+        num_tokens=len(kl), num_following=0 if found is None else found.num_tokens,
+        kl_mean=float(kl.mean()), kl_error=standard_error(kl),
+        kl_median=quantile(kl, 0.5), kl_p90=quantile(kl, 0.9), kl_p99=quantile(kl, 0.99),
         kl_max=float(kl.max()),
-        same_top=float(same.mean()), same_top_error=_error(same.astype(float)),
-        **_of_following(mine[known], other[known]),
+        same_top=float(same.mean()), same_top_error=standard_error(same.astype(float)),
+        **_of_following(found),
     )  # fmt: skip
 
 
-def _of_following(mine: np.ndarray, other: np.ndarray) -> dict[str, float]:
-    if not len(mine):
+def _of_following(found: Following | None) -> dict[str, float | None]:
+    if found is None:
         return {}
-    delta = np.exp(other) - np.exp(mine)
-    ratio = mine - other  # ln PPL of b less that of a, token by token
-    figures = {
-        "delta_p_mean": float(delta.mean()), "delta_p_error": _error(delta),
-        "delta_p_rms": math.sqrt(float((delta * delta).mean())),
-        "delta_p_p1": _quantile(delta, 0.01), "delta_p_p99": _quantile(delta, 0.99),
-        "delta_logprob_mean": float(np.abs(ratio).mean()),
-        "perplexity_base": math.exp(-float(mine.mean())),
-        "perplexity": _exp(-float(other.mean())),
-        "ln_ratio": float(ratio.mean()), "ln_ratio_error": _error(ratio),
-    }  # fmt: skip
-    if len(mine) > 1 and mine.std() > 0 and other.std() > 0:
-        figures["ln_correlation"] = float(np.corrcoef(mine, other)[0, 1])
-    return figures
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
-
-
-def _error(values: np.ndarray) -> float:
-    """Standard error of the mean."""
-    if len(values) < 2 or not np.isfinite(values).all():
-        return math.nan
-    return float(values.std(ddof=1)) / math.sqrt(len(values))
-
-
-def _quantile(values: np.ndarray, share: float) -> float:
-    return float(np.quantile(values, share, method="inverted_cdf"))
+    figures: dict[str, float | None] = msgspec.structs.asdict(found)
+    del figures["num_tokens"]
+    return figures | {"perplexity_base": figures.pop("base"), "perplexity": figures.pop("other")}

@@ -221,6 +221,45 @@ def test_the_newest_file_of_a_task_is_taken(lm_eval, tmp_path):
     assert found.series[0].rows[0].score == 1.0 and "1 older file" in found.notes[0]
 
 
+def test_a_model_is_shown_whatever_its_name_is(lm_eval):
+    line = sample(0, score=1.0, right=0, likelihoods=[-1.0, -2.0])
+    folder = lm_eval("a", [line], results={"config": {"model": 1.5}})
+    assert read(str(folder), ReadRequest()).model == "1.5"
+
+
+def test_two_models_in_one_folder_are_not_one_evaluation(lm_eval, tmp_path):
+    """The newest file of both may be the other model's."""
+    folder = lm_eval("a", [sample(0, score=1.0, right=0, likelihoods=[-1.0, -2.0])])
+    (folder / "other").mkdir()
+    for path in (folder / "model").iterdir():
+        (folder / "other" / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(DumpError, match="2 models: model, other"):
+        read(str(folder), ReadRequest())
+
+
+def test_parts_of_one_score_in_two_files_are_refused(tmp_path):
+    """Of two files that hold the same task, one alone would be taken for all."""
+    for part in (0, 1):
+        rows = [{"id": f"q{n}", "score": 1, "task": "t"} for n in range(part * 5, part * 5 + 5)]
+        text = "".join(json.dumps(one) + "\n" for one in rows)
+        (tmp_path / f"part{part}.jsonl").write_text(text)
+    with pytest.raises(DumpError, match=r"two files hold t score: .*part0.*part1"):
+        read(str(tmp_path), ReadRequest())
+    assert len(read(str(tmp_path / "part0.jsonl"), ReadRequest()).series[0].rows) == 5
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_higher_better"),
+    [("val_loss", False), ("WER (%)", False), ("word-perplexity", False), ("ppl_wikitext", False),
+     ("error-rate", False), ("bits_per_byte", False), ("Brier_Score", False), ("acc", True),
+     ("error_detection_f1", True), ("lossless", True), ("filter_acc", True)],
+)  # fmt: skip
+def test_the_direction_is_that_of_the_words_of_a_name(metric, is_higher_better, table):
+    path = table("a", [1.0], metric=[metric])
+    (series,) = read(str(path), ReadRequest()).series
+    assert series.higher_is_better == is_higher_better
+
+
 def test_prompts_come_back(lm_eval):
     """What the model was given, as text or chat."""
     lines = [sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0]) for n in range(3)]
@@ -268,6 +307,19 @@ def test_fields_of_other_types(line, tmp_path, table):
     path.write_text(json.dumps(line) + "\n")
     with pytest.raises(DumpError):
         scores(path, table("b", [1]))
+
+
+@pytest.mark.parametrize("repeat", [float("inf"), 0.5, "1.5", "x"])
+def test_a_repeat_is_a_whole_number(repeat, table):
+    with pytest.raises(DumpError, match="the repeat is no number"):
+        scores(table("a", [1], repeat=[repeat]), table("b", [1]))
+
+
+def test_an_integer_beyond_all_floats_is_no_score(table):
+    (series,) = read(str(table("a", [10**400, 1])), ReadRequest()).series
+    assert [(row.score, row.why) for row in series.rows] == [
+        (None, "the score is no number"), (1.0, None),
+    ]  # fmt: skip
 
 
 def test_what_is_no_result(tmp_path):

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from divergence.comparison.results.sites import SiteResult
 from divergence.run.schema.site import BACKWARD, is_norm, of_parameter
 
-__all__ = ["Together", "row_of", "together"]
+__all__ = ["ParametersOff", "row_of", "together"]
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class ParametersOff:
     """``beyond``: those of ``total`` rows alike that are beyond their limit. ``kinds``: the classes
     of their modules."""
 
@@ -51,7 +51,7 @@ def row_of(site: str) -> str | None:
     return f"parameters' {port.rpartition('.')[2] if port.count('.') > 1 else 'new values'}"
 
 
-def together(first: SiteResult, judged: Iterable[tuple[SiteResult, bool]]) -> Together | None:
+def together(first: SiteResult, judged: Iterable[tuple[SiteResult, bool]]) -> ParametersOff | None:
     """What is off as ``first`` is; None where it is no parameter's, and where a block's backward
     hands on what is off. ``judged``: each row, and whether it is beyond its limit."""
     what, alike = row_of(first.site), [row for row in judged if row[0].pass_ == first.pass_]
@@ -60,4 +60,4 @@ def together(first: SiteResult, judged: Iterable[tuple[SiteResult, bool]]) -> To
         return None
     rows = [(row, off) for row, off in alike if row_of(row.site) == what]
     beyond = [row for row, off in rows if off]
-    return Together(what, beyond, len(rows), frozenset(row.kind or "" for row in beyond))
+    return ParametersOff(what, beyond, len(rows), frozenset(row.kind or "" for row in beyond))

@@ -64,7 +64,7 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
         return Finding(
             claim="collectives",
             kind="undetermined",
-            summary=f"each run is right by itself; no case is common to both{_numbers(sides)}",
+            summary=f"{_alone(sides)}no case is common to both{_numbers(sides)}",
             rests_on=[check("measured", False, "nothing was compared")],
             evidence=facts,
         )
@@ -77,10 +77,8 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
             evidence=facts,
         )
     most = result.differing[0]
-    orders = " and ".join(
-        f"{letter(judged.side)} {orders_text(judged.orders) or 'in an order that is not known'}"
-        for judged in sides
-    )
+    told = [orders_text(judged.orders) or "an order that is not known" for judged in sides]
+    orders = f"in both {told[0]}" if told[0] == told[1] else f"in A {told[0]}, in B {told[1]}"
     return Finding(
         claim="collectives",
         kind="within_floor",
@@ -90,6 +88,11 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
         evidence=facts,
         next=[command_line("compare", a.path, b.path, all=True)],
     )
+
+
+def _alone(sides: Sequence[CollectivesSide]) -> str:
+    checked = all(any(row.num_cases for row in judged.rows) for judged in sides)
+    return "each run is right by itself; " if checked else ""
 
 
 def _numbers(sides: Sequence[CollectivesSide]) -> str:

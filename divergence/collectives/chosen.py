@@ -17,12 +17,9 @@ rank's part alone is changed:
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ from divergence.collectives.cases import COLLECTIVES, Collective
 from divergence.collectives.group import BACKENDS, Call, all_gather, native
 from divergence.collectives.own import ALGORITHMS, all_reduce_by, reduce_scatter_by
 from divergence.errors import PlantError, UsageError
+from divergence.ops.implementations import Wishes, function_named, label_of, pairs_of
 
 __all__ = [
     "BY",
@@ -73,18 +71,10 @@ class ChosenCollectives:
         return self.names.get("reduce_scatter" if collective == "rs_ag" else collective, backend)
 
 
-def choose(
-    wishes: Sequence[str] | Mapping[str, Any], faults: Sequence[PlantedFault] = ()
-) -> ChosenCollectives:
+def choose(wishes: Wishes, faults: Sequence[PlantedFault] = ()) -> ChosenCollectives:
     """What ``--impl`` says. Raises UsageError, which names what there is."""
     chosen = ChosenCollectives(faults=faults)
-    pairs: list[tuple[str, Any]] = (
-        list(wishes.items())
-        if isinstance(wishes, Mapping)
-        else [(name, value) for name, _, value in
-              (wish.rpartition("=") for wish in ([wishes] if isinstance(wishes, str) else wishes))]
-    )  # fmt: skip
-    for where, value in pairs:
+    for where, value in pairs_of(wishes):
         if where and where not in COLLECTIVES:
             raise UsageError(
                 f"no collective is called {where!r}", hint=f"one of {', '.join(COLLECTIVES)}"
@@ -96,10 +86,11 @@ def choose(
             for name in [where] if where else _SUMS:
                 chosen.names[name], chosen.functions[name] = value, makers[name](value)
         elif where and callable(value):
-            chosen.names[where] = getattr(value, "__qualname__", type(value).__name__)
-            chosen.functions[where] = value
+            name = chosen.names[where] = label_of(value)
+            chosen.functions[where] = _checked(name, value)
         elif where and ":" in str(value):
-            chosen.names[where], chosen.functions[where] = value, _imported(value)
+            chosen.names[where] = value
+            chosen.functions[where] = _checked(value, function_named(value, where))
         else:
             known = ", ".join((*BACKENDS, *ALGORITHMS))
             raise UsageError(
@@ -110,20 +101,21 @@ def choose(
     return chosen
 
 
-def _imported(text: str) -> Callable[..., Any]:
-    """``my_kernels:all_reduce``; modules of the working directory count."""
-    name, _, function = text.partition(":")
-    before = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        implementation = getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"--impl {text}: {error}", hint="MODULE:FUNCTION") from error
-    finally:
-        sys.path[:] = before
-    if not callable(implementation):
-        raise UsageError(f"--impl {text} is no function")
-    return implementation  # type: ignore[no-any-return]
+def _checked(name: str, function: Callable[..., Any]) -> Call:
+    """A function of the user's. What it gives must be one row of the same dtype, or nothing can be
+    said of its numbers."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = function(x)
+        if not isinstance(out, torch.Tensor) or out.ndim != 1 or out.dtype != x.dtype:
+            kind = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, torch.Tensor) else repr(out)
+            raise UsageError(
+                f"--impl {name} gave {kind[:80]} of a row of {x.numel()} {x.dtype}",
+                hint="one rank's tensor goes in, its result comes out: a row of the same dtype",
+            )
+        return out
+
+    return call
 
 
 FAULTS = {

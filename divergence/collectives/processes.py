@@ -46,6 +46,8 @@ def start(
         raise UsageError(
             "--ranks starts processes, and torchrun has started them already", hint="leave it out"
         )
+    if num_ranks < 2:
+        raise UsageError(f"{num_ranks} ranks have nothing to communicate", hint="--ranks 2 or more")
     if sys.platform == "win32":
         raise UsageError("--ranks needs a system that forks", hint="torchrun --nproc-per-node N")
     context = multiprocessing.get_context("forkserver")

@@ -12,6 +12,7 @@ repetitions. ``order.…/collective.order:out`` holds what collectives.orders me
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +24,10 @@ from divergence.collectives.cases import ADDING, PREFIX, ROOT_RANK, Collective, 
 from divergence.collectives.chosen import ChosenCollectives
 from divergence.collectives.orders import Masks
 from divergence.collectives.values import draw
-from divergence.errors import UsageError, first_line
+from divergence.errors import DivergenceError, UsageError, first_line
 from divergence.numerics.formats import format_of
 from divergence.ops.suite.recording import CaseWriter
-from divergence.recording.ranks.processes import Ranks
+from divergence.recording.ranks.processes import TIMEOUT, Ranks
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.manifest import Repeatability
 from divergence.run.schema.record import Call, Operand
@@ -38,6 +39,8 @@ __all__ = ["LEAST_RUNS", "ORDER", "SECONDS", "CollectiveWork", "record_all"]
 LEAST_RUNS = 3
 """Times that each case is run: an order that depends on who comes first shows in few."""
 ORDER, SECONDS = f"{PREFIX}order", f"{PREFIX}seconds"
+_PATIENCE = datetime.timedelta(seconds=60)
+"""What a rank that was refused waits for the others to be refused as well."""
 _REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError)
 """What torch raises for a dtype that a backend has not."""
 
@@ -93,7 +96,7 @@ def record_all(recorder: RankRecorder, work: CollectiveWork) -> None:
         tell(f"bandwidth.{collective}")
         if (collective, "float32") not in lacking:
             _record_times(recorder, collective)
-    if recorder.cases.order == 0:
+    if not any(recorder.ranks.gather(recorder.cases.order)):  # orders and times: one rank's alone
         raise UsageError(
             "nothing was recorded: no collective could be run here",
             where=next(iter(recorder.skipped), None),
@@ -113,10 +116,25 @@ def _unsupported(
             recorder.chosen.call(collective)(x)
         except _REFUSED as error:
             why = first_line(error, most=120)
+        _meet(recorder.ranks, f"{collective} of {dtype}", why)
         whys = [reason for reason in recorder.ranks.gather(why) if reason]
         if whys:
             reasons[(collective, dtype)] = whys[0]
     return reasons
+
+
+def _meet(ranks: Ranks, what: str, why: str | None) -> None:
+    """All ranks leave the first call together. One that alone was refused would wait for ever for
+    others, which wait for it in the call."""
+    try:
+        ranks.meet(_PATIENCE if why else TIMEOUT)
+    except RuntimeError as error:
+        if why is None:
+            raise
+        raise DivergenceError(
+            f"{what} fails on rank {ranks.rank} alone: {why}",
+            hint="the other ranks are still in the call",
+        ) from error
 
 
 def _record_case(recorder: RankRecorder, case: CollectiveCase) -> None:

@@ -31,6 +31,7 @@ from divergence.comparison.results.findings import (
     PreflightLine,
     SiteKey,
     Verdict,
+    behind_rank,
 )
 from divergence.words import letter
 
@@ -225,10 +226,9 @@ def _with_rank(
             summary=f"{verdict.summary}: {finding.clause}",
             evidence=[*finding.evidence, *verdict.evidence],
         ), False
-    also = "" if verdict.kind in ("identical", "within_floor") else f" ({verdict.summary})"
     return replace(
         _verdict_of(finding),
-        summary=finding.summary + also,
+        summary=finding.summary + behind_rank(verdict, finding.onset),
         evidence=[*finding.evidence, *verdict.evidence],
         next=verdict.next,
     ), True

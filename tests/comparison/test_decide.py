@@ -61,10 +61,10 @@ def operator(side, *, block="h.3", met=True):
     )  # fmt: skip
 
 
-def rank(*, order=0, block="h.3"):
+def rank(*, order=0, block="h.3", site=None):
     return Finding(
         claim="replicas_disagree", kind="localized", summary="rank 1 disagrees",
-        onset=onset(block), place=(0, 0, order), equal_inputs=True, side="candidate",
+        onset=onset(block, site), place=(0, 0, order), equal_inputs=True, side="candidate",
         rests_on=[check("bytes", True, "")], evidence=[Evidence(text="rank!")],
         clause="rank 1 disagrees",
     )  # fmt: skip
@@ -194,6 +194,13 @@ def test_a_rank_comes_first_or_stands_beside():
     assert same.summary == "error_made_here: rank 1 disagrees"
     late = decide([block, rank(order=6, block="h.9")]).verdict
     assert (late.summary, late.evidence[-1].text) == ("error_made_here", "rank!")
+
+
+def test_what_is_off_behind_a_rank_in_its_own_block_is_not_said_to_be_made_there():
+    """It may follow from what that rank got wrong before."""
+    block = finding("error_made_here", order=4, equal_inputs=True)
+    found = decide([block, rank(order=2, site="h.3.norm:out")]).verdict
+    assert found.summary == f"rank 1 disagrees (behind it {block.onset.site} is off)"
 
 
 def test_explanations_change_neither_kind_nor_onset():

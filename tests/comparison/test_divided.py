@@ -295,8 +295,17 @@ def test_a_fault_before_the_ranks_part_comes_first(run_of):
     one = run_of({}, [(f"{name}:out", ALONE, (WHOLE,)) for name in "ab"])
     two = run_of({"dp": 2}, [("a:out", COPIES, (OFF, OFF)), ("b:out", COPIES, (OFF, -OFF))])
     verdict = compare(one, two).verdict
-    assert verdict.onset.site == "a:out" and "disagrees" not in verdict.summary
-    assert any("disagrees with rank" in text.text for text in verdict.evidence)
+    assert verdict.onset.site == "a:out" and "disagree" not in verdict.summary
+    assert any("disagree at b:out" in text.text for text in verdict.evidence)
+
+
+def test_neither_of_two_copies_is_named_where_nobody_tells_which_is_wrong(run_of):
+    """Both are as far from the other run: gradients that were not reduced, on either rank."""
+    one = run_of({}, [("a:out", ALONE, (WHOLE,))])
+    two = run_of({"dp": 2}, [("a:out", COPIES, (OFF, -OFF))])
+    verdict = compare(one, two).verdict
+    assert verdict.summary.startswith("rank 0 and rank 1 of B disagree at a:out")
+    assert "which of them is wrong cannot be told" in verdict.evidence[0].text
 
 
 def test_what_copies_may_differ_by_is_the_site_s_floor(run_of):

@@ -18,6 +18,7 @@ from divergence.analyses.blocks.suspects import (
 from divergence.analyses.blocks.units import TABLES, Blame, Unit
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
+from divergence.comparison.parameters import together
 from divergence.comparison.results.findings import Check, Evidence, Finding, figure
 from divergence.comparison.results.sites import onset_at, order_of
 from divergence.words import SideOrBoth, letter
@@ -27,9 +28,6 @@ __all__ = ["below_floor", "checks_of", "made_at", "only_in", "unit_evidence"]
 _CONFINED = 2.0
 """An error is in some forwards alone where the least of them uses so many times as much of its
 limit as any other forward: the factor from which on a verdict is clear."""
-
-
-_CAUSES = {"optimizer": "the optimizer's step or its settings, not one layer"}
 
 
 def made_at(
@@ -63,11 +61,10 @@ def made_at(
     if family is not None:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
-        what = _CAUSES.get(first.phase, "a kernel or a precision setting, not one layer")
+        who, what = _who_and_why(family, units, flagged)
         what = "what is special there?" if only_in(first) and _is_confined(first) else what
         summary = (
-            f"every {family.name} differs by more than rounding, from {first.first.site} "
-            f"on{_only(first, '')}: {what}"
+            f"{who} by more than rounding, from {first.first.site} on{_only(first, '')}: {what}"
         )
     else:
         evidence += _others(flagged, first)
@@ -83,6 +80,19 @@ def made_at(
         evidence=evidence,
         next=next_commands(measured, first, escalation),
     )
+
+
+def _who_and_why(family: Family, units: list[Unit], flagged: list[Unit]) -> tuple[str, str]:
+    """``every LlamaMLP differs``, and where to look. Of parameters how many are off, where it is
+    more than this family."""
+    beyond = {id(unit) for unit in flagged}
+    judged = [(unit.results[0], id(unit) in beyond) for unit in units]
+    shared = together(family.members[0].results[0], judged)
+    if shared is None:
+        return f"every {family.name} differs", "a kernel or a precision setting, not one layer"
+    if len(shared.beyond) <= len(family.members):
+        return f"every {family.name} differs", shared.cause
+    return f"{len(shared.beyond)} of {shared.total} {shared.what} differ", shared.cause
 
 
 def below_floor(measured: Measured, escalation: Escalation) -> Finding:

@@ -23,10 +23,16 @@ from divergence.collectives.orders import Stretch, chain_of, name_order, stretch
 from divergence.comparison.results.suites import IdentityRow, OrderRow
 from divergence.numerics.formats import format_named, format_of
 
-__all__ = ["Identity", "Key", "Replay", "identities", "narrow_ranks", "order_row", "replay"]
+__all__ = [
+    "Identity", "Key", "Replay", "divided", "identities", "narrow_ranks", "order_row", "replay",
+    "sum_of", "trials_of",
+]  # fmt: skip
 
 Key = tuple[str, str, str]
 """Collective, dtype, size."""
+
+Trial = tuple[list[torch.Tensor], torch.Tensor]
+"""What the ranks put in, and the whole result."""
 
 _ROUNDING_RMS = 0.4247
 """rms of a rounding in units of u x, where the significand of x is distributed as 1/m: the error is
@@ -38,20 +44,12 @@ def order_row(
 ) -> OrderRow:
     """One order in words, replayed on what the run recorded at that dtype and size."""
     n = recorded.num_ranks
-    trials, measured = [], None
-    for values in ("random", "cancelling", "outlier"):
-        recorded_case = recorded.find(
-            CollectiveCase(case.collective, case.dtype, case.size, values)
-        )
-        out = None if recorded_case is None or not recorded_case.has_inputs else recorded_case.whole
-        if recorded_case is None or out is None:
-            continue
-        trials.append((recorded_case.inputs, out))
-        if values == "random":
-            error = exact_sum(recorded_case.inputs).error(out)
-            terms = torch.stack(recorded_case.inputs).double()
-            measured = float(error.square().mean().sqrt() / terms.square().mean().sqrt())
-    replayed = replay(stretches, trials)
+    trials, measured = trials_of(recorded, case), None
+    if "random" in trials:
+        inputs, out = trials["random"]
+        error, terms = exact_sum(inputs).error(out), torch.stack(inputs).double()
+        measured = float(error.square().mean().sqrt() / terms.square().mean().sqrt())
+    replayed = replay(stretches, list(trials.values()))
     named = name_order(stretches, n)
     return OrderRow(
         collective=case.collective, dtype=case.dtype, size=case.size, elements=elements,
@@ -59,6 +57,17 @@ def order_row(
         accumulates=replayed.accumulates, num_replayed=replayed.num,
         expected=_expected(stretches, case.dtype, replayed.accumulates, n), measured=measured,
     )  # fmt: skip
+
+
+def trials_of(recorded: Recorded, case: CollectiveCase) -> dict[str, Trial]:
+    """What was recorded at that dtype and size of values whose sums round, by kind of values."""
+    trials = {}
+    for values in ("random", "cancelling", "outlier"):
+        alike = recorded.find(CollectiveCase(case.collective, case.dtype, case.size, values))
+        out = None if alike is None or not alike.has_inputs else alike.whole
+        if alike is not None and out is not None:
+            trials[values] = (alike.inputs, out)
+    return trials
 
 
 def _expected(
@@ -86,8 +95,11 @@ class Identity:
     differ: torch.Tensor
 
 
-def identities(recorded: Recorded, orders: Mapping[Key, list[Stretch]]) -> list[Identity]:
-    """AR = RS + AG, case by case: bit for bit where both add every element in the same order."""
+def identities(
+    recorded: Recorded, orders: Mapping[Key, list[Stretch]], sums_in: Mapping[Key, str | None]
+) -> list[Identity]:
+    """AR = RS + AG, case by case: bit for bit where both add every element in the same order and
+    dtype. ``sums_in``: the dtype of the partial sums."""
     rows = []
     for composed in recorded.cases():
         if composed.case.collective != "rs_ag" or not composed.has_inputs:
@@ -99,8 +111,11 @@ def identities(recorded: Recorded, orders: Mapping[Key, list[Stretch]]) -> list[
         first, second = None if direct is None else direct.whole, composed.whole
         if direct is None or first is None or second is None:
             continue
-        ways = [orders.get((name, dtype, size)) for name in ("all_reduce", "reduce_scatter")]
+        keys: list[Key] = [(name, dtype, size) for name in ("all_reduce", "reduce_scatter")]
+        ways, kept = [orders.get(key) for key in keys], {sums_in.get(key) for key in keys}
         alike = _added_alike(ways[0], ways[1], len(first))
+        if len(kept) > 1 or None in kept:
+            alike = None
         differ = bits_differ(first, second)
         if alike is not None:  # at the edge between two chunks it is not known
             differ &= alike
@@ -150,10 +165,8 @@ class Replay:
     num: int
 
 
-def replay(
-    stretches: Sequence[Stretch], trials: Sequence[tuple[list[torch.Tensor], torch.Tensor]]
-) -> Replay:
-    """``trials``: what the ranks put in, and the whole result. No stretch without a tree."""
+def replay(stretches: Sequence[Stretch], trials: Sequence[Trial]) -> Replay:
+    """No stretch may be without a tree."""
     known = [stretch for stretch in stretches if stretch.tree is not None]
     num = sum(stretch.stop - stretch.start for stretch in known) * len(trials)
     if not known or not trials or len(known) < len(stretches):
@@ -163,7 +176,7 @@ def replay(
         kind = getattr(torch, name)
         if all(
             torch.equal(
-                _sum(stretch.tree, [x[stretch.start : stretch.stop] for x in inputs], kind),
+                sum_of(stretch.tree, [x[stretch.start : stretch.stop] for x in inputs], kind),
                 out[stretch.start : stretch.stop],
             )
             for inputs, out in trials
@@ -174,7 +187,7 @@ def replay(
     return Replay(None, num)
 
 
-def _sum(
+def sum_of(
     tree: Tree | None, leaves: list[torch.Tensor], kind: torch.dtype,
     narrow: tuple[frozenset[int], torch.dtype] | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -205,7 +218,7 @@ def narrow_ranks(
     Who makes an addition is known where a partial sum walks from rank to rank: the rank whose term
     is added. Of the first two terms of a chain either may, so two ranks are not told apart.
     """
-    stretches = _divided(stretches, len(inputs), len(out))
+    stretches = divided(stretches, len(inputs), len(out))
     known = [(stretch, chain_of(stretch.tree)) for stretch in stretches if stretch.tree is not None]
     if not known or any(chain is None for _, chain in known) or len(known) < len(stretches):
         return None
@@ -222,7 +235,7 @@ def narrow_ranks(
     return (tuple(rank for rank, _ in narrowed), dtypes.pop()) if len(dtypes) == 1 else None
 
 
-def _divided(stretches: Sequence[Stretch], num_ranks: int, size: int) -> list[Stretch]:
+def divided(stretches: Sequence[Stretch], num_ranks: int, size: int) -> list[Stretch]:
     """Cut at the edges of the ranks' parts too: of two ranks every part has the same order."""
     each = -(-size // num_ranks)
     return [
@@ -241,4 +254,4 @@ def _fits(
     ways = [frozenset({place - 1})] if place > 1 else [frozenset({0}), frozenset[int]()]
     leaves = [x[part.start : part.stop] for x in inputs]
     held = out[part.start : part.stop]
-    return any(torch.equal(_sum(part.tree, leaves, out.dtype, (way, kind)), held) for way in ways)
+    return any(torch.equal(sum_of(part.tree, leaves, out.dtype, (way, kind)), held) for way in ways)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from divergence.collectives.cases import ADDING
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, list_names
 from divergence.comparison.results.sites import Coverage
@@ -29,12 +30,15 @@ def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
         return _of_faults([judged], [run], judged.faults, "reference", of=1)
     num = sum(row.num_cases for row in judged.rows)
     done = run.manifest.complete and not judged.num_missing
-    held = f"all {num:,} cases hold on {judged.num_ranks} ranks ({judged.backend}): "
-    detail = "every rank has what it should, the same bits each time" if num else ""
+    cases = "the one case holds" if num == 1 else f"all {num:,} cases hold"
+    held = f"{cases} on {judged.num_ranks} ranks ({judged.backend}): "
+    who = "every rank has" if done else "the ranks whose results are there have"
+    detail = f"{who} what it should" if done else f"{who} what they should"
+    detail += ", the same bits each time"
     orders = orders_text(judged.orders)
     return Finding(
         claim="collectives",
-        kind="within_floor",
+        kind="within_floor" if num else "undetermined",
         summary=(f"{held}{detail}" if num else "nothing was checked but orders and times")
         + (f"; {orders}" if orders else ""),
         rests_on=_checks(judged, done),
@@ -60,8 +64,7 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
         return Finding(
             claim="collectives",
             kind="undetermined",
-            summary=f"each run is right by itself; no case is common to both "
-            f"({sides[0].num_ranks} ranks and {sides[1].num_ranks})",
+            summary=f"{_alone(sides)}no case is common to both{_numbers(sides)}",
             rests_on=[check("measured", False, "nothing was compared")],
             evidence=facts,
         )
@@ -74,19 +77,27 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
             evidence=facts,
         )
     most = result.differing[0]
-    orders = " and ".join(
-        f"{letter(judged.side)} {orders_text(judged.orders) or 'in an order that is not known'}"
-        for judged in sides
-    )
+    told = [orders_text(judged.orders) or "an order that is not known" for judged in sides]
+    orders = f"in both {told[0]}" if told[0] == told[1] else f"in A {told[0]}, in B {told[1]}"
     return Finding(
         claim="collectives",
         kind="within_floor",
         summary=f"{len(result.differing):,} of {result.num_common:,} cases differ, by no more than "
-        f"rounding in two orders (relative difference up to {most.rel_l2:.1e}): {orders}",
+        f"rounding explains (relative difference up to {most.rel_l2:.1e}): {orders}",
         rests_on=checks,
         evidence=facts,
         next=[command_line("compare", a.path, b.path, all=True)],
     )
+
+
+def _alone(sides: Sequence[CollectivesSide]) -> str:
+    checked = all(any(row.num_cases for row in judged.rows) for judged in sides)
+    return "each run is right by itself; " if checked else ""
+
+
+def _numbers(sides: Sequence[CollectivesSide]) -> str:
+    a, b = (judged.num_ranks for judged in sides)
+    return f" ({a} ranks and {b})" if a != b else ""
 
 
 def _checks(judged: CollectivesSide, done: bool) -> list[Check]:
@@ -135,13 +146,19 @@ def _of_faults(
             check(
                 "rank",
                 not first.assumed or _confirmed(first, sides[0].faults),
-                "that each rank reduces its own part of the buffer is assumed",
+                _assumed(first),
                 made=False,
             ),
         ],
         evidence=facts,
         next=[command_line("compare", *(run.path for run in runs), all=True)],
     )
+
+
+def _assumed(fault: CollectiveFault) -> str:
+    if fault.collective in ADDING:
+        return "that each rank reduces its own part of the buffer is assumed"
+    return "what was sent wrong and what was received wrong look alike"
 
 
 def _confirmed(fault: CollectiveFault, faults: Sequence[CollectiveFault]) -> bool:

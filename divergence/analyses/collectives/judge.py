@@ -11,26 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 
-from divergence.analyses.collectives.adding import (
-    Identity,
-    Key,
-    identities,
-    narrow_ranks,
-    order_row,
-    replay,
-)
-from divergence.analyses.collectives.definitions import (
-    Sum,
-    alike,
-    bits_differ,
-    by_part,
-    exact_sum,
-    expected_of,
-    instead,
-    part_of,
-)
+from divergence.analyses.collectives.adding import Identity, Key, identities, order_row, replay
+from divergence.analyses.collectives.copies import odd_ranks
+from divergence.analyses.collectives.definitions import bits_differ
+from divergence.analyses.collectives.instead import instead
+from divergence.analyses.collectives.makers import Made, groups_of, made_by, sent_by
+from divergence.analyses.collectives.narrow import adds_alike, adds_narrow, only_one
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
+from divergence.analyses.collectives.wrong import WrongCall, wrong_of
 from divergence.collectives.cases import COLLECTIVES, CollectiveCase
 from divergence.collectives.orders import Stretch, decode
 from divergence.comparison.results.suites import (
@@ -39,7 +29,6 @@ from divergence.comparison.results.suites import (
     CollectiveRow,
     CollectivesSide,
 )
-from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.words import Progress, Side, silent
 
@@ -106,12 +95,15 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
         order_row(recorded, order.case, order.elements, all_of.orders[_key(order.case)])
         for order in measured
     ]
-    pairs = identities(recorded, all_of.orders)
+    sums_in: dict[Key, str | None] = {
+        (row.collective, row.dtype, row.size): row.accumulates for row in order_rows
+    }
+    pairs = identities(recorded, all_of.orders, sums_in)
     for pair in pairs:
         _judge_identity(all_of, pair)
     return CollectivesSide(
         side=side, num_ranks=n, backend=run.manifest.model.model_class, rows=rows,
-        faults=_sorted(all_of.faults), orders=order_rows,
+        faults=_sorted(_without_contradictions(all_of.faults)), orders=order_rows,
         identities=[pair.row for pair in pairs],
         bandwidth=list(recorded.bandwidth()), num_missing=all_of.num_missing,
         unsupported=_unsupported(run),
@@ -145,117 +137,63 @@ def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
     num_faults = len(all_of.faults)
     held = [rank for rank in case.ranks if rank in case.results]
     all_of.num_missing += len(case.ranks) - len(held)
-    if case.case.adds:
-        wrong = _judge_sum(all_of, case, tally)
-    else:
-        wrong = _judge_bits(all_of, case)
-    if name in _REPLICATED and not wrong:
-        _judge_copies(all_of, case)
-    tally.num_repeated += _judge_repeats(all_of, case)
+    wrong = wrong_of(case, case.results)
+    tally.num_flushed += wrong.flushed
+    if wrong.usage is not None:
+        tally.usage = max(tally.usage or 0.0, wrong.usage)
+    _judge_call(all_of, case, wrong)
+    if name in _REPLICATED and not wrong.found:
+        odd = odd_ranks(case, all_of.orders.get(_key(case.case), []))
+        if odd is not None:
+            ranks, differ, text = odd
+            all_of.add(case, "same_bits", differ, ranks, text)
+    tally.num_repeated += _judge_repeats(all_of, case, wrong)
     tally.num_right += len(all_of.faults) == num_faults
 
 
-def _judge_bits(all_of: _Judge, case: RecordedCase) -> set[int]:
-    """Ranks whose bits are not those of the definition."""
-    wrong: dict[int, torch.Tensor] = {}
-    expected = expected_of(case)
-    for rank, out in case.results.items():
-        exact = expected[rank]
-        if _misfits(all_of, case, "definition", rank, out, exact):
-            wrong[rank] = torch.ones(1, dtype=torch.bool)
-            continue
-        differ = bits_differ(out, exact)
-        if differ.any():
-            wrong[rank] = differ
-    groups = alike(wrong)
-    for ranks, differ in groups:
-        rank = ranks[0]
-        exact = expected[rank]
-        if len(differ) == len(exact):
-            text = instead(case.results[rank], differ, case, rank, exact)
-            everywhere = len(ranks) == case.num_ranks > 1
-            named = _sender(case, differ) if everywhere else ranks
-            all_of.add(case, "definition", differ, named, text)
-    return set(wrong)
+def _judge_call(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> None:
+    """What is wrong with the first call."""
+    check: CollectiveCheck = "sum" if case.case.adds else "definition"
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for rank, size in wrong.misfits.items():
+        sizes.setdefault((len(case.results[rank]), size), []).append(rank)
+    for (num, size), ranks in sizes.items():
+        text = f"{num:,} elements are there in place of {size:,}"
+        all_of.add(case, check, num, tuple(ranks), text, elements=num)
+    if not wrong.elements:
+        if case.case.adds and not wrong.found:
+            _look_below(all_of, case)
+    elif not _named_by_replay(all_of, case, wrong):
+        for group in groups_of(case, wrong.elements):
+            made = _made(case, group)
+            text = instead(case, case.results, group, wrong.rights) + made.note
+            union = torch.stack(list(group.values())).any(dim=0)
+            all_of.add(case, check, union, made.ranks, text, assumed=made.assumed)
 
 
-def _misfits(
-    all_of: _Judge, case: RecordedCase, check: CollectiveCheck, rank: int, out: torch.Tensor,
-    expected: torch.Tensor,
-) -> bool:  # fmt: skip
-    """A result of another size is a fault by itself."""
-    if out.shape != expected.shape:
-        text = f"has {len(out):,} elements in place of {len(expected):,}"
-        all_of.add(case, check, len(out), (rank,), text, elements=len(out))
-    return out.shape != expected.shape
+def _made(case: RecordedCase, group: dict[int, torch.Tensor]) -> Made:
+    return made_by(case, group) if case.case.adds else sent_by(case, group)
 
 
-def _sender(case: RecordedCase, differ: torch.Tensor) -> tuple[int, ...]:
-    """Where all ranks are wrong alike, who sent it: of an all-gather the one whose part it is."""
-    if case.case.collective == "broadcast":
-        return (0,)
-    if case.case.collective != "all_gather":
-        return ()
-    each = len(differ) // case.num_ranks
-    ranks = {int(place) // each for place in differ.nonzero().flatten()}
-    return tuple(ranks) if len(ranks) == 1 else ()
-
-
-def _judge_sum(all_of: _Judge, case: RecordedCase, tally: _Tally) -> set[int]:
-    """Ranks whose sums are beyond what rounding explains."""
-    n, spec = case.num_ranks, case.case
-    whole = exact_sum(case.inputs)
-    exact = spec.values in ("integers", "rank_coded")
-    parts = spec.collective == "reduce_scatter"
-    wrong: dict[int, torch.Tensor] = {}
-    rights: dict[int, Sum] = {}
-    for rank, out in case.results.items():
-        expected = rights[rank] = whole.part(rank, n) if parts else whole
-        if _misfits(all_of, case, "sum", rank, out, expected.high):
-            wrong[rank] = torch.ones(1, dtype=torch.bool)
-            continue
-        error = expected.error(out).abs()
-        beyond = error > (torch.zeros_like(error) if exact else expected.bound)
-        if spec.values == "subnormal" and beyond.any() and bool((out[beyond] == 0).all()):
-            tally.num_flushed += 1
-            continue
-        if beyond.any():
-            wrong[rank] = beyond
-        if not exact:
-            usage = float((error / expected.bound.clamp_min(5e-324)).max())
-            tally.usage = max(tally.usage or 0.0, usage)
-    if wrong:
-        _name_wrong_sums(all_of, case, wrong, rights)
-    elif not exact:
-        _look_below(all_of, case)
-    return set(wrong)
-
-
-def _name_wrong_sums(
-    all_of: _Judge, case: RecordedCase, wrong: dict[int, torch.Tensor], rights: dict[int, Sum]
-) -> None:
-    """Who made wrong sums: the rank whose additions explain every bit, or the one that is wrong
-    alone, or the one whose part of the buffer is."""
-    narrow = _adds_narrow(all_of, case)
+def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bool:
+    """Do additions in a narrower dtype, of one rank or of all, explain every bit?"""
+    if not case.case.adds or wrong.misfits:
+        return False
+    stretches, elements = all_of.orders.get(_key(case.case), []), wrong.elements
+    beyond = elements[min(elements)]
+    narrow = adds_narrow(all_of.recorded, stretches, case)
     if narrow is not None:
         ranks, dtype = narrow
-        beyond = wrong[min(wrong)]
-        told = ranks if len(ranks) == 1 else _only(case, wrong, ranks)
+        told = ranks if len(ranks) == 1 else only_one(case, elements, ranks)
         text = f"adds in {dtype}: with its additions rounded so, every bit is explained"
         assumed = len(ranks) > 1 and case.case.collective != "reduce_scatter"
         all_of.add(case, "sum", beyond, told, text, assumed=assumed)
-        return
-    dtype_of_all = _adds_alike(all_of, case)
+        return True
+    dtype_of_all = adds_alike(all_of.recorded, stretches, case)
     if dtype_of_all is not None:
         text = f"add in {dtype_of_all}: with every addition rounded so, every bit is explained"
-        all_of.add(case, "sum", wrong[min(wrong)], tuple(range(case.num_ranks)), text)
-        return
-    for ranks, beyond in alike(wrong):
-        rank = ranks[0]
-        text = instead(case.results[rank], beyond, case, rank, rights[rank])
-        named, told_by_part = by_part(case, ranks, beyond)
-        text += ", in its part of the buffer" if told_by_part else ""
-        all_of.add(case, "sum", beyond, named, text, assumed=told_by_part)
+        all_of.add(case, "sum", beyond, tuple(range(case.num_ranks)), text)
+    return dtype_of_all is not None
 
 
 def _look_below(all_of: _Judge, case: RecordedCase) -> None:
@@ -267,7 +205,7 @@ def _look_below(all_of: _Judge, case: RecordedCase) -> None:
         return
     if replay(stretches, [(case.inputs, out)]).accumulates is not None:
         return
-    narrow = _adds_narrow(all_of, case)
+    narrow = adds_narrow(all_of.recorded, stretches, case)
     if narrow is not None:
         ranks, dtype = narrow
         text = f"adds in {dtype}, unlike the others: every bit is explained so, and not otherwise"
@@ -275,83 +213,43 @@ def _look_below(all_of: _Judge, case: RecordedCase) -> None:
         all_of.add(case, "sum", len(out), told, text, elements=len(out))
 
 
-def _adds_alike(all_of: _Judge, case: RecordedCase) -> str | None:
-    """The dtype in which all ranks keep their sums, if it is narrower than the buffer's."""
-    out, stretches = case.whole, all_of.orders.get(_key(case.case))
-    if out is None or not stretches:
-        return None
-    dtype = replay(stretches, [(case.inputs, out)]).accumulates
-    wider = format_named(case.case.dtype).unit_roundoff
-    return dtype if dtype and format_named(dtype).unit_roundoff > wider else None
-
-
-def _only(
-    case: RecordedCase, wrong: dict[int, torch.Tensor], ranks: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The one of ``ranks`` that alone is wrong, or whose part of the buffer is."""
-    if case.case.collective == "reduce_scatter":
-        told = tuple(wrong) if len(wrong) == 1 else ()
-    else:
-        part = part_of(wrong[min(wrong)], case.num_ranks)
-        told = () if part is None else (part,)
-    return tuple(rank for rank in told if rank in ranks)
-
-
-def _adds_narrow(all_of: _Judge, case: RecordedCase) -> tuple[tuple[int, ...], str] | None:
-    spec = case.case
-    stretches = all_of.orders.get(_key(spec))
-    out = case.whole
-    if not stretches or out is None or format_named(spec.dtype).kind != "float":
-        return None
-    return narrow_ranks(stretches, case.inputs, out)
-
-
-def _judge_copies(all_of: _Judge, case: RecordedCase) -> None:
-    """Ranks that must hold the same bits; most of them are believed."""
-    digests: dict[str | None, list[int]] = {}
-    for rank in case.results:
-        digests.setdefault(case.digests(rank)[0], []).append(rank)
-    if len(digests) < 2:
-        return
-    groups = sorted(digests.values(), key=len, reverse=True)
-    most, others = groups[0], [rank for group in groups[1:] for rank in group]
-    told = len(groups[1]) < len(most)
-    if not told and case.case.adds:
-        stretches = all_of.orders.get(_key(case.case), [])
-        replayed = [
-            group
-            for group in groups
-            if replay(stretches, [(case.inputs, case.results[group[0]])]).accumulates
-        ]
-        if len(replayed) == 1:
-            most, told = replayed[0], True
-            others = [rank for group in groups if group is not most for rank in group]
-    differ = bits_differ(case.results[most[0]], case.results[others[0]])
-    against = ", ".join(map(str, most[:6]))
-    text = f"holds other bits than rank{'s' * (len(most) > 1)} {against}"
-    named = tuple(sorted(others)) if told else ()
-    all_of.add(case, "same_bits", differ, named, text if told else "ranks hold different bits")
-
-
-def _judge_repeats(all_of: _Judge, case: RecordedCase) -> bool:
+def _judge_repeats(all_of: _Judge, case: RecordedCase, first: WrongCall) -> bool:
     """Did every repetition give the same bits on every rank?"""
     differing: dict[int, torch.Tensor] = {}
+    calls: dict[int, dict[int, torch.Tensor]] = {}
     for rank, out in case.results.items():
-        first, *again = case.digests(rank)
-        for number, digest in enumerate(again, 2):
-            if digest != first:
-                other = case.repetition(rank, number)
-                if other is not None and other.shape == out.shape:
-                    differ = bits_differ(out, other)
-                    differing[rank] = differing.get(rank, torch.zeros_like(differ)) | differ
+        digest, *again = case.digests(rank)
+        for number, other_digest in enumerate(again, 2):
+            other = case.repetition(rank, number) if other_digest != digest else None
+            if other is not None and other.shape == out.shape:
+                differ = bits_differ(out, other)
+                differing[rank] = differing.get(rank, torch.zeros_like(differ)) | differ
+                calls.setdefault(number, dict(case.results))[rank] = other
     if not differing:
         return True
-    ranks = tuple(sorted(differing))
-    wrong = differing[ranks[0]]
-    named, told_by_part = by_part(case, ranks, wrong)
-    text = "adds in another order each time" if case.case.adds else "gives other bits each time"
-    text += ": only its part of the buffer changes" if told_by_part else ""
-    all_of.add(case, "repeatable", wrong, named, text, assumed=told_by_part)
+    if first.found or not _a_call_is_wrong(all_of, case, calls):
+        made, orders = _made(case, differing), case.case.adds and not first.found
+        text = "adds in another order each time" if orders else "gives other bits each time"
+        text += ": only its part of the buffer changes" if orders and made.assumed else ""
+        wrong = differing[min(differing)]
+        all_of.add(case, "repeatable", wrong, made.ranks, text, assumed=made.assumed)
+    return False
+
+
+def _a_call_is_wrong(
+    all_of: _Judge, case: RecordedCase, calls: dict[int, dict[int, torch.Tensor]]
+) -> bool:
+    """Of calls that differ from the first, which is right: says what the first wrong one holds."""
+    for number, held in sorted(calls.items()):
+        wrong = wrong_of(case, held)
+        if not wrong.elements:
+            continue
+        for group in groups_of(case, wrong.elements):
+            made = _made(case, group)
+            text = f"in call {number}, {instead(case, held, group, wrong.rights)}{made.note}"
+            union = torch.stack(list(group.values())).any(dim=0)
+            all_of.add(case, "repeatable", union, made.ranks, text, assumed=made.assumed)
+        return True
     return False
 
 
@@ -369,6 +267,20 @@ def _judge_identity(all_of: _Judge, pair: Identity) -> None:
 
 def _key(case: CollectiveCase) -> Key:
     return (case.collective, case.dtype, case.size)
+
+
+def _without_contradictions(faults: list[CollectiveFault]) -> list[CollectiveFault]:
+    """Who differs from the most is no longer blamed where other ranks are wrong by themselves."""
+    wrong: dict[str, set[int]] = {}
+    for fault in faults:
+        if fault.check in ("sum", "definition"):
+            wrong.setdefault(fault.collective, set()).update(fault.ranks)
+    return [
+        replace(fault, ranks=(), text="ranks hold different bits")
+        if fault.check == "same_bits" and wrong.get(fault.collective, set()) - set(fault.ranks)
+        else fault
+        for fault in faults
+    ]
 
 
 _CHECKS: tuple[CollectiveCheck, ...] = ("definition", "sum", "repeatable", "same_bits", "identity")

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
+from divergence.comparison.parameters import together
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.run.schema.site import BACKWARD, OPTIMIZER, is_norm, of_parameter
+from divergence.run.schema.site import OPTIMIZER, of_parameter
 
 __all__ = ["explain", "find"]
 
@@ -35,6 +36,16 @@ rounding allows more."""
 _MULTIPLE = 1e-2
 """A factor is one where those of nearly all gradients lie as near to their median."""
 _APART = 0.02
+
+_NOTHING_ELSE = {
+    False: "and nothing that blocks hand on in the backward is",
+    True: "and what enters the optimizer's step is equal",
+}
+_OTHER_FACTOR = {
+    False: "a divisor (ranks, micro-batches, tokens) or a loss scale that is not the same",
+    True: "another limit, norm or loss scale",
+}
+_CLIPPED = "not a kernel, but how they are clipped or unscaled"
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -84,51 +95,32 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     onset = verdict.onset
     if onset is None or not of_parameter(onset.site):
         return []
-    if onset.phase == "optimizer":
-        return _clipped(measured) if f"{OPTIMIZER}:in." in onset.site else []
+    if onset.phase == "optimizer" and not measured.anchored:
+        return []  # what enters its step is not equal
     pass_ = "anchored" if measured.anchored else "free"
-    sites = [site for site in measured.sites if site.pass_ == pass_]
-    gradients = [site for site in sites if site.phase == "backward" and of_parameter(site.site)]
-    beyond = [gradient for gradient in gradients if gradient.flagged]
-    handed_on = [site for site in sites if site.site.endswith(f"{BACKWARD}:out") and site.flagged]
-    if len(beyond) < 2 or handed_on:
+    here = [site for site in measured.sites if site.pass_ == pass_]
+    first = next((site for site in here if site.site == onset.site), None)
+    shared = None if first is None else together(first, [(site, site.flagged) for site in here])
+    if shared is None or len(shared.beyond) < 2:
         return []
-    share = f"{len(beyond)} of {len(gradients)} parameters' gradients are off"
-    text = (
-        f"{share}, and nothing that blocks hand on in the backward is: not a kernel, but what is "
-        "done with gradients (adding up micro-batches, reducing among ranks, dividing)"
-    )
-    evidence = [Evidence(text=text, values={"num_beyond": float(len(beyond))})]
-    others = f", as in {len(beyond) - 1} more of {len(gradients)} parameters' gradients"
-    factor = _factor(beyond)
-    if factor is not None and len(beyond) > 0.9 * len(gradients):
-        evidence.append(
-            Evidence(
-                text=f"all of them are {factor:.4g} × A's in B: a divisor (ranks, micro-batches, "
-                "tokens) or a loss scale that is not the same",
-                values={"factor": factor},
-            )
+    num, entering = len(shared.beyond), f"{OPTIMIZER}:in." in onset.site
+    text, other = _NOTHING_ELSE[onset.phase == "optimizer"], _OTHER_FACTOR[entering]
+    cause = _CLIPPED if entering else shared.cause
+    evidence = [
+        Evidence(
+            text=f"{num} of {shared.total} {shared.what} are off, {text}: {cause}",
+            values={"num_beyond": float(num)},
         )
-    return [Finding(claim="explanation", role="explains", clause=others, evidence=evidence)]
-
-
-def _clipped(measured: Measured) -> list[Finding]:
-    """What an optimizer gets is off: what all of it has in common."""
-    steps = [site for site in measured.sites if site.pass_ == "anchored" and not is_norm(site.site)]
-    given = [step for step in steps if f"{OPTIMIZER}:in." in step.site]
-    beyond = [entering for entering in given if entering.flagged]
-    if len(beyond) < 2:
-        return []
-    text = (
-        f"{len(beyond)} of {len(given)} gradients that the optimizer gets are off, and what enters "
-        "its step is equal: not a kernel, but how they are clipped or unscaled"
-    )
-    evidence = [Evidence(text=text, values={"num_beyond": float(len(beyond))})]
-    factor = _factor(beyond)
-    if factor is not None and len(beyond) > 0.9 * len(given):
-        text = f"all of them are {factor:.4g} × A's in B: another limit, norm or loss scale"
-        evidence.append(Evidence(text=text, values={"factor": factor}))
-    return [Finding(claim="explanation", role="explains", evidence=evidence)]
+    ]
+    factor = _factor(shared.beyond) if onset.phase == "backward" or entering else None
+    if factor is not None and num > 0.9 * shared.total:
+        evidence.append(
+            Evidence(text=f"all of them are {factor:.4g} × A's in B: {other}",
+                     values={"factor": factor})
+        )  # fmt: skip
+    others = f", as in {num - 1} more of {shared.total} {shared.what}"
+    clause = "" if verdict.kind == "systematic" else others  # which says how many are off itself
+    return [Finding(claim="explanation", role="explains", clause=clause, evidence=evidence)]
 
 
 def _factor(sites: Sequence[SiteResult]) -> float | None:

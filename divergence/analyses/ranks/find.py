@@ -214,8 +214,11 @@ def _finding(measured: Measured, held: ReplicaCheck, diff: ReplicaDiff) -> Findi
 
 
 def _sentence(diff: ReplicaDiff) -> str:
-    """``rank 1 of the candidate disagrees with ranks 0, 2, 3``"""
+    """``rank 1 of B disagrees with ranks 0, 2, 3``; of neither more than of the other where nobody
+    tells which is wrong."""
     ours, peers = _names(diff.ranks), _names(diff.peers)
+    if diff.told_by == "nobody":
+        return f"{peers} and {ours} of {letter(diff.side)} disagree"
     verb = "disagrees" if len(diff.ranks) == 1 else "disagree"
     return f"{ours} of {letter(diff.side)} {verb} with {peers}"
 

@@ -16,7 +16,7 @@ from divergence.words import SideBothOrNeither
 
 __all__ = [
     "Check", "Claim", "Evidence", "Finding", "Onset", "PreflightLine", "PreflightStatus", "Role",
-    "SiteKey", "Verdict", "VerdictKind", "figure", "list_names",
+    "SiteKey", "Verdict", "VerdictKind", "behind_rank", "figure", "list_names",
 ]  # fmt: skip
 
 VerdictKind = Literal[
@@ -192,3 +192,15 @@ def list_names(names: Sequence[str], most: int = 5, by: str = ", ") -> str:
     rest = len(names) - most
     last = "; and" if by == "; " else " and"
     return by.join(names[:most]) + (f"{last} {rest} more" if rest > 0 else "")
+
+
+def behind_rank(verdict: Verdict, rank: Onset | None) -> str:
+    """What is off behind a rank that disagrees, in brackets. In the same block it need not be made
+    where it is seen."""
+    onset = verdict.onset
+    if verdict.kind in ("identical", "within_floor"):
+        return ""
+    if onset is None or rank is None or onset.block is None:
+        return f" ({verdict.summary})"
+    follows = onset.block == rank.block and onset.site != rank.site and verdict.kind == "localized"
+    return f" (behind it {onset.site} is off)" if follows else f" ({verdict.summary})"

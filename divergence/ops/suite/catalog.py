@@ -11,18 +11,15 @@ A user's function takes the operator's arguments by name and returns its results
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from divergence.errors import UsageError
+from divergence.ops.implementations import Wishes, function_named, label_of, pairs_of
 from divergence.ops.suite.definition import (
     PREFIX,
-    Implementation,
     Operator,
     OperatorCase,
     Unavailable,
@@ -104,26 +101,18 @@ class ChosenOperator:
     call: Callable[..., Any]
 
 
-Wishes = Sequence[str] | Mapping[str, Callable[..., Any]]
-
-
 def choose(wishes: Wishes) -> dict[str, ChosenOperator]:
     """Operator's full name → what runs, for every operator. ``wishes``: ``--impl`` values, or
     functions by operator name. Raises UsageError, which names what there is."""
     chosen = {name: ChosenOperator(DEFAULT, operator.run) for name, operator in OPERATORS.items()}
-    if isinstance(wishes, Mapping):
-        for name, function in wishes.items():
-            operator = _operator(name)
-            label = getattr(function, "__qualname__", type(function).__name__)
-            chosen[operator.full_name] = ChosenOperator(label, function)
-        return chosen
-    for wish in [wishes] if isinstance(wishes, str) else wishes:
-        name, equals, value = wish.rpartition("=")
-        if equals:
-            operator = _operator(name)
-            chosen[operator.full_name] = ChosenOperator(value, _named(operator, value))
-        else:
-            chosen.update(_everywhere(value))
+    for where, what in pairs_of(wishes):
+        if not where:
+            chosen.update(_everywhere(what))
+            continue
+        operator = _operator(where)
+        name = what if isinstance(what, str) else label_of(what)
+        call = _named(operator, what) if isinstance(what, str) else what
+        chosen[operator.full_name] = ChosenOperator(name, call)
     return chosen
 
 
@@ -166,7 +155,7 @@ def _everywhere(name: str) -> dict[str, ChosenOperator]:
 
 def _named(operator: Operator, name: str) -> Callable[..., Any]:
     if ":" in name:
-        return _imported(name)
+        return function_named(name, operator.name)
     if name == DEFAULT:
         return operator.run
     if name == COMPILED:
@@ -181,33 +170,6 @@ def _named(operator: Operator, name: str) -> Callable[..., Any]:
         return operator.implementations[name]()
     except (ImportError, Unavailable, OSError) as error:
         raise UsageError(f"{name} is not here: {error}", hint=_known()) from error
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    """``package.module:function``, also from the directory that the command was given in."""
-    module, _, attribute = name.partition(":")
-    with _current_directory():
-        try:
-            function: Implementation = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UsageError(
-                f"cannot import {name!r}: {error}",
-                hint="--impl OPERATOR=MODULE:FUNCTION, where python -c 'import MODULE' works",
-            ) from error
-    if not callable(function):
-        raise UsageError(f"{name!r} is not a function")
-    return function
-
-
-@contextlib.contextmanager
-def _current_directory() -> Iterator[None]:
-    """The directory is searched first, as ``python -m`` does."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 def _compiled(operator: Operator) -> Callable[..., Any]:

@@ -46,8 +46,8 @@ from divergence.run.storage.location import Url, archive_kind, location_of
 from divergence.run.writing.writer import RunWriter
 
 __all__ = [
-    "AXES", "PeerStoppedError", "Ranks", "closed", "joined", "on_all", "own_part", "parse_mesh",
-    "start_ranks", "started",
+    "AXES", "TIMEOUT", "PeerStoppedError", "Ranks", "closed", "joined", "on_all", "own_part",
+    "parse_mesh", "start_ranks", "started",
 ]  # fmt: skip
 
 AXES = ("pp", "dp", "fsdp", "tp")
@@ -145,7 +145,7 @@ class Ranks:
         self.sizes = {axis.name: axis.size for axis in mesh.axes}
         self._control = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._note = f"divergence/stopped/{next(_CAPTURES)}"
-        self._depth = 0
+        self._depth = self._meetings = 0
         self._alike, self._speaker = self._control, 0
         self.dealt = False
         self.idle = False
@@ -163,6 +163,15 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def meet(self, patience: datetime.timedelta) -> None:
+        """A barrier. Raises RuntimeError where the others are not there in that time (a barrier of
+        the group's own waits for as long as the group does)."""
+        store = dist.distributed_c10d._get_default_store()
+        self._meetings += 1
+        places = [f"{self._note}/met/{self._meetings}/{rank}" for rank in range(self.size)]
+        store.set(places[self.rank], "")
+        store.wait(places, patience)
 
     def deal(self, groups: Sequence[list[int]], *, together: bool) -> list[list[int]]:
         """The batches that this rank runs, all of them where there are fewer than ranks.

@@ -1,0 +1,63 @@
+"""What a training step makes of every parameter, told together: how many are off, and of what.
+
+A kernel's error in a gradient shows in what leaves a block's backward too, or in the parameters of
+one class of modules alone, whose product it makes. What is off in others as well was made by the
+loop: adding up, reducing, dividing, clipping, stepping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from divergence.comparison.results.sites import SiteResult
+from divergence.run.schema.site import BACKWARD, is_norm, of_parameter
+
+__all__ = ["ParametersOff", "row_of", "together"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParametersOff:
+    """``beyond``: those of ``total`` rows alike that are beyond their limit. ``kinds``: the classes
+    of their modules."""
+
+    what: str
+    beyond: list[SiteResult]
+    total: int
+    kinds: frozenset[str]
+
+    @property
+    def cause(self) -> str:
+        """What to look at. Nothing that blocks hand on in the backward is off."""
+        if self.what == "parameters' gradients":
+            if len(self.kinds) == 1 and len(self.beyond) < self.total:
+                return f"the product that makes it in {min(self.kinds)}, or what is done with it"
+            return (
+                "not a kernel, but what is done with gradients (adding up micro-batches, reducing "
+                "among ranks, dividing)"
+            )
+        return "the optimizer's step or its settings, not one layer"
+
+
+def row_of(site: str) -> str | None:
+    """``parameters' gradients``, or what else a parameter's row holds; None where it is none."""
+    if not of_parameter(site) or is_norm(site):
+        return None
+    path, _, port = site.partition(":")
+    if path.endswith(BACKWARD):
+        return "parameters' gradients"
+    if port.startswith("in."):
+        return "gradients that the optimizer gets"
+    return f"parameters' {port.rpartition('.')[2] if port.count('.') > 1 else 'new values'}"
+
+
+def together(first: SiteResult, judged: Iterable[tuple[SiteResult, bool]]) -> ParametersOff | None:
+    """What is off as ``first`` is; None where it is no parameter's, and where a block's backward
+    hands on what is off. ``judged``: each row, and whether it is beyond its limit."""
+    what, alike = row_of(first.site), [row for row in judged if row[0].pass_ == first.pass_]
+    handed_on = any(off and row.site.endswith(f"{BACKWARD}:out") for row, off in alike)
+    if what is None or (handed_on and first.phase == "backward"):
+        return None
+    rows = [(row, off) for row, off in alike if row_of(row.site) == what]
+    beyond = [row for row, off in rows if off]
+    return ParametersOff(what, beyond, len(rows), frozenset(row.kind or "" for row in beyond))

@@ -29,10 +29,9 @@ from divergence.quantization.model import (
 )
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.engines.engine import EngineOptions, Loading
-from divergence.recording.engines.generate import GroupResult, run_group
+from divergence.recording.engines.generate import run_group
 from divergence.recording.engines.load import LoadedModel, load_model
 from divergence.recording.engines.sessions import TorchSession
-from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.patch import patched
 from divergence.run.schema.engine import (
     EngineNote,
@@ -121,6 +120,7 @@ class QuantizeSession(TorchSession):
         self.targets = {tgt.name: tgt for tgt in chosen(targets, keep_of(str(options["keep"])))}
         self.kept = [name for name in targets if name not in self.targets]
         self.calibration: CalibratedLimits | None = None
+        self._cache = contextlib.ExitStack()
         self.watches: Mapping[str, Watch] = {}
 
     def settle(
@@ -129,6 +129,7 @@ class QuantizeSession(TorchSession):
         self.calibrate(samples, None if like is None else like.engine)
         if self.scheme.weights is not None:
             install({name: (t, self.weight(name)) for name, t in self.targets.items()})
+        self._cache.enter_context(quantised_cache(self.scheme.kv))
 
     def calibrate(self, samples: Sequence[SampleTokens], like: EngineNote | None = None) -> None:
         """Find the scales that must be known before, where there are any: those of the run that is
@@ -175,10 +176,6 @@ class QuantizeSession(TorchSession):
             kept=sorted({starred(name) for name in self.kept}),
         )  # fmt: skip
 
-    def run_group(self, recorder: Recorder, samples: list[SampleTokens], **how: Any) -> GroupResult:
-        with quantised_cache(self.scheme.kv):
-            return super().run_group(recorder, samples, **how)
-
     def note(self) -> EngineNote:
         note = super().note()
         note.facts = {"scheme": str(self.scheme), "quantised": f"{len(self.targets)} matrices"}
@@ -189,6 +186,7 @@ class QuantizeSession(TorchSession):
         return note
 
     def close(self) -> None:
+        self._cache.close()
         uninstall(self.loaded.module)
 
 

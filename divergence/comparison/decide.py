@@ -31,6 +31,7 @@ from divergence.comparison.results.findings import (
     PreflightLine,
     SiteKey,
     Verdict,
+    schemes_apart,
 )
 from divergence.words import letter
 
@@ -345,9 +346,8 @@ def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[str]) -> V
     """One side's numbers go through codes and the other's do not, or through others: that explains
     what differs, and no side is wrong by it."""
     others = [setting for setting in differing if not setting.startswith((codes.check, "engine"))]
-    names = [text.partition(":")[0] for text in (codes.reference, codes.candidate)]
-    told = [f"{'AB'[n]} is {'not quantised' if name == 'none' else name}"
-            for n, name in enumerate(names)]  # fmt: skip
+    schemes = schemes_apart(codes.reference, codes.candidate)
+    told = [f"{'AB'[n]} is {scheme}" for n, scheme in enumerate(schemes)]
     beside = f" ({', '.join(others)})" if others else ""
     summary = f"{' and '.join(told)}: what differs is what that costs{beside}"
     if verdict.kind == "within_floor":

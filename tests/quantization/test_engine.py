@@ -76,6 +76,7 @@ def test_the_truth_quantises_the_cache_however_many_steps_it_makes_at_once(folde
     report = compare(run, again, truth=exact)
     assert report.verdict.kind == "within_floor"
     assert report.verdict.side == "neither"
+    assert {s.site for s in report.sites if s.site.endswith("layers.1.self_attn:in.k.codes")}
 
 
 def test_weights_stay_those_of_the_checkpoint(plain, tmp_path):

@@ -82,6 +82,7 @@ _BASIS = frozenset(
     {
         "anchored",  # seen where both sides got the same inputs
         "measured",  # by how much the two differ is known
+        "routed",  # most tokens went to the same experts, and are judged
         "told_by_truth",  # of operators: held against the truth, not against the other side
         "one_side_alone",  # between modules: one side hands on what it got
         "agreement",  # no level blames the other side

@@ -32,6 +32,7 @@ from divergence.comparison.results.findings import (
     SiteKey,
     Verdict,
     behind_rank,
+    schemes_apart,
 )
 from divergence.words import letter
 
@@ -82,6 +83,7 @@ _BASIS = frozenset(
     {
         "anchored",  # seen where both sides got the same inputs
         "measured",  # by how much the two differ is known
+        "routed",  # most tokens went to the same experts, and are judged
         "told_by_truth",  # of operators: held against the truth, not against the other side
         "one_side_alone",  # between modules: one side hands on what it got
         "agreement",  # no level blames the other side
@@ -346,9 +348,8 @@ def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[str]) -> V
     """One side's numbers go through codes and the other's do not, or through others: that explains
     what differs, and no side is wrong by it."""
     others = [setting for setting in differing if not setting.startswith((codes.check, "engine"))]
-    names = [text.partition(":")[0] for text in (codes.reference, codes.candidate)]
-    told = [f"{'AB'[n]} is {'not quantised' if name == 'none' else name}"
-            for n, name in enumerate(names)]  # fmt: skip
+    schemes = schemes_apart(codes.reference, codes.candidate)
+    told = [f"{'AB'[n]} is {scheme}" for n, scheme in enumerate(schemes)]
     beside = f" ({', '.join(others)})" if others else ""
     summary = f"{' and '.join(told)}: what differs is what that costs{beside}"
     if verdict.kind == "within_floor":

@@ -8,10 +8,11 @@ on both sides, and one of them that is far off is a fault, of one expert perhaps
 So in an anchored forward (of which every block gets recorded inputs, so that no choice of an
 earlier block plays in) a token is *kept* for judging if it is chosen for alike. One that is not
 is left out and counted, unless rounding does not explain it: where the recorded logits L decide
-(each side's experts are its k largest on every token that is chosen for alike, ten closer ones
-among them), a token whose experts are not the largest of its own side's L was sent elsewhere by
-the choice itself. It is kept, and convicts. That the logits themselves are no farther off than
-rounding is judged at the router, like any other result.
+(each side's experts are its k largest on every token that is chosen for alike, or one side's on
+every token at all; ten closer ones among them), a token whose experts are not the largest of its
+own side's L was sent elsewhere by the choice itself. It is kept, and convicts. That the logits
+themselves are no farther off than rounding is judged at the router, like any other result. Nor does
+rounding choose an expert twice.
 
 Known only where every side recorded the choice (recording.model.structure), else None.
 The free pass tells nothing: one rerouted token changes all later ones.
@@ -48,7 +49,8 @@ __all__ = [
 _TIE = 8 * 2.0**-24
 """Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there."""
 _WITNESSES = 10
-"""That logits decide is known from tokens chosen for alike. Something else that decides, a bias
+"""That logits decide is known from tokens chosen for alike, and from a side that follows its own on
+every token. Something else that decides, a bias
 say, and overrules a lead of this size would have overruled half of the smaller leads: not one of
 ten is a chance of 1 in 1,000."""
 
@@ -284,17 +286,27 @@ def _explained(
     """(T,) whether rounding explains a choice that differs, and the widest gap that it decided."""
     import torch
 
-    yes = torch.ones_like(alike)
-    if bool(alike.all()) or any(logit is None for logit in logits):
-        return yes, None
+    explained = torch.ones_like(alike)
+    if bool(alike.all()):
+        return explained, None
+    twice = torch.stack([_has_twice(chosen) for chosen in rows]).any(0)
+    if not bool(twice[alike].any()):  # else it is this model's way
+        explained &= ~twice
+    if any(logit is None for logit in logits):
+        return explained, None
     sides = [logit.double() for logit in logits if logit is not None]
     leads = [_lead(chosen, values) for chosen, values in zip(rows, sides, strict=True)]
     tie = -_TIE * sides[0].abs().amax(-1)
-    if not all(bool((lead >= tie)[alike].all()) for lead in leads):
-        return yes, None  # not the logits alone decide: a bias, groups
+    follow = [lead >= tie for lead in leads]
+    witnesses = [lead for lead, side in zip(leads, follow, strict=True) if bool(side.all())]
+    if all(bool(side[alike].all()) for side in follow):
+        witnesses.append(leads[0][alike])
+    if not witnesses:
+        return explained, None  # not the logits alone decide: a bias, groups
     behind = -torch.minimum(*leads)
-    closer = torch.searchsorted(leads[0][alike].sort().values, behind)
-    explained = alike | (behind <= -tie) | (closer < _WITNESSES)
+    for lead in witnesses:
+        closer = torch.searchsorted(lead.sort().values, behind)
+        explained &= alike | (behind <= -tie) | (closer < _WITNESSES)
     gaps = [
         _gap(rows[0][t], rows[1][t], sides[0][t]) for t in (~alike & explained).nonzero().flatten()
     ]
@@ -313,10 +325,16 @@ def _lead(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return least - most
 
 
+def _has_twice(chosen: torch.Tensor) -> torch.Tensor:
+    """(T,): is an expert among them more than once? No rounding makes that of the k largest."""
+    in_order = chosen.sort(-1).values
+    return (in_order[:, 1:] == in_order[:, :-1]).any(-1)
+
+
 def _gap(experts_a: torch.Tensor, experts_b: torch.Tensor, values: torch.Tensor) -> float:
     """Between the experts that one side alone chose, in these values."""
     left, right = set(experts_a.tolist()), set(experts_b.tolist())
-    if left == right:
+    if left <= right or right <= left:
         return 0.0
     return float(values[sorted(left - right)].max() - values[sorted(right - left)].min())
 

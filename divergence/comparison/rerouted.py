@@ -9,7 +9,7 @@ from divergence.comparison.results.sites import SiteResult
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["free_routes_differ", "routing_notes", "unknown_blocks"]
+__all__ = ["free_routes_differ", "mostly_rerouted", "routing_notes", "unknown_blocks"]
 
 
 def free_routes_differ(runs: Sequence[Run], sample: int, step: int) -> bool:
@@ -51,13 +51,23 @@ def unknown_blocks(manifest: Manifest, sites: Sequence[SiteResult]) -> frozenset
     )  # fmt: skip
 
 
+def mostly_rerouted(sites: Sequence[SiteResult]) -> str | None:
+    """Of a block's tokens, in the prefill or the decode steps, most were not judged since the sides
+    sent them to other experts: the first such block, in words."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for site in _routed_outs(sites):
+        count = counts.setdefault((str(site.block), site.phase), [0, 0])
+        count[0] += site.num_rerouted or 0
+        count[1] += site.numel // max(site.shape[-1], 1)
+    for (block, phase), (moved, num) in counts.items():
+        if 2 * moved > num:
+            return f"{moved} of {num} tokens of {block} ({phase}) went to other experts"
+    return None
+
+
 def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[str]:
     """How many tokens rounding sent elsewhere, where any."""
-    outs = [
-        s for s in sites
-        if s.num_rerouted is not None and s.role == "block" and s.site.endswith(":out")
-        and s.pass_ == "anchored"
-    ]  # fmt: skip
+    outs = _routed_outs(sites)
     moved = [s for s in outs if s.num_rerouted]
     if not moved:
         return []
@@ -69,3 +79,12 @@ def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[str]:
         f"{sum(s.num_rerouted or 0 for s in moved)} of {count} tokens went to other experts on "
         f"one side ({where}): rounding{gap}; they are not judged there"
     ]
+
+
+def _routed_outs(sites: Sequence[SiteResult]) -> list[SiteResult]:
+    """Outputs of blocks with experts, where the choices are known."""
+    return [
+        site for site in sites
+        if site.num_rerouted is not None and site.role == "block" and site.site.endswith(":out")
+        and site.pass_ == "anchored"
+    ]  # fmt: skip

@@ -27,7 +27,7 @@ from divergence.errors import UsageError
 from divergence.recording.model.structure import is_routing, routing_modules
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, StoreMode
-from divergence.run.schema.site import CODES, ROOT, compile_patterns, did_you_mean, join_site
+from divergence.run.schema.site import ROOT, compile_patterns, did_you_mean, is_codes, join_site
 
 __all__ = [
     "OPERATORS", "SiteSelection", "check_operators", "chosen_store", "narrowed",
@@ -81,7 +81,7 @@ class SiteSelection:
                 self._modules
                 or (plain and trunk and (path != ROOT or port == "out"))
                 or (plain and path in self.operators)
-                or (self._blocks and (port == CODES or self.is_routing(path, port, tensor)))
+                or (self._blocks and (is_codes(port) or self.is_routing(path, port, tensor)))
                 or self._match(join_site(path, port))
             )
             self._known[key] = known

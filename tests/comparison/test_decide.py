@@ -277,3 +277,30 @@ def test_other_codes_explain_what_differs(kind):
     if kind == "error_made_here":
         assert verdict.confidence == "low"
         assert not any(command.startswith("divergence localize") for command in verdict.next)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (
+            "W8A8: int8 weights per channel, int8 activations per token, dynamic (by)",
+            "W8A8: int8 weights per channel, int8 activations per tensor, dynamic (by)",
+            "A is W8A8 (int8 activations per token) and B is W8A8 (int8 activations per tensor): ",
+        ),
+        (
+            "W8A8: int8 weights per channel; not quantised: lm_head (by)",
+            "W8A8: int8 weights per channel; not quantised: lm_head, a.b (by)",
+            "A is W8A8 (not quantised: lm_head) and B is W8A8 (not quantised: lm_head, a.b): ",
+        ),
+        (
+            "W8A8: int8 weights per channel (by)",
+            "W8A8: int8 weights per channel, asymmetric (by)",
+            "A is W8A8 and B is W8A8 (asymmetric): ",
+        ),
+    ],
+)
+def test_schemes_of_one_name_are_told_apart(one, other, said):
+    """Where both are W8A8, that alone says nothing."""
+    line = PreflightLine(check="quantization", status="differs", reference=one, candidate=other)
+    verdict = decide([finding("within_rounding")], [line]).verdict
+    assert verdict.summary.startswith(said)

@@ -60,12 +60,14 @@ def _group(scheme: str, target: str) -> dict[str, Any]:
 
 
 def build(
-    source: Path, folder: Path, scheme: str, *, ignore: tuple[str, ...] = ("lm_head",)
-) -> Path:
+    source: Path, folder: Path, scheme: str, *, ignore: tuple[str, ...] = ("lm_head",),
+    keys: bool = False,
+) -> Path:  # fmt: skip
     """The model of ``source`` with the weights of its Linear modules quantised, in ``folder``.
 
     Scales are in the dtype of the weights. ``ignore``: module paths that stay as they are; routers
-    and embeddings are never quantised.
+    and embeddings are never quantised. ``keys``: a cache holds keys and values in float8, with one
+    scale for a layer's keys and one for its values.
     """
     shutil.copytree(source, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
@@ -74,6 +76,8 @@ def build(
     loaded = load_file(source / "model.safetensors")
     experts = any(".experts." in name for name in loaded)
     config["quantization_config"] = config_of(scheme, ignore=ignore, experts=experts)
+    if keys:
+        config["quantization_config"]["kv_cache_scheme"] = _STATIC | {"type": "float"}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in loaded.items():
@@ -85,6 +89,10 @@ def build(
         tensors |= {f"{path}.{key}": value for key, value in _weight(tensor, form, weights).items()}
         if activations is not None and not activations["dynamic"]:
             tensors[f"{path}.input_scale"] = torch.tensor([4 / 127.5], dtype=tensor.dtype)
+        if keys and path.endswith((".k_proj", ".v_proj")):
+            attention, letter = path[: -len(".k_proj")], path[-len("k_proj")]
+            scale = torch.tensor([4 / 448], dtype=tensor.dtype)
+            tensors[f"{attention}.{letter}_scale"] = scale
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -64,6 +64,21 @@ def test_the_truth_of_a_quantised_run_is_that_of_its_scheme(plain, tmp_path):
     assert report.verdict.kind == "within_floor"
 
 
+def test_the_truth_quantises_the_cache_however_many_steps_it_makes_at_once(folder, tmp_path):
+    """Of many tokens a truth feeds several in one forward: keys and values go through codes there
+    too, in the prefill and behind it."""
+    run = capture(
+        folder, out=tmp_path / "q", engine="quantize", engine_options={"scheme": "kv8"},
+        **(WISHES | {"max_new_tokens": 10}),
+    )  # fmt: skip
+    exact = truth(run, out=tmp_path / "truth")
+    again = capture(like=run, out=tmp_path / "again", probe=False, attn_implementation="sdpa")
+    report = compare(run, again, truth=exact)
+    assert report.verdict.kind == "within_floor"
+    assert report.verdict.side == "neither"
+    assert {s.site for s in report.sites if s.site.endswith("layers.1.self_attn:in.k.codes")}
+
+
 def test_weights_stay_those_of_the_checkpoint(plain, tmp_path):
     run = quantised(plain, tmp_path / "q", scheme="w8a8")
     assert run.manifest.model.digest == plain.manifest.model.digest

@@ -23,7 +23,7 @@ from divergence.comparison.results.findings import Check, Evidence, Finding, fig
 from divergence.comparison.results.sites import onset_at, order_of
 from divergence.words import SideOrBoth, letter
 
-__all__ = ["below_floor", "checks_of", "made_at", "only_in", "unit_evidence"]
+__all__ = ["below_floor", "checks_of", "is_everywhere", "made_at", "only_in", "unit_evidence"]
 
 _CONFINED = 2.0
 """An error is in some forwards alone where the least of them uses so many times as much of its
@@ -51,20 +51,24 @@ def made_at(
                 "error that came in, against a rounding model"
             )
         )
-    evidence += _where(first, units)
+    evidence += _where(first, [*units, *escalation.flagged])
     evidence += escalation.beside(first)
     side = _side(flagged)
     by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
     made = "is made at" if measured.anchored and first.pass_ != "free" else "seems to be made at"
     before = f" or before it in {first.first.block}" if made_before(measured, first) else ""
-    summary = f"the error {made} {first.first.site}{before}{by}{_only(first, by)}"
+    summary = f"the error {made} {first.first.site}{before}{by}"
+    everywhere = is_everywhere(first, escalation)
+    summary += "" if everywhere else _only(first, by)
     if family is not None:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
         who, what = _who_and_why(family, units, flagged)
-        what = "what is special there?" if only_in(first) and _is_confined(first) else what
+        if not everywhere and only_in(first) and _is_confined(first):
+            what = "what is special there?"
         summary = (
-            f"{who} by more than rounding, from {first.first.site} on{_only(first, '')}: {what}"
+            f"{who} by more than rounding, from {first.first.site} "
+            f"on{'' if everywhere else _only(first, '')}: {what}"
         )
     else:
         evidence += _others(flagged, first)
@@ -194,6 +198,12 @@ def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
                 "positions, recurrent state) and at kernels for one token"
             )
     return [Evidence(text=text) for text in texts]
+
+
+def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
+    """Does the float32 pass show it in every forward? Those that pass in 16 bits hide it then."""
+    deeper = [u for u in escalation.flagged if (u.site, u.phase) == (unit.site, unit.phase)]
+    return any(not only_in(u) for u in deeper)
 
 
 def _is_confined(unit: Unit) -> bool:

@@ -97,20 +97,36 @@ def within_rounding(
         check("floor_trusted", not measured.widened_beyond, "a --floor run is beyond the limits "
               "itself"),
     ]  # fmt: skip
+    elsewhere = _elsewhere(measured)
+    if elsewhere is not None:
+        checks.append(check("routed", False, f"{elsewhere}: not judged"))
     if measured.narrow:
         checks.append(
             check("escalated", escalation.complete, _no_escalation(measured), made=False)
         )  # fmt: skip
     whence = "" if sure else ", as far as free runs tell"
+    same = "; both runs compute the same model"
+    if elsewhere is not None:
+        same = " where tokens went to the same experts; most did not"
+    healthy = told and elsewhere is None and not any(standout.side for standout in standouts)
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        summary=f"only rounding differs{whence}; both runs compute the same model",
+        summary=f"only rounding differs{whence}{same}",
         rests_on=checks,
-        side="neither" if told and not any(standout.side for standout in standouts) else None,
+        side="neither" if healthy else None,
         evidence=evidence,
         next=_next(measured, standouts, escalation),
     )
+
+
+def _elsewhere(measured: Measured) -> str | None:
+    """Where most tokens went to other experts, and were not judged."""
+    if not measured.experts:
+        return None
+    from divergence.comparison.rerouted import mostly_rerouted
+
+    return mostly_rerouted(measured.sites)
 
 
 def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation) -> list[str]:

@@ -21,10 +21,10 @@ from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.floor import ALLOWED, ENOUGH, THRESHOLDS, Thresholds, spread
 from divergence.run.schema.site import (
     BACKWARD,
-    CODES,
     OPTIMIZER,
     PHASES,
     ROOT,
+    is_codes,
     is_norm,
     module_of,
     of_parameter,
@@ -155,7 +155,7 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         if result.pass_ != pass_ or result.ratio is None:
             continue
         port = result.site.partition(":")[2]
-        if port == CODES:
+        if is_codes(port):
             continue
         made = result.role == "inner" or OPTIMIZER in result.site  # by clipping
         if port.startswith("in") and (not made or pass_ == "free"):

@@ -12,7 +12,7 @@ flips looks like a fault.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
-from divergence.run.schema.site import CODES, module_of
+from divergence.run.schema.site import CODES, HEAD_CODES, is_codes, module_of
 from divergence.words import Side, SideOrBoth, letter
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class _Site:
 
 def find(measured: Measured) -> AnalysisResult:
     """One conviction for all quantisers that are off; else how many codes differ."""
-    sites = _sites(measured)
+    sites, uncoded = _sites(measured), list(_uncoded(measured))
     if not sites:
-        return AnalysisResult()
+        return AnalysisResult(findings=uncoded)
     told = measured.truth is not None
     off: list[tuple[_Site, dict[Side, tuple[list[CodeQuestion], SiteResult]]]] = []
     for site in sites.values():
@@ -72,7 +72,7 @@ def find(measured: Measured) -> AnalysisResult:
         if faults:
             off.append((site, faults))
     if not off:
-        return AnalysisResult(findings=[_healthy(list(sites.values()))])
+        return AnalysisResult(findings=[_healthy(list(sites.values())), *uncoded])
     off.sort(key=lambda item: order_of(item[0].results[0]))
     first, faults = off[0]
     sides = {side for _, mine in off for side in mine}
@@ -81,17 +81,17 @@ def find(measured: Measured) -> AnalysisResult:
         side = "both" if len(sides) > 1 else sides.pop()
     _, at = next(iter(faults.values()))
     family = len(off) >= 3 and len(off) > len(sites) / 2
-    path = module_of(at.site)
+    place = _named(at.site, "what enters ")
     by = f", by {letter(side)}" if side in _SIDES else ""
     summary = (
-        f"every quantiser of activations makes wrong codes, from {path} on: a kernel or a scheme, "
-        "not one layer"
+        f"every quantiser of activations makes wrong codes, from {module_of(at.site)} on: a kernel "
+        "or a scheme, not one layer"
         if family
-        else f"the codes of what enters {path} are wrong{by}: its quantiser, or what comes before "
-        "it in the block"
+        else f"the codes of {place} are wrong{by}: its quantiser, or what comes before it in the "
+        "block"
     )
     evidence = [
-        _evidence(module_of(where.site), who if told else None, looks)
+        _evidence(_named(where.site), who if told else None, looks)
         for _, mine in off[:3]
         for who, (looks, where) in mine.items()
     ]
@@ -110,7 +110,8 @@ def find(measured: Measured) -> AnalysisResult:
                 beside=evidence[:1],
                 next=measured.advice.look_at(at.site),
                 flags=[at.key],
-            )
+            ),
+            *uncoded,
         ]
     )
 
@@ -119,9 +120,18 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     """Without codes, what differs by more than rounding may be codes on ties."""
     if verdict.kind not in ("localized", "systematic", "drift") or verdict.confidence == "low":
         return []
-    if any(site.site.endswith(f":{CODES}") and site.pass_ == "anchored" for site in measured.sites):
+    anchored = {site.site for site in measured.sites if site.pass_ == "anchored"}
+    seen = {site.rpartition(":")[2] for site in anchored if is_codes(site)}
+    notes = [run.manifest.model.quantization for run in (measured.reference, measured.candidate)]
+    lacking = []
+    if any(note and note.has_coded_inputs for note in notes) and CODES not in seen:
+        lacking.append("activations")
+    if any(note and note.kv_cache for note in notes) and not seen & set(HEAD_CODES.values()):
+        lacking.append("keys and values")
+    if not lacking:
         return []
-    why = "codes of activations were not recorded: one that rounding flips looks like a fault"
+    why = f"codes of {' and of '.join(lacking)} were not recorded: one that rounding flips looks "
+    why += "like a fault"
     return [
         Finding(
             claim="side_not_told", role="abstains", rests_on=[check("measured", False, why)],
@@ -130,13 +140,49 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     ]  # fmt: skip
 
 
+def _uncoded(measured: Measured) -> Iterator[Finding]:
+    """Where one side alone has no codes although it was asked for them: the first such place of
+    each. What it takes there is no code times its scale."""
+    a, b = measured.reference, measured.candidate
+    if a.manifest.plan.sites != b.manifest.plan.sites:
+        return
+    made = [
+        {(r.site, r.sample, r.step): r.order for r in run.records
+         if r.pass_ == "free" and is_codes(r.site)}
+        for run in (a, b)
+    ]  # fmt: skip
+    shared = set.intersection(*({key[1:] for key in orders} for orders in made))
+    for side, orders, others in zip(_SIDES, made, reversed(made), strict=True):
+        asked = {key: order for key, order in others.items() if key[1:] in shared}
+        lacking = [key for key in asked if key not in orders]
+        if not lacking:
+            continue
+        first = min(lacking, key=lambda key: (asked[key], *key))[0]
+        num, of = (sum(key[0] == first for key in keys) for keys in (lacking, asked))
+        text = (
+            f"{letter(side)} makes no codes of {_named(first, 'what enters ')} in {num} of {of} "
+            "forwards: what it takes there is no code times its scale"
+        )
+        yield Finding(claim="context", role="context", evidence=[Evidence(text=text)])
+
+
+def _named(site: str, inputs: str = "") -> str:
+    """What the codes of a site are of; ``inputs`` stands before a module whose input they are."""
+    path, _, port = site.partition(":")
+    path, letters = module_of(path), [each for each in HEAD_CODES if HEAD_CODES[each] == port]
+    return f"the {_HEADS[letters[0]]} of {path}" if letters else f"{inputs}{path}"
+
+
+_HEADS = {"q": "queries", "k": "keys", "v": "values"}
+
+
 def _sites(measured: Measured) -> dict[str, _Site]:
     a, b = measured.reference, measured.candidate
     results = {(s.pass_, s.sample, s.step, s.site): s for s in measured.sites if s.of is None}
     pieces, sites = Pieces(a, b), dict[str, _Site]()
     for pair in measured.alignment.pairs:
         reference = pair.reference.record
-        if pair.pass_ != "anchored" or not reference.site.endswith(f":{CODES}"):
+        if pair.pass_ != "anchored" or not is_codes(reference.site):
             continue
         result = results.get((pair.pass_, pair.reference.sample, pair.reference.record.step,
                               reference.site))  # fmt: skip
@@ -214,14 +260,14 @@ def _healthy(sites: Sequence[_Site]) -> Finding:
     )  # fmt: skip
 
 
-def _evidence(path: str, side: Side | None, looks: Sequence[CodeQuestion]) -> Evidence:
+def _evidence(place: str, side: Side | None, looks: Sequence[CodeQuestion]) -> Evidence:
     who = "B's codes against A's" if side is None else f"{letter(side)}'s codes"
     values = {look.what: look.value for look in looks} | {"num_codes": looks[0].num_codes}
     # the mean that tells what it is before the count of what it leads to
     told = "; ".join(
         _text(look) for look in sorted(looks, key=lambda look: look.what == "outliers")
     )
-    return Evidence(text=f"{path}, {who}: {told}", values=values)
+    return Evidence(text=f"{place}, {who}: {told}", values=values)
 
 
 def _text(look: CodeQuestion) -> str:

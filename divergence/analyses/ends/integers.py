@@ -27,7 +27,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import is_mask
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import CODES, module_of
+from divergence.run.schema.site import is_codes, module_of
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def find_integers(measured: Measured) -> list[Integers]:
     for pair in measured.alignment.pairs:
         ours, theirs = pair.reference.record, pair.candidate.record
         kinds = {format_named(record.dtype).kind for record in (ours, theirs)}
-        if ours.site.endswith(f":{CODES}"):
+        if is_codes(ours.site):
             continue  # rounding may decide them: analyses/codes
         if kinds & {"float", "complex"} or not (a.has_bytes(ours) and b.has_bytes(theirs)):
             continue

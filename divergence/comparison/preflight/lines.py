@@ -19,6 +19,7 @@ from divergence.comparison.preflight.models import (
     block_lines,
     config_line,
     match_parameters,
+    shape_of,
     tells_in_part,
     template_cause,
     tokenizer_cause,
@@ -63,7 +64,7 @@ def preflight(
         _generated_ids(a, b),
         _same("dtype", *computed, dtypes),
         _same("attention", attention_of(a), attention_of(b)),
-        _same("batch shape", _batches(a), _batches(b)),
+        _same("batch shape", shape_of(a), shape_of(b)),
         _engines(a, b),
         *(_same(*line) for line in a.training.beside(b.training)),
         _switches(a, b),
@@ -312,11 +313,6 @@ def _dtype(manifest: Manifest) -> str:
     if manifest.training.autocast is not None:
         dtype = f"{dtype} under autocast {manifest.training.autocast}"
     return dtype if computed is None else f"{dtype} computed in {computed.removeprefix('torch.')}"
-
-
-def _batches(manifest: Manifest) -> str:
-    sizes = sorted({len(group) for group in manifest.tokens.groups})
-    return f"{len(manifest.tokens.groups)} × batch {'/'.join(map(str, sizes)) or '0'}"
 
 
 def _stands(switch: Switch) -> tuple[str, str]:

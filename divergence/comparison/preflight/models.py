@@ -32,8 +32,8 @@ from divergence.words import letter
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
-    "config_line", "first_difference", "match_parameters", "other_weights", "tells_in_part",
-    "template_cause", "tokenizer_cause", "weight_causes",
+    "config_line", "first_difference", "match_parameters", "other_weights", "shape_of",
+    "tells_in_part", "template_cause", "tokenizer_cause", "weight_causes",
 ]  # fmt: skip
 
 _MAX_PREFIXES = 6  # pairs of prefixes that are tried, one after another
@@ -166,6 +166,15 @@ def other_weights(a: Manifest, b: Manifest) -> bool:
     if not (tells_in_part(a) or tells_in_part(b)):
         return True
     return as_far_as_told(ref, cand, match_parameters(ref.digests, cand.digests))[0] == "blocking"
+
+
+def shape_of(manifest: Manifest) -> str:
+    """How tokens were fed: ``8 × batch 1``, ``1 × batch 8, in chunks of 16``, ``…, no cache``."""
+    sizes = "/".join(map(str, sorted({len(group) for group in manifest.tokens.groups})))
+    chunk = manifest.settings.prefill_chunk
+    chunks = f", in chunks of {chunk}" if chunk else ""
+    cache = "" if manifest.settings.use_cache else ", no cache"
+    return f"{len(manifest.tokens.groups)} × batch {sizes or 0}{chunks}{cache}"
 
 
 def attention_of(manifest: Manifest) -> str:

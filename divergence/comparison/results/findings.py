@@ -16,7 +16,7 @@ from divergence.words import SideBothOrNeither
 
 __all__ = [
     "Check", "Claim", "Evidence", "Finding", "Onset", "PreflightLine", "PreflightStatus", "Role",
-    "SiteKey", "Verdict", "VerdictKind", "behind_rank", "figure", "list_names",
+    "SiteKey", "Verdict", "VerdictKind", "behind_rank", "figure", "list_names", "schemes_apart",
 ]  # fmt: skip
 
 VerdictKind = Literal[
@@ -204,3 +204,23 @@ def behind_rank(verdict: Verdict, rank: Onset | None) -> str:
         return f" ({verdict.summary})"
     follows = onset.block == rank.block and onset.site != rank.site and verdict.kind == "localized"
     return f" (behind it {onset.site} is off)" if follows else f" ({verdict.summary})"
+
+
+def schemes_apart(reference: str, candidate: str) -> tuple[str, str]:
+    """How each side is quantised (a ``QuantizationNote`` in words, or ``none``), in a word: two of
+    one name with what each alone has."""
+    names = [text.partition(": ")[0] for text in (reference, candidate)]
+    if names[0] != names[1]:
+        first, second = ("not quantised" if name == "none" else name for name in names)
+        return first, second
+    parts = [_parts(text) for text in (reference, candidate)]
+    own = ["; ".join(part for part in parts[n] if part not in parts[1 - n]) for n in range(2)]
+    first, second = (f"{names[n]} ({own[n]})" if own[n] else names[n] for n in range(2))
+    return first, second
+
+
+def _parts(text: str) -> list[str]:
+    """``W8A8: int8 weights per channel, int8 activations per token; not quantised: lm_head (by)``
+    → what stands between its commas, with the list of modules in one piece."""
+    scheme, *rest = text.partition(": ")[2].rpartition(" (")[0].split("; ")
+    return [*scheme.split(", "), *rest]

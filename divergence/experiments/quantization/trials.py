@@ -113,7 +113,7 @@ class QuantizationTrials:
     def cost(self, targets: Iterable[QuantizationTarget]) -> Cost:
         """Of the model with these quantised."""
         cached = self.scheme.kv is not None
-        with self._installed(targets), quantised_cache(self.scheme.kv) as filled:
+        with self._installed(targets), quantised_cache(self.scheme.kv, self.model) as filled:
             self._check_numbers()  # after the weights, whose error names the matrix
             rows = [self._row_costs(o, self._logits(o, cached=cached)) for o in self.seen]
         if cached and not filled:

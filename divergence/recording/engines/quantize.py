@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 
 import msgspec
 import torch
+from torch import nn
 
 from divergence.errors import UsageError
-from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
+from divergence.numerics.quantizers import Quantizer
+from divergence.quantization.cache import HELD, QuantizedCache
 from divergence.quantization.calibration import CalibratedLimits, Watch, calibration_of, watching
 from divergence.quantization.model import (
     chosen,
@@ -29,10 +31,9 @@ from divergence.quantization.model import (
 )
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.engines.engine import EngineOptions, Loading
-from divergence.recording.engines.generate import GroupResult, run_group
+from divergence.recording.engines.generate import run_group
 from divergence.recording.engines.load import LoadedModel, load_model
 from divergence.recording.engines.sessions import TorchSession
-from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.patch import patched
 from divergence.run.schema.engine import (
     EngineNote,
@@ -121,6 +122,7 @@ class QuantizeSession(TorchSession):
         self.targets = {tgt.name: tgt for tgt in chosen(targets, keep_of(str(options["keep"])))}
         self.kept = [name for name in targets if name not in self.targets]
         self.calibration: CalibratedLimits | None = None
+        self._cache = contextlib.ExitStack()
         self.watches: Mapping[str, Watch] = {}
 
     def settle(
@@ -129,6 +131,7 @@ class QuantizeSession(TorchSession):
         self.calibrate(samples, None if like is None else like.engine)
         if self.scheme.weights is not None:
             install({name: (t, self.weight(name)) for name, t in self.targets.items()})
+        self._cache.enter_context(quantised_cache(self.scheme.kv, self.loaded.module))
 
     def calibrate(self, samples: Sequence[SampleTokens], like: EngineNote | None = None) -> None:
         """Find the scales that must be known before, where there are any: those of the run that is
@@ -175,10 +178,6 @@ class QuantizeSession(TorchSession):
             kept=sorted({starred(name) for name in self.kept}),
         )  # fmt: skip
 
-    def run_group(self, recorder: Recorder, samples: list[SampleTokens], **how: Any) -> GroupResult:
-        with quantised_cache(self.scheme.kv):
-            return super().run_group(recorder, samples, **how)
-
     def note(self) -> EngineNote:
         note = super().note()
         note.facts = {"scheme": str(self.scheme), "quantised": f"{len(self.targets)} matrices"}
@@ -189,6 +188,7 @@ class QuantizeSession(TorchSession):
         return note
 
     def close(self) -> None:
+        self._cache.close()
         uninstall(self.loaded.module)
 
 
@@ -203,32 +203,24 @@ def _numbers(quantizer: Quantizer | None, *, dynamic: bool) -> QuantizedNumbers 
 
 
 @contextlib.contextmanager
-def quantised_cache(quantizer: Quantizer | None) -> Iterator[set[int]]:
+def quantised_cache(quantizer: Quantizer | None, model: nn.Module) -> Iterator[set[int]]:
     """Keys and values go through codes before a cache of transformers holds them; (B, heads, T, D),
     a scale for each token and head. The step that makes them reads them from there too.
 
     Gives the numbers of the layers that filled a cache."""
-    filled: set[int] = set()
     if quantizer is None:
-        yield filled
+        yield set()
         return
     from transformers import cache_utils
 
     kind: Any = cache_utils.Cache
-    original = kind.update
+    original, between = kind.update, QuantizedCache(quantizer)
 
     def update(
         self: Any, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kw: Any
     ) -> Any:
-        filled.add(layer)
-        key, value = _through(key, quantizer), _through(value, quantizer)
+        key, value = between.through(layer, "k", key), between.through(layer, "v", value)
         return original(self, key, value, layer, *args, **kw)
 
-    with patched(kind, "update", update):
-        yield filled
-
-
-def _through(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    wide = x.float()
-    scale, zero = scales_of(wide, quantizer)
-    return values_of(codes_of(wide, quantizer, scale, zero), quantizer, scale, zero).to(x.dtype)
+    with patched(kind, "update", update), patched(model, HELD, between):
+        yield between.filled

@@ -40,7 +40,7 @@ from divergence.recording.model.structure import by_token, inside
 from divergence.recording.selection import narrowed, step_selected
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.record import Call, PassName
-from divergence.run.schema.site import CODES, ROOT, escape_path, join_site
+from divergence.run.schema.site import ROOT, escape_path, join_site
 from divergence.run.writing.captured_tensor import CapturedTensor
 
 __all__ = ["Recorder"]
@@ -255,7 +255,7 @@ class Recorder:
                     break
         return self._numbered(path, call)
 
-    def _numbered(self, path: str, call: str) -> str:
+    def _numbered(self, path: str, call: str = "") -> str:
         calls = self._calls
         if path in calls:  # not its first call in this forward
             counts = self._num_calls.setdefault(path, {calls[path]: 1})
@@ -301,14 +301,15 @@ class Recorder:
         # A copy: the model may write to its inputs in place, and the recording must not change.
         return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
 
-    def _codes(self, path: str, codes: torch.Tensor, told: torch.Tensor) -> torch.Tensor | None:
+    def _codes(
+        self, path: str, port: str, codes: torch.Tensor, told: torch.Tensor
+    ) -> torch.Tensor | None:
         """Record a quantiser's codes; the other run's, where it is anchored to one."""
-        call = self._calls.get(path, "") if path in self._hooked else self._numbered(path, "")
+        call = self._calls.get(path, "") if path in self._hooked else self._numbered(path + port)
         if self._pass != "escalated":  # which repeats values: nothing has codes of that dtype
-            self._emit(path, call, CODES, told)
-        if self._anchor is None or self._anchor_broken:
-            return None
-        return self._recorded_rows(join_site(path + call, CODES), codes)
+            self._emit(path, call, port, told)
+        free = self._anchor is None or self._anchor_broken
+        return None if free else self._recorded_rows(join_site(path + call, port), codes)
 
     def _recorded_rows(self, site: str, own: torch.Tensor) -> torch.Tensor | None:
         """What the other run has there, of the rows of this forward."""

@@ -7,6 +7,8 @@ treated as the experts of a token are. They are recorded with the blocks, at ``M
 less their zero point; in an anchored pass the other run's are put in place, and the values behind
 them differ by rounding alone; the codes are judged as codes (analyses/codes). In float64, which is
 what a truth computes in, x / scale is recorded before it is rounded: it tells how near a tie lies.
+Keys and values that a cache holds as codes are treated alike, at ``ATTENTION:in.k.codes`` and
+``in.v.codes``, all heads of a token in one row.
 
 Known of compressed-tensors, whose modules all quantise through one function, and of simulated
 schemes; what other libraries do inside a kernel cannot be seen.
@@ -15,19 +17,27 @@ schemes; what other libraries do inside a kernel cannot be seen.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from divergence.quantization.cache import CacheWatch, cache_of, caching_modules
 from divergence.quantization.linear import Watch, watchable
 from divergence.recording.hooks.patch import patched
-from divergence.run.schema.site import escape_path
+from divergence.run.schema.site import CODES, HEAD_CODES, escape_path
 
 __all__ = ["quantizes", "watched"]
 
-Seen = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""(path, codes, what is recorded of them) → the codes to go on with, or None for the own ones."""
+Seen = Callable[[str, str, torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""(path, port, codes, what is recorded of them) → the codes to go on with, or None for the own
+ones."""
+
+_PORTS = {"input": CODES, **HEAD_CODES}
+"""By what compressed-tensors calls the tensor that it quantises. Weights are no activations."""
+_USERS = ("quantization.lifecycle.forward", "modeling.kvcache", "modeling.attention")
+"""Modules of compressed-tensors that hold the function under its name."""
 
 
 def quantizes(module: torch.nn.Module) -> bool:
@@ -46,6 +56,10 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
             if matrix is not None:
                 watch = _told_apart(escape_path(path), seen, quiet)
                 stack.enter_context(patched(matrix, "watch", watch))
+        cache = cache_of(model)
+        if cache is not None:
+            of_layers = _told_by_layer(caching_modules(model), seen, quiet)
+            stack.enter_context(patched(cache, "watch", of_layers))
         stack.enter_context(_watched_library(model, seen, quiet))
         yield
 
@@ -53,9 +67,31 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
 def _told_apart(path: str, seen: Seen, quiet: Callable[[], Any]) -> Watch:
     def watch(codes: torch.Tensor, told: torch.Tensor) -> torch.Tensor | None:
         with quiet():
-            return seen(path, codes, told)
+            return seen(path, CODES, codes, told)
 
     return watch
+
+
+def _told_by_layer(paths: dict[int, str], seen: Seen, quiet: Callable[[], Any]) -> CacheWatch:
+    def watch(
+        layer: int, what: str, codes: torch.Tensor, told: torch.Tensor
+    ) -> torch.Tensor | None:
+        if layer not in paths:
+            return None
+        with quiet():
+            return _asked(seen, escape_path(paths[layer]), HEAD_CODES[what], codes, told)
+
+    return watch
+
+
+def _by_token(heads: torch.Tensor) -> torch.Tensor:
+    """(B, heads, T, D) → (B, T, heads · D): a row a token, as all that is recorded."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def _by_head(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    heads: torch.Tensor = rows.unflatten(2, (like.shape[1], like.shape[3]))
+    return heads.transpose(1, 2)
 
 
 @contextlib.contextmanager
@@ -68,31 +104,52 @@ def _watched_library(
         return
     from compressed_tensors.quantization.lifecycle import forward as library
 
-    original = library.forward_quantize
-
-    def forward_quantize(module: Any, value: torch.Tensor, base_name: str, args: Any) -> Any:
-        result = original(module, value, base_name, args)
-        path = paths.get(id(module))
-        if path is None or base_name != "input" or not value.numel():
-            return result
-        with quiet():
-            scale = _scale(library, module, value, args)
-            given = seen(path, *_codes(value, result, scale, args))
-            if given is None:
+    def watched_as(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_quantize(module: Any, value: torch.Tensor, base_name: str, args: Any) -> Any:
+            result = original(module, value, base_name, args)
+            path, port = paths.get(id(module)), _PORTS.get(base_name)
+            if path is None or port is None or not value.numel():
                 return result
-            codes = given.to(device=value.device, dtype=scale.dtype)
-            # the same tensor: where operators are recorded, the next one takes what this one gave
-            return result.copy_(_by_scale(torch.mul, codes, scale, args))
+            with quiet():
+                scale = _scale(library, module, value, base_name, args)
+                if not _are_codes(result, scale, args):
+                    return result
+                given = _asked(seen, path, port, *_codes(value, result, scale, args))
+                if given is None:
+                    return result
+                codes = given.to(device=value.device, dtype=scale.dtype)
+                # the same tensor: where operators are recorded, the next one takes what this gave
+                result.copy_(_by_scale(torch.mul, codes, scale, args))
+                return result
 
-    with patched(library, "forward_quantize", forward_quantize):
+        return forward_quantize
+
+    with contextlib.ExitStack() as stack:
+        for name in _USERS:
+            user = sys.modules.get(f"compressed_tensors.{name}")
+            if user is not None:
+                own = watched_as(user.forward_quantize)
+                stack.enter_context(patched(user, "forward_quantize", own))
         yield
 
 
-def _scale(library: Any, module: Any, value: torch.Tensor, args: Any) -> torch.Tensor:
+def _asked(
+    seen: Seen, path: str, port: str, codes: torch.Tensor, told: torch.Tensor
+) -> torch.Tensor | None:
+    """The codes to go on with. Heads are told with all of a token in one row."""
+    if port == CODES:
+        return seen(path, port, codes, told)
+    given = seen(path, port, _by_token(codes), _by_token(told))
+    return None if given is None else _by_head(given, codes)
+
+
+def _scale(
+    library: Any, module: Any, value: torch.Tensor, base_name: str, args: Any
+) -> torch.Tensor:
     """As the library takes it: of these values, or the module's own."""
     scale: torch.Tensor
     if args.dynamic is False:
-        scale = module.input_scale
+        scale = getattr(module, f"{base_name}_scale")
     else:
         scale, _ = library.compute_dynamic_scales_and_zp(value=value, args=args, module=module)
     return scale
@@ -105,14 +162,32 @@ def _codes(
 
     A zero point is an integer and a choice of its own: with it a tie in one number would move the
     codes of a whole row."""
-    wide = torch.float64 if result.dtype == torch.float64 else torch.float32
-    told = _by_scale(torch.div, result.to(wide), scale, args)
-    if args.type == "float":
-        codes = told.to(torch.float8_e4m3fn)
-    else:
-        codes = told.round().to(torch.int8 if args.symmetric else torch.int16)
+    codes = _nearest(_in_steps(result, scale, args), args)
     exact = value.dtype == torch.float64
     return codes, _by_scale(torch.div, value, scale, args) if exact else codes
+
+
+def _are_codes(result: torch.Tensor, scale: torch.Tensor, args: Any) -> bool:
+    """Is the result what codes stand for, but for its own rounding? What was not quantised, or by
+    another scale, has none: with the other run's codes in its place no one would see it."""
+    told = _in_steps(result, scale, args)
+    codes = _nearest(told, args).to(told.dtype)
+    room = _ROUNDINGS * torch.finfo(result.dtype).eps * (codes.abs() + 1)
+    return not bool(((told - codes).abs() > room).any())
+
+
+_ROUNDINGS = 4
+
+
+def _in_steps(result: torch.Tensor, scale: torch.Tensor, args: Any) -> torch.Tensor:
+    wide = torch.float64 if result.dtype == torch.float64 else torch.float32
+    return _by_scale(torch.div, result.to(wide), scale, args)
+
+
+def _nearest(told: torch.Tensor, args: Any) -> torch.Tensor:
+    if args.type == "float":
+        return told.to(torch.float8_e4m3fn)
+    return told.round().to(torch.int8 if args.symmetric else torch.int16)
 
 
 def _by_scale(

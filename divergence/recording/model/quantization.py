@@ -38,6 +38,8 @@ def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | 
     schemes: dict[_Numbers, list[str]] = {}
     kept: list[str] = []
     for path, module in model.named_modules():
+        if _caches(module):
+            continue  # what it quantises are keys and values
         numbers = _of_module(module)
         if any(numbers) or quantized_by(module):
             schemes.setdefault(numbers, []).append(path)
@@ -87,6 +89,11 @@ def _has_matrix(module: nn.Module) -> bool:
         weight is not None and weight.ndim >= 2 and weight.is_floating_point()
         for weight in module._parameters.values()
     )
+
+
+def _caches(module: nn.Module) -> bool:
+    """Is it an attention whose keys and values compressed-tensors quantises, or what does so?"""
+    return hasattr(module, "kv_cache") or type(module).__name__ == "QuantizedKVCache"
 
 
 def _of_module(module: nn.Module) -> _Numbers:

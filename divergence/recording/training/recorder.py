@@ -223,7 +223,7 @@ class TrainRecorder(Recorder):
                 self._roots.append((tensor, torch.zeros_like(tensor)))
         return new
 
-    def _numbered(self, path: str, call: str) -> str:
+    def _numbered(self, path: str, call: str = "") -> str:
         if self._backward_runs:  # run again: the call that it was
             return self._calls.get(path, "")
         return super()._numbered(path, call)

@@ -161,15 +161,25 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def has_activations(self) -> bool:
-        """Are activations quantised, so that rounding may flip a code of theirs?"""
+        """Are activations quantised, keys and values among them, so that rounding may flip a code
+        of theirs?"""
+        return self.has_coded_inputs or (self.kv_cache is not None and not self.dequantized)
+
+    @property
+    def has_coded_inputs(self) -> bool:
+        """Is what enters modules quantised?"""
         return (
             any(scheme.activations is not None for scheme in self.schemes) and not self.dequantized
         )
 
     @property
     def name(self) -> str:
-        """``W8A8``; of several schemes ``W8A8 + W4A16``; the method where nothing is known."""
-        return " + ".join(dict.fromkeys(scheme.name for scheme in self.schemes)) or self.method
+        """``W8A8``; of several schemes ``W8A8 + W4A16``, with keys and values ``W8A8 + KV8``; the
+        method where nothing is known."""
+        names = dict.fromkeys(scheme.name for scheme in self.schemes)
+        if self.kv_cache is not None:
+            names[f"KV{self.kv_cache.bits}"] = None
+        return " + ".join(names) or self.method
 
     def __str__(self) -> str:
         """``W8A8: int8 weights per channel, int8 activations per token, dynamic; not quantised:

@@ -10,7 +10,8 @@ its name without the overload, and from its second call in that module on the nu
 * ``in.NAME``       another argument by the name it has in ``forward`` (``in.N`` where it has
                     none), ``in.NAME.N`` one of a tuple of them,
 * ``in.codes``      the codes that a quantised module makes of its input, less their zero point; in
-                    a truth x / scale, of which they are rounded,
+                    a truth x / scale, of which they are rounded; ``in.k.codes``, ``in.v.codes`` and
+                    ``in.q.codes`` those of the keys, values and queries of an attention,
 * ``out``           the output, or the first tensor of a tuple or a ModelOutput,
 * ``out.N``, ``out.NAME``   the others.
 
@@ -37,15 +38,18 @@ from typing import Any
 from divergence.errors import UsageError
 
 __all__ = [
-    "BACKWARD", "BUILTIN_SITES", "CODES", "GRAD_NORM", "LOGPROBS", "LOGPROBS_SITE",
+    "BACKWARD", "BUILTIN_SITES", "CODES", "GRAD_NORM", "HEAD_CODES", "LOGPROBS", "LOGPROBS_SITE",
     "LOGPROB_IDS_SITE", "LOSS", "OPTIMIZER", "PHASES", "ROOT", "compile_patterns", "did_you_mean",
-    "escape_path", "is_gradient", "is_norm", "is_operator_site", "join_site", "module_of",
-    "natural_key", "near_names", "of_parameter", "one_or_more", "operator_of",
+    "escape_path", "is_codes", "is_gradient", "is_norm", "is_operator_site", "join_site",
+    "module_of", "natural_key", "near_names", "of_parameter", "one_or_more", "operator_of",
     "operator_path", "phase_of", "split_site", "starred", "unescape_path",
 ]  # fmt: skip
 
 CODES = "in.codes"
 """The port of the codes that a quantised module makes of its input."""
+HEAD_CODES = {letter: f"in.{letter}.codes" for letter in "qkv"}
+"""The ports of those that an attention makes of its queries, keys and values."""
+_CODE_PORTS = frozenset({CODES, *HEAD_CODES.values()})
 
 ROOT = "."
 """How the root module is written in a site."""
@@ -129,6 +133,11 @@ def split_site(site: str) -> tuple[str, str]:
 def module_of(site: str) -> str:
     """``"shared#2:out"``, ``"shared#2/aten.mm#3:out"`` → ``"shared"``: the module path alone."""
     return site.partition(":")[0].partition("/")[0].partition("#")[0]
+
+
+def is_codes(site: str) -> bool:
+    """Does it hold what a quantiser made? Of a site, or of a port alone."""
+    return site.rpartition(":")[2] in _CODE_PORTS
 
 
 def operator_path(path: str, operator: str, call: int) -> str:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from divergence.analyses.blocks.looks import controls, one_step
-from divergence.analyses.blocks.onset import only_in
+from divergence.analyses.blocks.onset import is_everywhere, only_in
+from divergence.analyses.blocks.suspects import Escalation
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.results.sites import PromptRatio, SiteResult
 from divergence.numerics.floor import spread
@@ -89,6 +90,26 @@ def test_others_that_are_near_to_their_limits_are_not_said_to_be_fine():
     near = sorted(look.usage for look in unit.looks)
     assert near[-1] / 2 < near[-2] < 1 < near[-1]
     assert only_in(unit) == " seen in prompt 2 (of 8)"
+
+
+def test_what_float32_shows_everywhere_is_not_said_to_be_in_some_forwards_alone():
+    """16 bits hide it in the others: only where the float32 pass shows it in the same ones, or not
+    at all, is it in them alone."""
+    sites = drawn(places=PROMPTS)
+    change(sites, (3, 2, 0), ratio=6.8, ratio_max=6.8)
+    (unit,) = flagged(sites.values())
+    deep = {key: msgspec.structs.replace(at, pass_="escalated") for key, at in sites.items()}
+
+    def everywhere(samples):
+        changed = dict(deep)
+        for sample in samples:
+            change(changed, (3, sample, 0), ratio=80.0, ratio_max=80.0)
+        units = build_units(changed.values(), "escalated")
+        return is_everywhere(unit, Escalation(units, flag(units), {"candidate"}))
+
+    assert everywhere(range(8))
+    assert not everywhere([2])
+    assert not everywhere([])
 
 
 @pytest.mark.parametrize(("ratio", "is_fault"), [(1.3, False), (4.0, True)])

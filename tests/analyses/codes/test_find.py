@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import pytest
 
 from benchmarks.quantizers import PROMPTS, on_loading
 from divergence.comparison.api import compare
 from divergence.recording.api import capture, truth
+from divergence.recording.engines import sessions
 from divergence.run.reader import Run
 from divergence.run.schema.site import CODES
 from tests.models import quantized
@@ -93,3 +97,43 @@ def test_a_product_in_float16_is_no_matter_of_codes(runs):
     verdict = compare(a, faulty("float16 accumulation"), truth=true).verdict
     assert (verdict.kind, verdict.side) == ("localized", "candidate")
     assert verdict.onset.site == "model.layers.1:out"
+
+
+@contextlib.contextmanager
+def unquantised(path):
+    """The next model that is loaded hands on what enters one module as it is."""
+    from compressed_tensors.quantization.lifecycle import forward as library
+
+    own, load = library.forward_quantize, sessions.load_model
+    target = []
+
+    def load_and_note(*args, **how):
+        loaded = load(*args, **how)
+        target.append(loaded.module.get_submodule(path))
+        return loaded
+
+    def forward_quantize(module, value, base_name, args):
+        skipped = base_name == "input" and module is target[-1]
+        return value.clone() if skipped else own(module, value, base_name, args)
+
+    with (
+        mock.patch.object(library, "forward_quantize", forward_quantize),
+        mock.patch.object(sessions, "load_model", load_and_note),
+    ):
+        yield
+
+
+def test_an_input_that_one_side_does_not_quantise_gets_no_codes_of_the_other(tiny_model, tmp_path):
+    """Float8 codes of what was not quantised are those of the other side, and in its place would
+    hide it."""
+    pytest.importorskip("compressed_tensors")
+    model = quantized.build(tiny_model("llama", dtype="float32"), tmp_path / "model", "fp8")
+    a = capture(model, out=tmp_path / "a", prompts=PROMPTS[:2], max_new_tokens=2, probe=False)
+    with unquantised(PATH):
+        b = capture(like=a, out=tmp_path / "b", probe=False)
+    verdict = compare(a, b, truth=truth(a, out=tmp_path / "truth")).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("localized", "candidate", "high")
+    assert verdict.onset.block == "model.layers.1"
+    assert not [record for record in b.records if record.site == f"{PATH}:{CODES}"]
+    said = f"B makes no codes of what enters {PATH} in 4 of 4 forwards"
+    assert any(fact.text.startswith(said) for fact in verdict.evidence)

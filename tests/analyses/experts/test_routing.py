@@ -302,6 +302,68 @@ def test_what_else_decides_is_not_taken_for_a_fault():
     assert explained([0.1] * 20, 0.0)  # a tie
 
 
+def wrong_choice(change, *, decode_alone=False):
+    """``change(logits, experts)`` → other experts, for the router of one block."""
+
+    def prepare(model):
+        router = model.model.layers[2].mlp.gate
+        original = router.forward
+
+        @functools.wraps(original)
+        def forward(hidden):
+            logits, weights, experts = original(hidden)
+            if len(experts) == 1 or not decode_alone:
+                experts = change(logits, experts)
+            return logits, weights, experts
+
+        router.forward = forward
+
+    return prepare
+
+
+def third_for_second(logits, experts):
+    return logits.topk(3, -1).indices[:, [0, 2]]
+
+
+def first_twice(logits, experts):
+    return experts[:, :1].expand_as(experts).contiguous()
+
+
+@pytest.mark.parametrize("change", [third_for_second, first_twice])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_router_that_chooses_wrongly_for_every_token_is_found(change, dtype, recorded, tmp_path):
+    """No token is left that both sides chose for alike: that the other side follows its logits
+    everywhere tells as much."""
+    a, truth = recorded("mixtral", 8, dtype)
+    b = capture(like=a, out=tmp_path / "b", prepare=wrong_choice(change))
+    assert compare(a, b).verdict.onset.block == BLOCK
+    verdict = compare(a, b, truth=truth).verdict
+    assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
+
+
+def test_where_most_tokens_went_elsewhere_nothing_is_claimed_with_confidence(recorded, tmp_path):
+    """Decode steps of one token are too few to tell who follows its logits: most of a block was
+    not judged, which is said, and no side is called right."""
+    a, truth = recorded("mixtral", 8, "float32")
+    prepare = wrong_choice(third_for_second, decode_alone=True)
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare)
+    verdict = compare(a, b, truth=truth).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", None, "low")
+    lacking = [check.detail for check in verdict.checks if check.name == "routed"]
+    assert lacking == [f"4 of 4 tokens of {BLOCK} (decode) went to other experts: not judged"]
+
+
+def test_an_expert_chosen_twice_is_no_rounding():
+    """But where the model does so for tokens chosen for alike."""
+    values = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(2, 1)
+    usual = torch.tensor([[0, 1], [0, 1]])
+    twice = torch.tensor([[0, 1], [0, 0]])
+    alike = torch.tensor([True, False])
+    assert not _explained(alike, (usual, twice), (values, values))[0][1]
+    habit = torch.tensor([[0, 0], [0, 1]])
+    assert _explained(alike, (habit, torch.tensor([[0, 0], [1, 1]])), (values, values))[0][1]
+
+
 def test_free_runs_whose_tokens_went_elsewhere_are_known(recorded, tmp_path):
     """By the prompt, from the step on at which they did; a prompt that is not there is not
     known."""

@@ -1,0 +1,86 @@
+"""Keys and values that a cache holds as codes: judged as codes, and put in place as codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.quantizers import PROMPTS
+from divergence.comparison.api import compare
+from divergence.recording.api import capture, truth
+from divergence.run.schema.site import HEAD_CODES
+from tests.models import quantized
+
+PATH = "model.layers.1.self_attn"
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, tmp_path_factory):
+    """``runs(dtype)`` → a run with float8 keys and values, and its truth."""
+    pytest.importorskip("compressed_tensors")
+    made = {}
+
+    def make(dtype):
+        if dtype not in made:
+            folder = tmp_path_factory.mktemp(dtype)
+            source = tiny_model("llama", dtype=dtype)
+            model = quantized.build(source, folder / "model", "w8a8", keys=True)
+            a = capture(model, out=folder / "a", prompts=PROMPTS, max_new_tokens=8, probe=False)
+            made[dtype] = a, truth(a, out=folder / "truth")
+        return made[dtype]
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_healthy_pair_passes(runs, dtype, tmp_path):
+    """Rounding flips codes of keys between 16 bits and the truth: what they lead to is no fault."""
+    a, exact = runs(dtype)
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", probe=False)
+    verdict = compare(a, b, truth=exact).verdict
+    assert verdict.kind in ("within_floor", "identical")
+    assert verdict.side == "neither"
+
+
+def test_their_codes_are_recorded_with_all_heads_of_a_token_in_a_row(runs):
+    a, exact = runs("float32")
+    for letter in "kv":
+        site = f"{PATH}:{HEAD_CODES[letter]}"
+        own, right = a.find(("free", 0, 0, site)), exact.find(("anchored", 0, 0, site))
+        assert (own.dtype, right.dtype) == ("float8_e4m3fn", "float64")
+        assert tuple(own.shape) == tuple(right.shape) == (1, own.shape[1], 32)
+
+
+def test_a_wrong_quantiser_of_keys_is_named_with_its_side(runs, tmp_path, monkeypatch):
+    """A cast that cuts off, for the keys of one layer."""
+    from compressed_tensors.modeling import kvcache
+
+    a, exact = runs("float32")
+    own, wrong = kvcache.forward_quantize, []
+
+    def forward_quantize(module, value, base_name, args):
+        if base_name != "k" or module is not wrong[-1]:
+            return own(module, value, base_name, args)
+        steps = value / module.k_scale
+        nearest = steps.to(torch.float8_e4m3fn).float()
+        below = (nearest.abs() * (1 - 1 / 15)).to(torch.float8_e4m3fn).float() * nearest.sign()
+        return torch.where(nearest.abs() > steps.abs(), below, nearest) * module.k_scale
+
+    def prepare(model):
+        wrong.append(model.get_submodule(PATH))
+
+    monkeypatch.setattr(kvcache, "forward_quantize", forward_quantize)
+    b = capture(like=a, out=tmp_path / "b", probe=False, prepare=prepare)
+    verdict = compare(a, b, truth=exact).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("localized", "candidate", "high")
+    assert verdict.onset.site == f"{PATH}:{HEAD_CODES['k']}"
+    assert f"the codes of the keys of {PATH} are wrong, by B" in verdict.summary
+
+
+def test_the_attention_that_caches_is_no_quantised_matrix(runs):
+    """The note tells keys and values apart from what matrices take in."""
+    a, _ = runs("float32")
+    note = a.manifest.model.quantization
+    assert note.name == "W8A8 + KV8"
+    assert [scheme.num_modules for scheme in note.schemes] == [21]
+    assert note.kept == ["lm_head"]

@@ -29,7 +29,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from divergence.recording.api import capture
-from divergence.recording.hooks.operators import OperatorRecorder
+from divergence.recording.hooks.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.schema.manifest import Manifest, Sizes
 from divergence.run.schema.record import Call

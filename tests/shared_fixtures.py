@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from divergence.numerics.summaries.summary import summarize
-from divergence.recording.hooks.operators import OperatorRecorder
+from divergence.recording.hooks.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.manifest import SampleTokens, Tokens

@@ -95,7 +95,7 @@ REPORT_READS = (
     "divergence.run.schema.record",
     "divergence.run.command",
     "divergence.run.schema.manifest",
-    "divergence.run.schema.engine",
+    "divergence.run.schema.provenance",
 )
 """All that report may take from run and from levels 3 and 4: types, and counts over
 records. It never opens a run."""

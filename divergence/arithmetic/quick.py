@@ -25,7 +25,7 @@ from divergence.arithmetic.scalar import (
     probe_subnormals,
 )
 from divergence.errors import first_line
-from divergence.run.schema.engine import ArithmeticFact
+from divergence.run.schema.provenance import ArithmeticFact
 
 __all__ = ["DTYPES", "QUICK_TERMS", "probe_scalars", "quick_facts"]
 

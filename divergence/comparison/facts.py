@@ -28,8 +28,8 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.findings import Evidence, PreflightLine, figure, list_names
 from divergence.numerics.formats import FORMATS
 from divergence.run.reader import Run
-from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.provenance import ArithmeticFact
 
 __all__ = [
     "Explained", "count_of", "expected_w", "explain_arithmetic", "facts_of_operators", "is_about",

@@ -25,7 +25,7 @@ from torch import nn
 
 from divergence.quantization.model import QuantizationTarget, install, uninstall
 from divergence.quantization.scheme import Scheme
-from divergence.run.schema.engine import Calibration as Recorded
+from divergence.run.schema.provenance import Calibration as Recorded
 
 __all__ = ["CalibratedLimits", "Watch", "calibration_of", "watching"]
 

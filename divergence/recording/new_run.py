@@ -12,7 +12,6 @@ from divergence.errors import RunExistsError, RunWriteError
 from divergence.recording.engines.identity import without_home
 from divergence.recording.machine.environment import collect_environment
 from divergence.run.reader import Run
-from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import (
     UNKNOWN,
     EngineNote,
@@ -25,6 +24,7 @@ from divergence.run.schema.manifest import (
     Switch,
     Tokens,
 )
+from divergence.run.schema.provenance import ArithmeticFact
 from divergence.run.storage.location import Location, archive_kind, same_location
 from divergence.run.storage.target import check_target, partial_of
 from divergence.run.writing.writer import new_run_id

@@ -40,9 +40,9 @@ from divergence.recording.training.session import leaves
 from divergence.recording.widening import Widening
 from divergence.run.process_tuning import frozen_heap, quick_thread_switches
 from divergence.run.reader import Run
-from divergence.run.schema.engine import Training
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.manifest import ModuleNote, Repeatability, SampleTokens
+from divergence.run.schema.provenance import Training
 from divergence.run.schema.record import PassName
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter

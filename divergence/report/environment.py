@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 from divergence.run.command import command_line
-from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import Environment, Manifest, Repeatability, Settings, Switch
+from divergence.run.schema.provenance import ArithmeticFact
 
 __all__ = [
     "arithmetic_lines",

@@ -32,8 +32,8 @@ from divergence.run.schema.contents import (
     records_at,
     site_names,
 )
-from divergence.run.schema.engine import EngineNote
 from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.provenance import EngineNote
 from divergence.run.schema.record import Call, Operand, Record, Summary, operand_indices
 from divergence.run.schema.site import compile_patterns, natural_key, near_names
 

@@ -16,7 +16,7 @@ from divergence.comparison.api import compare
 from divergence.errors import ModelError
 from divergence.recording.api import capture, truth
 from divergence.recording.model.quantization import quantization_of
-from divergence.run.schema.engine import QuantizedNumbers
+from divergence.run.schema.provenance import QuantizedNumbers
 from tests.models import quantized
 
 PROMPT = "A bridge is built twice: once on paper."

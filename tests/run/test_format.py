@@ -20,8 +20,8 @@ import pytest
 
 from divergence.run.reader import Run
 from divergence.run.schema import manifest as manifest_types
-from divergence.run.schema.engine import ArithmeticFact, QuantizedNumbers, QuantizedScheme
 from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
+from divergence.run.schema.provenance import ArithmeticFact, QuantizedNumbers, QuantizedScheme
 from divergence.run.schema.record import Call, Operand, Place, Record, Sketch, Summary
 
 ROOT = Path(__file__).parents[2]

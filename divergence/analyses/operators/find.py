@@ -18,7 +18,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, explain_arithmetic, is_about, sentences
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OperatorsResult
-from divergence.run.schema.engine import ArithmeticFact
+from divergence.run.schema.provenance import ArithmeticFact
 from divergence.words import letter
 
 __all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]

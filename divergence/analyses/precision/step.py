@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from divergence.analyses.precision.expectations import is_below
 from divergence.comparison.results.operators import AuditFinding, AuditRow, Part
-from divergence.run.schema.engine import StepPrecision
 from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.provenance import StepPrecision
 from divergence.run.schema.site import of_parameter
 from divergence.words import SideOrBoth
 

@@ -35,14 +35,14 @@ from divergence.recording.engines.generate import run_group
 from divergence.recording.engines.load import LoadedModel, load_model
 from divergence.recording.engines.sessions import TorchSession
 from divergence.recording.hooks.patch import patched
-from divergence.run.schema.engine import (
+from divergence.run.schema.manifest import Manifest, ModelIdentity, SampleTokens
+from divergence.run.schema.provenance import (
     EngineNote,
     EngineValue,
     QuantizationNote,
     QuantizedNumbers,
     QuantizedScheme,
 )
-from divergence.run.schema.manifest import Manifest, ModelIdentity, SampleTokens
 from divergence.run.schema.site import starred
 
 __all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "quantised_cache"]

@@ -22,6 +22,7 @@ from divergence.recording.hooks.arguments import (
     map_output,
     output_leaves,
 )
+from divergence.recording.hooks.dispatch import OperatorRecorder
 from divergence.recording.hooks.forwards import (
     USUAL,
     Forwards,
@@ -29,7 +30,6 @@ from divergence.recording.hooks.forwards import (
     recorded_rows,
     repeated,
 )
-from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.hooks.plant import FORWARDS, Plant, Substitute, substituted
 from divergence.recording.hooks.quantizers import watched
 from divergence.recording.hooks.rows import Rows

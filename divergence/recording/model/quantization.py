@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from divergence.recording.model.replacement import quantized_by
-from divergence.run.schema.engine import QuantizationNote, QuantizedNumbers, QuantizedScheme
+from divergence.run.schema.provenance import QuantizationNote, QuantizedNumbers, QuantizedScheme
 from divergence.run.schema.site import escape_path, starred
 
 __all__ = ["quantization_of"]

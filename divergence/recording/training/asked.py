@@ -18,7 +18,7 @@ from divergence.recording.ranks.processes import Ranks
 from divergence.recording.training.labels import LABEL_HINT, read_labels
 from divergence.recording.training.zero import stage_of
 from divergence.run.reader import Run
-from divergence.run.schema.engine import Training
+from divergence.run.schema.provenance import Training
 from divergence.run.schema.site import BACKWARD, LOSS, OPTIMIZER, escape_path
 from divergence.training.policies.reading import read_policy
 

@@ -18,7 +18,7 @@ from divergence.errors import UsageError
 from divergence.recording.ranks.processes import Ranks
 from divergence.recording.training.reduction import ORDERS, reduced
 from divergence.recording.training.zero import DividedOptimizer, check_reduced
-from divergence.run.schema.engine import Training
+from divergence.run.schema.provenance import Training
 
 __all__ = ["OPTIMIZERS", "Named", "Stepping", "Update"]
 

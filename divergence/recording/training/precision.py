@@ -9,7 +9,7 @@ import torch
 
 from divergence.recording.engines.identity import usual_dtype
 from divergence.recording.training.optimizer import Named, Update
-from divergence.run.schema.engine import StepPrecision, Training
+from divergence.run.schema.provenance import StepPrecision, Training
 
 __all__ = ["precision_of"]
 

@@ -37,11 +37,11 @@ from divergence.recording.hooks.arguments import (
 )
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.compiled import compiled_regions, hooked
-from divergence.recording.training.operators import TrainingOperators
+from divergence.recording.training.backward import TrainingOperators
 from divergence.recording.training.optimizer import Named, Stepping, Update
 from divergence.recording.training.precision import precision_of
-from divergence.run.schema.engine import StepPrecision
 from divergence.run.schema.manifest import ModuleNote
+from divergence.run.schema.provenance import StepPrecision
 from divergence.run.schema.site import (
     BACKWARD,
     GRAD_NORM,

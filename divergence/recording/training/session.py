@@ -22,7 +22,6 @@ from divergence.recording.training.optimizer import Stepping
 from divergence.recording.training.recorder import TrainRecorder, parameters_of
 from divergence.recording.training.zero import gathered_once
 from divergence.run.schema.contents import num_labels
-from divergence.run.schema.engine import StepPrecision, Training
 from divergence.run.schema.manifest import (
     NO_LABEL,
     EngineNote,
@@ -31,6 +30,7 @@ from divergence.run.schema.manifest import (
     ModuleNote,
     SampleTokens,
 )
+from divergence.run.schema.provenance import StepPrecision, Training
 from divergence.run.schema.site import LOSS
 
 __all__ = ["NextTokenLoss", "TrainingSession", "leaves"]

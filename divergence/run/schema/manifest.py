@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from divergence.run.schema.engine import (
+from divergence.run.schema.provenance import (
     ArithmeticFact,
     Calibration,
     CodeNote,

@@ -23,7 +23,6 @@ import torch
 
 from divergence._version import __version__
 from divergence.errors import DumpError
-from divergence.run.schema.engine import EngineNote
 from divergence.run.schema.manifest import (
     UNKNOWN,
     Environment,
@@ -34,6 +33,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
+from divergence.run.schema.provenance import EngineNote
 from divergence.run.schema.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
 from divergence.run.writing.writer import CapturedTensor, RunWriter, new_run_id
 

@@ -10,7 +10,6 @@ import pytest
 
 from divergence.analyses.arithmetic.find import find
 from divergence.comparison.facts import expected_w, explain_arithmetic
-from divergence.run.schema.engine import ArithmeticFact
 from divergence.run.schema.manifest import (
     Environment,
     Manifest,
@@ -20,6 +19,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
+from divergence.run.schema.provenance import ArithmeticFact
 
 SHAPE = "linear M=16 K=512 N=64"
 

@@ -7,7 +7,7 @@ import pytest
 from divergence.analyses.operators.find import behind_operator
 from divergence.comparison.facts import Explained, subjects_of
 from divergence.comparison.results.operators import OperatorResult
-from divergence.run.schema.engine import ArithmeticFact
+from divergence.run.schema.provenance import ArithmeticFact
 
 
 def fact(name: str, value: str) -> ArithmeticFact:

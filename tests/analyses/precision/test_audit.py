@@ -14,7 +14,7 @@ from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
-from divergence.run.schema.engine import ArithmeticFact
+from divergence.run.schema.provenance import ArithmeticFact
 
 BLOCKS = {
     "llama": "model.layers.1",

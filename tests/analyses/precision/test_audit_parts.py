@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from divergence.analyses.precision.parts import find_parts
 from divergence.comparison.calls.graph import CallNode, forwards_of
-from divergence.recording.hooks.operators import OperatorRecorder
+from divergence.recording.hooks.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.schema.record import Call, Operand
 

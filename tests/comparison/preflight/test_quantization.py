@@ -8,7 +8,7 @@ import pytest
 from divergence.comparison.preflight.lines import preflight
 from divergence.recording.api import capture
 from divergence.run.reader import Run
-from divergence.run.schema.engine import QuantizationNote, QuantizedNumbers, QuantizedScheme
+from divergence.run.schema.provenance import QuantizationNote, QuantizedNumbers, QuantizedScheme
 
 
 def note(bits):

@@ -28,7 +28,7 @@ import torch
 
 from divergence.recording.hooks.arguments import input_leaves, operator_name
 from divergence.recording.hooks.dataflow import Dataflow
-from divergence.recording.hooks.operators import OperatorRecorder, source_line, weights_by_storage
+from divergence.recording.hooks.dispatch import OperatorRecorder, source_line, weights_by_storage
 from divergence.recording.model.structure import inside
 from divergence.run.schema.site import BACKWARD, LOSS, join_site
 from divergence.run.writing.captured_tensor import CapturedTensor

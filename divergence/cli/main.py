@@ -84,7 +84,10 @@ COMMANDS = {
         "Go from the block to the operator, and prove it; captures what is missing.",
     ),
     "truth": ("capture", "Repeat a run in float64: what is right, and how wide rounding is."),
-    "replay": ("operators", "Run each recorded operator again, alone, on its recorded inputs."),
+    "replay": (
+        "single_operators",
+        "Run each recorded operator again, alone, on its recorded inputs.",
+    ),
     "doctor": (
         "doctor",
         "Go through the checklist with two runs: what to settle first, and which cause it is.",
@@ -102,7 +105,7 @@ COMMANDS = {
         "Run a model in every way that must not matter, and see whether the numbers agree.",
     ),
     "repro": (
-        "operators",
+        "single_operators",
         "Write one operator as a script that runs anywhere, with its data and a bug report.",
     ),
     "probe": ("machine", "Find out from outside what this machine's arithmetic does."),

@@ -124,14 +124,15 @@ def _by_position(pairs: Sequence[PromptPair]) -> list[float]:
 def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
     rows = [(pair.reference.logprobs[mine], pair.candidate.logprobs[other])
             for pair in pairs for _, mine, other in pair.rows]  # fmt: skip
-    found = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
-    if found is None or found.num_tokens < 2:
+    following = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
+    if following is None or following.num_tokens < 2:
         return None
     return LogprobPerplexity(
-        num_tokens=found.num_tokens, delta_p_mean=found.delta_p_mean,
-        delta_p_rms=found.delta_p_rms, delta_p_p1=found.delta_p_p1, delta_p_p99=found.delta_p_p99,
-        reference=found.base, candidate=found.other, ln_ratio=found.ln_ratio,
-        ln_ratio_error=found.ln_ratio_error, ln_correlation=found.ln_correlation,
+        num_tokens=following.num_tokens, delta_p_mean=following.delta_p_mean,
+        delta_p_rms=following.delta_p_rms, delta_p_p1=following.delta_p_p1,
+        delta_p_p99=following.delta_p_p99,
+        reference=following.base, candidate=following.other, ln_ratio=following.ln_ratio,
+        ln_ratio_error=following.ln_ratio_error, ln_correlation=following.ln_correlation,
     )  # fmt: skip
 
 

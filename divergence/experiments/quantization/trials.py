@@ -251,20 +251,20 @@ def cost_of(parts: Sequence[RowCosts]) -> Cost:
     same = np.concatenate([part.same_top for part in parts])
     mine = np.concatenate([part.logprob_a for part in parts])
     other = np.concatenate([part.logprob_b for part in parts])
-    found = following_of(mine, other)
+    following = following_of(mine, other)
     return Cost(
-        num_tokens=len(kl), num_following=0 if found is None else found.num_tokens,
+        num_tokens=len(kl), num_following=0 if following is None else following.num_tokens,
         kl_mean=float(kl.mean()), kl_error=standard_error(kl),
         kl_median=quantile(kl, 0.5), kl_p90=quantile(kl, 0.9), kl_p99=quantile(kl, 0.99),
         kl_max=float(kl.max()),
         same_top=float(same.mean()), same_top_error=standard_error(same.astype(float)),
-        **_of_following(found),
+        **_of_following(following),
     )  # fmt: skip
 
 
-def _of_following(found: Following | None) -> dict[str, float | None]:
-    if found is None:
+def _of_following(following: Following | None) -> dict[str, float | None]:
+    if following is None:
         return {}
-    figures: dict[str, float | None] = msgspec.structs.asdict(found)
+    figures: dict[str, float | None] = msgspec.structs.asdict(following)
     del figures["num_tokens"]
     return figures | {"perplexity_base": figures.pop("base"), "perplexity": figures.pop("other")}

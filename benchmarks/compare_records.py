@@ -9,7 +9,8 @@ tensors alike: the reference and the candidate are a float64 run rounded twice (
 half a unit), which is the truth. Each round compares in a process of its own, with and without the
 truth, and by another checkout of this project in turns. The clock starts when everything is
 imported; opening the runs and writing the report are in it. A second table has the seconds, and the
-peak of resident memory, of which some 220 MB are torch's. ``--runs``: that table of these runs.
+peak of resident memory, of which some 220 MB are torch's. ``--runs``: that table of these runs, and
+the seconds of the whole command, start-up included, which is what a user waits for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -96,6 +98,18 @@ def measured(checkout: Path, *runs: Path) -> tuple[float, int, float]:
     return float(spent), int(pairs), float(peak)
 
 
+def command_seconds(*runs: Path) -> float:
+    """Of ``divergence compare A B``, with the third run as ``--truth``."""
+    words = [str(run.resolve()) for run in runs[:2]]
+    words += [f"--truth={run.resolve()}" for run in runs[2:]]
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "divergence", "compare", *words, "--quiet"],
+        stdout=subprocess.DEVNULL, check=True, cwd=ROOT,
+    )  # fmt: skip
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, nargs="+", default=[1000, 10_000, 100_000])
@@ -140,6 +154,14 @@ def main() -> None:
     print(f"\n| runs | {' | '.join(f's {name} | MB {name}' for name in names)} |")
     print("|---|" + "---|---|" * len(names))
     print(*costs, sep="\n")
+    if options.runs:
+        pairs = [
+            (command_seconds(*options.runs[:2]), command_seconds(*options.runs))
+            for _ in range(options.rounds)
+        ]
+        without, with_truth = map(statistics.median, zip(*pairs, strict=True))
+        print(f"\nthe command: {without:.2f} s, with the truth {with_truth:.2f} s, "
+              f"{with_truth / without:.2f} x")  # fmt: skip
 
 
 if __name__ == "__main__":

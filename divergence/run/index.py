@@ -59,7 +59,7 @@ class Index:
     def __init__(self, store: Store, folder: Path, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
         self._path = folder / INDEX
-        # taken before any line is read: what changes while it is read is not what was kept
+        # taken before any line is read, so that a change during the read makes the index stale
         self._lines = self._stamps([MANIFEST, *map(records_name, range(manifest.num_ranks))])
 
     def _stamps(self, names: Iterable[str]) -> Stamps:
@@ -81,6 +81,8 @@ class Index:
                 "portions": np.array(rows, _PORTION),
                 "nonfinite": np.array(list(columns.nonfinite.items()), np.int64).reshape(-1, 2),
             }
+            for left in self._path.parent.glob(f"{INDEX}.*.tmp"):  # by a process that was killed
+                left.unlink()
             try:
                 with open(temporary, "xb") as file:
                     np.savez(file, **arrays)
@@ -96,7 +98,7 @@ class Index:
         try:
             with open(self._path, "rb") as file, np.load(file, allow_pickle=False) as held:
                 names = msgspec.json.decode(held["names"].tobytes(), type=_Names)
-                if not self._is_of_today(names):
+                if not self._is_current(names):
                     return None
                 columns = Columns(record_check(self._manifest))
                 columns.num_rows = names.num_rows
@@ -114,7 +116,7 @@ class Index:
         fits = all(len(column) == columns.num_rows for column in columns.col.values())
         return columns if fits and columns.portions else None
 
-    def _is_of_today(self, names: _Names) -> bool:
+    def _is_current(self, names: _Names) -> bool:
         shards = names.stamps.keys() - self._lines.keys()
         for name in shards:
             checked_shard_name(name, where=INDEX)
@@ -125,6 +127,6 @@ class Index:
         )
 
     def discard(self) -> None:
-        """Removes it: the lines are others than it says."""
+        """Removes the index, because the lines no longer match it."""
         with contextlib.suppress(OSError):
             self._path.unlink()

@@ -43,8 +43,7 @@ from divergence.run.storage.shard import Shard, has_header
 __all__ = ["KEPT_BYTES", "RecordTable", "read_table"]
 
 KEPT_BYTES = 64 << 20
-"""Of lines: some 150,000 records. Fewer are sooner read again than a file is worth that nobody
-asked for."""
+"""Of lines: some 150,000 records. Smaller runs are read quickly, so no index is written."""
 
 
 def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | None:

@@ -56,6 +56,22 @@ def wrong_at(stub, step, prompts, *, size=40.0):
     stub.go_on = go_on
 
 
+def choose_by(stub, changed) -> None:
+    """Greedy by ``changed(row, whole)``, other numbers than those that are told."""
+
+    def go_on(ids, count, seed=None):
+        tokens, rows, whole = [], [], list(ids)
+        for _ in range(count):
+            row = stub.logits(whole)
+            chosen = changed(row, whole)
+            tokens.append(max(range(VOCABULARY), key=chosen.__getitem__))
+            rows.append(row)
+            whole.append(tokens[-1])
+        return tokens, rows
+
+    stub.go_on = go_on
+
+
 def test_a_margin_that_no_list_tells_is_no_tie(stub, serve):
     a = serve("a", top_logprobs=0)
     wrong_at(stub, 4, 2)
@@ -106,17 +122,11 @@ def test_tokens_chosen_by_other_numbers_are_not_said_to_be_sampled(stub, serve):
     otherwise, which is no sampling, and leaves low confidence."""
     a = serve("a")
 
-    def go_on(ids, count, seed=None):
-        tokens, rows, whole = [], [], list(ids)
-        for _ in range(count):
-            row, noise = stub.logits(whole), random.Random(repr(whole))
-            chosen = [value + noise.gauss(0, 0.1) for value in row]
-            tokens.append(max(range(VOCABULARY), key=lambda n: chosen[n]))
-            rows.append(row)
-            whole.append(tokens[-1])
-        return tokens, rows
+    def noisy(row, whole):
+        noise = random.Random(repr(whole))
+        return [value + noise.gauss(0, 0.1) for value in row]
 
-    stub.go_on = go_on
+    choose_by(stub, noisy)
     report = compare(a, serve("b"))
     assert 0 < report.logprobs.max_below_likeliest["candidate"] < 0.5
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
@@ -126,17 +136,10 @@ def test_tokens_chosen_by_other_numbers_are_not_said_to_be_sampled(stub, serve):
 def test_a_penalty_is_not_called_sampling_alone(stub, serve):
     a = serve("a")
 
-    def go_on(ids, count, seed=None):
-        tokens, rows, whole = [], [], list(ids)
-        for _ in range(count):
-            row = stub.logits(whole)
-            chosen = [value * 2.5 if n in whole else value for n, value in enumerate(row)]
-            tokens.append(max(range(VOCABULARY), key=lambda n: chosen[n]))
-            rows.append(row)
-            whole.append(tokens[-1])
-        return tokens, rows
+    def penalised(row, whole):
+        return [value * 2.5 if n in whole else value for n, value in enumerate(row)]
 
-    stub.go_on = go_on
+    choose_by(stub, penalised)
     report = compare(a, serve("b"))
     assert report.verdict.kind == "systematic"
     assert "it samples, or a penalty or a bias moves its choice" in report.verdict.summary

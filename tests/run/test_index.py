@@ -136,6 +136,14 @@ def test_it_is_no_part_of_the_run(run, manifest, tmp_path):
     assert not (run / "records.index").exists()
 
 
+def test_what_a_killed_process_left_is_removed(run):
+    """It was never read, and the run stays one that --force may replace."""
+    (run / "records.index").rename(run / "records.index.1234.tmp")
+    Run.open(run)
+    names = {path.name for path in run.iterdir()}
+    assert names == {"manifest.json", "records.index", "records.jsonl", "tensors"}
+
+
 def test_small_and_incomplete_runs_have_none(tmp_path, manifest, monkeypatch):
     """Their lines are soon read, or may still grow."""
     write_many(tmp_path / "a", manifest())

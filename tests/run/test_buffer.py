@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divergence.errors import UsageError
+from divergence.run.writing import buffer as buffer_module
 from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, BufferLimits, buffer_bytes
 
 
@@ -163,3 +168,52 @@ def test_a_places_tensor_is_a_slice_of_the_ring():
         assert torch.frombuffer(slot.bytes(), dtype=torch.float32).tolist() == [slot.begin] * 6
     assert slots[0].tensor(torch.float32, (2, 3)).data_ptr() == buffer.address + slots[0].begin
     assert buffer.take(0).tensor(torch.int64, (0, 3)).shape == (0, 3)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_loses_no_place_and_gives_none_out_twice():
+    """Ctrl-C comes wherever it likes: what is held stays whole, and the rest can be taken."""
+    line, ended = 0, False
+    while not ended:
+        line += 1
+        buffer = ring(64)
+        first = buffer.take(16)
+        first.bytes()[:] = bytes([7]) * 16
+        try:
+            with interrupt_at(line):
+                second = buffer.take(16)
+            ended = True
+        except KeyboardInterrupt:
+            second = None
+        third = buffer.take(16)
+        third.bytes()[:] = bytes([9]) * 16
+        assert bytes(first.bytes()) == bytes([7]) * 16
+        del first, second, third
+        gc.collect()
+        assert buffer.empty
+        assert buffer.take(64) is not None
+    assert line > 10
+
+
+@contextlib.contextmanager
+def interrupt_at(line: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt at the n-th line that runs in the buffer's module, counting entries
+    of its functions."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+        nonlocal count
+        if frame.f_code.co_filename != buffer_module.__file__:
+            return None
+        if event in ("call", "line"):
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -120,9 +120,13 @@ class Slot:
         self.ready: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        if self.ready is not None:  # nobody wanted it, and it arrives all the same
-            self.ready()
-        self._region[1] = True
+        try:
+            ready, region = self.ready, self._region
+        except AttributeError:  # Ctrl-C came before it was made
+            return
+        if ready is not None:  # nobody wanted it, and it arrives all the same
+            ready()
+        region[1] = True
 
     def fill(self, address: int) -> None:
         """Copy the slot's bytes from host memory at ``address``."""
@@ -191,12 +195,14 @@ class Buffer:
                 room = self.num_bytes - begin
         if size > room:
             return None
+        region = [begin, False]
+        slot = Slot(self, region, num_bytes)
+        # In this order: wherever Ctrl-C comes between, no place is lost or given out twice.
         self._head = head = begin + size
         if head > self._touched:
             self._touched = head
-        region = [begin, False]
         regions.append(region)
-        return Slot(self, region, num_bytes)
+        return slot
 
     @property
     def empty(self) -> bool:

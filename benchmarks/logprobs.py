@@ -35,11 +35,16 @@ def _expert(sequence: int, n: int, value: float, r: random.Random) -> float:
     return value + (r.choice((-3, 3)) if r.random() < 0.02 else r.gauss(0, 0.02))
 
 
+def _other_experts(sequence: int, n: int, value: float, r: random.Random) -> float:
+    return value + r.gauss(0, 3 if r.random() < 0.08 else 0.04)
+
+
 CAUSES: dict[str, tuple[Change, str]] = {
     "none: rounding of bfloat16": (lambda s, n, v, r: v + r.gauss(0, 0.02), "within"),
     "none: heavy tails": (
         lambda s, n, v, r: v + r.gauss(0, 0.01) * r.expovariate(1) * (1 - v / 2), "within"
     ),
+    "none: 8% of tokens sent to other experts": (_other_experts, "within"),
     "quantisation": (lambda s, n, v, r: v + r.gauss(0, 0.35), "everywhere"),
     "one prompt of 24": (
         lambda s, n, v, r: v + r.gauss(0, 1.5 if s == 7 else 0.02), "sequences"
@@ -121,9 +126,11 @@ def causes() -> None:
             for seed in range(NUM_PAIRS):
                 report = _pair(change, seed, num_prompts)
                 got, kind = report.logprobs.pattern, report.verdict.kind
-                if got == pattern:
+                if kind == "undetermined":
+                    found["untold"] += 1
+                elif got == pattern:
                     found["right"] += 1
-                elif kind == "undetermined" or report.verdict.confidence == "low":
+                elif report.verdict.confidence == "low":
                     found["untold"] += 1
                 else:
                     found["wrong"] += 1

@@ -92,6 +92,7 @@ _BASIS = frozenset(
         "prompts",  # of log-probabilities: enough to tell
         "scale",  # of log-probabilities: it is known what rounding makes
         "told",  # of log-probabilities: both sides tell what decides
+        "experts",  # of log-probabilities: rounding sends no token to other experts
     }
 )
 """Where one of these failed nothing better than low is left."""

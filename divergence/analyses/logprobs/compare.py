@@ -12,7 +12,7 @@ from divergence.analyses.logprobs.layers import joined, layers_of, with_layers
 from divergence.analyses.logprobs.measure import measure
 from divergence.analyses.logprobs.pairs import PromptPair, pair_runs, prompt_line
 from divergence.analyses.logprobs.pattern import pattern_of
-from divergence.analyses.logprobs.routed import expert_of
+from divergence.analyses.logprobs.routed import expert_of, has_experts
 from divergence.analyses.logprobs.sampled import are_drawn, decoding_line, of_drawn
 from divergence.analyses.logprobs.scale import scale_of
 from divergence.analyses.logprobs.sequences import facts_of
@@ -56,14 +56,15 @@ def report_on(
     if blocking:
         return _stopped(a, b, lines, blocking[0])
     scale = scale_of(a, b, floors)
-    pattern = pattern_of(pairs, scale)
+    experts = has_experts([a, b, *layers])
+    pattern = pattern_of(pairs, scale, experts=experts)
     result = measure(pairs, pattern, scale, a, b)
     if layers:
         shown = layers_of(pairs, with_layers(a, b, layers), progress)
         result = replace(result, layers=shown)
     result = replace(result, expert=expert_of(pairs, [a, b, *layers]))
     whole = a.manifest.complete and b.manifest.complete and not result.num_other
-    finding = find(result, pairs, pattern, scale, whole=whole)
+    finding = find(result, pairs, pattern, scale, whole=whole, experts=experts)
     if are_drawn(a, b):
         finding = of_drawn(finding, result.texts, pairs)
     if result.layers is not None:

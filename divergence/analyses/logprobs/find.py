@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from divergence.analyses.logprobs.doubts import FAULT, doubts_of
 from divergence.analyses.logprobs.pairs import PromptPair
-from divergence.analyses.logprobs.pattern import Pattern, beyond_of
+from divergence.analyses.logprobs.pattern import Pattern, beyond_of, typical_of
 from divergence.analyses.logprobs.scale import BY_DTYPE, NO_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import (
@@ -33,11 +35,13 @@ def find(
     scale: Scale,
     *,
     whole: bool,
+    experts: bool | None = False,
 ) -> Finding:
-    """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner."""
+    """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner.
+    ``experts``: has the model any? None where that is not told."""
     evidence = [*_facts(result, pattern, scale), *_rollout_facts(result)]
     finding = _of_numbers(result, pairs, scale) or _of_pattern(
-        result, pairs, pattern, scale, whole=whole
+        result, pairs, pattern, scale, whole=whole, experts=experts
     )
     return Finding(
         claim="logprobs", kind=finding.kind, summary=finding.summary, onset=finding.onset,
@@ -73,16 +77,21 @@ def _of_numbers(
 
 def _of_pattern(
     result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale, *,
-    whole: bool,
+    whole: bool, experts: bool | None,
 ) -> Finding:  # fmt: skip
     known = check("scale", scale.known, _why_unknown(scale))
-    beyond = _beyond(result, scale)
+    beyond = _beyond(result, pairs, scale, experts=experts)
+    dense = _dense(experts)
     prompts = _enough(pattern.shift.num_prompts)
     covered = check("coverage", whole, "not every token was scored by both sides")
     delta, spread = result.delta, _spread(pairs, scale)
     mean = decimal(delta.mean_abs) if delta else "-"
     text = f"mean |Δ log p| {mean} nats"
     explained = f"{decimal(scale.value)} ({scale.of})"
+    few_tokens = (
+        f"{count(len(pattern.odd), 'token')} of {delta.num_tokens if delta else 0:,} "
+        f"hold most of the difference; the others differ by {decimal(pattern.rest)} nats"
+    )
     if (expert := result.expert) is not None and expert.mean_abs > scale.value:
         return _finding(
             "localized",
@@ -94,7 +103,7 @@ def _of_pattern(
         )
     match pattern.name:
         case "nothing":
-            return _of_flips(result, pairs, known) or _of_texts(result)
+            return _of_flips(result, pairs, known, experts=experts) or _of_texts(result)
         case "few":
             far = "far " if pattern.far else ""
             return _finding(
@@ -115,14 +124,13 @@ def _of_pattern(
                 prompts,
                 onset=_onset(pattern.odd[0]),
             )
-        case "positions":
+        case "positions" if experts is False:
+            return _finding("localized", few_tokens, prompts, onset=_onset(pattern.odd[0]))
+        case "positions" if not experts or (delta and delta.mean_abs > scale.value):
             return _finding(
-                "localized",
-                f"{count(len(pattern.odd), 'token')} of {delta.num_tokens if delta else 0:,} "
-                f"hold most of the difference; the others differ by {decimal(pattern.rest)} nats",
-                prompts,
+                "undetermined", f"{few_tokens}; {_rerouted(experts)}", prompts, dense,
                 onset=_onset(pattern.odd[0]),
-            )
+            )  # fmt: skip
         case "growing":
             growth = pattern.growth or 0.0
             return _finding(
@@ -130,6 +138,7 @@ def _of_pattern(
                 f"the difference grows with the answer, {growth:.1f} times from its first "
                 "third to its last, as a wrong state makes it (cache, positions)",
                 prompts,
+                dense,
             )
         case "shifted":
             return _finding(
@@ -138,6 +147,7 @@ def _of_pattern(
                 "temperature or prompt, no precision",
                 prompts,
                 beyond,
+                dense,
             )
         case "everywhere":
             return _finding(
@@ -147,12 +157,15 @@ def _of_pattern(
                 "somewhere",
                 prompts,
                 beyond,
+                dense,
             )
-    if (flipped := _of_flips(result, pairs, known)) is not None:
+    if (flipped := _of_flips(result, pairs, known, experts=experts)) is not None:
         return flipped
     doubts = [doubt for doubt in doubts_of(result, pairs, pattern, scale) if doubt.state != "met"]
     if pattern.name == "equal" and result.num_flips == result.num_ended == 0:
         return _finding("identical", "all log-probabilities and tokens are equal", covered, *doubts)
+    if pattern.name == "positions":
+        doubts.insert(0, check("experts", False, f"{few_tokens}, and {_rerouted(experts)}"))
     ties = f"; {count(result.num_ties, 'prompt')} parted at ties" if result.num_ties else ""
     if num := result.num_flips - result.num_ties:
         ties += f"; {count(num, 'prompt')} parted, and whether at ties is not told"
@@ -171,16 +184,18 @@ def _of_pattern(
 
 
 def _of_flips(
-    result: LogprobsResult, pairs: Sequence[PromptPair], known: Check
+    result: LogprobsResult, pairs: Sequence[PromptPair], known: Check, *, experts: bool | None
 ) -> Finding | None:  # fmt: skip
-    """Answers that part where rounding does not."""
+    """Answers that part where rounding does not; where it may have sent a token to other experts,
+    no margin tells."""
     flip, num = result.first_difference, len({pair.prompt for pair in pairs})
     if flip is None or not result.num_faults:
         return None
+    parted = f"the answers to {count(result.num_faults, 'prompt')} part at a margin that rounding "
     return _finding(
-        "drift",
-        f"the answers to {count(result.num_faults, 'prompt')} part at a margin that rounding "
-        "does not flip",
+        "undetermined" if experts else "drift",
+        parted
+        + ("flips only where it sends a token to other experts" if experts else "does not flip"),
         known,
         _enough(num),
         onset=_onset((flip.sample, flip.position)),
@@ -224,13 +239,32 @@ def _share_of(same: int, of: int) -> str:
     return f"{sure}. Drawn answers (--answers 10, both sides) tell whether they part by chance"
 
 
-def _beyond(result: LogprobsResult, scale: Scale) -> Check:
+def _dense(experts: bool | None) -> Check:
+    """Is the model known to have no experts?"""
+    untold = "" if experts else ", and whether the model has any no side tells"
+    text = f"rounding moves tokens farther where it sends them to other experts{untold}"
+    return check("experts", experts is False, text, made=bool(experts))
+
+
+def _rerouted(experts: bool | None) -> str:
+    model = "such a model" if experts else "a model with experts (no side tells)"
+    return (
+        f"where scores of experts nearly tie, rounding sends a token of {model} elsewhere; a fault "
+        "of an expert looks the same. Runs with layers (--layers RUN) tell them apart"
+    )
+
+
+def _beyond(
+    result: LogprobsResult, pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | None
+) -> Check:
     """Is it known that rounding makes no more? A floor run tells of its own machine; on another one
     correct kernels may differ by what the widest dtype explains."""
     mean = result.delta.mean_abs if result.delta else 0.0
+    if experts is not False and result.delta:  # of the tail that other experts make, all but that
+        mean = typical_of(np.concatenate([np.abs(pair.delta) for pair in pairs]))
     if mean <= WIDEST and scale.of not in BY_DTYPE:
-        text = "no more than bfloat16 makes on another machine than the floor run's"
-        return check("scale", False, text)
+        whose = " on another machine than the floor run's" if scale.floor is not None else ""
+        return check("scale", False, f"no more than bfloat16 makes{whose}, of most tokens at least")
     text = "a side's dtype is not known" if scale.of.endswith(NO_DTYPE) else f"by {scale.of}"
     return check("scale", scale.known, text, made=scale.known)
 

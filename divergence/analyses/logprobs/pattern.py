@@ -9,8 +9,10 @@ claimed where the 99% interval of a paired bootstrap over prompts leaves 0 out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -19,7 +21,7 @@ from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.scale import FAR, WIDEST, Scale
 from divergence.numerics.resampling import LEAST_PROMPTS, Certainty, certainty_of
 
-__all__ = ["Pattern", "beyond_of", "pattern_of"]
+__all__ = ["Pattern", "beyond_of", "pattern_of", "typical_of"]
 
 PatternName = Literal[
     "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
@@ -27,6 +29,7 @@ PatternName = Literal[
 ]  # fmt: skip
 _ODD_PROMPT, _ODD_TOKEN = 8.0, 20.0
 _MOST_PROMPTS, _MOST_TOKENS = 1 / 3, 0.05
+_FAR_TOKEN = 4.0
 _LEAST_ANSWER = 12
 """Tokens of an answer whose beginning and end can be told apart."""
 _GROWS = 2.0
@@ -47,8 +50,11 @@ class Pattern:
     far: bool = False
 
 
-def pattern_of(pairs: Sequence[PromptPair], scale: Scale) -> Pattern:
-    """The first that holds, from the most particular to the most general."""
+def pattern_of(
+    pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | None = False
+) -> Pattern:
+    """The first that holds, from the most particular to the most general. ``experts``: has the
+    model any? None where that is not told."""
     held = [pair for pair in pairs if len(pair.delta)]
     sizes = [np.abs(pair.delta) for pair in held]
     shift = certainty_of(_by_prompt(held, [pair.delta.mean() for pair in held]))
@@ -73,6 +79,10 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale) -> Pattern:
         return Pattern(name="within", shift=shift, growth=growth)
     if not enough:
         return Pattern(name="few", shift=shift, growth=growth, far=far)
+    if experts is not False:
+        odd, rest = _tail(held, sizes, scale)
+        if odd:
+            return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     one_way = abs(shift.mean) >= 0.5 * mean and shift.excludes_zero
     if one_way or far:
         return Pattern(name="shifted", shift=shift, growth=growth, far=far)
@@ -115,13 +125,39 @@ def _odd_prompts(
 def _odd_tokens(
     held: Sequence[PromptPair], sizes: Sequence[np.ndarray], scale: Scale
 ) -> tuple[list[tuple[int, int]], float]:
-    """Tokens, few among all, that hold most of the difference."""
+    """Tokens, few among all, that hold most of the difference; none where a trusted machine shows
+    half as many."""
     together = np.concatenate(sizes)
-    bound = max(_ODD_TOKEN * float(np.median(together)), 4 * scale.value)
+    bound = max(_ODD_TOKEN * float(np.median(together)), _FAR_TOKEN * scale.value)
     out = together > bound
     share, weight = float(out.mean()), float(together[out].sum() / together.sum())
     if int(out.sum()) < 3 or share > _MOST_TOKENS or weight < 0.5:
         return [], 0.0
+    if share <= 2 * scale.usual_share(bound):
+        return [], 0.0
+    return _beyond(held, sizes, bound)
+
+
+def _tail(
+    held: Sequence[PromptPair], sizes: Sequence[np.ndarray], scale: Scale
+) -> tuple[list[tuple[int, int]], float]:
+    """Tokens far beyond rounding, any number, where most tokens of every prompt are within it."""
+    if typical_of(np.concatenate(sizes)) > scale.value:
+        return [], 0.0
+    if any(typical_of(size) > scale.value * (1 + 6 / np.sqrt(len(size))) for size in sizes):
+        return [], 0.0
+    return _beyond(held, sizes, _FAR_TOKEN * scale.value)
+
+
+def typical_of(size: np.ndarray) -> float:
+    """The mean |Δ| of normal deviations with the median of these: what a tail does not move."""
+    return float(np.median(size)) * math.sqrt(2 / math.pi) / NormalDist().inv_cdf(0.75)
+
+
+def _beyond(
+    held: Sequence[PromptPair], sizes: Sequence[np.ndarray], bound: float
+) -> tuple[list[tuple[int, int]], float]:
+    """Tokens that differ by more, the largest first; mean |Δ| of the others."""
     tokens = [
         (pair.sample, int(place), float(size))
         for pair, held_sizes in zip(held, sizes, strict=True)
@@ -129,7 +165,10 @@ def _odd_tokens(
         if size > bound
     ]
     tokens.sort(key=lambda item: -item[2])
-    return [(sample, place) for sample, place, _ in tokens], float(together[~out].mean())
+    together = np.concatenate(sizes)
+    return [(sample, place) for sample, place, _ in tokens], float(
+        together[together <= bound].mean()
+    )
 
 
 def _growth(held: Sequence[PromptPair], scale: Scale) -> tuple[float | None, bool]:

@@ -9,6 +9,7 @@ differ by less than a third.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import NormalDist
 
@@ -22,12 +23,30 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
 
-__all__ = ["expert_of"]
+__all__ = ["expert_of", "has_experts"]
 
 _LEVEL, _TIMES, _FEWEST = 0.01, 3.0, 5
 
 _Choices = dict[tuple[int, int], dict[str, frozenset[int]]]
 """(prompt, index of the token in its sequence) → of each block the experts it was sent to."""
+
+
+def has_experts(runs: Sequence[Run]) -> bool | None:
+    """Does the model route tokens to experts? None where no side tells: a server, a rollout."""
+    models = [
+        run.manifest for run in runs if run.manifest.model.config or run.manifest.plan.modules
+    ]
+    if not models:
+        return None
+    return any(
+        any(note.routed for note in manifest.plan.modules.values())
+        or any(_NUM_EXPERTS.search(key) and value for key, value in manifest.model.config.items())
+        for manifest in models
+    )
+
+
+_NUM_EXPERTS = re.compile(r"(^|[._])(num|n)_.*experts$|_num_experts$")
+"""As configurations call it: num_experts, num_local_experts, n_routed_experts, moe_num_experts."""
 
 
 def expert_of(pairs: Sequence[PromptPair], runs: Sequence[Run]) -> LogprobExpert | None:

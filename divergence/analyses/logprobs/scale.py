@@ -11,7 +11,9 @@ shows 4e-6 there and more where sums are longer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -34,10 +36,23 @@ FAR = 4.0
 
 
 class Scale:
-    """``known``: is it of these two sides? Else it is the widest that might be meant."""
+    """``known``: is it of these two sides? Else it is the widest that might be meant. ``floor``:
+    |Δ| of the floor runs' tokens, where such were named."""
 
-    def __init__(self, value: float, of: str, *, known: bool) -> None:
-        self.value, self.of, self.known = value, of, known
+    def __init__(
+        self, value: float, of: str, *, known: bool, floor: np.ndarray | None = None
+    ) -> None:
+        self.value, self.of, self.known, self.floor = value, of, known, floor
+
+    def usual_share(self, bound: float) -> float:
+        """Of a trusted machine's tokens, how many differ by more than ``bound``: at most (the upper
+        end of Wilson's 99% interval). 0 without floor runs."""
+        if self.floor is None:
+            return 0.0
+        num, z = len(self.floor), NormalDist().inv_cdf(0.99)
+        share, room = float((self.floor > bound).mean()), z * z / num
+        middle = share + room / 2
+        return (middle + z * math.sqrt((share * (1 - share) + room / 4) / num)) / (1 + room)
 
 
 def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
@@ -45,11 +60,12 @@ def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
     that is a compared one, or scored none of A's tokens."""
     if floors:
         together = np.concatenate([_from_floor(a, b, run) for run in floors])
-        value = THRESHOLDS.widen * float(np.abs(together).mean())
+        floor = np.abs(together)
+        value = THRESHOLDS.widen * float(floor.mean())
         name = "the floor run" if len(floors) == 1 else f"the {len(floors)} floor runs"
         if value > FAR * WIDEST:
             return Scale(value, f"{name}, farther off than any precision in use", known=False)
-        return Scale(max(value, 2.0**-20), name, known=True)
+        return Scale(max(value, 2.0**-20), name, known=True, floor=floor)
     dtypes = [_dtype(run) for run in (a, b)]
     told = [BY_DTYPE[dtype] for dtype in dtypes if dtype in BY_DTYPE]
     if len(told) == 2:

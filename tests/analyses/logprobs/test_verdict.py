@@ -16,7 +16,7 @@ CAUSES = {
     ),
     "an expert": (
         lambda s, n, v, r: v + (r.choice((-3, 3)) if r.random() < 0.02 else r.gauss(0, 0.02)),
-        "localized", "positions",
+        "undetermined", "positions",
     ),
     "a cache": (lambda s, n, v, r: v + r.gauss(0, 0.01 + n * 0.01), "drift", "growing"),
     "another model": (lambda s, n, v, r: v - abs(r.gauss(0.8, 0.5)), "systematic", "shifted"),

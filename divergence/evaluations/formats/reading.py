@@ -22,10 +22,14 @@ __all__ = [
 ]  # fmt: skip
 
 _LOWER = frozenset(
-    "bpb brier cer error errors loss mae mse nll perplexity ppl rmse ter wer".split()
+    "bpb brier cer distance divergence ece error errors failure failures hallucination hallucinations "
+    "kl latency loss mae mse ms nll perplexity ppl rmse seconds ter time toxicity violations wer "
+    "wrong".split()
 )
 _LOWER_NAMES = frozenset(("bits_per_byte",))
-_HIGHER = frozenset("acc accuracy correction detection f1 precision recall reduction".split())
+_HIGHER = frozenset(
+    "acc accuracy avoidance correction detection f1 free precision recall reduction".split()
+)
 """Words of metrics that are known to be better where they are lower, and of those that are not."""
 _WORD = re.compile(r"[a-z0-9]+")
 

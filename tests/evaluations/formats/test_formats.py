@@ -251,6 +251,7 @@ def test_parts_of_one_score_in_two_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("metric", "is_higher_better"),
     [("val_loss", False), ("WER (%)", False), ("word-perplexity", False), ("ppl_wikitext", False),
+     ("latency_ms", False), ("ece", False), ("error_free", True), ("exact_match", True),
      ("error-rate", False), ("bits_per_byte", False), ("Brier_Score", False), ("acc", True),
      ("error_detection_f1", True), ("lossless", True), ("filter_acc", True)],
 )  # fmt: skip

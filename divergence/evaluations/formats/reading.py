@@ -22,8 +22,8 @@ __all__ = [
 ]  # fmt: skip
 
 _LOWER = frozenset(
-    "bpb brier cer distance divergence ece error errors failures hallucinations kl latency loss mae "
-    "ms mse nll perplexity ppl rmse seconds ter toxicity violations wer wrong".split()
+    "bpb brier cer distance divergence ece error errors failures hallucinations kl latency loss "
+    "mae ms mse nll perplexity ppl rmse seconds ter toxicity violations wer wrong".split()
 )
 _LOWER_NAMES = frozenset(("bits_per_byte",))
 _HIGHER = frozenset(

@@ -39,7 +39,10 @@ def ask(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
 def _post(client: Client, caps: Capabilities, question: Question) -> ServerAnswer:
     protocol = PROTOCOLS[caps.protocol]
     body = protocol.request(replace(question, model=caps.model))
-    return protocol.answer(client.post(protocol.path, body))
+    answer = protocol.answer(client.post(protocol.path, body))
+    if None not in (answer.model, caps.answers_as) and answer.model != caps.answers_as:
+        raise EndpointError(f"{answer.model} answered, others were answered by {caps.answers_as}")
+    return answer
 
 
 def _by_steps(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:

@@ -61,6 +61,8 @@ class Capabilities:
     counts: bool = False
     forces: str | None = None
     tokenizes: Route | None = None
+    answers_as: str | None = None
+    """The model that an answer names, which behind a gateway may not be the one asked for."""
     lacks: tuple[str, ...] = field(default=())
 
     @property
@@ -72,8 +74,13 @@ class Capabilities:
             "top-k": str(self.num_top),
             "prompts scored": self.forces or "no",
             **({} if self.logprobs else {"units": "characters"}),
+            **({"answers as": self.answers_as} if self._is_other else {}),
             **({"lacks": "; ".join(self.lacks)} if self.lacks else {}),
         }
+
+    @property
+    def _is_other(self) -> bool:
+        return self.answers_as not in (None, self.model)
 
     def told(self) -> str:
         """For people, before anything is captured."""
@@ -84,6 +91,8 @@ class Capabilities:
             "scores of prompts" if self.forces not in (None, STEPS) else "",
         ]
         said = ", ".join(filter(None, given)) or "text alone"
+        if self._is_other:
+            said += f"; it answers as {self.answers_as}"
         return f"{self.server.kind} {self.server.version}, {self.protocol}: gives {said}"
 
 
@@ -140,7 +149,8 @@ def probe(
         server=server, model=model, protocol=name, extras=extras, logprobs=answer.has_logprobs,
         num_top=answer.num_top, token_ids=answer.has_ids, tokenizes=route,
         prompt_ids=told or question.ids is not None or route is not None,
-        counts=answer.num_prompt is not None, forces=_forces(client, protocol, question, answer),
+        counts=answer.num_prompt is not None, answers_as=answer.model,
+        forces=_forces(client, protocol, question, answer),
     )  # fmt: skip
     return dataclasses.replace(caps, lacks=_lacks(caps))
 

@@ -70,6 +70,8 @@ class ServerAnswer:
     num_prompt: int | None = None
     prompt: Sequence[Token] = ()
     finish: str | None = None
+    model: str | None = None
+    """Who answered, as the answer says."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -248,6 +250,7 @@ def _openai_answer(
         text=text, tokens=tokens, prompt_ids=prompt_ids,
         num_prompt=_id(_dict(response.get("usage")).get("prompt_tokens")),
         prompt=_prompt_of(_list(scored), prompt_ids), finish=choice.get("finish_reason"),
+        model=name if isinstance(name := response.get("model"), str) and name else None,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Stub:
         self.samples = False
         self.most_top = 20
         self.key: str | None = None
+        self.answers_as = ""
         self.speaks = "vllm"
         self.shorter = 0
         self.machine = 0
@@ -164,6 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
             found["choices"][0]["logprobs"]["token_logprobs"][1] = 0.7
         if trouble == "other tokenizer":
             found["choices"][0]["prompt_token_ids"] = [3, 3, 3]
+        if stub.answers_as or trouble == "other model":
+            found["model"] = "fallback" if trouble == "other model" else stub.answers_as
         data = json.dumps(found).encode()
         if trouble == "truncated":
             return self._send(200, data[: len(data) // 2])

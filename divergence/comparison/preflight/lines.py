@@ -25,6 +25,7 @@ from divergence.comparison.preflight.models import (
     tokenizer_cause,
     weight_causes,
 )
+from divergence.comparison.preflight.quantization import quantization_line
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, ModelIdentity, Switch
@@ -53,7 +54,7 @@ def preflight(
         *block_lines(a, b, names),
         _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
-        _same("quantization", str(ref.quantization or "none"), str(cand.quantization or "none")),
+        quantization_line(a, b),
         _prompt_ids(a, b),
         *_labels(a, b),
         _digests("tokenizer", ref.tokenizer_digest, cand.tokenizer_digest, tokenizer_cause(a, b)),

@@ -19,13 +19,13 @@ from divergence.comparison.preflight.models import (
     block_lines,
     config_line,
     match_parameters,
+    quantization_line,
     shape_of,
     tells_in_part,
     template_cause,
     tokenizer_cause,
     weight_causes,
 )
-from divergence.comparison.preflight.quantization import quantization_line
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, ModelIdentity, Switch

@@ -9,10 +9,10 @@ from divergence.comparison.results.findings import PreflightLine
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.provenance import Calibration, EngineNote
 
-__all__ = ["quantization_line"]
+__all__ = ["line_of_codes"]
 
 
-def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
+def line_of_codes(a: Manifest, b: Manifest) -> PreflightLine:
     """Schemes; of simulated ones the migration, the matrices kept, and the first calibrated scales
     that are not the other side's."""
     shown = [_with(str(m.model.quantization or "none"), _migration(m.engine)) for m in (a, b)]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from divergence.quantization.cache import CacheWatch, cache_of, caching_modules
+from divergence.quantization.cache import CacheWatch, cache_of, running_attention
 from divergence.quantization.linear import Watch, watchable
 from divergence.recording.hooks.patch import patched
 from divergence.run.schema.site import CODES, HEAD_CODES, escape_path
@@ -58,7 +58,8 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
                 stack.enter_context(patched(matrix, "watch", watch))
         cache = cache_of(model)
         if cache is not None:
-            of_layers = _told_by_layer(caching_modules(model), seen, quiet)
+            path_of = stack.enter_context(running_attention(model))
+            of_layers = _told_by_layer(path_of, seen, quiet)
             stack.enter_context(patched(cache, "watch", of_layers))
         stack.enter_context(_watched_library(model, seen, quiet))
         yield
@@ -72,14 +73,17 @@ def _told_apart(path: str, seen: Seen, quiet: Callable[[], Any]) -> Watch:
     return watch
 
 
-def _told_by_layer(paths: dict[int, str], seen: Seen, quiet: Callable[[], Any]) -> CacheWatch:
+def _told_by_layer(
+    path_of: Callable[[int], str | None], seen: Seen, quiet: Callable[[], Any]
+) -> CacheWatch:
     def watch(
         layer: int, what: str, codes: torch.Tensor, told: torch.Tensor
     ) -> torch.Tensor | None:
-        if layer not in paths:
+        path = path_of(layer)
+        if path is None:
             return None
         with quiet():
-            return _asked(seen, escape_path(paths[layer]), HEAD_CODES[what], codes, told)
+            return _asked(seen, escape_path(path), HEAD_CODES[what], codes, told)
 
     return watch
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from divergence.comparison.api import compare
 from divergence.errors import ModelError
@@ -175,6 +175,45 @@ def test_a_truth_of_weights_alone_multiplies_what_the_codes_stand_for(checkpoint
     x, y = (true.read(true.find(("free", 0, 0, f"{path}:{port}")))[0] for port in ("in", "out"))
     right = x @ (codes * stored[f"{path}.weight_scale"].double()).T
     assert float((y - right).norm() / right.norm()) < 1e-14
+
+
+def test_codes_that_become_other_weights_are_no_kernels_fault(checkpoint, tmp_path):
+    """One group's scale taken otherwise in memory: lost in bfloat16's rounding, and the escalated
+    pass has its weights from the codes, which are equal."""
+    pytest.importorskip("compressed_tensors")
+    path = "model.layers.1.mlp.down_proj"
+    run = capture(
+        checkpoint("w4a16"), out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False
+    )
+
+    def prepare(model):
+        model.get_submodule(path).weight.data[5, :16] *= 1.25
+
+    other = capture(like=run, out=tmp_path / "b", probe=False, escalate=True, prepare=prepare)
+    assert other.manifest.model.digests == run.manifest.model.digests
+    assert len(run.manifest.model.dequantized) == 21
+    verdict = compare(run, other).verdict
+    assert verdict.kind == "incomparable"
+    told = "the codes and scales are equal, and 1 of 21 modules are dequantised to other weights"
+    assert f"{told}: {path}" in verdict.evidence[0].text
+
+
+def test_other_scales_of_a_quantised_layer_are_no_training(checkpoint, tmp_path):
+    """They are named; a layer that was trained further has no codes."""
+    pytest.importorskip("compressed_tensors")
+    source = checkpoint("w4a16")
+    folder = tmp_path / "other"
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    tensors[name][5, 0] *= 1.25
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    run = capture(source, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    other = capture(folder, out=tmp_path / "b", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    verdict = compare(run, other).verdict
+    assert verdict.kind == "incomparable"
+    assert f"parameters differ: {name}" in verdict.evidence[0].text
+    assert "training" not in verdict.evidence[0].text
 
 
 # --- from configurations alone -------------------------------------------------------------------

@@ -343,7 +343,7 @@ def _trained(a: ModelIdentity, b: ModelIdentity) -> str | None:
     """Differing weights that all lie in one block, or are of few kinds in every block."""
     common = [name for name in a.digests if name in b.digests]
     different = [name for name in common if a.digests[name] != b.digests[name]]
-    if not different or len(different) == len(common):
+    if not different or len(different) == len(common) or a.quantization is not None:
         return None
     blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in different}
     if len(blocks) == 1 and "" not in blocks:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from divergence.comparison.results.findings import PreflightLine
-from divergence.run.schema.manifest import Manifest
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
+from divergence.run.schema.manifest import Manifest, ModelIdentity
 from divergence.run.schema.provenance import Calibration, EngineNote
 
-__all__ = ["line_of_codes"]
+__all__ = ["dequantized_otherwise", "line_of_codes"]
 
 
 def line_of_codes(a: Manifest, b: Manifest) -> PreflightLine:
@@ -25,6 +25,21 @@ def line_of_codes(a: Manifest, b: Manifest) -> PreflightLine:
         check="quantization", status="same" if shown[0] == shown[1] else "differs",
         reference=shown[0], candidate=shown[1],
     )  # fmt: skip
+
+
+def dequantized_otherwise(a: ModelIdentity, b: ModelIdentity) -> tuple[PreflightStatus, str] | None:
+    """Equal codes that became other weights on the two sides: no kernel ran yet. None where a side
+    does not tell, or dequantised into another dtype."""
+    if a.dtype != b.dtype:
+        return None
+    shared = [path for path in a.dequantized if path in b.dequantized]
+    names = [path for path in shared if a.dequantized[path] != b.dequantized[path]]
+    if not names:
+        return None
+    return "blocking", (
+        f"the codes and scales are equal, and {len(names)} of {len(shared)} modules are "
+        f"dequantised to other weights: {list_names(names)}"
+    )
 
 
 def _with(text: str, more: str) -> str:

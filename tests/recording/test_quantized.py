@@ -100,18 +100,30 @@ def test_codes_that_are_widened_on_loading_are_told(tiny_model, tmp_path):
     assert not run.manifest.quantizes_activations
 
 
-def test_a_missing_package_is_named(tiny_model, tmp_path):
-    """What reads the codes is not installed: the error says what to install."""
-    if importlib.util.find_spec("optimum") is not None:
-        pytest.skip("optimum is installed")
-    folder = tmp_path / "gptq"
+@pytest.mark.parametrize(
+    ("method", "package", "hint"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "optimum", "'optimum'"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "bitsandbytes", "'bitsandbytes",
+        ),
+    ],
+    ids=["gptq", "bitsandbytes"],
+)  # fmt: skip
+def test_a_missing_package_is_named(method, package, hint, tiny_model, tmp_path):
+    """What reads the codes is not installed: the error says what to install, and no option of
+    pip's."""
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    folder = tmp_path / "model"
     shutil.copytree(tiny_model("llama"), folder)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    config["quantization_config"] = method
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="optimum") as caught:
+    with pytest.raises(ModelError, match=package) as caught:
         capture(folder, out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1)
-    assert caught.value.hint == "pip install 'optimum'"
+    assert caught.value.hint.startswith(f"pip install {hint}")
 
 
 def test_codes_that_are_not_there_are_an_error(checkpoint, tmp_path):

@@ -7,15 +7,20 @@ looks at d:
 
 outliers    |d| > 1/2 + room · r · (|q| + rms): not the nearest code. A wrapped overflow, a lost
             zero point, a scale of another row.
-inward      the mean of -d · sign(q): 0 for rounding to nearest, 1/2 for a cast that cuts off.
-offset      the mean of d: 0; 1/2 for rounding down.
-scale       Σ d q / Σ q²: 0; 1/256 where 128 stands for 127.5.
+inward      the mean of -e · sign(q): 0 for rounding to nearest, 1/2 for a cast that cuts off.
+offset      the mean of e: 0; 1/2 for rounding down.
+scale       Σ e q / Σ q²: 0; 1/256 where 128 stands for 127.5.
 
-A mean may be off by chance, ``DEVIATIONS`` standard errors of single codes (1e-9 a look), and by
-two roundings of the scale, its own and that of the number it is made of: 2 u, in all rows alike
-where one channel is the largest of each. So in bfloat16 no scale is told that is less than 0.8%
-off. No mean below a tenth is looked at. Codes at the ends of the range are in no mean:
-what is cut off there has no rounding.
+e is the code less the one nearest to q, in the same steps, which of a right quantiser is 0 but
+where q lies on a tie. The mean of d is 0 only of numbers that spread over many codes: beside an
+outlier that takes the range, most are rounded to 0, d = -q, as if all were cut off; and a float's
+steps, and the end of the range, leave a rest of some 1/12 of a step in Σ d q.
+
+A mean may be off by chance, ``DEVIATIONS`` standard errors of single codes (1e-9 a look; of d, at
+least the 1/√12 of a number that is rounded anywhere), and by two roundings of the scale, its own
+and that of the number it is made of: 2 u, in all rows alike where one channel is the largest of
+each. So in bfloat16 no scale is told that is less than 0.8% off. No mean below a tenth is looked
+at. Codes at the ends of the range are in no mean: what is cut off there has no rounding.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ __all__ = ["DEVIATIONS", "CodeErrors", "CodeQuestion", "code_errors", "merged"]
 DEVIATIONS = 6.0
 _LEAST = 0.1
 _SCALE_ROUNDINGS = 2
+_ROUNDED = 1 / math.sqrt(12)
 
 What = Literal["outliers", "inward", "offset", "scale"]
 
@@ -66,11 +72,11 @@ class CodeErrors:
     offset: float
     inward: float
     squares: float
-    """Sums of d, -d · sign(q) and d²."""
+    """Sums of e, -e · sign(q) and d²."""
     product: float
     power: float
     size: float
-    """Sums of d q, q² and |q|."""
+    """Sums of e q, q² and |q|."""
     roundoff: float
     """u of the dtype that scales and quotients were computed in."""
 
@@ -80,7 +86,7 @@ class CodeErrors:
         if self.num_inner < 2 or not self.power:
             return looks
         n = self.num_inner
-        spread = math.sqrt(self.squares / n)
+        spread = max(math.sqrt(self.squares / n), _ROUNDED)
         scale = _SCALE_ROUNDINGS * self.roundoff
         limit = max(_LEAST, DEVIATIONS * spread / math.sqrt(n) + scale * self.size / n)
         looks.append(CodeQuestion("inward", self.inward / n, limit, n))
@@ -118,17 +124,17 @@ def code_errors(
     allowed = within + room * floor * (inside.abs() + rms) / step
     outliers = d.abs() > allowed
     inner = (q > low + 1) & (q < high - 1)
-    di, qi = d[inner], (q / step)[inner]
-    sign = qi.sign()
+    nearest = inside.to(codes.dtype).double() if codes.is_floating_point() else inside.round()
+    e, qi = ((code - nearest) / step)[inner], (q / step)[inner]
     return CodeErrors(
         num=q.numel(),
         num_inner=int(inner.sum()),
         num_outliers=int(outliers.sum()),
         farthest=float(d[outliers].abs().max()) if bool(outliers.any()) else 0.0,
-        offset=float(di.sum()),
-        inward=float(-(di * sign).sum()),
-        squares=float(di.square().sum()),
-        product=float((di * qi).sum()),
+        offset=float(e.sum()),
+        inward=float(-(e * qi.sign()).sum()),
+        squares=float(d[inner].square().sum()),
+        product=float((e * qi).sum()),
         power=float(qi.square().sum()),
         size=float(qi.abs().sum()),
         roundoff=roundoff,

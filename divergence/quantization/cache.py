@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
 
-__all__ = ["HELD", "CacheWatch", "QuantizedCache", "cache_of", "caching_modules"]
+__all__ = ["HELD", "CacheWatch", "QuantizedCache", "cache_of", "running_attention"]
 
 CacheWatch = Callable[[int, str, torch.Tensor, torch.Tensor], torch.Tensor | None]
 """(layer, ``k`` or ``v``, codes, what is recorded of them) → the codes to go on with, or None for
@@ -52,18 +53,25 @@ def cache_of(model: nn.Module) -> QuantizedCache | None:
     return held
 
 
-def caching_modules(model: nn.Module) -> dict[int, str]:
-    """By the layer's number in the cache: the path of the attention that fills it. Without those
-    numbers that several modules have, as in the two halves of an encoder-decoder."""
-    numbers = {
-        path: module.layer_idx
-        for path, module in model.named_modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-    }
-    innermost = {
-        path: number
-        for path, number in numbers.items()
-        if not any(other.startswith(f"{path}.") for other in numbers)
-    }
-    counts = Counter(innermost.values())
-    return {number: path for path, number in innermost.items() if counts[number] == 1}
+@contextlib.contextmanager
+def running_attention(model: nn.Module) -> Iterator[Callable[[int], str | None]]:
+    """Gives what tells, of a layer's number in a cache, the path of the attention that fills it:
+    the innermost module of that number that runs. Self- and cross-attention of one layer share a
+    number."""
+    running: list[tuple[str, int]] = []
+
+    def enters(path: str, number: int) -> Callable[..., None]:
+        return lambda *_: running.append((path, number))
+
+    def leaves(*_: Any) -> None:
+        running.pop()
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            number = getattr(module, "layer_idx", None)
+            if isinstance(number, int):
+                hook = module.register_forward_pre_hook(enters(path, number))
+                stack.callback(hook.remove)
+                hook = module.register_forward_hook(leaves, always_call=True)
+                stack.callback(hook.remove)
+        yield lambda layer: next((p for p, number in reversed(running) if number == layer), None)

@@ -105,7 +105,11 @@ class QuantizedWeight:
             told = codes
             if wide.dtype == torch.float64:  # before rounding: how near is a tie?
                 steps = torch.where(scale == 0, 1.0, scale)
-                told = (grouped(wide, scheme.activations) / steps).reshape(wide.shape)
+                told = grouped(wide, scheme.activations) / steps
+                if zero is not None:  # the range ends where it puts it
+                    low, high = scheme.activations.ends
+                    told = told.clamp(low - zero, high - zero)
+                told = told.reshape(wide.shape)
             given = self.watch(codes, told)
             codes = codes if given is None else given.to(codes)
         if self._is_whole():

@@ -20,7 +20,7 @@ from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of
-from divergence.recording.engines.engine import DEFAULT, given_options
+from divergence.recording.engines.engine import DEFAULT, given_options, recorded_options
 from divergence.recording.engines.load import Loading
 from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
 from divergence.recording.prompts import Prompt, padded_right_alone
@@ -33,7 +33,6 @@ from divergence.run.schema.site import LOGPROBS, ROOT, join_site
 from divergence.run.storage.location import Location
 from divergence.run.trust import (
     recorded_attention,
-    recorded_engine_options,
     recorded_revision,
     recorded_sites,
     recorded_source,
@@ -238,8 +237,7 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
     same_engine = options.engine in (None, engine.name)
     engine_options = engine.options if same_engine else {}
     given_values = given_options(options.engine_options)
-    kept = {key: value for key, value in engine_options.items() if key not in given_values}
-    kept = recorded_engine_options(kept)
+    kept = recorded_options(engine, given_values) if same_engine else {}
     options = replace(options, engine_options=kept | given_values)
     special: dict[str, tuple[Any, Callable[[Manifest], Any] | None]] = {
         "revision": (identity.revision, recorded_revision) if model is None else (None, None),

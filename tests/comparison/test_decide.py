@@ -297,6 +297,11 @@ def test_other_codes_explain_what_differs(kind):
             "W8A8: int8 weights per channel, asymmetric (by)",
             "A is W8A8 and B is W8A8 (asymmetric): ",
         ),
+        (
+            "scheme not known; not quantised: lm_head; dequantised when loaded (gguf)",
+            "none",
+            "A is quantised (gguf) and B is not quantised: ",
+        ),
     ],
 )
 def test_schemes_of_one_name_are_told_apart(one, other, said):

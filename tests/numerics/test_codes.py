@@ -94,3 +94,32 @@ def test_parts_add_up():
         whole.num, whole.num_inner, whole.num_outliers,
     )  # fmt: skip
     assert both.squares == pytest.approx(whole.squares)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("values", ["beside an outlier", "uniform", "repeated"])
+def test_how_numbers_are_spread_is_no_fault(kind, values):
+    """Most lie within a step of 0 where one takes the range; a uniform row has a hard end; tokens
+    repeat. Each is rounded to the nearest."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(2000, 256, generator=generator, dtype=torch.float64) * 2 - 1
+    if values == "beside an outlier":
+        x = x * 1e-2
+        x[:, 7] = 3.0
+    elif values == "repeated":
+        x = x[:3].repeat(700, 1)
+    most = 127 if kind == "int8" else 448
+    wanted = x / x.abs().amax(-1, keepdim=True) * most
+    own = wanted.round().to(torch.int8) if kind == "int8" else wanted.to(torch.float8_e4m3fn)
+    ends = {"ends": (-128.0, 127.0) if kind == "int8" else (-448.0, 448.0)}
+    assert beyond(own, wanted, torch.float32, **ends) == set()
+
+
+def test_one_flipped_code_is_no_scale():
+    """Without a truth the other machine's codes have no spread of their own."""
+    wanted = torch.ones(64, 64, dtype=torch.float64)
+    wanted[5, 3] = 90
+    other = wanted.clone()
+    other[5, 3] = 91
+    how = {"within": 1.0}
+    assert beyond(other.to(torch.int8), wanted, torch.float32, **how) == set()

@@ -144,3 +144,43 @@ def test_weights_that_are_not_finite_are_refused(folder, plain, tmp_path):
     save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError, match=r"model\.layers\.1\.mlp\.up_proj holds weights"):
         capture(str(broken), like=plain, out=tmp_path / "q", engine="quantize", probe=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations_per": "group:16"},
+        {"keep": "!lm_head,model.layers.0.mlp.down_proj,re:.*self_attn.(k|v)_proj"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_any_scheme_is_repeated_from_its_run(plain, tmp_path, options):
+    """No text of these options is ever opened as a file."""
+    run = quantised(plain, tmp_path / "q", scheme="w8a8", **options)
+    again = capture(like=run, out=tmp_path / "again", probe=False)
+    assert again.manifest.engine == run.manifest.engine
+    assert compare(run, again).verdict.kind == "identical"
+
+
+def test_numbers_beyond_calibrated_scales_are_cut_off_by_right_machines_too(folder, tmp_path):
+    """Static scales with a zero point: later tokens may lie beyond what calibration saw."""
+    from divergence.recording.engines import quantize as engine
+
+    own = engine.calibration_of
+
+    def calibration_of(*args):
+        found = own(*args)
+        for limits in found.limits.values():
+            limits[:] = [limits[0] / 4, limits[1] / 3]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "calibration_of", calibration_of)
+        run = capture(
+            folder, out=tmp_path / "q", engine="quantize",
+            engine_options={"scheme": "w8a8-static", "asymmetric": "activations"}, **WISHES,
+        )  # fmt: skip
+    again = capture(like=run, out=tmp_path / "again", probe=False, attn_implementation="sdpa")
+    verdict = compare(run, again, truth=truth(run, out=tmp_path / "truth")).verdict
+    assert verdict.side == "neither"
+    assert verdict.kind in ("within_floor", "identical")

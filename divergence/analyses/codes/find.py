@@ -24,7 +24,8 @@ from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
-from divergence.run.schema.site import CODES, HEAD_CODES, is_codes, module_of
+from divergence.run.schema.provenance import QuantizationNote
+from divergence.run.schema.site import CODES, HEAD_CODES, is_codes, module_of, starred
 from divergence.words import Side, SideOrBoth, letter
 
 if TYPE_CHECKING:
@@ -121,13 +122,26 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     if verdict.kind not in ("localized", "systematic", "drift") or verdict.confidence == "low":
         return []
     anchored = {site.site for site in measured.sites if site.pass_ == "anchored"}
-    seen = {site.rpartition(":")[2] for site in anchored if is_codes(site)}
-    notes = [run.manifest.model.quantization for run in (measured.reference, measured.candidate)]
+    coded = {starred(module_of(site)) for site in anchored if is_codes(site)}
+    ports = {site.rpartition(":")[2] for site in anchored if is_codes(site)}
     lacking = []
-    if any(note and note.has_coded_inputs for note in notes) and CODES not in seen:
-        lacking.append("activations")
-    if any(note and note.kv_cache for note in notes) and not seen & set(HEAD_CODES.values()):
-        lacking.append("keys and values")
+    for run in (measured.reference, measured.candidate):
+        note = run.manifest.model.quantization
+        if note is None:
+            continue
+        if note.has_coded_inputs and CODES not in ports:
+            lacking.append("activations")
+        elif note.has_coded_inputs and verdict.onset is not None:
+            block = verdict.onset.block
+            inside = [
+                path
+                for path in run.manifest.plan.modules
+                if block is not None and path.startswith(f"{block}.")
+            ]
+            lacking += _silent(note, coded, {starred(path) for path in inside})
+        if note.kv_cache is not None and not ports & set(HEAD_CODES.values()):
+            lacking.append("keys and values")
+    lacking = [*dict.fromkeys(lacking)]
     if not lacking:
         return []
     why = f"codes of {' and of '.join(lacking)} were not recorded: one that rounding flips looks "
@@ -138,6 +152,15 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
             evidence=[Evidence(text=why)],
         )
     ]  # fmt: skip
+
+
+def _silent(note: QuantizationNote, coded: set[str], inside: set[str]) -> Iterator[str]:
+    """Of the modules ``inside`` a block: what quantises its inputs and told no code, as stacked
+    experts do. A scheme's name may be that of a parameter."""
+    for scheme in note.schemes:
+        for name in scheme.modules if scheme.activations is not None else ():
+            if name not in coded and inside & {name, name.rpartition(".")[0]}:
+                yield f"what enters {name}"
 
 
 def _uncoded(measured: Measured) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from divergence.comparison.preflight.models import (
     block_lines,
     config_line,
     match_parameters,
+    quantization_line,
     shape_of,
     tells_in_part,
     template_cause,
@@ -45,7 +46,6 @@ def preflight(
     a, b = reference.manifest, candidate.manifest
     ref, cand = a.model, b.model
     here, there = a.environment, b.environment
-    computed = _dtype(a), _dtype(b)
     dtypes = "compared in the wider of the two" if ref.dtype != cand.dtype else None
     lines = [
         code_line(a, b),
@@ -53,7 +53,7 @@ def preflight(
         *block_lines(a, b, names),
         _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
-        _same("quantization", str(ref.quantization or "none"), str(cand.quantization or "none")),
+        quantization_line(a, b),
         _prompt_ids(a, b),
         *_labels(a, b),
         _digests("tokenizer", ref.tokenizer_digest, cand.tokenizer_digest, tokenizer_cause(a, b)),
@@ -62,7 +62,7 @@ def preflight(
             template_cause(a, b),
         ),
         _generated_ids(a, b),
-        _same("dtype", *computed, dtypes),
+        _same("dtype", _dtype(a), _dtype(b), dtypes),
         _same("attention", attention_of(a), attention_of(b)),
         _same("batch shape", shape_of(a), shape_of(b)),
         _engines(a, b),
@@ -209,8 +209,12 @@ def _weights_differ(
             f"{len(missing)} parameters were missing from the checkpoint and are random: "
             + list_names(missing)
         )
-    if a.digest == b.digest:
+    if a.digest == b.digest and a.dequantized == b.dequantized:
         return "same", detail
+    if a.digest == b.digest:
+        from divergence.comparison.preflight.quantization import dequantized_otherwise
+
+        return dequantized_otherwise(a, b) or ("same", detail)
     digested = bool(a.digests and b.digests)
     if a.quantization != b.quantization:
         return "differs", f"{_codes(a)} against {_codes(b)}: not the same model"

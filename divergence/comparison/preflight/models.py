@@ -32,8 +32,8 @@ from divergence.words import letter
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
-    "config_line", "first_difference", "match_parameters", "other_weights", "shape_of",
-    "tells_in_part", "template_cause", "tokenizer_cause", "weight_causes",
+    "config_line", "first_difference", "match_parameters", "other_weights", "quantization_line",
+    "shape_of", "tells_in_part", "template_cause", "tokenizer_cause", "weight_causes",
 ]  # fmt: skip
 
 _MAX_PREFIXES = 6  # pairs of prefixes that are tried, one after another
@@ -343,7 +343,7 @@ def _trained(a: ModelIdentity, b: ModelIdentity) -> str | None:
     """Differing weights that all lie in one block, or are of few kinds in every block."""
     common = [name for name in a.digests if name in b.digests]
     different = [name for name in common if a.digests[name] != b.digests[name]]
-    if not different or len(different) == len(common):
+    if not different or len(different) == len(common) or a.quantization is not None:
         return None
     blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in different}
     if len(blocks) == 1 and "" not in blocks:
@@ -388,3 +388,13 @@ def first_difference(a: str, b: str) -> str:
         dots = "…" if start else ""
         parts.append(repr(dots + part + ("…" if place + _CONTEXT < len(text) else "")))
     return f"from character {place} on: {parts[0]} against {parts[1]}"
+
+
+def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
+    """How each side is quantised."""
+    none = PreflightLine(check="quantization", status="same", reference="none", candidate="none")
+    if a.model.quantization is None is b.model.quantization:
+        return none
+    from divergence.comparison.preflight.quantization import line_of_codes
+
+    return line_of_codes(a, b)

@@ -209,7 +209,11 @@ def behind_rank(verdict: Verdict, rank: Onset | None) -> str:
 def schemes_apart(reference: str, candidate: str) -> tuple[str, str]:
     """How each side is quantised (a ``QuantizationNote`` in words, or ``none``), in a word: two of
     one name with what each alone has."""
-    names = [text.partition(": ")[0] for text in (reference, candidate)]
+    names = [
+        f"quantised ({text.rpartition(' (')[2]}" if text.startswith("scheme not known")
+        else text.partition(": ")[0]
+        for text in (reference, candidate)
+    ]  # fmt: skip
     if names[0] != names[1]:
         first, second = ("not quantised" if name == "none" else name for name in names)
         return first, second

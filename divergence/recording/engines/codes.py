@@ -44,14 +44,16 @@ class QuantizedCodes:
             for name, tensor in tensors.items():
                 yield f"{path}.{name}", tensor
 
-    def by_storage(self) -> dict[int, str]:
-        """Where each dequantised weight lies → its module."""
-        paths = {}
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Module → what its codes became."""
         for path, (module, _, _) in self._of.items():
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
-            paths[weight.untyped_storage().data_ptr()] = path
-        return paths
+            yield path, weight
+
+    def by_storage(self) -> dict[int, str]:
+        """Where each dequantised weight lies → its module."""
+        return {weight.untyped_storage().data_ptr(): path for path, weight in self.weights()}
 
     def exact(self, path: str, dtype: torch.dtype) -> torch.Tensor:
         """Code × scale, computed in ``dtype``."""

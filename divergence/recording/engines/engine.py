@@ -37,9 +37,11 @@ from divergence.run.schema.manifest import (
     SampleTokens,
 )
 from divergence.run.schema.site import did_you_mean
+from divergence.run.trust import recorded_engine_options
 
 __all__ = ["BUILT_IN", "DEFAULT", "QUANTIZE", "Engine", "EngineOptions", "Feature", "Loading",
-           "Session", "engine_named", "given_options", "options_for", "refuse_lacking"]  # fmt: skip
+           "Session", "engine_named", "given_options", "options_for", "recorded_options",
+           "refuse_lacking"]  # fmt: skip
 
 DEFAULT, QUANTIZE = "transformers", "quantize"
 BUILT_IN = {
@@ -59,6 +61,9 @@ Feature = Literal["anchor", "escalate", "whole", "operators", "plants", "batch",
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of an engine: bool, int, float, str, and ``X | None``."""
+
+    opens_files: ClassVar[bool] = True
+    """May a text be the name of a file? Those of a run are then taken only where they are none."""
 
 
 class Session(Protocol):
@@ -154,6 +159,14 @@ def engine_named(name: str, *, built_in_alone: bool = False) -> Engine:
         hint=f"name it yourself: --engine {name}" if name in points
         else did_you_mean(name, known, count=1) or f"one of {', '.join(known)}",
     )  # fmt: skip
+
+
+def recorded_options(note: EngineNote, given: Collection[str]) -> dict[str, EngineValue]:
+    """Options that a run names, but for those ``given`` here. Raises RunFormatError."""
+    kept = {key: value for key, value in note.options.items() if key not in given}
+    if note.name in BUILT_IN and not engine_named(note.name).Options.opens_files:
+        return kept
+    return recorded_engine_options(kept)
 
 
 def given_options(given: Sequence[str] | Mapping[str, EngineValue]) -> dict[str, EngineValue]:

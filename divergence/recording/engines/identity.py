@@ -104,6 +104,7 @@ def identify(
         digest=digest_many(digests),
         digests=digests,
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
+        dequantized=_dequantized(loaded),
         quantization=quantization_of(module, loaded.quantization),
         attn_implementation=getattr(config, "_attn_implementation", None),
         tokenizer_digest=tokenizer_digest(tokenizer),
@@ -135,6 +136,13 @@ def _stored(loaded: LoadedModel, *, whole: bool = False) -> Iterator[tuple[str, 
             yield name, tensor
     if codes is not None:
         yield from codes.stored()
+
+
+def _dequantized(loaded: LoadedModel) -> dict[str, str]:
+    """Equal codes and scales are multiplied to equal numbers on every machine."""
+    if loaded.codes is None or loaded.ranks is not None:
+        return {}
+    return {path: digest_tensor(weight.detach()) for path, weight in loaded.codes.weights()}
 
 
 def _portable_source(source: str) -> str:

@@ -360,7 +360,8 @@ def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
             hint="pip install 'divergence-debug[accelerate]', or leave out --device-map",
         )
     if isinstance(error, ImportError):
-        asked = re.search(r"pip install ['\"]?([\w.<>=\[\]-]+)", text)  # as of a quantised model
+        # as of a quantised model
+        asked = re.search(r"pip install (?:-\S+ )*['\"]?(\w[\w.<>=\[\]-]*)", text)
         by_itself = f"importing {error.name or 'transformers'} by itself shows why it fails"
         return ModelError(
             f"cannot load {source!r}: {first_line(error, most=300)}",

@@ -51,6 +51,7 @@ __all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "q
 class QuantizeOptions(EngineOptions, frozen=True, kw_only=True):
     """Which scheme, and what is left out of it."""
 
+    opens_files: ClassVar[bool] = False
     scheme: str = "w8a8"
     smooth: float | None = None
     """α of SmoothQuant's migration of outliers."""

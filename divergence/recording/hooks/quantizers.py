@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from divergence.quantization.cache import CacheWatch, cache_of, caching_modules
+from divergence.quantization.cache import CacheWatch, cache_of, running_attention
 from divergence.quantization.linear import Watch, watchable
 from divergence.recording.hooks.patch import patched
 from divergence.run.schema.site import CODES, HEAD_CODES, escape_path
@@ -58,7 +58,8 @@ def watched(model: torch.nn.Module, seen: Seen, quiet: Callable[[], Any]) -> Ite
                 stack.enter_context(patched(matrix, "watch", watch))
         cache = cache_of(model)
         if cache is not None:
-            of_layers = _told_by_layer(caching_modules(model), seen, quiet)
+            path_of = stack.enter_context(running_attention(model))
+            of_layers = _told_by_layer(path_of, seen, quiet)
             stack.enter_context(patched(cache, "watch", of_layers))
         stack.enter_context(_watched_library(model, seen, quiet))
         yield
@@ -72,14 +73,17 @@ def _told_apart(path: str, seen: Seen, quiet: Callable[[], Any]) -> Watch:
     return watch
 
 
-def _told_by_layer(paths: dict[int, str], seen: Seen, quiet: Callable[[], Any]) -> CacheWatch:
+def _told_by_layer(
+    path_of: Callable[[int], str | None], seen: Seen, quiet: Callable[[], Any]
+) -> CacheWatch:
     def watch(
         layer: int, what: str, codes: torch.Tensor, told: torch.Tensor
     ) -> torch.Tensor | None:
-        if layer not in paths:
+        path = path_of(layer)
+        if path is None:
             return None
         with quiet():
-            return _asked(seen, escape_path(paths[layer]), HEAD_CODES[what], codes, told)
+            return _asked(seen, escape_path(path), HEAD_CODES[what], codes, told)
 
     return watch
 
@@ -111,10 +115,10 @@ def _watched_library(
             if path is None or port is None or not value.numel():
                 return result
             with quiet():
-                scale = _scale(library, module, value, base_name, args)
+                scale, zero = _scale(library, module, value, base_name, args)
                 if not _are_codes(result, scale, args):
                     return result
-                given = _asked(seen, path, port, *_codes(value, result, scale, args))
+                given = _asked(seen, path, port, *_codes(value, result, scale, zero, args))
                 if given is None:
                     return result
                 codes = given.to(device=value.device, dtype=scale.dtype)
@@ -145,26 +149,36 @@ def _asked(
 
 def _scale(
     library: Any, module: Any, value: torch.Tensor, base_name: str, args: Any
-) -> torch.Tensor:
-    """As the library takes it: of these values, or the module's own."""
-    scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As the library takes them: of these values, or the module's own. The zero point is None for
+    symmetric codes."""
     if args.dynamic is False:
-        scale = getattr(module, f"{base_name}_scale")
+        scale, zero = (getattr(module, f"{base_name}_{n}", None) for n in ("scale", "zero_point"))
+        assert scale is not None
     else:
-        scale, _ = library.compute_dynamic_scales_and_zp(value=value, args=args, module=module)
-    return scale
+        scale, zero = library.compute_dynamic_scales_and_zp(value=value, args=args, module=module)
+    return scale, None if args.symmetric else zero
 
 
 def _codes(
-    value: torch.Tensor, result: torch.Tensor, scale: torch.Tensor, args: Any
+    value: torch.Tensor,
+    result: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    args: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes less their zero point, as what came of them tells; and what is recorded of them.
 
     A zero point is an integer and a choice of its own: with it a tie in one number would move the
     codes of a whole row."""
     codes = _nearest(_in_steps(result, scale, args), args)
-    exact = value.dtype == torch.float64
-    return codes, _by_scale(torch.div, value, scale, args) if exact else codes
+    if value.dtype != torch.float64:
+        return codes, codes
+    told = _by_scale(torch.div, value, scale, args)
+    if zero is not None and args.group_size is None:  # the range ends where it puts it
+        half = 2 ** (args.num_bits - 1)
+        told = told.clamp(-half - zero.to(told), half - 1 - zero.to(told))
+    return codes, told
 
 
 def _are_codes(result: torch.Tensor, scale: torch.Tensor, args: Any) -> bool:

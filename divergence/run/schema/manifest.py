@@ -83,6 +83,8 @@ class ModelIdentity(_Strict, kw_only=True):
     rounded_digests: dict[str, str] = {}
     """By narrower dtype: the overall digest of the same weights rounded to it. So a float32 run and
     a bfloat16 run of one checkpoint can be recognised as such."""
+    dequantized: dict[str, str] = {}
+    """Of modules whose codes were dequantised as they were loaded: the digest of the weight."""
     quantization: QuantizationNote | None = None
     attn_implementation: str | None = None
     tokenizer_digest: str | None = None

@@ -137,3 +137,20 @@ def test_an_input_that_one_side_does_not_quantise_gets_no_codes_of_the_other(tin
     assert not [record for record in b.records if record.site == f"{PATH}:{CODES}"]
     said = f"B makes no codes of what enters {PATH} in 4 of 4 forwards"
     assert any(fact.text.startswith(said) for fact in verdict.evidence)
+
+
+def test_codes_that_experts_keep_to_themselves_leave_their_block_unsure(tiny_model, tmp_path):
+    """Stacked experts quantise what enters them and tell no codes; beside them attention does. One
+    that rounding flips is one token's error, as a fault's would be."""
+    a = capture(
+        tiny_model("mixtral", dtype="float32", num_blocks=2), out=tmp_path / "a",
+        prompts=PROMPTS[:1], max_new_tokens=1, probe=False, engine="quantize",
+        engine_options={"scheme": "w8a8"},
+    )  # fmt: skip
+    plant = "model.layers.1.mlp.experts:out=scale:1.01"
+    b = capture(like=a, out=tmp_path / "b", probe=False, plants=[plant])
+    verdict = compare(a, b, truth=truth(a, out=tmp_path / "truth")).verdict
+    assert (verdict.kind, verdict.onset.block) == ("localized", "model.layers.1")
+    assert (verdict.confidence, verdict.side) == ("low", None)
+    said = "what enters model.layers.*.mlp.experts.gate_up_proj were not recorded"
+    assert any(said in fact.text for fact in verdict.evidence)

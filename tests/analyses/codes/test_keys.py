@@ -84,3 +84,55 @@ def test_the_attention_that_caches_is_no_quantised_matrix(runs):
     assert note.name == "W8A8 + KV8"
     assert [scheme.num_modules for scheme in note.schemes] == [21]
     assert note.kept == ["lm_head"]
+
+
+@pytest.fixture(scope="module")
+def halves(tiny_model, tmp_path_factory):
+    """A run of an encoder-decoder under ``kv8``, prompts in one batch, and its truth."""
+    folder = tmp_path_factory.mktemp("t5")
+    a = capture(
+        tiny_model("t5", dtype="float32"), out=folder / "a", prompts=PROMPTS, max_new_tokens=3,
+        batch=True, probe=False, engine="quantize", engine_options={"scheme": "kv8"},
+    )  # fmt: skip
+    return a, truth(a, out=folder / "truth")
+
+
+def test_self_and_cross_attention_of_a_layer_are_told_apart(halves, tmp_path):
+    """Both fill a cache under one number; the encoder's keys are quantised once, in the prefill."""
+    a, exact = halves
+    steps = {
+        name: {r.step for r in a.records if r.site == f"{SECOND}.{name}:{HEAD_CODES['k']}"}
+        for name in ("layer.0.SelfAttention", "layer.1.EncDecAttention")
+    }
+    assert steps == {"layer.0.SelfAttention": {0, 1, 2}, "layer.1.EncDecAttention": {0}}
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa", probe=False)
+    verdict = compare(a, b, truth=exact).verdict
+    assert (verdict.kind, verdict.side) == ("within_floor", "neither")
+
+
+SECOND = "decoder.block.1"
+
+
+@pytest.mark.parametrize("name", ["layer.0.SelfAttention", "layer.1.EncDecAttention"])
+def test_a_wrong_quantiser_of_one_of_them_is_named(halves, name, tmp_path, monkeypatch):
+    """A cast that cuts off, where this attention fills the cache."""
+    from divergence.quantization import cache
+
+    a, exact = halves
+    own, wrong, inside = cache.codes_of, f"{SECOND}.{name}", [False]
+
+    def codes_of(x, quantizer, scale, zero=None):
+        if not inside[0]:
+            return own(x, quantizer, scale, zero)
+        return (x / torch.where(scale == 0, 1.0, scale)).trunc().to(torch.int8)
+
+    def prepare(model):
+        module = model.get_submodule(wrong)
+        module.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+        module.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+
+    monkeypatch.setattr(cache, "codes_of", codes_of)
+    b = capture(like=a, out=tmp_path / "b", probe=False, prepare=prepare)
+    verdict = compare(a, b, truth=exact).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("localized", "candidate", "high")
+    assert verdict.onset.site == f"{wrong}:{HEAD_CODES['k']}"

@@ -6,9 +6,16 @@ import msgspec
 import pytest
 
 from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.results.findings import schemes_apart
 from divergence.recording.api import capture
 from divergence.run.reader import Run
-from divergence.run.schema.provenance import QuantizationNote, QuantizedNumbers, QuantizedScheme
+from divergence.run.schema.provenance import (
+    Calibration,
+    EngineNote,
+    QuantizationNote,
+    QuantizedNumbers,
+    QuantizedScheme,
+)
 
 
 def note(bits):
@@ -54,3 +61,62 @@ def test_a_dtype_does_not_hide_it(plain):
     """Codes beside float16 are no other rounding of float32 weights."""
     lines = {one.check: one for one in preflight(plain, quantised(plain, 8, dtype="float16"))}
     assert "not the same model" in lines["weights"].detail
+
+
+def simulated(plain, kept="lm_head", calibration=None, **options):
+    """The same run, as if a scheme had been simulated on its model."""
+    run = Run.open(plain.path)
+    numbers = QuantizedNumbers(kind="int", bits=8, per="channel")
+    scheme = QuantizedScheme(weights=numbers)
+    note = QuantizationNote(method="simulated", schemes=[scheme], kept=["h.*"])
+    run.manifest.model = msgspec.structs.replace(run.manifest.model, quantization=note)
+    run.manifest.engine = EngineNote(
+        name="quantize", version="5", options=options, facts={"kept": kept},
+        calibration=None if calibration is None else Calibration(num_tokens=9, **calibration),
+    )  # fmt: skip
+    return run
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (
+            {"smooth": None}, {"smooth": 0.5},
+            ("W8A16", "W8A16 (scales migrated by alpha 0.5)"),
+        ),
+        (
+            {"kept": "h.1"}, {"kept": "h.2"},
+            ("W8A16 (kept: h.1)", "W8A16 (kept: h.2)"),
+        ),
+        (
+            {"calibration": {"limits": {"h.1": [-1.5, 2.0], "h.2": [0, 1.0]}}},
+            {"calibration": {"limits": {"h.1": [-1.5, 2.25], "h.2": [0, 1.5]}}},
+            (
+                "W8A16 (static range of h.1 -1.5 to 2 and 1 more)",
+                "W8A16 (static range of h.1 -1.5 to 2.25 and 1 more)",
+            ),
+        ),
+        (
+            {"calibration": {"scales": {"h.norm": [1.0, 0.5, 3.0]}}},
+            {"calibration": {"scales": {"h.norm": [1.0, 0.25, 3.0]}}},
+            (
+                "W8A16 (migrated scales of h.norm 0.5 at channel 1)",
+                "W8A16 (migrated scales of h.norm 0.25 at channel 1)",
+            ),
+        ),
+    ],
+    ids=["migration", "kept", "static", "migrated"],
+)  # fmt: skip
+def test_other_scales_of_one_simulated_scheme_are_another_model(plain, a, b, said):
+    """Migration and calibration stand in no note of the model, and starred names hide which block
+    was kept: nothing that they change is a machine's."""
+    lines = {line.check: line for line in preflight(simulated(plain, **a), simulated(plain, **b))}
+    line = lines["quantization"]
+    assert line.status == "differs"
+    assert schemes_apart(line.reference, line.candidate) == said
+
+
+def test_the_same_simulated_scheme_is_the_same(plain):
+    same = {"calibration": {"limits": {"h.1": [-1.5, 2.0]}}, "smooth": 0.5, "scheme": "w8a16"}
+    lines = {line.check: line for line in preflight(*(simulated(plain, **same) for _ in "ab"))}
+    assert lines["quantization"].status == "same"

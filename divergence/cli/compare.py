@@ -363,7 +363,9 @@ def _matrix_code(matrix: Matrix, *, asked: bool) -> int:
     return 1 if 1 in codes else max(codes)
 
 
-def show_report(report: Report, output: Output, *, every: bool = False, more: str = "-v") -> None:
+def show_report(
+    report: Report, output: Output, *, every: bool = False, more: str = "add -v"
+) -> None:
     """The report in the form that was asked for. ``more``: what shows the rest of it."""
     from divergence.layout import print_lines
     from divergence.report.screen import screen_lines

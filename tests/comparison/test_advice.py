@@ -197,3 +197,16 @@ def test_places_beside_archives_and_urls(llama, tmp_path):
         advice = Advice(run, there)
         assert f" {place} -o {folder}-localized " in advice.into_block(BLOCK)[0]
         assert f" -o {folder}-repro " in advice.operator("x", "x", "candidate")[0]
+
+
+def test_two_other_experiments_are_made_one(tiny_model, llama, tmp_path, capsys):
+    """A's tokens and model again on B's machine; a comparison that means nothing stands last."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    other = str(tiny_model("llama", seed=1, dtype="bfloat16"))
+    b = capture(other, out=tmp_path / "b", prompts=[PROMPT[:9]], max_new_tokens=1, probe=False)
+    report = compare(a, b)
+    assert report.verdict.kind == "incomparable"
+    *steps, force = report.verdict.next
+    assert "with A's model" in steps[0] and " --force " in force
+    alike = msgspec.structs.replace(report.verdict, next=steps)
+    assert follow(msgspec.structs.replace(report, verdict=alike), capsys).startswith("IDENTICAL")

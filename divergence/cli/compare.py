@@ -14,6 +14,7 @@ from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output, Quiet, Verbose
 from divergence.options.option import Option, fields_of
+from divergence.run.command import command_line
 from divergence.words import printable
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def view(
             hint=('pip install "divergence-debug[tui]"', "or print it: divergence compare A B -v"),
         ) from error
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        hint = "to print it: divergence compare A B -v"
+        hint = f"to print it: {command_line('compare', reference, candidate or 'B', v=True)}"
         raise UsageError("view needs a terminal, and this is a pipe or a file", hint=hint)
 
     from divergence.comparison.api import compare

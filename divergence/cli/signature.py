@@ -140,7 +140,7 @@ def _in_order(parameters: list[_Parameter]) -> list[inspect.Parameter]:
             names = [before.name for before in ordered]
             ordered.insert(names.index(option.after) + 1, parameter)
     panels = {parameter.name: option.panel for option, parameter in parameters}
-    return sorted(ordered, key=lambda one: _LATE.get(panels[one.name] or "", 0))
+    return sorted(ordered, key=lambda shown: _LATE.get(panels[shown.name] or "", 0))
 
 
 def _given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def compare(
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
         report = replaced(report, notes=[*report.notes, *notes])
-    return _of_one_run(report)
+    return _of_one_run(_of_a_truth(report, a, b))
 
 
 def measure_runs(
@@ -209,6 +209,17 @@ def _of_one_run(report: Report) -> Report:
         next_command=command_line("capture", like=report.reference.path, o="NEW"),
     )
     return replaced(report, verdict=verdict)
+
+
+def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
+    """The report, where one side is a truth: it judges other runs, and none is captured like it."""
+    truths = [run.manifest.settings.compute_dtype is not None for run in (a, b)]
+    if truths[0] == truths[1]:
+        return report
+    pair, truth = (("RUN", b.path), a.path) if truths[0] else ((a.path, "OTHER"), b.path)
+    note = "a truth judges two runs, RUN being the one that it repeats" if truths[0] else ""
+    judged = command_line("compare", *pair, truth=truth, note=note)
+    return replaced(report, verdict=replaced(report.verdict, next=[judged]))
 
 
 def _incomparable(

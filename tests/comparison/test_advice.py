@@ -210,3 +210,14 @@ def test_two_other_experiments_are_made_one(tiny_model, llama, tmp_path, capsys)
     assert "with A's model" in steps[0] and " --force " in force
     alike = msgspec.structs.replace(report.verdict, next=steps)
     assert follow(msgspec.structs.replace(report, verdict=alike), capsys).startswith("IDENTICAL")
+
+
+def test_a_truth_given_for_a_run_is_told_what_it_is_for(llama, tmp_path):
+    """Nothing is captured like a truth, and none is made of one: such commands end in an error."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    faulty = capture(like=a, out=tmp_path / "b", plants=[f"{BLOCK}.mlp:out=scale:1.5"], probe=False)
+    truth = make_truth(a, out=tmp_path / "truth")
+    (command,) = compare(a, truth).verdict.next
+    assert command == f"divergence compare {a.path} OTHER --truth {truth.path}"
+    (command,) = compare(truth, faulty).verdict.next
+    assert command.startswith(f"divergence compare RUN {faulty.path} --truth {truth.path}   # ")

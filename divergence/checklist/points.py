@@ -13,7 +13,7 @@ from divergence.checklist.pair import CheckedPair, both, in_both, logits_held, s
 from divergence.checklist.result import Point, PointName, PointState
 from divergence.comparison.results.findings import list_names
 from divergence.run.schema.manifest import Manifest
-from divergence.words import printable
+from divergence.words import HEADLINES, printable
 
 __all__ = ["points_of"]
 
@@ -207,4 +207,4 @@ def _logprob_diff(pair: CheckedPair) -> Said:
     if not pair.diverged or (pair.sampled and not pair.claims("drift")):
         return "pass", "; ".join([*parts, "no more than rounding explains"])
     assert pair.verdict is not None
-    return "fail", "; ".join([*parts, f"compare says {pair.verdict.kind}"])
+    return "fail", "; ".join([*parts, f"compare says {HEADLINES[pair.verdict.kind]}"])

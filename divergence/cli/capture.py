@@ -37,7 +37,7 @@ def capture(
             "--like RUN",
             "Do again what RUN did: its tokens, sites and settings, on this machine.",
             REPEATING,
-            after="repeat",
+            after="chat",
         ),
     ] = None,
     model_copy: Annotated[

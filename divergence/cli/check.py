@@ -129,6 +129,7 @@ def check(
         with sinks.fence():
             if report is not None:
                 show_report(report, output)
+                error.where = error.hint = None  # the screen says both
             if sinks.summary is None:
                 raise
             show(f"error: {error}")

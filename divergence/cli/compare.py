@@ -14,6 +14,7 @@ from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output, Quiet, Verbose
 from divergence.options.option import Option, fields_of
+from divergence.run.command import command_line
 from divergence.words import printable
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def view(
             hint=('pip install "divergence-debug[tui]"', "or print it: divergence compare A B -v"),
         ) from error
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        hint = "to print it: divergence compare A B -v"
+        hint = f"to print it: {command_line('compare', reference, candidate or 'B', v=True)}"
         raise UsageError("view needs a terminal, and this is a pipe or a file", hint=hint)
 
     from divergence.comparison.api import compare
@@ -363,7 +364,9 @@ def _matrix_code(matrix: Matrix, *, asked: bool) -> int:
     return 1 if 1 in codes else max(codes)
 
 
-def show_report(report: Report, output: Output, *, every: bool = False, more: str = "-v") -> None:
+def show_report(
+    report: Report, output: Output, *, every: bool = False, more: str = "add -v"
+) -> None:
     """The report in the form that was asked for. ``more``: what shows the rest of it."""
     from divergence.layout import print_lines
     from divergence.report.screen import screen_lines

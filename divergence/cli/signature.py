@@ -23,12 +23,14 @@ import typer
 
 from divergence.cli.answers import ARGUMENTS, VERBOSE
 from divergence.errors import UsageError
-from divergence.options.commands import Output
+from divergence.options.commands import OUTPUT, SERVER, Output
 from divergence.options.option import Option, Options, fields_of, parted, text_type
+from divergence.options.train import TRAINING
 from divergence.run.command import quoted_words
 
 __all__ = ["help_of", "settings", "typer_command"]
 
+_LATE = {SERVER: 1, TRAINING: 2, OUTPUT: 3}
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Parameter = tuple[Option, inspect.Parameter]
 
@@ -130,13 +132,15 @@ def _parameter(name: str, type_: Any, default: Any, option: Option) -> _Paramete
 
 
 def _in_order(parameters: list[_Parameter]) -> list[inspect.Parameter]:
-    """As help shows them: an option that is to follow another one stands behind it."""
+    """As help shows them: an option that is to follow another one stands behind it, and the panels
+    that few look for stand behind those that all do."""
     ordered = [parameter for option, parameter in parameters if option.after is None]
     for option, parameter in parameters:
         if option.after is not None:
             names = [before.name for before in ordered]
             ordered.insert(names.index(option.after) + 1, parameter)
-    return ordered
+    panels = {parameter.name: option.panel for option, parameter in parameters}
+    return sorted(ordered, key=lambda shown: _LATE.get(panels[shown.name] or "", 0))
 
 
 def _given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:

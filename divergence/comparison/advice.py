@@ -213,11 +213,14 @@ class Advice:
         """The tensor itself, on both sides."""
         return [command_line("inspect", path, site=site) for path in (self._a, self._b)]
 
-    def force(self) -> list[str]:
-        """Measure in spite of a blocking difference."""
-        return [command_line("compare", self._a, self._b, force=True, note="measure all the same")]
+    def made_alike(self, other_model: bool) -> list[str]:
+        """Of two runs that are not comparable: one that is, or measuring them all the same."""
+        note = f"{_ON_CANDIDATE}, with A's model (--model PATH if it lies elsewhere)"
+        force = command_line("compare", self._a, self._b, force=True, note="measure all the same")
+        again = self.alike(note=note) if other_model else self.alike()
+        return [again, command_line("compare", self._a, beside(self._b, "-like")), force]
 
-    def alike(self) -> str:
+    def alike(self, *, note: str = _ON_CANDIDATE) -> str:
         """The candidate once more, on the reference's tokens and by its settings: nothing of the
         candidate's own is left but its processes, and where it has the same model."""
         a, b = self._reference.model, self._candidate.model
@@ -225,7 +228,7 @@ class Advice:
         model = b.source if same and a.source != b.source else None
         return _capture(
             self._candidate, like=self._a, o=beside(self._b, "-like"), model=model,
-            **_mesh(self._candidate), note=_ON_CANDIDATE,
+            **_mesh(self._candidate), note=note,
         )  # fmt: skip
 
     def _localize(self, **options: Any) -> str:

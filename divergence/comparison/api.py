@@ -25,7 +25,7 @@ from divergence.comparison.analysis import (
     without_sites,
 )
 from divergence.comparison.decide import decide, explained, of_one_run
-from divergence.comparison.measure.pipeline import measured_on
+from divergence.comparison.measure.pipeline import measured_where_asked
 from divergence.comparison.measure.runs import measure, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
@@ -43,6 +43,7 @@ __all__ = ["compare", "measure_runs", "report_on"]
 
 
 @collect_garbage_rarely()
+@measured_where_asked
 def compare(
     reference: str | Path | Run,
     candidate: str | Path | Run | None = None,
@@ -73,13 +74,7 @@ def compare(
     common, and UsageError for a truth or a floor that belongs to other runs, or for a single run
     without a whole pass.
     """
-    floor, device = one_or_more(floor), str(device)
-    if device != "cpu":
-        with measured_on(device):
-            return compare(
-                reference, candidate, force=force, name_map=name_map, truth=truth, floor=floor,
-                layers=layers, thresholds=thresholds, progress=progress,
-            )  # fmt: skip
+    floor = one_or_more(floor)
     check_thresholds(thresholds)
     a = opened(reference)
     if candidate is None:
@@ -125,7 +120,7 @@ def compare(
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
         report = replaced(report, notes=[*report.notes, *notes])
-    return _of_one_run(report)
+    return _of_one_run(_of_a_truth(report, a, b))
 
 
 def measure_runs(
@@ -216,6 +211,17 @@ def _of_one_run(report: Report) -> Report:
     return replaced(report, verdict=verdict)
 
 
+def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
+    """The report, where one side is a truth: it judges other runs, and none is captured like it."""
+    truths = [run.manifest.settings.compute_dtype is not None for run in (a, b)]
+    if truths[0] == truths[1]:
+        return report
+    pair, truth = (("RUN", b.path), a.path) if truths[0] else ((a.path, "OTHER"), b.path)
+    note = "a truth judges two runs, RUN being the one that it repeats" if truths[0] else ""
+    judged = command_line("compare", *pair, truth=truth, note=note)
+    return replaced(report, verdict=replaced(report.verdict, next=[judged]))
+
+
 def _incomparable(
     a: Run, b: Run, lines: list[PreflightLine], blocking: list[PreflightLine]
 ) -> Report:
@@ -234,6 +240,8 @@ def _incomparable(
             Evidence(text=f"{line.check}: {text}")
             for line, text in zip(blocking, texts, strict=True)
         ],
-        next=Advice(a, b).force(),
+        next=Advice(a, b).made_alike(
+            other_model=any(line.check != "prompt ids" for line in blocking)
+        ),
     )
     return report_of(a, b, finding, Coverage(num_compared=0), lines)

@@ -255,9 +255,15 @@ def _interpreter(given: str | None) -> str:
     if done.returncode:
         raise UsageError(
             f"{given} has no divergence", where="--python",
-            hint=f"{quoted(python)} -m pip install divergence-debug",
+            hint=f"{quoted(python)} -m pip install {quoted(_source())}",
         )  # fmt: skip
     return str(python)
+
+
+def _source() -> str:
+    """What pip installs this divergence from: the checkout that it runs in, if it does."""
+    checkout = Path(__file__).parents[2]
+    return str(checkout) if (checkout / "pyproject.toml").is_file() else "divergence-debug"
 
 
 def _batches(side: _Side, num: int = 0, *, model_first: bool = False) -> dict[str, Any]:

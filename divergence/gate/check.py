@@ -22,7 +22,7 @@ import msgspec
 
 from divergence.comparison.measure.runs import NO_PREFILL
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Verdict
+from divergence.comparison.results.findings import Verdict, VerdictKind
 from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
@@ -32,7 +32,7 @@ from divergence.gate.policy import Policy, TokensPolicy, load_policy
 from divergence.gate.result import CheckResult, Failure
 from divergence.run.command import command_line
 from divergence.run.schema.site import did_you_mean
-from divergence.words import Progress
+from divergence.words import HEADLINES, Progress
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
@@ -142,20 +142,25 @@ def evaluate(
 def _verdicts(
     verdict: Verdict, whole: Verdict | None, policy: Policy, knowledge: Knowledge
 ) -> Iterator[Failure]:
-    allowed = ", ".join(policy.verdicts)
+    allowed = ", ".join(map(_called, policy.verdicts))
 
     def refused(rule: str, verdict: Verdict, text: str) -> Failure:
         site = verdict.onset.site if verdict.onset else None
         return Failure(rule=rule, site=site, allowed=allowed, found=verdict.kind, text=text)
 
     if verdict.kind not in policy.verdicts and not knowledge.excused:
-        text = f"the verdict is {verdict.kind}; the policy allows {allowed}"
+        text = f"the verdict is {_called(verdict.kind)}; the policy allows {allowed}"
         if knowledge.why_not is not None and any(use.status != "unused" for use in knowledge.uses):
             text += f". Known differences do not excuse it: {knowledge.why_not}"
         yield refused("verdicts", verdict, text)
     if whole is not None and whole.kind not in policy.verdicts:
         text = f"the new run's whole pass: {whole.kind}: {whole.summary}"
         yield refused("whole", whole, text)
+
+
+def _called(kind: VerdictKind) -> str:
+    """As the screen calls it, and as policies and the JSON do."""
+    return f"{HEADLINES[kind]} ({kind})"
 
 
 def coverage_share(coverage: Coverage) -> float:

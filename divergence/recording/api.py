@@ -302,6 +302,9 @@ def _execute(
             device = ranks.device
         if request.like is not None:
             on_progress("taken", 0, None, taken(request))
+            if not request.like.manifest.complete:
+                said = f"{request.like.path} is INCOMPLETE: what it lacks is not repeated either"
+                on_progress("note", 0, None, said)
         on_progress("load", 0, None, request.model)
         try:
             if not (request.named or request.trust_remote_code):

@@ -43,7 +43,7 @@ def captured_lines(
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     lines += repeat_lines(manifest.repeatability)
-    lines += switch_lines(settings.switches)
+    lines += switch_lines(settings.switches, more=command_line("inspect", path, v=True))
     lines += fallback_lines(settings)
     lines += skipped_lines(manifest)
     if manifest.training.train:

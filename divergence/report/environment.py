@@ -55,8 +55,11 @@ def environment_lines(environment: Environment) -> list[Line]:
     return [heading("machine", environment.label), *(prose(*fact, width=14) for fact in facts)]
 
 
-def switch_lines(switches: Sequence[Switch], *, verbose: bool = False) -> list[Line]:
-    """Determinism switches: those that the machine did not take, all of them with ``verbose``."""
+def switch_lines(
+    switches: Sequence[Switch], *, verbose: bool = False, more: str = "-v"
+) -> list[Line]:
+    """Determinism switches: those that the machine did not take, all of them with ``verbose``.
+    ``more``: what lists them."""
     if not switches:
         return []
     asked = [item for item in switches if item.asked != "-"]
@@ -68,7 +71,7 @@ def switch_lines(switches: Sequence[Switch], *, verbose: bool = False) -> list[L
     )
     if not asked:
         told = f"{len(switches)} left as found"
-    hint = "" if verbose else " (inspect -v lists them)"
+    hint = "" if verbose else f" ({more} lists them)"
     lines = [prose("  switches", told + hint, width=14)]
     rows = [
         (item.status, item.name, f"asked {item.asked}, found {item.found}", item.note or "")

@@ -8,7 +8,7 @@ from divergence.analyses.operators.show import show as operator_lines
 from divergence.experiments.result import Level, Localization
 from divergence.layout import BLANK, Line, heading, line, prose, times
 from divergence.run.command import quoted_words
-from divergence.words import letter
+from divergence.words import HEADLINES, letter
 
 __all__ = ["localization_lines", "proof_lines", "reproducer_lines"]
 
@@ -106,7 +106,8 @@ def _called(result: Localization) -> str:
 
 def _level(level: Level, *, named: bool) -> Line:
     if level.site is None:
-        return prose(f"  {level.level}", f"nothing stands out ({level.verdict})", width=12)
+        said = HEADLINES.get(level.verdict, level.verdict)
+        return prose(f"  {level.level}", f"nothing stands out ({said})", width=12)
     by = ""
     if level.side in ("reference", "candidate"):
         by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+from divergence.comparison.results.findings import VerdictKind
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.layout import (
     BLANK,
@@ -24,9 +25,9 @@ from divergence.layout import (
     times,
 )
 from divergence.report.summary import VERDICT_STYLES
-from divergence.words import letter
+from divergence.words import HEADLINES, letter
 
-__all__ = ["NUM_WORDS", "TITLES", "matrix_headline", "matrix_lines", "row_cells"]
+__all__ = ["NUM_WORDS", "TITLES", "called", "matrix_headline", "matrix_lines", "row_cells"]
 
 MAX_ROWS = 40
 NUM_FIRST = 4
@@ -39,6 +40,7 @@ NUM_WORDS = 5
 """Columns of words; the others are numbers."""
 _SHARED = (0, 1, 3)
 """Columns that take what room the others leave."""
+_STYLES = {HEADLINES[kind]: style for kind, style in VERDICT_STYLES.items()}
 _MARKS = {"diverged": "!", "silent": "?", "agrees": " "}
 
 
@@ -51,7 +53,8 @@ def matrix_lines(matrix: Matrix, *, all_runs: bool = False) -> list[Line]:
     if matrix.cross_checks:
         lines.append(heading("among themselves", "who agrees with whom, where the first is odd"))
         for check in matrix.cross_checks:
-            said = check.verdict or f"not compared: {(check.problem or '').splitlines()[0]}"
+            problem = (check.problem or "").partition("\n")[0]
+            said = called(check.verdict, f"not compared: {problem}")
             lines.append(prose("  - ", f"{check.reference} and {check.candidate}: {said}", width=4))
         lines.append(BLANK)
     reports = [row.report_path for row in matrix.rows if row.report_path]
@@ -85,7 +88,7 @@ def _headline(matrix: Matrix) -> list[Line]:
     """Who is odd, and what there is to say of it."""
     word, style = _word(matrix)
     first = matrix.reference
-    tally = Counter(row.verdict or "not compared" for row in matrix.rows)
+    tally = Counter(called(row.verdict, "not compared") for row in matrix.rows)
     lines = [
         Line((*line((f"{word}: ", style)).spans, *line(matrix.agreement).spans), 2),
         prose(
@@ -109,7 +112,7 @@ def _word(matrix: Matrix) -> tuple[str, str]:
         return "AGREE", "bold green"
     if any(_state(row) == "diverged" for row in matrix.rows):
         return "SPLIT", "bold red"
-    return "UNDETERMINED", "bold yellow"
+    return "NO ANSWER", "bold yellow"
 
 
 def _state(row: MatrixRow) -> str:
@@ -139,7 +142,7 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
     lines = [line(("    " + _joined(TITLES, widths), "dim"))]
     for path, state, cells in shown:
         odd = path in matrix.odd
-        style = "bold red" if odd else VERDICT_STYLES.get(cells[2], "")
+        style = "bold red" if odd else _STYLES.get(cells[2], "")
         mark = (">" if odd else " ") + _MARKS.get(state, " ")
         lines.append(line(f" {mark} ", (_joined(cells, widths), style)))
     if hidden:
@@ -150,13 +153,18 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
     return lines
 
 
+def called(verdict: VerdictKind | None, otherwise: str) -> str:
+    """The first word of a pair's answer, as its own report begins."""
+    return otherwise if verdict is None else HEADLINES[verdict]
+
+
 def row_cells(row: MatrixRow) -> tuple[str, ...]:
     run, onset = row.run, row.onset
     tokens = "-" if row.num_tokens is None else f"{row.num_equal}/{row.num_tokens}"
     return (
         row.path,
         run.label if run else "-",
-        row.verdict or ("unreadable" if run is None else "not compared"),
+        called(row.verdict, "unreadable" if run is None else "not compared"),
         "-" if onset is None else onset.block or onset.site,
         letter(row.side or "-"),
         times(row.limit_usage),

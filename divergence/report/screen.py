@@ -43,7 +43,7 @@ _NUM_SETTINGS = 3
 _QUIET = ("identical", "within_floor")
 
 
-def screen_lines(report: Report, *, more: str = "-v") -> list[Line]:
+def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
     """The first screen. ``more``: how to see the rest. A report without blocks (operators alone, a
     suite, probed arithmetic) is shown whole."""
     if not report.sites and report.verdict.kind != "incomparable":
@@ -57,7 +57,7 @@ def screen_lines(report: Report, *, more: str = "-v") -> list[Line]:
 
 def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
     return [
-        *verdict_lines(report),
+        *_answer_lines(report),
         *visible_lines(report),
         *_why_lines(report),
         BLANK,
@@ -72,6 +72,28 @@ def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
         *_prompt_lines(report),
         *_next_lines(report, more),
     ]
+
+
+def _answer_lines(report: Report) -> list[Line]:
+    """The answer; where two runs alone cannot tell the side, what can."""
+    *answer, confidence = verdict_lines(report)
+    verdict = report.verdict
+    asked = verdict.kind in ("localized", "systematic", "drift") and verdict.side is None
+    if not asked or any(site.truth is not None for site in report.sites):
+        return [*answer, confidence]
+    commands = (command.partition("   #")[0] for command in verdict.next)
+    if verdict.next and "--truth " in verdict.next[0]:
+        side = [prose("side", "not known from two runs: the command below tells it")]
+    elif tells := [c for c in commands if c.startswith("divergence truth ")]:
+        side = [prose("side", "not known from two runs; a truth tells it:"), _command(tells[0])]
+    else:
+        side = [prose("side", "not known from two runs")]
+    return [*answer, *side, confidence]
+
+
+def _command(text: str) -> Line:
+    """To be copied, so it stays one line."""
+    return line(" " * 12 + text)
 
 
 def smallest_visible(report: Report) -> float | None:
@@ -157,7 +179,7 @@ _DIGESTED = ("weights", "code", "config", "tokenizer", "chat template")
 def _setting(item: PreflightLine) -> str:
     both = ("none" if value == "-" else value for value in (item.reference, item.candidate))
     text = item.candidate if item.check == "arithmetic" else " / ".join(both)
-    if item.check in _DIGESTED:
+    if item.check in _DIGESTED or item.reference == item.candidate:
         text = item.detail or "differs"
     text = f"{item.check} {text}"
     whole = len(text) <= WIDTH or item.check == "arithmetic"
@@ -187,7 +209,8 @@ def compared_lines(report: Report) -> list[Line]:
     """What was compared, and what not."""
     coverage, sites = report.coverage, report.sites
     if not sites:
-        return []
+        text = "nothing: what differs between such runs is no machine's doing"
+        return [prose("compared", text)] if report.verdict.kind == "incomparable" else []
     samples = {prompt.sample for site in sites for prompt in site.prompts}
     samples |= {site.sample for site in sites}
     blocks = {site.block for site in sites if site.block is not None}

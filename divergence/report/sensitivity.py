@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from divergence.experiments.result import FaultSize, Sensitivity
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
+from divergence.words import HEADLINES
 
 __all__ = ["answer_lines", "cell", "sensitivity_lines", "setup_lines"]
 
@@ -76,7 +77,7 @@ def setup_lines(result: Sensitivity) -> list[Line]:
             f"{'made here' if result.made_here else b.path} ({b.label}): {b.dtype} on {b.device}",
         ),
         prose("truth", result.truth or "none: the two sides are held against a rounding model"),
-        prose("unplanted", f"{result.verdict.kind}: {result.verdict.summary}"),
+        prose("unplanted", f"{HEADLINES[result.verdict.kind]}: {result.verdict.summary}"),
         prose(
             "trials",
             f"{result.num_trials:,} on recorded tensors of {tokens}, "

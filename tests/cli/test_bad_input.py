@@ -460,7 +460,7 @@ def test_a_run_that_cannot_be_repeated(refused, runs, llama, tmp_path):
     like = ("capture", "--like")
     refused(*like, "none", "-o", "x", said=("none does not exist", "-o RUN"))
     refused(*like, "empty", "-o", "x", said=("is not a run", "no manifest.json"))
-    refused(*like, llama, "-o", "x", said="is not a run")
+    refused(*like, llama, "-o", "x", said=("is not a run but a model", f"capture {llama}"))
     for extra in (("--prompt", "x"), ("--chat",)):
         refused(*like, "a", "-o", "x", *extra, said=("repeats the recorded tokens", "leave out"))
     refused(*like, "a", "-o", "a", said=("is the run to be repeated", "another -o"))
@@ -513,6 +513,13 @@ def test_runs_that_cannot_be_read(refused, runs):
         refused(command, "none", runs / "a", said="none does not exist")
     refused("compare", runs, runs / "a", said=("is not a run", "it holds"))
     refused("inspect", "none", said="none does not exist")
+
+
+def test_a_model_is_no_run_and_a_run_is_no_model(refused, runs, llama):
+    """Two arguments that are easily taken for each other: the error gives the command meant."""
+    refused("compare", llama, runs / "a", said=("is not a run but a model", f"capture {llama} -o"))
+    refused("capture", runs / "a", "-o", "x", said=("is not a model but a run", "--like"))
+    refused("compare", runs / "a", f"{llama}/config.json", said=("runs with runs", "config.json"))
 
 
 def test_runs_with_nothing_in_common(refused, runs):

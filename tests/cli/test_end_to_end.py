@@ -36,7 +36,7 @@ def test_ci_accepts_other_kernels_and_strict_does_not(invoke, golden):
     assert "OK" in out
     code, out, _ = invoke("check", "golden", "new", "--policy", "strict", "-q")
     assert code == 1
-    assert "verdicts: the verdict is within_floor" in out
+    assert "verdicts: the verdict is OK (within_floor)" in out
 
 
 def test_ci_fails_on_a_planted_fault_and_names_its_block(invoke, golden):
@@ -66,7 +66,8 @@ def test_other_prompts_are_incomparable(invoke, golden, llama):
     assert "BLOCKS  prompt ids" in out
     code, out, err = invoke("check", "golden", "other")
     assert code == 2
-    assert "prompt ids" in err
+    assert "because     prompt ids" in out
+    assert err.startswith("error: the prompts differ") and "try:" not in err  # the screen says it
     assert invoke("check", "golden", "other", "--bless")[0] == 0
     # the golden is a copy of it now
     assert invoke("compare", "golden", "other", "--exit-code")[0] == 2

@@ -114,7 +114,7 @@ def test_every_advice_quotes_what_a_run_says(evil, tmp_path):
         for function, given in (
             ("certainty", ([evil],)), ("in_full", ([evil],)), ("into_block", (evil,)),
             ("inside", (evil,)), ("truth", ()), ("escalate", ()), ("operator", (evil, evil, None)),
-            ("operator_input", (evil, None)), ("look_at", (evil,)), ("force", ()),
+            ("operator_input", (evil, None)), ("look_at", (evil,)), ("made_alike", (True,)),
         ):  # fmt: skip
             texts += getattr(advice, function)(*given)
     texts += pairs[2].whole()

@@ -60,8 +60,8 @@ def test_json_has_the_numbers(invoke, files):
     ("arguments", "said"),
     [
         (("a.jsonl",), "a comparison needs two"),
-        (("a.jsonl", "run"), "this is no file of them"),
-        (("run", "b.jsonl"), "this is no file of them"),
+        (("a.jsonl", "run"), "losses are compared with losses"),
+        (("run", "b.jsonl"), "losses are compared with losses"),
         (("a.jsonl", "b.jsonl", "a.jsonl"), "two are compared at a time"),
         (("a.jsonl", "b.jsonl", "--truth", "t"), "--truth: of runs"),
         (("a.jsonl", "b.jsonl", "--html", "x.html"), "--html: of runs"),

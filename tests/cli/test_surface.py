@@ -62,3 +62,14 @@ def test_no_help_text_loses_its_brackets(invoke):
     for name, command in surface.commands().items():
         texts = [command.help, command.epilog, *(row["help"] for row in surface.describe(command))]
         assert not any("[" in (text or "") for text in texts), name
+
+
+def test_capture_shows_first_what_every_capture_needs():
+    """Training and servers stand behind, and a repeated run begins with --like."""
+    rows = surface.describe(surface.commands()["capture"])
+    panels = list(dict.fromkeys(row["panel"] for row in rows))
+    assert panels[-5:] == [
+        "Repeating a run", "What is recorded", "A server in place of a model", "Training", "Output",
+    ]  # fmt: skip
+    repeating = [row["names"] for row in rows if row["panel"] == "Repeating a run"]
+    assert repeating[:2] == [["--like"], ["--model"]]

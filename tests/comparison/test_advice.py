@@ -197,3 +197,27 @@ def test_places_beside_archives_and_urls(llama, tmp_path):
         advice = Advice(run, there)
         assert f" {place} -o {folder}-localized " in advice.into_block(BLOCK)[0]
         assert f" -o {folder}-repro " in advice.operator("x", "x", "candidate")[0]
+
+
+def test_two_other_experiments_are_made_one(tiny_model, llama, tmp_path, capsys):
+    """A's tokens and model again on B's machine; a comparison that means nothing stands last."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    other = str(tiny_model("llama", seed=1, dtype="bfloat16"))
+    b = capture(other, out=tmp_path / "b", prompts=[PROMPT[:9]], max_new_tokens=1, probe=False)
+    report = compare(a, b)
+    assert report.verdict.kind == "incomparable"
+    *steps, force = report.verdict.next
+    assert "with A's model" in steps[0] and " --force " in force
+    alike = msgspec.structs.replace(report.verdict, next=steps)
+    assert follow(msgspec.structs.replace(report, verdict=alike), capsys).startswith("IDENTICAL")
+
+
+def test_a_truth_given_for_a_run_is_told_what_it_is_for(llama, tmp_path):
+    """Nothing is captured like a truth, and none is made of one: such commands end in an error."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    faulty = capture(like=a, out=tmp_path / "b", plants=[f"{BLOCK}.mlp:out=scale:1.5"], probe=False)
+    truth = make_truth(a, out=tmp_path / "truth")
+    (command,) = compare(a, truth).verdict.next
+    assert command == f"divergence compare {a.path} OTHER --truth {truth.path}"
+    (command,) = compare(truth, faulty).verdict.next
+    assert command.startswith(f"divergence compare RUN {faulty.path} --truth {truth.path}   # ")

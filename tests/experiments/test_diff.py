@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +109,18 @@ def test_settings_that_make_no_two_sides_are_refused(tmp_path, settings, said):
     with pytest.raises(UsageError, match=said):
         diff("model", out=tmp_path / "d", **settings)
     assert not (tmp_path / "d").exists() or not any((tmp_path / "d").iterdir())
+
+
+def test_a_python_without_divergence_is_told_what_to_install_it_from(tmp_path):
+    """The command works when it is pasted: this checkout, since no index has the package."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    python.chmod(0o755)
+    with pytest.raises(UsageError, match="has no divergence") as caught:
+        diff("model", out=tmp_path / "d", python=(sys.executable, python))
+    *command, source = shlex.split(caught.value.hint)
+    assert command == [str(python), "-m", "pip", "install"]
+    assert (Path(source) / "pyproject.toml").is_file()
 
 
 def test_two_models_are_captured_by_hand(tmp_path):

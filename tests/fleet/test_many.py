@@ -14,7 +14,10 @@ import pytest
 import divergence
 from divergence.comparison.api import compare
 from divergence.errors import RunFormatError, UsageError
+from divergence.fleet import many
 from divergence.fleet.many import compare_many
+from divergence.options.commands import CompareOptions
+from divergence.options.option import fields_of
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -204,3 +207,16 @@ def test_runs_may_be_open_already(fleet):
     assert isinstance(matrix, divergence.Matrix)
     again = compare_many(a, [d, fleet / "b"])
     assert msgspec.to_builtins(matrix) == msgspec.to_builtins(again)
+
+
+def test_every_option_of_compare_reaches_each_pair(fleet, monkeypatch):
+    """One that is taken and not handed on would be ignored without a word."""
+    given = []
+
+    def stopped(*runs, **options):
+        given.append(set(options))
+        raise RunFormatError("stopped here")
+
+    monkeypatch.setattr(many, "compare", stopped)
+    compare_many(fleet / "a", [fleet / "b"])
+    assert {field.name for field in fields_of(CompareOptions)} <= given[0]

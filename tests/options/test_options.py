@@ -160,7 +160,8 @@ def test_the_python_api_has_the_same_options(function, kind, own):
     names = {"Run": Run, "torch": torch, "Progress": Progress, "Prepare": Any}
     hints = typing.get_type_hints(function, localns=names)
     fields = {field.name: field for field in fields_of(kind)}
-    assert set(signature.parameters) - set(own.split()) == set(fields)
+    hint = f"{function.__name__} takes, by name, what {kind.__name__} declares"
+    assert set(signature.parameters) - set(own.split()) == set(fields), hint
     for name, field in fields.items():
         assert signature.parameters[name].default == field.default, name
         kinds = kinds_of(hints[name])

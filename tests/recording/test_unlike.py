@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
-from divergence.recording.api import capture
+from divergence.recording.api import capture, truth
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +31,14 @@ def test_fewer_blocks(base, tiny_model, tmp_path):
 
     assert blocks == "this model has 2 blocks, and that of the recorded run 3"
     assert weights.startswith("these are not the weights of the recorded run")
+
+
+def test_a_run_that_was_cut_off_is_named_before_it_is_repeated(base, llama, tmp_path):
+    """Else a truth of it looks whole, and half of the steps are judged without one."""
+    shutil.copytree(base.path, tmp_path / "a")
+    file = tmp_path / "a" / "manifest.json"
+    told = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(told | {"complete": False}), encoding="utf-8")
+    texts = []
+    truth(tmp_path / "a", out=tmp_path / "t", progress=lambda *args: texts.append(args[3]))
+    assert any("INCOMPLETE: what it lacks is not repeated" in text for text in texts)

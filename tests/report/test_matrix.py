@@ -90,7 +90,7 @@ def test_quiet_is_who_is_odd(matrix):
         ([["a", "b", "c"]], ["identical", "within_floor"], "AGREE"),
         ([["a", "b"]], ["within_floor", None], "AGREE"),
         ([["a"], ["b"]], ["localized", "drift"], "SPLIT"),
-        ([["a"]], ["undetermined", None], "UNDETERMINED"),
+        ([["a"]], ["undetermined", None], "NO ANSWER"),
     ],
 )
 def test_the_first_word(matrix, row, groups, verdicts, word):

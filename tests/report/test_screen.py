@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from divergence.comparison.results.findings import PreflightLine
 from divergence.layout import fold
-from divergence.report.screen import WIDTH, screen_lines, smallest_visible
+from divergence.report.screen import WIDTH, screen_lines, settings_lines, smallest_visible
 from divergence.words import HEADLINES
 
 
@@ -20,7 +21,7 @@ def test_fits_on_a_screen(reports, name):
     text = _text(getattr(reports, name)())
     assert len(text) <= 25
     wide = [one for one in text if len(one) > WIDTH]
-    assert all(one.startswith("  divergence ") for one in wide)
+    assert all(one.lstrip().startswith("divergence ") for one in wide)
 
 
 @pytest.mark.parametrize("kind", HEADLINES)
@@ -57,3 +58,33 @@ def test_what_could_not_be_seen_is_the_limit_of_the_middle_block(reports):
     seen = msgspec.structs.replace(report, sites=sites)
     assert smallest_visible(seen) == pytest.approx(5e-3)
     assert any("below about 0.5" in one for one in _text(seen))
+
+
+def test_where_no_side_is_told_the_screen_says_what_tells_it(reports):
+    """Two runs cannot; the truth's command is there to be copied, or is the next one's anyhow."""
+    truth = "divergence truth a -o a-truth"
+    verdict = reports.make_verdict("localized", side=None, next=["divergence x", f"{truth}   # A"])
+    report = reports.make_report(verdict=verdict)
+    text = _text(report)
+    said = text.index("side        not known from two runs; a truth tells it:")
+    assert text[said + 1] == " " * 12 + truth
+    verdict = msgspec.structs.replace(verdict, next=["divergence localize a b --truth t"])
+    report = msgspec.structs.replace(report, verdict=verdict)
+    assert "side        not known from two runs: the command below tells it" in _text(report)
+    verdict = msgspec.structs.replace(verdict, side="candidate")
+    assert "side        B is wrong" in _text(msgspec.structs.replace(report, verdict=verdict))
+
+
+def test_of_two_other_models_the_screen_says_that_nothing_was_compared(reports):
+    verdict = reports.make_verdict("incomparable", summary="other weights")
+    text = _text(reports.make_report(verdict=verdict, sites=[]))
+    assert "compared    nothing: what differs between such runs is no machine's doing" in text
+
+
+def test_a_setting_whose_values_look_alike_says_what_differs():
+    """`4 tokens / 4 tokens` tells nobody anything."""
+    ids = PreflightLine(
+        check="generated ids", status="differs", reference="4 tokens", candidate="4 tokens",
+        detail="other tokens on each side",
+    )  # fmt: skip
+    assert settings_lines([ids])[0].text == "settings    generated ids other tokens on each side"

@@ -154,7 +154,7 @@ def test_a_newer_run_asks_for_a_newer_tool(small_run):
     """Before anything else is complained about."""
     edit_manifest(small_run, lambda m: m.update(schema_version=SCHEMA_VERSION + 1, later="key"))
     newer, known = f"schema version {SCHEMA_VERSION + 1}", f"reads up to {SCHEMA_VERSION}"
-    refused(small_run, newer, known, "pip install -U")
+    refused(small_run, newer, known, "read it with divergence 0.0.0, which wrote it")
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def unit_evidence(unit: Unit) -> Evidence:
             what, ratio = ("one sink token", unit.sink)
         return Evidence(
             text=f"{unit.site}: {what}'s error is {figure(ratio)} × what rounding "
-            f"makes (alarm at {unit.worst_limit:.1f} ×), token {worst.worst_position}",
+            f"makes (limit {unit.worst_limit:.1f} ×), token {worst.worst_position}",
             values={"ratio": ratio, "limit": unit.worst_limit},
         )
     if unit.why == "forward":
@@ -269,15 +269,15 @@ def unit_evidence(unit: Unit) -> Evidence:
         forward = f"step {look.result.step}" if look.result.step else look.result.phase
         return Evidence(
             text=f"{unit.site}: in prompt {look.sample} ({forward}) the typical token's error is "
-            f"{figure(look.typical)} × what rounding makes (alarm at {look.limit:.1f} × for the "
+            f"{figure(look.typical)} × what rounding makes (limit {look.limit:.1f} × for the "
             f"largest of {len(unit.looks)} forwards); over all of them {figure(unit.typical)} ×",
             values={"ratio": look.typical, "limit": look.limit, "num_looks": len(unit.looks)},
         )
-    control = f", elsewhere of its kind {unit.control:.2f} ×" if unit.num_siblings else ""
+    control = f", in the other blocks {unit.control:.2f} ×" if unit.num_siblings else ""
     rounding = "float32 rounding" if unit.pass_ == "escalated" else "rounding"
     return Evidence(
         text=f"{unit.site} ({unit.phase}): the typical token's error is {figure(unit.typical)} × "
-        f"what {rounding} makes{control} (alarm at {unit.limit:.1f} ×); rel L2 {worst.rel_l2:.2e}",
+        f"what {rounding} makes{control} (limit {unit.limit:.1f} ×); rel L2 {worst.rel_l2:.2e}",
         values={"ratio": unit.typical, "control": unit.control, "limit": unit.limit},
     )
 
@@ -294,11 +294,11 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
     place = f"{unit.site} ({unit.phase})"
     if blame.why == "both":
         text = f"{place}: both are {figure(blame.value)} × what rounding makes away from the truth"
-        return Evidence(text=f"{text} (alarm at {blame.limit:.1f} ×)", values=values)
+        return Evidence(text=f"{text} (limit {blame.limit:.1f} ×)", values=values)
     far = f"{place}: {letter(blame.side)}'s error is {{}} {letter(_OTHER[blame.side])}'s"
-    held = f"; elsewhere of its kind {blame.control:.2f} × (alarm at {blame.limit:.1f} ×)"
+    held = f"; in the other blocks {blame.control:.2f} × (limit {blame.limit:.1f} ×)"
     if blame.why == "typical" and blame.detail:
-        held = f", like {blame.detail} (alarm at {blame.limit:.1f} ×)"
+        held = f", like {blame.detail} (limit {blame.limit:.1f} ×)"
     times = f"{figure(blame.value)} ×"
     where = f"at step {blame.at.step}" if blame.at.step else f"in the {blame.at.phase}"
     prompt = blame.at.sample if blame.place is None else blame.place[0]

@@ -78,7 +78,7 @@ def _token_fault(tokens: TokensResult | None) -> tuple[str, Evidence, int | None
     if fault is not None:
         return (
             f"the token at prompt {fault.sample}, step {fault.step} flips over a gap of "
-            f"{fault.z:.1f} σ of the floor's logit error",
+            f"{fault.z:.1f} σ of {_SCALES['floor']}",
             _flip_evidence(fault),
             fault.step,
         )
@@ -105,9 +105,9 @@ def _token_evidence(tokens: TokensResult | None) -> list[Evidence]:
 
 
 _SCALES = {
-    "floor": "floor's logit error",
-    "model": "rounding model's logit error",
-    "difference": "logits' diff",
+    "floor": "the logit error that rounding makes",
+    "model": "the logit error that rounding may make",
+    "difference": "the logits' difference",
 }
 
 
@@ -117,15 +117,14 @@ def _flip_evidence(flip: TokenDifference, *, name: str = "first different token"
     if flip.margin is not None:
         what.append(f"margin {flip.margin:.3g}")
     if flip.z is not None:
-        what.append(f"{flip.z:.1f} σ of the {_SCALES[flip.z_of or 'difference']}")
-    if flip.judgement is not None:
-        what.append(f"a {flip.judgement}")
-    elif flip.z_of in ("difference", "model"):
-        what.append("not judged")
+        what.append(f"{flip.z:.1f} σ of {_SCALES[flip.z_of or 'difference']}")
+    judged = "" if flip.judgement is None else f", a {flip.judgement}"
+    if flip.judgement is None and flip.z_of in ("difference", "model"):
+        judged = ", not judged"
     values = {key: value for key in ("margin", "truth_margin", "z")
               if (value := getattr(flip, key)) is not None}  # fmt: skip
     return Evidence(
-        text=f"{name}: prompt {flip.sample}, step {flip.step}"
+        text=f"{name}: prompt {flip.sample}, step {flip.step}{judged}"
         + (f" ({', '.join(what)})" if what else ""),
         values=values,
     )

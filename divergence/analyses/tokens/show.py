@@ -109,7 +109,7 @@ def judgement_lines(first: TokenDifference) -> list[Line]:
         return [prose("    ", text, style="green" if first.judgement else "yellow", width=4)]
     judged = (
         f"{_JUDGEMENTS[first.judgement]} (gap {fixed(abs(first.truth_margin or 0.0))} logits in "
-        f"the truth, {first.z:.1f} σ of the floor's logit error)"
+        f"the truth, {first.z:.1f} σ of the logit error that rounding makes)"
     )
     styles = {"tie": "green", "fault": "red", None: "yellow"}
     lines = [prose("    ", judged, style=styles[first.judgement], width=4)]

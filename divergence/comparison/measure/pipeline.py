@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.measure.measurer import Measurer, PairNumbers
@@ -39,10 +39,13 @@ __all__ = [
     "measure_pairs",
     "measured_by",
     "measured_on",
+    "measured_where_asked",
     "num_threads",
     "results_of_pairs",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
 """Pairs are started until so much is under way for each thread; one at least, however large."""
@@ -89,6 +92,19 @@ def measured_on(device: str) -> Iterator[None]:
         yield
     finally:
         _DEVICE.reset(token)
+
+
+def measured_where_asked(compare: Callable[P, R]) -> Callable[P, R]:
+    """``compare`` within ``measured_on`` the ``device`` that it is called with; the CPU, which is
+    where nothing else is said, leaves an accelerator of the caller's as it is."""
+
+    @functools.wraps(compare)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = str(kwargs.get("device", "cpu"))
+        with contextlib.nullcontext() if device == "cpu" else measured_on(device):
+            return compare(*args, **kwargs)
+
+    return wrapped
 
 
 @contextlib.contextmanager

@@ -307,6 +307,8 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
         if all(ref[: len(cand)] == cand[: len(ref)] for ref, cand in pairs):
             same, detail = True, "forced; padding follows where a prompt ended before its batch"
     shown = [f"{sum(map(len, ids))} tokens" for ids in (ids_a, ids_b)]
+    if not same and shown[0] == shown[1]:
+        detail = "other tokens on each side"
     return _same("generated ids", shown[0], shown[1], detail, same=same)
 
 

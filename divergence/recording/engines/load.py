@@ -33,7 +33,8 @@ from divergence.recording.engines.placement import (
 from divergence.recording.hooks.forwards import USUAL, Forwards
 from divergence.recording.hooks.patch import patched
 from divergence.recording.ranks.processes import Ranks
-from divergence.run.schema.layout import expanded
+from divergence.run.command import command_line
+from divergence.run.schema.layout import MANIFEST, expanded
 from divergence.run.schema.manifest import Task
 from divergence.run.trust import ATTENTION
 
@@ -316,6 +317,11 @@ def _check_source(source: str) -> None:
         raise ModelError(f"no such model: {path} does not exist", hint="check the path")
     if not path.is_dir():
         raise ModelError(f"{path} is a file", hint="give the model's directory, or a .gguf file")
+    if (path / MANIFEST).is_file():
+        raise ModelError(
+            f"{source} is not a model but a run",
+            hint=command_line("capture", like=source, o="OTHER", note="repeats it"),
+        )
     if not (path / "config.json").is_file():
         raise ModelError(
             f"no model in {path}: it has no config.json",
@@ -379,8 +385,8 @@ def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
         f"cannot load {source!r}: {first_line(error, most=300)}",
         hint="HF_HUB_OFFLINE is set: only local paths and cached models can be used"
         if offline
-        else "check the hub id or path, --revision, and that this machine reaches the hub "
-        "(offline: give a local directory)",
+        else f"there is no directory {source} here; of the hub: check the id, --revision, and that "
+        "this machine reaches it",
     )
 
 

@@ -114,7 +114,7 @@ def _runs(matrix: Matrix) -> Section:
 
 
 def _says(matrix: Matrix, row: MatrixRow) -> str:
-    parts: list[str] = [row.verdict or "not compared"]
+    parts = [matrices.called(row.verdict, "not compared")]
     if row.limit_usage is not None:
         parts.append(f"{times(row.limit_usage)} of a limit")
     if row.path in matrix.odd:
@@ -141,7 +141,11 @@ def _among(matrix: Matrix) -> Section | None:
     if not matrix.cross_checks:
         return None
     rows: list[tuple[str, ...]] = [
-        (check.reference, check.candidate, check.verdict or f"not compared: {check.problem or ''}")
+        (
+            check.reference,
+            check.candidate,
+            matrices.called(check.verdict, f"not compared: {check.problem or ''}"),
+        )
         for check in matrix.cross_checks
     ]
     titles = ("run", "and run", "verdict")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from divergence._version import __version__
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
 from divergence.run.schema.contents import check_part, each_of, parts_of
@@ -47,6 +48,7 @@ BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 class _Version(msgspec.Struct):
     schema_version: int
+    tool_version: str = "?"
 
 
 def name_of(record: Record) -> str:
@@ -67,18 +69,20 @@ def read_manifest(store: Store) -> Manifest:
             f"{MANIFEST} has over {MAX_MANIFEST_BYTES} bytes, which no run needs", where=where
         )
     try:
-        version = msgspec.json.decode(data, type=_Version).schema_version
+        written = msgspec.json.decode(data, type=_Version)
     except BROKEN_JSON as error:
         raise RunFormatError(
             f"{MANIFEST} is damaged: {error}" if data else f"{MANIFEST} is empty",
             where=where,
             hint="copy it again; without it the run cannot be read",
         ) from error
+    version = written.schema_version
     if version > SCHEMA_VERSION:
         raise RunFormatError(
             f"the run has schema version {version}, this divergence reads up to {SCHEMA_VERSION}",
             where=where,
-            hint="upgrade: pip install -U divergence-debug",
+            hint=f"read it with divergence {written.tool_version}, which wrote it, or a later one; "
+            f"this is {__version__}",
         )
     if version < 1:
         raise RunFormatError(f"schema version {version} does not exist", where=where)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from divergence.errors import RunFormatError
+from divergence.run.command import command_line
 from divergence.run.schema.layout import MANIFEST, checked_file
 from divergence.run.storage.blob import Blob, LocalBlob, Store
 from divergence.run.storage.location import Location, Url
@@ -48,6 +49,11 @@ def open_store(place: Location) -> Store:
         store = _open_path(place)
     if not store.has(MANIFEST):
         store.close()
+        if not isinstance(place, Url) and (place / "config.json").is_file():
+            raise RunFormatError(
+                f"{place} is not a run but a model",
+                hint=command_line("capture", str(place), o="RUN", note="makes a run of it"),
+            )
         inside = [] if isinstance(place, Url) else _runs_in(place)
         if inside:
             raise RunFormatError(

@@ -33,9 +33,10 @@ def compare_losses(
     wrong = [path for path in paths if not is_losses(path)]
     if wrong:
         raise UsageError(
-            "losses are compared with losses, and this is no file of them", where=wrong[0],
-            hint="two of JSON lines, CSV, trainer_state.json and TensorBoard's event files, or two "
-            "runs",
+            "losses are compared with losses, runs with runs: one of these is a file of losses, or "
+            "no run at all", where=" and ".join(paths),
+            hint=("two runs, each the directory or archive that `divergence capture` wrote",
+                  "two of JSON lines, CSV, trainer_state.json, TensorBoard's event files"),
         )  # fmt: skip
     if os.path.realpath(paths[0]) == os.path.realpath(paths[1]):
         raise UsageError(

@@ -152,6 +152,12 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
             )
             unit.why = "typical"
             unit.limit_usage = max(unit.limit_usage, value / limit)
+            assert unit.stats is not None
+            for look in unit.looks:  # beside its siblings, which are as wrong, it shows nothing
+                forward = unit.stats.forwards.get(look.place)
+                if forward is not None:
+                    own = forward.w(least) if middle > 1 else 1 / max(forward.w(least), 1e-300)
+                    look.usage = max(look.usage, own / limit)
 
 
 def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:

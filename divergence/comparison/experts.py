@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -115,9 +116,8 @@ class Routing:
             logits = [self._logits(run, record, piece) for (run, piece), record in
                       zip(sides[:2], choice[:2], strict=True)]  # fmt: skip
             made = [(run, record) for (run, _), record in zip(sides[:2], choice[:2], strict=True)]
-            explained, gap = explained_choices(
-                alike, rows[:2], logits, lambda made=made: [self._leads(*own) for own in made]
-            )
+            usual = partial(self._usual_leads, made)
+            explained, gap = explained_choices(alike, rows[:2], logits, usual)
             alike = alike | ~explained
             kept = alike if kept is None else kept & alike
             experts = rows[0]
@@ -196,22 +196,23 @@ class Routing:
                 return None if tensor is None else _of_piece(tensor, record, run.manifest, piece)
         return None
 
-    def _leads(self, run: Run, choice: Record) -> torch.Tensor | None:
-        """The leads of all tokens that this router chose for in this pass, in whatever prompt and
-        step; None where one of them did not follow its logits, or that is not known."""
+    def _usual_leads(self, made: Sequence[tuple[Run, Record]]) -> list[torch.Tensor | None]:
+        """Of each run's choice the leads of all tokens that this router chose for in this pass, in
+        whatever prompt and step; None where one did not follow its logits, or that is not known."""
         import torch
 
-        key = id(run), choice.pass_, choice.site
-        if key not in self._usual:
-            leads = [
-                self._leads_of(run, record)
-                for records in self._choices[id(run)].values()
-                for record in records
-                if (record.pass_, record.site) == (choice.pass_, choice.site)
-            ]
-            known = [lead for lead in leads if lead is not None]
-            self._usual[key] = torch.cat(known) if known and len(known) == len(leads) else None
-        return self._usual[key]
+        for run, choice in made:
+            key = id(run), choice.pass_, choice.site
+            if key not in self._usual:
+                leads = [
+                    self._leads_of(run, record)
+                    for records in self._choices[id(run)].values()
+                    for record in records
+                    if (record.pass_, record.site) == (choice.pass_, choice.site)
+                ]
+                known = [lead for lead in leads if lead is not None]
+                self._usual[key] = torch.cat(known) if len(known) == len(leads) else None
+        return [self._usual[id(run), choice.pass_, choice.site] for run, choice in made]
 
     def _leads_of(self, run: Run, choice: Record) -> torch.Tensor | None:
         """Of one forward, if all follow."""

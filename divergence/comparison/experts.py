@@ -32,7 +32,6 @@ import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Piece
 from divergence.comparison.results.sites import SiteResult
-from divergence.comparison.routers import explained_choices, lead_of, same_experts, tie
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.run.reader import Run
@@ -91,6 +90,8 @@ class Routing:
 
         import torch
 
+        from divergence.comparison.routers import explained_choices, same_experts
+
         if BACKWARD in pair.reference.record.site:
             return self._of_backward(pair, num_rows, truth)
         if block is None:
@@ -137,6 +138,8 @@ class Routing:
         """All rows or none: attention carries a rerouted token's gradient to all before it, and a
         parameter's gradient is a sum over the tokens of all prompts."""
         import torch
+
+        from divergence.comparison.routers import same_experts
 
         record = pair.reference.record
         nothing = Routed(torch.zeros(num_rows, dtype=torch.bool), 0, None, None)
@@ -216,6 +219,8 @@ class Routing:
 
     def _leads_of(self, run: Run, choice: Record) -> torch.Tensor | None:
         """Of one forward, if all follow."""
+        from divergence.comparison.routers import lead_of, tie
+
         whole = Piece(choice, choice.sample, None, 0, 0, 0)
         chosen, logits = self._rows(run, choice, whole), self._logits(run, choice, whole)
         if chosen is None or logits is None or len(chosen) != len(logits):

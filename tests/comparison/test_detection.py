@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 from transformers import cache_utils
+from transformers.models.llama import modeling_llama
 
 from divergence.comparison.api import compare
 from divergence.recording.api import capture, truth
@@ -243,3 +244,22 @@ def test_every_block_wrong_in_one_step_of_one_prompt_is_found_by_a_truth(size, d
     assert (verdict.kind, verdict.side) == ("systematic", "candidate")
     assert (verdict.onset.sample, verdict.onset.step) == (2, 7)
     assert "in prompt 2 alone (of 3) and decode step 7 alone (of 9)" in verdict.summary
+
+
+def test_prompts_beside_a_wrong_one_are_not_blamed_on_the_other_side(
+    tiny_model, tmp_path, monkeypatch
+):
+    """Of three prompts in one batch those with padding, which is not masked, are off in every
+    block. For a healthy one the median W of the two others is no control: a mean of one that is
+    wrong and one that is not."""
+    prompts = ["a b c", "Rain falls mainly on the plain.", PROMPT]
+    model = tiny_model("llama", dtype="float32")
+    a = capture(str(model), out=tmp_path / "a", prompts=prompts, max_new_tokens=2, batch=True,
+                attn_implementation="eager")  # fmt: skip
+    healthy = modeling_llama.create_causal_mask
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "create_causal_mask",
+                      lambda **given: healthy(**given | {"attention_mask": None}))  # fmt: skip
+        b = capture(like=a, out=tmp_path / "b")
+    verdict = compare(a, b, truth=truth(a, out=tmp_path / "truth")).verdict
+    assert (verdict.kind, verdict.side) == ("systematic", "candidate")

@@ -12,7 +12,13 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 
-from divergence.analyses.blocks.blame import forward_controls, least_of, questions, usages
+from divergence.analyses.blocks.blame import (
+    forward_controls,
+    least_of,
+    lone_control,
+    questions,
+    usages,
+)
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls, one_step
 from divergence.analyses.blocks.units import (
     TABLES,
@@ -206,13 +212,12 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
     middle = {at: statistics.median(s.forwards[at].w(least) for s in family_stats) for at in places}
     widened = max(unit.widened for unit in family)
     for place in places:
-        usual = statistics.median(middle[other] for other in places if other != place)
+        others = statistics.median(middle[other] for other in places if other != place)
+        usual = lone_control(middle[place], others)  # others excuse; they may be what is wrong
         over = middle[place] / max(usual, 1e-300)
         there = [s.forwards[place] for s in family_stats]
         few = sum(forward.num_rows for forward in there) < FEW_ROWS
         if few and any(one_step(forward.result) for forward in there):
-            continue
-        if (over > 1) != (middle[place] > 1):
             continue
         width = spread(sum(forward.num_values for forward in there), num_looks=len(places))
         limit = (thresholds.truth_token if few else thresholds.truth_systematic) * width * widened

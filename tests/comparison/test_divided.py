@@ -316,6 +316,9 @@ def test_the_rank_that_ran_the_prompts_at_fault_is_named(wrong, rank, run_of):
         if told:
             assert verdict.summary.endswith(f"which rank {rank} of {side} ran")
             assert "none of the 2 that other ranks ran" in verdict.evidence[-1].text
+    if rank is not None:  # no truth tells which of two sides it is
+        summary = compare(dealt(run_of), two).verdict.summary
+        assert summary.endswith(f"which rank {rank} of A and rank {rank} of B ran")
 
 
 def test_a_fault_before_the_ranks_part_comes_first(run_of):

@@ -107,7 +107,7 @@ def _who_and_why(
     judged = [(unit.results[0], id(unit) in beyond) for unit in units]
     shared = together(family.members[0].results[0], judged)
     if shared is None:
-        cause = "a kernel or a precision setting"
+        cause = "a kernel, a formula or a precision setting"
         if _passes_prefill(family.members[0], units):
             cause = "what is kept between steps, or a kernel for one token"
         return who, f"{cause}, not one layer"

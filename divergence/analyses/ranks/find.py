@@ -180,7 +180,9 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
         for sample, usage in rows:
             usages[sample] = max(usage or 0.0, usages.get(sample, 0.0))
     wrong = {sample for sample, usage in usages.items() if usage > 1}
-    for side, run in (("candidate", measured.candidate), ("reference", measured.reference)):
+    told: list[str] = []
+    facts: list[Evidence] = []
+    for side, run in (("reference", measured.reference), ("candidate", measured.candidate)):
         if not isinstance(run, UnshardedRun) or verdict.side not in (None, side):
             continue
         owners = _owners(run, onset)
@@ -190,16 +192,23 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
         theirs = {sample for sample in usages if owners.get(sample) == ranks}
         if not wrong <= theirs or 2 * len(wrong) <= len(theirs):
             continue
-        who = f"{_names(sorted(ranks))} of {letter(side)}"
-        ran = f", which {who} ran" if verdict.kind == "localized" else f" ({who} ran these)"
+        told.append(f"{_names(sorted(ranks))} of {letter(side)}")
         rest = len(usages) - len(theirs)
-        fact = Evidence(
-            text=f"{who} ran {len(theirs)} of the {len(usages)} prompts: {len(wrong)} of these are "
-            f"beyond the limit, and none of the {rest} that other ranks ran",
-            values={"num_wrong": len(wrong), "num_run": len(theirs), "num_others": rest},
+        text = (
+            f"{told[-1]} ran {len(theirs)} of the {len(usages)} prompts: {len(wrong)} of these are "
+            f"beyond the limit, and none of the {rest} that other ranks ran"
         )
-        return [Finding(claim="explanation", role="explains", clause=ran, evidence=[fact])]
-    return []
+        facts.append(
+            Evidence(
+                text=text,
+                values={"num_wrong": len(wrong), "num_run": len(theirs), "num_others": rest},
+            )
+        )
+    if not told:
+        return []
+    who = " and ".join(told)  # where both sides dealt alike and no truth tells which is wrong
+    ran = f", which {who} ran" if verdict.kind == "localized" else f" ({who} ran these)"
+    return [Finding(claim="explanation", role="explains", clause=ran, evidence=facts)]
 
 
 def _owners(run: UnshardedRun, onset: Onset) -> dict[int, frozenset[int]]:

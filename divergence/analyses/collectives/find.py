@@ -169,12 +169,10 @@ def _confirmed(fault: CollectiveFault, faults: Sequence[CollectiveFault]) -> boo
 def _who(fault: CollectiveFault, whose: str = "") -> str:
     if fault.ranks:
         return f"{_names(fault.ranks)}{whose}"
-    if len(fault.held_by) > 1:
-        return f"{_names(fault.held_by)}{whose}, all wrong (one rank made it, or each did)"
-    if fault.held_by:
-        return (
-            f"{_names(fault.held_by)}{whose}, which alone holds the result (any may have made it)"
-        )
+    if len(fault.wrong_ranks) > 1:
+        return f"{_names(fault.wrong_ranks)}{whose}, all wrong (one rank made it, or each did)"
+    if fault.wrong_ranks:
+        return f"{_names(fault.wrong_ranks)}{whose}, which alone holds the result (any may have made it)"
     return f"a rank{whose} that cannot be told"
 
 

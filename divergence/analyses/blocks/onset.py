@@ -70,6 +70,7 @@ def made_at(
         if not everywhere and only_in(*alike) and _is_confined(alike):
             what = "what is special there?"
         where = "" if everywhere else _only(alike, "")
+        where = f",{where}" if where.startswith(" from") else where
         summary = f"{who} by more than rounding, from {first.first.site} on{where}: {what}"
     else:
         evidence += _others(flagged, first)
@@ -167,8 +168,7 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
 
 def _only(units: Sequence[Unit], by: str) -> str:
     where = only_in(*units)
-    apart = by or where.startswith(" from") or not _is_confined(units)
-    return f",{where}" if where and apart else where
+    return f",{where}" if where and (by or not _is_confined(units)) else where
 
 
 def _side(flagged: list[Unit]) -> SideOrBoth | None:

@@ -169,10 +169,11 @@ def _confirmed(fault: CollectiveFault, faults: Sequence[CollectiveFault]) -> boo
 def _who(fault: CollectiveFault, whose: str = "") -> str:
     if fault.ranks:
         return f"{_names(fault.ranks)}{whose}"
+    wrong = f"{_names(fault.wrong_ranks)}{whose}"
     if len(fault.wrong_ranks) > 1:
-        return f"{_names(fault.wrong_ranks)}{whose}, all wrong (one rank made it, or each did)"
+        return f"{wrong}, all wrong (one rank made it, or each did)"
     if fault.wrong_ranks:
-        return f"{_names(fault.wrong_ranks)}{whose}, which alone holds the result (any may have made it)"
+        return f"{wrong}, which alone holds the result (any may have made it)"
     return f"a rank{whose} that cannot be told"
 
 

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -31,6 +32,9 @@ os.environ |= {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# A job in a shell's background has Ctrl-C ignored, and so have its children; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # One thread is fastest for tensors this small, and it leaves the other cores alone.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -9,8 +9,9 @@ So in an anchored forward (of which every block gets recorded inputs, so that no
 earlier block plays in) a token is *kept* for judging if it is chosen for alike. One that is not
 is left out and counted, unless rounding does not explain it: where the recorded logits L decide
 (each side's experts are its k largest on every token that is chosen for alike, or one side's on
-every token at all; ten closer ones among them), a token whose experts are not the largest of its
-own side's L was sent elsewhere by the choice itself. It is kept, and convicts. That the logits
+every token at all; ten closer ones among them: of this forward, or of all that this side's router
+made), a token whose experts are not the largest of its own side's L was sent elsewhere by the
+choice itself. It is kept, and convicts. That the logits
 themselves are no farther off than rounding is judged at the router, like any other result. Nor does
 rounding choose an expert twice.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,16 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Routed", "Routes", "Routing", "choices_in", "kept_rows", "route_key", "routed_blocks",
-    "same_experts",
 ]  # fmt: skip
-
-_TIE = 8 * 2.0**-24
-"""Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there."""
-_WITNESSES = 10
-"""That logits decide is known from tokens chosen for alike, and from a side that follows its own on
-every token. Something else that decides, a bias
-say, and overrules a lead of this size would have overruled half of the smaller leads: not one of
-ten is a chance of 1 in 1,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +75,7 @@ class Routing:
         self._blocks = routed_blocks(reference.manifest)
         self._choices: dict[int, dict[_Choice, list[Record]]] = {}
         self._read: dict[tuple[int, str, int, int, str], torch.Tensor | None] = {}
+        self._usual: dict[tuple[int, str, str], torch.Tensor | None] = {}
 
     def of(
         self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None = None
@@ -95,6 +89,8 @@ class Routing:
             return _ALL
 
         import torch
+
+        from divergence.comparison.routers import explained_choices, same_experts
 
         if BACKWARD in pair.reference.record.site:
             return self._of_backward(pair, num_rows, truth)
@@ -120,7 +116,9 @@ class Routing:
             alike = same_experts(rows)
             logits = [self._logits(run, record, piece) for (run, piece), record in
                       zip(sides[:2], choice[:2], strict=True)]  # fmt: skip
-            explained, gap = _explained(alike, rows[:2], logits)
+            made = [(run, record) for (run, _), record in zip(sides[:2], choice[:2], strict=True)]
+            usual = partial(self._usual_leads, made)
+            explained, gap = explained_choices(alike, rows[:2], logits, usual)
             alike = alike | ~explained
             kept = alike if kept is None else kept & alike
             experts = rows[0]
@@ -140,6 +138,8 @@ class Routing:
         """All rows or none: attention carries a rerouted token's gradient to all before it, and a
         parameter's gradient is a sum over the tokens of all prompts."""
         import torch
+
+        from divergence.comparison.routers import same_experts
 
         record = pair.reference.record
         nothing = Routed(torch.zeros(num_rows, dtype=torch.bool), 0, None, None)
@@ -198,6 +198,35 @@ class Routing:
                 tensor = self._tensor(run, record)
                 return None if tensor is None else _of_piece(tensor, record, run.manifest, piece)
         return None
+
+    def _usual_leads(self, made: Sequence[tuple[Run, Record]]) -> list[torch.Tensor | None]:
+        """Of each run's choice the leads of all tokens that this router chose for in this pass, in
+        whatever prompt and step; None where one did not follow its logits, or that is not known."""
+        import torch
+
+        for run, choice in made:
+            key = id(run), choice.pass_, choice.site
+            if key not in self._usual:
+                leads = [
+                    self._leads_of(run, record)
+                    for records in self._choices[id(run)].values()
+                    for record in records
+                    if (record.pass_, record.site) == (choice.pass_, choice.site)
+                ]
+                known = [lead for lead in leads if lead is not None]
+                self._usual[key] = torch.cat(known) if len(known) == len(leads) else None
+        return [self._usual[id(run), choice.pass_, choice.site] for run, choice in made]
+
+    def _leads_of(self, run: Run, choice: Record) -> torch.Tensor | None:
+        """Of one forward, if all follow."""
+        from divergence.comparison.routers import lead_of, tie
+
+        whole = Piece(choice, choice.sample, None, 0, 0, 0)
+        chosen, logits = self._rows(run, choice, whole), self._logits(run, choice, whole)
+        if chosen is None or logits is None or len(chosen) != len(logits):
+            return None
+        lead = lead_of(chosen, logits.double())
+        return lead if bool((lead >= tie(logits)).all()) else None
 
     def _tensor(self, run: Run, record: Record) -> torch.Tensor | None:
         key = (id(run), record.pass_, record.sample, record.step, record.site)
@@ -267,76 +296,6 @@ def _of_piece(
     if piece.row is not None:
         tensor = tensor[piece.row : piece.row + 1, piece.left : piece.right]
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def same_experts(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(T,): the same experts on all sides, in whatever order."""
-    import torch
-
-    first = rows[0].sort(-1).values
-    alike = torch.ones(len(first), dtype=torch.bool)
-    for other in rows[1:]:
-        alike &= (other.sort(-1).values == first).all(-1)
-    return alike
-
-
-def _explained(
-    alike: torch.Tensor, rows: Sequence[torch.Tensor], logits: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor, float | None]:
-    """(T,) whether rounding explains a choice that differs, and the widest gap that it decided."""
-    import torch
-
-    explained = torch.ones_like(alike)
-    if bool(alike.all()):
-        return explained, None
-    twice = torch.stack([_has_twice(chosen) for chosen in rows]).any(0)
-    if not bool(twice[alike].any()):  # else it is this model's way
-        explained &= ~twice
-    if any(logit is None for logit in logits):
-        return explained, None
-    sides = [logit.double() for logit in logits if logit is not None]
-    leads = [_lead(chosen, values) for chosen, values in zip(rows, sides, strict=True)]
-    tie = -_TIE * sides[0].abs().amax(-1)
-    follow = [lead >= tie for lead in leads]
-    witnesses = [lead for lead, side in zip(leads, follow, strict=True) if bool(side.all())]
-    if all(bool(side[alike].all()) for side in follow):
-        witnesses.append(leads[0][alike])
-    if not witnesses:
-        return explained, None  # not the logits alone decide: a bias, groups
-    behind = -torch.minimum(*leads)
-    for lead in witnesses:
-        closer = torch.searchsorted(lead.sort().values, behind)
-        explained &= alike | (behind <= -tie) | (closer < _WITNESSES)
-    gaps = [
-        _gap(rows[0][t], rows[1][t], sides[0][t]) for t in (~alike & explained).nonzero().flatten()
-    ]
-    return explained, max(gaps, default=None)
-
-
-def _lead(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(T,): the least of the chosen experts' values (T, E) less the greatest of the others'; not
-    negative where the chosen (T, k) are the k largest."""
-    import torch
-
-    mine = torch.zeros(values.shape, dtype=torch.bool)
-    mine.scatter_(1, chosen.long().clamp(0, values.shape[-1] - 1), True)
-    least = values.masked_fill(~mine, float("inf")).amin(-1)
-    most = values.masked_fill(mine, float("-inf")).amax(-1)
-    return least - most
-
-
-def _has_twice(chosen: torch.Tensor) -> torch.Tensor:
-    """(T,): is an expert among them more than once? No rounding makes that of the k largest."""
-    in_order = chosen.sort(-1).values
-    return (in_order[:, 1:] == in_order[:, :-1]).any(-1)
-
-
-def _gap(experts_a: torch.Tensor, experts_b: torch.Tensor, values: torch.Tensor) -> float:
-    """Between the experts that one side alone chose, in these values."""
-    left, right = set(experts_a.tolist()), set(experts_b.tolist())
-    if left <= right or right <= left:
-        return 0.0
-    return float(values[sorted(left - right)].max() - values[sorted(right - left)].min())
 
 
 def kept_rows(rows: RowMetrics, routed: Routed) -> RowMetrics:

@@ -8,9 +8,11 @@ be.
 from __future__ import annotations
 
 import pytest
+from transformers import cache_utils
+from transformers.models.llama import modeling_llama
 
 from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence.recording.api import capture, truth
 from divergence.run.schema.site import module_of
 from tests.models import tiny
 
@@ -186,3 +188,78 @@ def test_anchoring_is_exact(reference, tmp_path):
     assert before.keys() == after.keys()
     assert changed == {f"{blocks[1]}:out"}
     assert any(value[0] > 0 for value in before.values())
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory, tiny_model):
+    """A run of three prompts and ten steps in bfloat16, and its truth."""
+    folder = tmp_path_factory.mktemp("decoded")
+    model = tiny_model("llama", dtype="bfloat16")
+    prompts = [PROMPT, "Rain falls mainly on the plain.", "2 + 2 = 4, and 7 x 8 = 56."]
+    a = capture(str(model), out=folder / "a", prompts=prompts, max_new_tokens=10)
+    return a, truth(a, out=folder / "truth")
+
+
+def cached_twice(first_step):
+    """From that decode step on the newest key and value are those of the token before."""
+    healthy = cache_utils.DynamicLayer.update
+
+    def update(self, keys, values, *args, **kwargs):
+        steps = self.steps = getattr(self, "steps", -1) + 1
+        out = healthy(self, keys, values, *args, **kwargs)
+        if keys.shape[-2] > 1 or steps < first_step:
+            return out
+        for name in ("keys", "values"):
+            kept = getattr(self, name).clone()
+            kept[..., -1, :] = kept[..., -2, :]
+            setattr(self, name, kept)
+        return self.keys, self.values
+
+    return update
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_cache_that_goes_wrong_is_told_of_all_blocks_from_its_step_on(
+    judged, decoded, tmp_path, monkeypatch
+):
+    """Each step shows it in some blocks more than in others. A truth does not withdraw what two
+    runs alone tell: siblings that have the same fault are no excuse."""
+    a, true_run = decoded
+    monkeypatch.setattr(cache_utils.DynamicLayer, "update", cached_twice(5))
+    b = capture(like=a, out=tmp_path / "b")
+    verdict = compare(a, b, truth=true_run if judged else None).verdict
+    assert verdict.kind == "systematic"
+    assert verdict.summary.startswith("every LlamaDecoderLayer differs")
+    assert "from decode step 5 on: what is" in verdict.summary
+    assert verdict.side == ("candidate" if judged else None)
+
+
+@pytest.mark.parametrize("size", [1.15, 2.0])
+def test_every_block_wrong_in_one_step_of_one_prompt_is_found_by_a_truth(size, decoded, tmp_path):
+    """One row of each block: together they are as many as a prompt's."""
+    a, true_run = decoded
+    plants = [f"model.layers.{n}.mlp:out=scale:{size}@sample=2,step=7" for n in range(3)]
+    b = capture(like=a, out=tmp_path / "b", plants=plants, attn_implementation="eager")
+    verdict = compare(a, b, truth=true_run).verdict
+    assert (verdict.kind, verdict.side) == ("systematic", "candidate")
+    assert (verdict.onset.sample, verdict.onset.step) == (2, 7)
+    assert "in prompt 2 alone (of 3) and decode step 7 alone (of 9)" in verdict.summary
+
+
+def test_prompts_beside_a_wrong_one_are_not_blamed_on_the_other_side(
+    tiny_model, tmp_path, monkeypatch
+):
+    """Of three prompts in one batch those with padding, which is not masked, are off in every
+    block. For a healthy one the median W of the two others is no control: a mean of one that is
+    wrong and one that is not."""
+    prompts = ["a b c", "Rain falls mainly on the plain.", PROMPT]
+    model = tiny_model("llama", dtype="float32")
+    a = capture(str(model), out=tmp_path / "a", prompts=prompts, max_new_tokens=2, batch=True,
+                attn_implementation="eager")  # fmt: skip
+    healthy = modeling_llama.create_causal_mask
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "create_causal_mask",
+                      lambda **given: healthy(**given | {"attention_mask": None}))  # fmt: skip
+        b = capture(like=a, out=tmp_path / "b")
+    verdict = compare(a, b, truth=truth(a, out=tmp_path / "truth")).verdict
+    assert (verdict.kind, verdict.side) == ("systematic", "candidate")

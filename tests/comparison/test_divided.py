@@ -50,7 +50,9 @@ def manifest(axes, number, **plan):
     )  # fmt: skip
     return Manifest(
         id=f"{number:032x}", tool_version="0", created="2026-01-01T00:00:00+00:00", model=model,
-        tokens=Tokens(samples=[SampleTokens(prompt_ids=[1, 2, 3, 4])] * 2, groups=[[0], [1]]),
+        tokens=Tokens(
+            samples=[SampleTokens(prompt_ids=[1, 2, 3, 4])] * 4, groups=[[0], [1], [2], [3]]
+        ),
         settings=Settings(deterministic=True, seed=0, device="cpu", max_new_tokens=1, batch=False),
         environment=environment, plan=Plan(passes=["free"], sites=["*"], **plan),
         mesh=mesh if axes else None,
@@ -287,6 +289,36 @@ def test_no_rank_is_named_where_all_shares_are_off(run_of):
     one = run_of({}, [("m:out", ALONE, (WHOLE,))])
     two = run_of({"tp": 2}, [("m:out", HALVES, (LEFT * 1.4, RIGHT * 1.5))])
     assert "in the share of" not in compare(one, two).verdict.summary
+
+
+def dealt(run_of, *wrong):
+    """A run of two ranks that ran prompts 0, 2 and 1, 3; ``wrong``: prompts that are off."""
+    sites = []
+    for sample in range(4):
+        tensor = WHOLE * 1.4 if sample in wrong else WHOLE
+        held = (tensor, None) if sample % 2 == 0 else (None, tensor)
+        sites.append(((sample, "m:out"), "single", held))
+    return run_of({"dp": 2}, sites)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rank"), [((1, 3), 1), ((0, 2), 0), ((1,), None), ((1, 2, 3), None), ((0, 3), None)]
+)
+def test_the_rank_that_ran_the_prompts_at_fault_is_named(wrong, rank, run_of):
+    """Where most of its prompts are off, and no other's: one prompt of two may be off by itself."""
+    one = run_of({}, [((n, "m:out"), ALONE, (WHOLE,)) for n in range(4)])
+    two = dealt(run_of, *wrong)
+    for pair, side in (((one, two), "B"), ((two, one), "A")):
+        verdict = compare(*pair).verdict
+        assert verdict.onset.sample == wrong[0]
+        told = "ran" in verdict.summary.split()
+        assert told == (rank is not None)
+        if told:
+            assert verdict.summary.endswith(f"which rank {rank} of {side} ran")
+            assert "none of the 2 that other ranks ran" in verdict.evidence[-1].text
+    if rank is not None:  # no truth tells which of two sides it is
+        summary = compare(dealt(run_of), two).verdict.summary
+        assert summary.endswith(f"which rank {rank} of A and rank {rank} of B ran")
 
 
 def test_a_fault_before_the_ranks_part_comes_first(run_of):

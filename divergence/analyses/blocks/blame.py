@@ -34,7 +34,7 @@ from divergence.words import Side
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["forward_controls", "least_of", "questions", "usages"]
+__all__ = ["forward_controls", "least_of", "lone_control", "questions", "usages"]
 
 _LEAST_FAMILY = 0.05
 
@@ -91,7 +91,7 @@ def _typical(
     if family:
         control = statistics.median(o.w(least) for o in family)
     else:
-        control = _lone_control(w, lone_w or 1.0)
+        control = lone_control(w, lone_w or 1.0)
     room = thresholds.truth_sibling if family else thresholds.truth_lone
     limit = room * spread(mine.num_values) * widened
     assert mine.first is not None
@@ -110,9 +110,10 @@ def _stands_out(w: float, control: float) -> bool:
     return w != 1 and (w > 1) == (w > control)
 
 
-def _lone_control(w: float, blocks: float) -> float:
-    """Of a site without siblings. The W of the ``blocks`` excuses it where the kernels of one side
-    are coarser everywhere. It never blames it: the blocks may be what is wrong."""
+def lone_control(w: float, blocks: float) -> float:
+    """Of a site without siblings, or of one forward of all siblings beside the others. The W of the
+    ``blocks`` (or others) excuses it where the kernels of one side are coarser everywhere. It never
+    blames it: the blocks may be what is wrong."""
     return max(blocks, 1.0) if w > 1 else min(blocks, 1.0)
 
 
@@ -145,7 +146,7 @@ def usages(
         width = spread(forward.num_values, num_looks=len(mine.forwards))
         limit = max(room * width, thresholds.truth_forward * held.largest) * widened
         w = forward.w(least)
-        control = max(held.at[place] if family else _lone_control(w, held.at[place]), 1e-300)
+        control = max(held.at[place] if family else lone_control(w, held.at[place]), 1e-300)
         excess = w / control if _stands_out(w, control) else 1.0
         by_place[place] = excess, control, limit
     return by_place

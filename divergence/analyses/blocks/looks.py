@@ -42,7 +42,8 @@ FEW_ROWS = 8
 class Look:
     """One forward of one prompt at one site. ``typical``: its median token's ratio; ``share``: of
     the result's numbers that belong to this prompt; ``limit``: of ``typical``; ``usage``: the
-    largest share of any limit of this look that is used, over 1 where it is beyond one."""
+    largest share of any limit of this look that is used, over 1 where it is beyond one;
+    ``between``: of the limit on the two sides' difference, which needs no truth."""
 
     result: SiteResult
     sample: int
@@ -51,6 +52,7 @@ class Look:
     share: float = 1.0
     limit: float = 0.0
     usage: float = 0.0
+    between: float = 0.0
 
     @property
     def place(self) -> PromptStep:

@@ -7,6 +7,7 @@ beyond which limit. Where most of its kind are, the claim is about a family (blo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from divergence.analyses.blocks.suspects import (
     Escalation,
@@ -16,6 +17,7 @@ from divergence.analyses.blocks.suspects import (
     next_commands,
 )
 from divergence.analyses.blocks.units import TABLES, Blame, Unit
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
@@ -35,7 +37,8 @@ def made_at(
 ) -> Finding:
     """An error beyond the limit, at one site or at most of a kind."""
     family = find_family(units, flagged)
-    first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
+    alike = _alike(family.members[0], flagged) if family else flagged
+    first = min(alike, key=lambda u: order_of(u.first))
     table = None if family is None else _table_behind(measured, family, flagged)
     if table is not None:
         first, family = table, None
@@ -59,17 +62,16 @@ def made_at(
     before = f" or before it in {first.first.block}" if made_before(measured, first) else ""
     summary = f"the error {made} {first.first.site}{before}{by}"
     everywhere = is_everywhere(first, escalation)
-    summary += "" if everywhere else _only(first, by)
+    summary += "" if everywhere else _only([first], by)
     if family is not None:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
-        who, what = _who_and_why(family, units, flagged)
-        if not everywhere and only_in(first) and _is_confined(first):
+        who, what = _who_and_why(family, len(alike), units, flagged)
+        if not everywhere and only_in(*alike) and _is_confined(alike):
             what = "what is special there?"
-        summary = (
-            f"{who} by more than rounding, from {first.first.site} "
-            f"on{'' if everywhere else _only(first, '')}: {what}"
-        )
+        where = "" if everywhere else _only(alike, "")
+        where = f",{where}" if where.startswith(" from") else where
+        summary = f"{who} by more than rounding, from {first.first.site} on{where}: {what}"
     else:
         evidence += _others(flagged, first)
     return Finding(
@@ -86,16 +88,32 @@ def made_at(
     )
 
 
-def _who_and_why(family: Family, units: list[Unit], flagged: list[Unit]) -> tuple[str, str]:
-    """``every LlamaMLP differs``, and where to look. Of parameters how many are off, where it is
-    more than this family."""
+def _alike(member: Unit, flagged: list[Unit]) -> list[Unit]:
+    """The flagged ones of a family's kind and side, also those that are off in other forwards."""
+    return [u for u in flagged if u.kind == member.kind and u.side in (None, member.side)]
+
+
+def _who_and_why(
+    family: Family, count: int, units: list[Unit], flagged: list[Unit]
+) -> tuple[str, str]:
+    """``every LlamaMLP differs``, or ``count`` of them do, and where to look. Of parameters how
+    many are off, where it is more than this family."""
+    all_ = count >= family.num_all
+    who = (
+        f"every {family.name} differs"
+        if all_
+        else f"{count} of {family.num_all} {family.name} differ"
+    )
     beyond = {id(unit) for unit in flagged}
     judged = [(unit.results[0], id(unit) in beyond) for unit in units]
     shared = together(family.members[0].results[0], judged)
     if shared is None:
-        return f"every {family.name} differs", "a kernel or a precision setting, not one layer"
+        cause = "a kernel, a formula or a precision setting"
+        if _passes_prefill(family.members[0], units):
+            cause = "what is kept between steps, or a kernel for one token"
+        return who, f"{cause}, not one layer"
     if len(shared.beyond) <= len(family.members):
-        return f"every {family.name} differs", shared.cause
+        return who, shared.cause
     return f"{len(shared.beyond)} of {shared.total} {shared.what} differ", shared.cause
 
 
@@ -112,7 +130,7 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         kind="systematic" if family else "localized",
         summary=f"every {family.name} is off, {below}: a wrong formula or wrong data, not one layer"
         if family
-        else f"the error is made at {first.first.site}{by}{_only(first, by)}: {below}",
+        else f"the error is made at {first.first.site}{by}{_only([first], by)}: {below}",
         onset=onset_at(first.first),
         place=order_of(first.first),
         equal_inputs=True,
@@ -148,9 +166,9 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
     return None
 
 
-def _only(unit: Unit, by: str) -> str:
-    where = only_in(unit)
-    return f",{where}" if where and (by or not _is_confined(unit)) else where
+def _only(units: Sequence[Unit], by: str) -> str:
+    where = only_in(*units)
+    return f",{where}" if where and (by or not _is_confined(units)) else where
 
 
 def _side(flagged: list[Unit]) -> SideOrBoth | None:
@@ -190,14 +208,18 @@ def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
         if before:
             last = max(before, key=lambda unit: unit.results[0].order)
             texts.append(f"the last site before it in this block that passes: {last.site}")
-    if first.phase == "decode":
-        same = [u for u in units if u.site == first.site and u.phase == "prefill"]
-        if same and all(unit.why is None for unit in same):
-            texts.append(
-                "the prefill passes there: look at what is kept between steps (KV cache, "
-                "positions, recurrent state) and at kernels for one token"
-            )
+    if _passes_prefill(first, units):
+        texts.append(
+            "the prefill passes there: look at what is kept between steps (KV cache, "
+            "positions, recurrent state) and at kernels for one token"
+        )
     return [Evidence(text=text) for text in texts]
+
+
+def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
+    """Is it off in decode steps, and its site's prefill is not?"""
+    same = [u for u in units if u.site == unit.site and u.phase == "prefill"]
+    return unit.phase == "decode" and bool(same) and all(u.why is None for u in same)
 
 
 def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
@@ -206,22 +228,35 @@ def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
     return any(not only_in(u) for u in deeper)
 
 
-def _is_confined(unit: Unit) -> bool:
+def _usages(units: Sequence[Unit]) -> dict[PromptStep, float]:
+    """By forward, the largest share of a limit that one of these units uses there."""
+    usages: dict[PromptStep, float] = {}
+    for look in (look for unit in units for look in unit.looks):
+        usages[look.place] = max(look.usage, usages.get(look.place, 0.0))
+    return usages
+
+
+def _is_confined(units: Sequence[Unit]) -> bool:
     """Are some forwards beyond their limit, and no other near to it? Else the error may be in all,
     above the limit in some."""
-    beyond = unit.beyond
-    rest = [look.usage for look in unit.looks if look.usage <= 1]
-    return bool(beyond and rest) and min(x.usage for x in beyond) > _CONFINED * max(rest)
+    usages, beyond, rest = _usages(units), dict[PromptStep, float](), [0.0]
+    for look in (look for unit in units for look in unit.looks):
+        if usages[look.place] <= 1:
+            rest.append(max(look.usage, min(look.between, 1.0)))
+        elif look.usage > 1:
+            own = look.between if look.between > 1 else look.usage
+            beyond[look.place] = max(own, beyond.get(look.place, 0.0))
+    return 0 < len(beyond) < len(usages) and min(beyond.values()) > _CONFINED * max(rest)
 
 
-def only_in(unit: Unit) -> str:
+def only_in(*units: Unit) -> str:
     """`` in prompt 2 alone (of 8)``, or `` seen in prompt 2 (of 8)`` where others are near to their
-    limits; begins with a space if there is anything to say."""
-    beyond = {look.place for look in unit.beyond}
-    everywhere = {look.place for look in unit.looks}
+    limits; begins with a space if there is anything to say. Of one unit, or all of a family."""
+    usages = _usages(units)
+    beyond, everywhere = {place for place, usage in usages.items() if usage > 1}, set(usages)
     if not beyond or beyond == everywhere:
         return ""
-    alone = _is_confined(unit)
+    alone = _is_confined(units)
     samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
     steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
     parts = []
@@ -297,7 +332,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
         return Evidence(text=f"{text} (limit {blame.limit:.1f} ×)", values=values)
     far = f"{place}: {letter(blame.side)}'s error is {{}} {letter(_OTHER[blame.side])}'s"
     held = f"; in the other blocks {blame.control:.2f} × (limit {blame.limit:.1f} ×)"
-    if blame.why == "typical" and blame.detail:
+    if blame.why in ("typical", "forward") and blame.detail:
         held = f", like {blame.detail} (limit {blame.limit:.1f} ×)"
     times = f"{figure(blame.value)} ×"
     where = f"at step {blame.at.step}" if blame.at.step else f"in the {blame.at.phase}"

@@ -12,8 +12,14 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 
-from divergence.analyses.blocks.blame import forward_controls, least_of, questions, usages
-from divergence.analyses.blocks.looks import FEW_ROWS, Controls
+from divergence.analyses.blocks.blame import (
+    forward_controls,
+    least_of,
+    lone_control,
+    questions,
+    usages,
+)
+from divergence.analyses.blocks.looks import FEW_ROWS, Controls, one_step
 from divergence.analyses.blocks.units import (
     TABLES,
     Blame,
@@ -30,6 +36,9 @@ from divergence.run.schema.site import PHASES
 from divergence.words import Side
 
 __all__ = ["blame_units"]
+
+_WHOLE = ("typical", "both", "forward")
+"""Questions that are asked first: what is off in a whole forward is so at its tokens, too."""
 
 
 def blame_units(
@@ -64,8 +73,14 @@ def blame_units(
                 widened=unit.widened,
                 thresholds=thresholds,
             )
+            far = _far_forwards(unit, others, thresholds)
+            answers += far.values()
+            answers.sort(key=lambda answer: answer.why not in _WHOLE)
             suspected = {look.place for look in unit.beyond}
             apart = _use_looks(unit, others, forwards, routed, thresholds)
+            for look in unit.looks:
+                if look.place in far:
+                    look.usage = max(look.usage, far[look.place].limit_usage)
             unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
             unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
             if unit.blame is None and unit.why is not None:
@@ -121,6 +136,30 @@ def _use_looks(
     return {place: max(excess, 1 / max(excess, 1e-300)) for place, (excess, *_) in by_place.items()}
 
 
+def _far_forwards(
+    unit: Unit, others: list[TruthStats], thresholds: Thresholds
+) -> dict[PromptStep, Blame]:
+    """Forwards in which the sides differ by more than rounding, and one is farther from the truth
+    than any healthy kernel, however its siblings fare: they may have the same fault there."""
+    assert unit.stats is not None
+    least = least_of([unit.stats, *others] if len(others) >= 2 else [], thresholds)
+    far: dict[PromptStep, Blame] = {}
+    for look in unit.beyond:
+        forward = unit.stats.forwards.get(look.place)
+        if forward is None:
+            continue
+        w = max(forward.w(least), 1e-300)
+        width = spread(forward.num_values, num_looks=len(unit.looks))
+        side: Side = "candidate" if w > 1 else "reference"
+        blame = Blame(
+            side, "forward", max(w, 1 / w), 1.0, thresholds.truth_systematic * width * unit.widened,
+            forward.result, "others of its kind", look.place,
+        )  # fmt: skip
+        if blame.limit_usage > 1:
+            far[look.place] = blame
+    return far
+
+
 def _confirmed(unit: Unit, answers: list[Blame], thresholds: Thresholds) -> Blame | None:
     """The sides differ by more than the siblings', over all or in one forward: one of them must be
     the farther off there, too."""
@@ -152,6 +191,12 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
             )
             unit.why = "typical"
             unit.limit_usage = max(unit.limit_usage, value / limit)
+            assert unit.stats is not None
+            for look in unit.looks:  # beside its siblings, which are as wrong, it shows nothing
+                forward = unit.stats.forwards.get(look.place)
+                if forward is not None:
+                    own = forward.w(least) if middle > 1 else 1 / max(forward.w(least), 1e-300)
+                    look.usage = max(look.usage, own / limit)
 
 
 def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
@@ -167,14 +212,15 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
     middle = {at: statistics.median(s.forwards[at].w(least) for s in family_stats) for at in places}
     widened = max(unit.widened for unit in family)
     for place in places:
-        usual = statistics.median(middle[other] for other in places if other != place)
+        others = statistics.median(middle[other] for other in places if other != place)
+        usual = lone_control(middle[place], others)  # others excuse; they may be what is wrong
         over = middle[place] / max(usual, 1e-300)
-        rows = sum(s.forwards[place].num_rows for s in family_stats)
-        if rows < FEW_ROWS or (over > 1) != (middle[place] > 1):
+        there = [s.forwards[place] for s in family_stats]
+        few = sum(forward.num_rows for forward in there) < FEW_ROWS
+        if few and any(one_step(forward.result) for forward in there):
             continue
-        numbers = sum(s.forwards[place].num_values for s in family_stats)
-        width = spread(numbers, num_looks=len(places))
-        limit = thresholds.truth_systematic * width * widened
+        width = spread(sum(forward.num_values for forward in there), num_looks=len(places))
+        limit = (thresholds.truth_token if few else thresholds.truth_systematic) * width * widened
         if max(over, 1 / max(over, 1e-300)) <= limit:
             continue
         side: Side = "candidate" if over > 1 else "reference"

@@ -167,9 +167,9 @@ def find_family(units: list[Unit], flagged: list[Unit]) -> Family | None:
             for other in typical
             if other.kind == unit.kind and other.side in (None, unit.side)  # two faults are no kind
         ]
-        if unit.why == "forward":  # of one forward: the others must be off in that one
-            place = unit.beyond[0].place
-            members = [o for o in members if any(look.place == place for look in o.beyond)]
+        if unit.why == "forward":  # of some forwards: the others must be off in one of these
+            places = {look.place for look in unit.beyond}
+            members = [o for o in members if places & {look.place for look in o.beyond}]
         total = sum(other.kind == unit.kind for other in units)
         if total >= _LEAST and len(members) > total / 2:
             return Family(_name(unit, units, typical), members, total)

@@ -278,7 +278,7 @@ def _hold_looks(
                 usual = max(blocks[unit.phase], at_blocks.get(look.place, 0.0), lower)
                 look.limit = min(absolute, thresholds.lone * width * usual)
             look.limit *= unit.widened
-            look.usage = look.typical / look.limit
+            look.usage = look.between = look.typical / look.limit
 
 
 def num_values(result: SiteResult) -> int:

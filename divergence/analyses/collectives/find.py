@@ -167,9 +167,18 @@ def _confirmed(fault: CollectiveFault, faults: Sequence[CollectiveFault]) -> boo
 
 
 def _who(fault: CollectiveFault, whose: str = "") -> str:
-    if not fault.ranks:
-        return f"a rank{whose} that cannot be told"
-    return f"rank{'s' * (len(fault.ranks) > 1)} {list_names([*map(str, fault.ranks)], 6)}{whose}"
+    if fault.ranks:
+        return f"{_names(fault.ranks)}{whose}"
+    wrong = f"{_names(fault.wrong_ranks)}{whose}"
+    if len(fault.wrong_ranks) > 1:
+        return f"{wrong}, all wrong (one rank made it, or each did)"
+    if fault.wrong_ranks:
+        return f"{wrong}, which alone holds the result (any may have made it)"
+    return f"a rank{whose} that cannot be told"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {list_names([*map(str, ranks)], 6)}"
 
 
 def _grouped(faults: Sequence[CollectiveFault]) -> list[tuple[CollectiveFault, int]]:

@@ -8,6 +8,7 @@ that is claimed is one. What hides below the bound is seen by replaying the orde
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +59,7 @@ class _Judge:
     def add(
         self, case: RecordedCase, check: CollectiveCheck, wrong: torch.Tensor | int,
         ranks: tuple[int, ...], text: str, *, elements: int = 0, assumed: bool = False,
+        wrong_ranks: Iterable[int] = (),
     ) -> None:  # fmt: skip
         count = wrong if isinstance(wrong, int) else int(wrong.sum())
         size = elements if isinstance(wrong, int) else len(wrong)
@@ -67,6 +69,7 @@ class _Judge:
                 check=check, collective=spec.collective, dtype=spec.dtype, size=spec.size,
                 values=spec.values, site=case.site, elements=size, num_wrong=count, ranks=ranks,
                 text=text, assumed=assumed,
+                wrong_ranks=tuple(r for r in sorted(wrong_ranks) if r not in ranks),
             )
         )  # fmt: skip
 
@@ -168,7 +171,9 @@ def _judge_call(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> None:
             made = _made(case, group)
             text = instead(case, case.results, group, wrong.rights) + made.note
             union = torch.stack(list(group.values())).any(dim=0)
-            all_of.add(case, check, union, made.ranks, text, assumed=made.assumed)
+            all_of.add(
+                case, check, union, made.ranks, text, assumed=made.assumed, wrong_ranks=group
+            )
 
 
 def _made(case: RecordedCase, group: dict[int, torch.Tensor]) -> Made:
@@ -248,7 +253,9 @@ def _a_call_is_wrong(
             made = _made(case, group)
             text = f"in call {number}, {instead(case, held, group, wrong.rights)}{made.note}"
             union = torch.stack(list(group.values())).any(dim=0)
-            all_of.add(case, "repeatable", union, made.ranks, text, assumed=made.assumed)
+            all_of.add(
+                case, "repeatable", union, made.ranks, text, assumed=made.assumed, wrong_ranks=group
+            )
         return True
     return False
 

@@ -5,7 +5,8 @@ operators. Where two such replicas differ, a rank is at fault, whatever the othe
 rounding explains it, since both round alike (a collective may add in another order on each rank
 and still be right: then the difference is of the size of rounding, and is told but decides
 nothing). Which rank it is, most of the others say; of two ranks, the other run does. Where a
-divided tensor is off, its parts tell which rank made the wrong one.
+divided tensor is off, its parts tell which rank made the wrong one; where prompts are, who ran
+them.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
         return []
     share = _share(verdict.onset, measured)
     if share is None:
-        return []
+        return _of_prompts(verdict, verdict.onset, measured)
     fact = Evidence(
         text=f"at {share.site} {letter(share.side)}'s rank {share.rank} holds the share that "
         f"is off: rel L2 {share.rel_l2:.2e}, in the others' shares {share.rest_rel_l2:.2e}",
@@ -166,6 +167,61 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
             evidence=[fact],
         )
     ]  # fmt: skip
+
+
+def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Finding]:
+    """The ranks that ran the prompts at fault, where these are most of theirs and no other's."""
+    usages: dict[int, float] = {}
+    for site in measured.sites:
+        if (site.pass_, site.site) != (onset.pass_, onset.site):
+            continue
+        batch = len(site.prompts or ()) > 1
+        rows = [(p.sample, p.usage) for p in site.prompts] if batch else [(site.sample, site.usage)]
+        for sample, usage in rows:
+            usages[sample] = max(usage or 0.0, usages.get(sample, 0.0))
+    wrong = {sample for sample, usage in usages.items() if usage > 1}
+    told: list[str] = []
+    facts: list[Evidence] = []
+    for side, run in (("reference", measured.reference), ("candidate", measured.candidate)):
+        if not isinstance(run, UnshardedRun) or verdict.side not in (None, side):
+            continue
+        owners = _owners(run, onset)
+        if not wrong or not wrong <= owners.keys() or len(set(owners.values())) < 2:
+            continue
+        ranks = owners[min(wrong)]
+        theirs = {sample for sample in usages if owners.get(sample) == ranks}
+        if not wrong <= theirs or 2 * len(wrong) <= len(theirs):
+            continue
+        told.append(f"{_names(sorted(ranks))} of {letter(side)}")
+        rest = len(usages) - len(theirs)
+        text = (
+            f"{told[-1]} ran {len(theirs)} of the {len(usages)} prompts: {len(wrong)} of these are "
+            f"beyond the limit, and none of the {rest} that other ranks ran"
+        )
+        facts.append(
+            Evidence(
+                text=text,
+                values={"num_wrong": len(wrong), "num_run": len(theirs), "num_others": rest},
+            )
+        )
+    if not told:
+        return []
+    who = " and ".join(told)  # where both sides dealt alike and no truth tells which is wrong
+    ran = f", which {who} ran" if verdict.kind == "localized" else f" ({who} ran these)"
+    return [Finding(claim="explanation", role="explains", clause=ran, evidence=facts)]
+
+
+def _owners(run: UnshardedRun, onset: Onset) -> dict[int, frozenset[int]]:
+    """By prompt, the ranks that ran it."""
+    ranks: dict[int, set[int]] = {}
+    for record in run.run.records:
+        if (record.pass_, record.site) == (onset.pass_, onset.site):
+            ranks.setdefault(record.sample, set()).add(record.rank)
+    groups = {group[0]: group for group in run.manifest.tokens.groups}
+    return {
+        sample: frozenset(those) for first, those in ranks.items()
+        for sample in groups.get(first, [first])
+    }  # fmt: skip
 
 
 def _telling(check: ReplicaCheck) -> ReplicaDiff | None:

@@ -143,6 +143,8 @@ class CollectiveFault(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong, as a clause."""
     assumed: bool = False
     """The rank is told by the part of the buffer that is wrong, as reduce-scatter deals parts."""
+    wrong_ranks: tuple[int, ...] = ()
+    """Ranks whose result is wrong, where these did not make it or that is not known."""
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,8 @@ import torch
 
 from divergence.analyses.blocks.show import prompt_usage
 from divergence.comparison.api import compare
-from divergence.comparison.experts import _explained
 from divergence.comparison.rerouted import free_routes_differ
+from divergence.comparison.routers import explained_choices
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -279,7 +279,7 @@ def test_the_choice_is_recorded_with_blocks(recorded):
 
 
 def explained(leads, gap, *, num_experts=4):
-    """``_explained`` of tokens with these leads, all chosen for alike, and of one that the
+    """``explained_choices`` of tokens with these leads, all chosen for alike, and of one that the
     candidate sent to the experts 2 and 3 against its logits, by ``gap``."""
     values = torch.zeros(len(leads) + 1, num_experts)
     values[:, :2] = torch.tensor([*leads, gap])[:, None]
@@ -288,7 +288,7 @@ def explained(leads, gap, *, num_experts=4):
     two[-1] = torch.tensor([2, 3])
     alike = torch.ones(len(values), dtype=torch.bool)
     alike[-1] = False
-    return bool(_explained(alike, (one, two), (values, values))[0][-1])
+    return bool(explained_choices(alike, (one, two), (values, values))[0][-1])
 
 
 def test_what_else_decides_is_not_taken_for_a_fault():
@@ -302,11 +302,11 @@ def test_what_else_decides_is_not_taken_for_a_fault():
     assert explained([0.1] * 20, 0.0)  # a tie
 
 
-def wrong_choice(change, *, decode_alone=False):
+def wrong_choice(change, *, decode_alone=False, block=2):
     """``change(logits, experts)`` → other experts, for the router of one block."""
 
     def prepare(model):
-        router = model.model.layers[2].mlp.gate
+        router = model.model.layers[block].mlp.gate
         original = router.forward
 
         @functools.wraps(original)
@@ -341,16 +341,75 @@ def test_a_router_that_chooses_wrongly_for_every_token_is_found(change, dtype, r
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
 
 
-def test_where_most_tokens_went_elsewhere_nothing_is_claimed_with_confidence(recorded, tmp_path):
-    """Decode steps of one token are too few to tell who follows its logits: most of a block was
-    not judged, which is said, and no side is called right."""
-    a, truth = recorded("mixtral", 8, "float32")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_router_that_chooses_wrongly_in_steps_of_one_token_is_found(dtype, recorded, tmp_path):
+    """One token tells nothing by itself: that the other side follows its logits is seen from all
+    tokens that its router chose for, those of the prompt above all."""
+    a, truth = recorded("mixtral", 8, dtype)
     prepare = wrong_choice(third_for_second, decode_alone=True)
     b = capture(like=a, out=tmp_path / "b", prepare=prepare)
-    verdict = compare(a, b, truth=truth).verdict
+    for reference, candidate, side in ((a, b, "candidate"), (b, a, None)):
+        with_truth = truth if side else None
+        verdict = compare(reference, candidate, truth=with_truth).verdict
+        assert (verdict.kind, verdict.side) == ("localized", side)
+        assert (verdict.onset.block, verdict.onset.step) == (BLOCK, 1)
+
+
+def test_what_all_blocks_do_in_every_step_is_not_said_of_one_step_alone(recorded, tmp_path):
+    """Beside its siblings, which are as wrong, most steps show nothing: they are held to the limit
+    of their kind."""
+    a, truth = recorded("qwen3-moe", 8, "float32")
+
+    def prepare(model):
+        for block in range(4):
+            wrong_choice(third_for_second, decode_alone=True, block=block)(model)
+
+    report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare), truth=truth)
+    verdict = report.verdict
+    assert (verdict.kind, verdict.side, verdict.onset.step) == ("systematic", "candidate", 1)
+    assert "alone" not in verdict.summary
+    steps = [site for site in report.sites if site.step and site.site == "model.layers.1:out"]
+    usages = [site.usage for site in steps if site.pass_ == "anchored" and not site.num_rerouted]
+    assert len(usages) >= 3
+    assert min(usages) > 1
+
+
+def with_bias(logits, experts):
+    bias = torch.arange(logits.shape[-1]) % 3
+    return (logits + bias).topk(2, -1).indices
+
+
+def third_with_bias(logits, experts):
+    bias = torch.arange(logits.shape[-1]) % 3
+    return (logits + bias).topk(3, -1).indices[:, [0, 2] if len(logits) == 1 else [0, 1]]
+
+
+def test_where_most_tokens_went_elsewhere_nothing_is_claimed_with_confidence(recorded, tmp_path):
+    """Where not the logits decide, but a bias beside them, nothing tells a wrong choice from one of
+    rounding: most of a block was not judged, which is said."""
+    healthy, _ = recorded("mixtral", 8, "float32")
+    a = capture(like=healthy, out=tmp_path / "a", prepare=wrong_choice(with_bias))
+    b = capture(like=a, out=tmp_path / "b", prepare=wrong_choice(third_with_bias))
+    verdict = compare(a, b).verdict
     assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", None, "low")
     lacking = [check.detail for check in verdict.checks if check.name == "routed"]
     assert lacking == [f"4 of 4 tokens of {BLOCK} (decode) went to other experts: not judged"]
+
+
+def test_what_lies_within_two_roundings_of_the_recorded_logits_is_a_tie():
+    """A kernel that adds up the logits in float32 decides before they are rounded to 16 bits."""
+    logits = torch.zeros(40, 4)
+    logits[:, :2] = torch.linspace(1e-4, 4, 40)[:, None]
+    logits[-1] = torch.tensor([2.0, 2.0, 1.995, 1.995])
+    mine = torch.tensor([[0, 1]]).repeat(40, 1)
+    other = mine.clone()
+    other[-1] = torch.tensor([2, 3])
+    alike = torch.arange(40) < 39
+    usual = torch.linspace(0, 1, 4000, dtype=torch.float64)
+    for dtype, is_explained in ((torch.bfloat16, True), (torch.float32, False)):
+        rounded = logits.to(dtype)
+        told = explained_choices(alike, (mine, other), (rounded, rounded), lambda: [usual, None])
+        assert bool(told[0][-1]) == is_explained
 
 
 def test_an_expert_chosen_twice_is_no_rounding():
@@ -359,9 +418,9 @@ def test_an_expert_chosen_twice_is_no_rounding():
     usual = torch.tensor([[0, 1], [0, 1]])
     twice = torch.tensor([[0, 1], [0, 0]])
     alike = torch.tensor([True, False])
-    assert not _explained(alike, (usual, twice), (values, values))[0][1]
+    assert not explained_choices(alike, (usual, twice), (values, values))[0][1]
     habit = torch.tensor([[0, 0], [0, 1]])
-    assert _explained(alike, (habit, torch.tensor([[0, 0], [1, 1]])), (values, values))[0][1]
+    assert explained_choices(alike, (habit, torch.tensor([[0, 0], [1, 1]])), (values, values))[0][1]
 
 
 def test_free_runs_whose_tokens_went_elsewhere_are_known(recorded, tmp_path):

@@ -13,22 +13,18 @@ from collections.abc import Sequence
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.preflight.code import code_line
 from divergence.comparison.preflight.models import (
-    Matching,
-    as_far_as_told,
     attention_of,
     block_lines,
     config_line,
-    match_parameters,
     quantization_line,
     shape_of,
-    tells_in_part,
     template_cause,
     tokenizer_cause,
-    weight_causes,
 )
+from divergence.comparison.preflight.weights import weights_line
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest, ModelIdentity, Switch
+from divergence.run.schema.manifest import Manifest, Switch
 
 __all__ = ["preflight"]
 
@@ -49,7 +45,7 @@ def preflight(
     dtypes = "compared in the wider of the two" if ref.dtype != cand.dtype else None
     lines = [
         code_line(a, b),
-        _weights(a, b, names),
+        weights_line(a, b, names),
         *block_lines(a, b, names),
         _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
@@ -184,82 +180,6 @@ def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
     keys = [key for key in {**ref, **cand} if ref.get(key) != cand.get(key)] or ["compiler", "BLAS"]
     shown = [", ".join(f"{k} {side[k]}" for k in keys if k in side) for side in (ref, cand)]
     return [_same("torch build", shown[0] or "-", shown[1] or "-")]
-
-
-def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
-    model_a, model_b = a.model, b.model
-    matching = match_parameters(model_a.digests, model_b.digests, names)
-    status, detail = _weights_differ(model_a, model_b, matching)
-    if status == "blocking" and any(map(tells_in_part, (a, b))):
-        status, detail = as_far_as_told(model_a, model_b, matching)
-    if status != "same":
-        detail = "; ".join([*filter(None, [detail]), *weight_causes(model_a, model_b)])
-    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
-    return PreflightLine(check="weights", status=status, detail=detail,
-                         reference=shown[0], candidate=shown[1])  # fmt: skip
-
-
-def _weights_differ(
-    a: ModelIdentity, b: ModelIdentity, matching: Matching
-) -> tuple[PreflightStatus, str | None]:
-    """(status, detail) of two models' weights. ``matching``: their parameters by name."""
-    detail = None
-    if missing := a.missing or b.missing:
-        detail = (
-            f"{len(missing)} parameters were missing from the checkpoint and are random: "
-            + list_names(missing)
-        )
-    if a.digest == b.digest and a.dequantized == b.dequantized:
-        return "same", detail
-    if a.digest == b.digest:
-        from divergence.comparison.preflight.quantization import dequantized_otherwise
-
-        return dequantized_otherwise(a, b) or ("same", detail)
-    digested = bool(a.digests and b.digests)
-    if a.quantization != b.quantization:
-        return "differs", f"{_codes(a)} against {_codes(b)}: not the same model"
-    if a.dtype != b.dtype:
-        rounded = a.rounded_digests.get(b.dtype), b.rounded_digests.get(a.dtype)
-        if b.digest == rounded[0]:
-            return "same", f"the same weights, rounded from {a.dtype} to {b.dtype}"
-        if a.digest == rounded[1]:
-            return "same", f"the same weights, rounded from {b.dtype} to {a.dtype}"
-        if digested and not matching.is_one_to_one:
-            return "blocking", f"other parameters: {matching.describe()}"
-        if set(a.digests) != set(b.digests):
-            return "differs", "digests of other names and dtypes cannot be compared"
-        if any(rounded):
-            return "blocking", "other weights, also after rounding to one dtype"
-        return "differs", "digests of different dtypes cannot be compared"
-    if unknown := _offloaded(a.digests, b.digests):
-        return "differs", f"{len(unknown)} offloaded parameters were not digested"
-    if not digested:
-        return "blocking", "the parameters' digests are not recorded"
-    different = [
-        name for name, other in matching.pairs.items() if a.digests[name] != b.digests[other]
-    ]
-    if different:
-        text = (
-            f"{len(different)} of {len(matching.pairs)} parameters differ: {list_names(different)}"
-        )
-        return "blocking", "; ".join(filter(None, (text, matching.describe())))
-    if not matching.is_one_to_one:
-        return "blocking", f"other parameters: {matching.describe()}"
-    if matching.prefixes or matching.mapped:
-        return "differs", f"the same values under other names: {matching.describe()}"
-    return "differs", matching.describe()
-
-
-def _codes(model: ModelIdentity) -> str:
-    return model.dtype if model.quantization is None else model.quantization.name
-
-
-def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    """Parameters that one side could not digest, if all the others agree."""
-    unknown = [name for name in a if "offloaded" in (a[name], b.get(name))]
-    rest = [name for name in a if name not in unknown]
-    agree = a.keys() == b.keys() and all(a[name] == b[name] for name in rest)
-    return unknown if agree else []
 
 
 def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:

@@ -21,7 +21,6 @@ from divergence.comparison.preflight.models import (
     template_cause,
     tokenizer_cause,
 )
-from divergence.comparison.preflight.weights import weights_line
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Switch
@@ -45,7 +44,7 @@ def preflight(
     dtypes = "compared in the wider of the two" if ref.dtype != cand.dtype else None
     lines = [
         code_line(a, b),
-        weights_line(a, b, names),
+        _weights(a, b, names),
         *block_lines(a, b, names),
         _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
@@ -180,6 +179,17 @@ def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
     keys = [key for key in {**ref, **cand} if ref.get(key) != cand.get(key)] or ["compiler", "BLAS"]
     shown = [", ".join(f"{k} {side[k]}" for k in keys if k in side) for side in (ref, cand)]
     return [_same("torch build", shown[0] or "-", shown[1] or "-")]
+
+
+def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
+    model_a, model_b = a.model, b.model
+    alike = model_a.digest == model_b.digest and model_a.dequantized == model_b.dequantized
+    if alike and not (model_a.missing or model_b.missing):
+        shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
+        return _same("weights", *shown, same=True)
+    from divergence.comparison.preflight.weights import weights_line
+
+    return weights_line(a, b, names)
 
 
 def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:

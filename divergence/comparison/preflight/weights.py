@@ -17,7 +17,7 @@ __all__ = ["weights_line"]
 
 
 def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
-    """``names``: the name map that the comparison uses."""
+    """Where they are not simply equal. ``names``: the name map that the comparison uses."""
     model_a, model_b = a.model, b.model
     matching = match_parameters(model_a.digests, model_b.digests, names)
     status, detail = _weights_differ(model_a, model_b, matching)

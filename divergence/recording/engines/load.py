@@ -385,8 +385,8 @@ def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
         f"cannot load {source!r}: {first_line(error, most=300)}",
         hint="HF_HUB_OFFLINE is set: only local paths and cached models can be used"
         if offline
-        else f"there is no directory {source} here; of the hub: check the id, --revision, and that "
-        "this machine reaches it",
+        else f"there is no directory {source} here; as a hub id: check it, --revision, and that "
+        "this machine reaches the hub",
     )
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/logprobs.py              # both tables, a minute
     python benchmarks/logprobs.py --trained    # the first one of a trained model (see _trained.py)
+    python benchmarks/logprobs.py --experts    # rounding of a model with experts: its tail
     python benchmarks/logprobs.py --causes     # the second one alone, without a model
 
 First table: a random Llama in its dtype against float64, the same tokens forced: mean |Δ log p| of
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from divergence import compare, import_dump
 from divergence.analyses.logprobs.scale import BY_DTYPE
@@ -116,6 +117,34 @@ def _rows(what: str, path: Path, ids: torch.Tensor) -> None:
               f"{spread:.1f} | {BY_DTYPE[name]:.1e} |", flush=True)  # fmt: skip
 
 
+def experts() -> None:
+    """A random Mixtral of 8 blocks in bfloat16 against float32 with the same weights: how far
+    rounding moves the tokens that it sends to other experts. ``gain``: of the experts' weights."""
+    print("| gain | mean abs Δ log p | median | beyond 0.5 nats | they hold |")
+    print("|---|---|---|---|---|")
+    ids = torch.randint(0, 1000, (20, 64), generator=torch.Generator().manual_seed(1))
+    for gain in (1, 3, 8):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
+            num_key_value_heads=4, vocab_size=1000, num_local_experts=8, num_experts_per_tok=2,
+        ))  # fmt: skip
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight *= gain if "experts" in name else 8 if "lm_head" in name else 1
+        model.to(torch.bfloat16).eval()
+        scores = []
+        for dtype in (torch.bfloat16, torch.float32):
+            with torch.no_grad():
+                table = torch.log_softmax(model.to(dtype)(ids).logits.double(), -1)[:, :-1]
+            scores.append(table.gather(-1, ids[:, 1:, None]))
+        size = (scores[0] - scores[1]).abs().flatten()
+        far = size > 4 * BY_DTYPE["bfloat16"]
+        print(f"| {gain} | {float(size.mean()):.1e} | {float(size.median()):.1e} | "
+              f"{float(far.double().mean()):.1%} | {float(size[far].sum() / size.sum()):.0%} |",
+              flush=True)  # fmt: skip
+
+
 def causes() -> None:
     """Each cause NUM_PAIRS times, with enough prompts and with too few."""
     print("\n| cause | prompts | told rightly | not told | wrong | wrong with confidence |")
@@ -161,10 +190,13 @@ def _pair(change: Change, seed: int, num_prompts: int):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--causes", action="store_true")
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--trained", action="store_true")
     given = parser.parse_args()
     if given.trained:
         trained()
+    elif given.experts:
+        experts()
     else:
         if not given.causes:
             rounding()

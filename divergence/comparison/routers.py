@@ -18,9 +18,8 @@ _TIE = 8 * 2.0**-24
 roundings of the dtype they are recorded in, where that is more: they may have decided before."""
 _WITNESSES = 10
 """That logits decide is known from tokens chosen for alike, and from a side that follows its own on
-every token. Something else that decides, a bias
-say, and overrules a lead of this size would have overruled half of the smaller leads: not one of
-ten is a chance of 1 in 1,000."""
+every token. Something else that decides, a bias say, and overrules a lead of this size would have
+overruled half of the smaller leads: not one of ten is a chance of 1 in 1,000."""
 
 
 def same_experts(rows: Sequence[torch.Tensor]) -> torch.Tensor:

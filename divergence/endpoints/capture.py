@@ -97,7 +97,11 @@ def _check_same(held: Manifest, manifest: Manifest, place: Location) -> None:
         ("the server's dtype", held.settings.dtype, manifest.settings.dtype),
         ("token ids", *(m.engine and m.engine.facts.get("token ids") for m in (held, manifest))),
         ("tokens", *(m.engine and m.engine.facts.get("tokens") for m in (held, manifest))),
-    ):
+        ("answered by", *(
+            m.engine and m.engine.facts.get("answers as", "the model asked for")
+            for m in (held, manifest)
+        )),
+    ):  # fmt: skip
         if before != now:
             raise UsageError(
                 f"{place} was begun otherwise: {name} {before}, now {now}",

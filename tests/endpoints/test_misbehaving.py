@@ -195,3 +195,13 @@ def test_who_answers_in_place_of_the_model_that_was_asked_is_said(stub, serve):
     assert "B: tiny was asked for, and the server answers as tiny-2026-01" in (
         compare(silent, other).notes
     )
+
+
+def test_what_another_model_answers_is_not_added_to_a_run(stub, serve):
+    """``--resume`` behind a gateway that has fallen back meanwhile."""
+    stub.answers_as, stub.troubles = "tiny", {FIRST + 4: "400"}
+    with pytest.raises(EndpointError):
+        serve("a")
+    stub.answers_as, stub.troubles = "fallback", {}
+    with pytest.raises(UsageError, match="answered by the model asked for, now fallback"):
+        serve("a", resume=True)

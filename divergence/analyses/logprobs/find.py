@@ -35,7 +35,7 @@ def find(
     scale: Scale,
     *,
     whole: bool,
-    experts: bool | None = False,
+    experts: bool | None,
 ) -> Finding:
     """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner.
     ``experts``: has the model any? None where that is not told."""
@@ -247,10 +247,11 @@ def _dense(experts: bool | None) -> Check:
 
 
 def _rerouted(experts: bool | None) -> str:
-    model = "such a model" if experts else "a model with experts (no side tells)"
+    untold = "" if experts else "; whether the model has experts no side tells"
     return (
-        f"where scores of experts nearly tie, rounding sends a token of {model} elsewhere; a fault "
-        "of an expert looks the same. Runs with layers (--layers RUN) tell them apart"
+        "where the scores of experts nearly tie, rounding sends a token to another one, and a "
+        f"fault of an expert looks the same{untold}. "
+        "Runs with layers (--layers RUN) tell them apart"
     )
 
 

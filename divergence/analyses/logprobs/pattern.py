@@ -50,9 +50,7 @@ class Pattern:
     far: bool = False
 
 
-def pattern_of(
-    pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | None = False
-) -> Pattern:
+def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | None) -> Pattern:
     """The first that holds, from the most particular to the most general. ``experts``: has the
     model any? None where that is not told."""
     held = [pair for pair in pairs if len(pair.delta)]
@@ -135,7 +133,7 @@ def _odd_tokens(
         return [], 0.0
     if share <= 2 * scale.usual_share(bound):
         return [], 0.0
-    return _beyond(held, sizes, bound)
+    return _tokens_over(held, sizes, bound)
 
 
 def _tail(
@@ -146,7 +144,7 @@ def _tail(
         return [], 0.0
     if any(typical_of(size) > scale.value * (1 + 6 / np.sqrt(len(size))) for size in sizes):
         return [], 0.0
-    return _beyond(held, sizes, _FAR_TOKEN * scale.value)
+    return _tokens_over(held, sizes, _FAR_TOKEN * scale.value)
 
 
 def typical_of(size: np.ndarray) -> float:
@@ -154,7 +152,7 @@ def typical_of(size: np.ndarray) -> float:
     return float(np.median(size)) * math.sqrt(2 / math.pi) / NormalDist().inv_cdf(0.75)
 
 
-def _beyond(
+def _tokens_over(
     held: Sequence[PromptPair], sizes: Sequence[np.ndarray], bound: float
 ) -> tuple[list[tuple[int, int]], float]:
     """Tokens that differ by more, the largest first; mean |Δ| of the others."""

@@ -34,6 +34,8 @@ LEVELS = {
     "layout": 1,
     "html": 1,  # elements of pages: an analysis shows its part with them
     "words": 0,
+    "outside": 1,
+    "output": 1,
     "numerics": 1,
     "quantization": 3,  # schemes, and the layers that follow them
     "run": 2,

@@ -29,6 +29,7 @@ for _name in [name for name in os.environ if name.startswith("DIVERGENCE_")]:
 os.environ |= {
     "HF_HOME": _home,
     "HF_HUB_OFFLINE": "1",
+    "XDG_CACHE_HOME": _home,
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

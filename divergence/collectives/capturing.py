@@ -107,7 +107,7 @@ def capture_collectives(
             manifest.plan.skipped_operators = recorder.skipped
             determinism.note_in(manifest.settings)
             writer.flush()
-            _count(ranks, recorder, manifest)
+            _count(ranks, recorder, manifest, writer.record_digests)
         for reason, count in recorder.skipped.items():
             speaks("note", 0, None, f"{count} left out: {reason}")
         return closed(ranks, manifest, out, lambda text: speaks("note", 0, None, text))
@@ -208,11 +208,15 @@ def _manifest(
     return manifest
 
 
-def _count(ranks: Ranks, recorder: RankRecorder, manifest: Manifest) -> None:
-    """Adds up all ranks' sizes, and what they found of their own repeatability."""
-    mine = (manifest.sizes, recorder.repeated)
+def _count(
+    ranks: Ranks, recorder: RankRecorder, manifest: Manifest, record_digests: dict[str, str]
+) -> None:
+    """Adds up all ranks' sizes, and what they found of their own repeatability; gathers the digests
+    of their files of records."""
+    mine = (manifest.sizes, recorder.repeated, record_digests)
     manifest.repeatability = recorder.repeated
-    for rank, (sizes, repeated) in enumerate(ranks.gather(mine)):
+    for rank, (sizes, repeated, digests) in enumerate(ranks.gather(mine)):
+        manifest.record_digests |= digests
         if rank == ranks.rank:
             continue
         for name in sizes.__struct_fields__:

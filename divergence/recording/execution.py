@@ -166,7 +166,7 @@ class Execution:
                 manifest.repeatability = self._repeat(remembering.items)
             if self.division is not None:
                 writer.flush()
-                self.division.count(manifest)
+                self.division.count(manifest, writer.record_digests)
         run = Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
         bad = first_nonfinite(run.manifest, run.records)
         if bad is not None:

@@ -73,6 +73,10 @@ def run_lines(
             "run", f"{manifest.id}, made {manifest.created} by divergence {manifest.tool_version}"
         ),
     ]
+    if manifest.digest is None:
+        lines.append(
+            prose("", "recorded before digests of manifest and records: changes to them go unseen")
+        )
     if manifest.command:
         lines.append(prose("command", requoted(manifest.command)))
     if manifest.like:

@@ -1,41 +1,48 @@
-"""The columns of a large run, kept beside its lines so that the next opening need not read these.
+"""The columns of a large run, kept in the user's cache so that the next opening need not read its
+lines.
 
-``records.index`` is a cache of one machine: whoever opens a large complete run and may write to its
-directory makes it, after every line and every place has been checked. It is good for as long as all
-files of the run have the size and the time of last change that they had then; a copy that did not
-keep the times, or another version of this program, reads the lines again. A portion of lines is
-still read by its digest. It is no part of the run: archives leave it out, and it may be deleted.
+An index is made by whoever opens a large complete run, after every line and every place has been
+checked, and lies in the cache folder of this user alone: it is never read from a run, copied with
+one or packed, since a run's sender may write anything into it. It is found by the run's id,
+digest and place, and is good for as long as all files of the run have the size, times and number on disk
+that they had when they were checked. A portion of lines is still read by its digest. The folder may
+be deleted at any time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import zipfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import xxhash
 
 from divergence._version import __version__
 from divergence.errors import RunFormatError
 from divergence.run.columns import Columns, Portion, PortionSource
-from divergence.run.schema.layout import INDEX, MANIFEST, checked_shard_name, records_name
+from divergence.run.schema.layout import MANIFEST, records_name
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.parsing import record_check
 from divergence.run.storage.blob import Store
 
-__all__ = ["Index"]
+__all__ = ["Index", "index_folder"]
 
-Stamps = dict[str, tuple[int, int]]
-"""By file of the run: its size, and when it was last changed (ns)."""
+Stamps = dict[str, tuple[int, ...]]
+"""By file of the run: what changes whenever the file does."""
 
-_FORMAT = 1
+_FORMAT = 2
+_MOST_FILES = 32
+"""Indices that are kept; the one not written for longest goes first. One of a million records
+takes some 40 MB."""
 _KEPT = ("begin", "pass", "sample", "step", "rank", "site", "kind", "flags")
 """The columns that are asked for once places are checked."""
 _DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, RunFormatError)
-"""What a damaged index raises, or one of files that are gone."""
+"""What an index that was cut off raises, or one of files that are gone."""
 _PORTION = [("blob", "u4"), ("begin", "u8"), ("num_bytes", "u8"), ("digest", "u8"), ("first", "u8")]
 
 
@@ -52,13 +59,25 @@ class _Names(msgspec.Struct, forbid_unknown_fields=True):
     shards: list[str | None]
 
 
+def index_folder() -> Path:
+    """Where indices lie: ``$XDG_CACHE_HOME/divergence``, or ``~/.cache/divergence``. Raises
+    OSError where this user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "divergence"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
 class Index:
     """The index of the run in ``store``, a directory of this machine. Raises RunFormatError and
     OSError where the files it is made of are not there."""
 
     def __init__(self, store: Store, folder: Path, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
-        self._path = folder / INDEX
+        identity = f"{manifest.id}\n{manifest.digest}\n{folder.resolve()}"
+        key = xxhash.xxh3_128_hexdigest(identity.encode("utf-8", "surrogatepass"))
+        self._path = index_folder() / f"{key}.index"
         # taken before any line is read, so that a change during the read makes the index stale
         self._lines = self._stamps([MANIFEST, *map(records_name, range(manifest.num_ranks))])
 
@@ -66,9 +85,8 @@ class Index:
         return {name: self._store.stamp(name) for name in names}
 
     def save(self, columns: Columns, shards: Collection[str]) -> None:
-        """Keeps checked columns; ``shards``: all that are in use. Where the directory cannot be
-        written to, nothing is kept."""
-        temporary = self._path.with_name(f"{INDEX}.{os.getpid()}.tmp")
+        """Keeps checked columns; ``shards``: all that are in use. Where the cache cannot be written
+        to, nothing is kept."""
         with contextlib.suppress(OSError, RunFormatError):
             names = _Names(
                 format=_FORMAT, version=__version__, stamps=self._lines | self._stamps(shards),
@@ -81,31 +99,38 @@ class Index:
                 "portions": np.array(rows, _PORTION),
                 "nonfinite": np.array(list(columns.nonfinite.items()), np.int64).reshape(-1, 2),
             }
-            for left in self._path.parent.glob(f"{INDEX}.*.tmp"):  # by a process that was killed
-                left.unlink()
+            folder = self._path.parent
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=folder)
             try:
-                with open(temporary, "xb") as file:
+                with open(handle, "wb") as file:
                     np.savez(file, **arrays)
                 os.replace(temporary, self._path)
             finally:
                 with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
+                    os.unlink(temporary)
+            # a process that was killed leaves a .tmp, which goes in its turn
+            files = [*folder.glob("*.index"), *folder.glob("*.tmp")]
+            for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[:-_MOST_FILES]:
+                path.unlink(missing_ok=True)
 
     def load(self) -> Columns | None:
-        """The columns that were kept; None where there are none, or any file has changed since."""
-        if self._path.is_symlink() or not self._path.is_file():
-            return None
+        """The columns that were kept; None where there are none, where another user could have
+        written them, or where any file of the run has changed since."""
         try:
-            with open(self._path, "rb") as file, np.load(file, allow_pickle=False) as held:
-                names = msgspec.json.decode(held["names"].tobytes(), type=_Names)
-                if not self._is_current(names):
+            with open(self._path, "rb") as file:
+                if not _is_own(file.fileno()):
                     return None
-                columns = Columns(record_check(self._manifest))
-                columns.num_rows = names.num_rows
-                columns.col = {name: held[name] for name in _KEPT}
-                for row in held["portions"].tolist():
-                    columns.portions.append(Portion(PortionSource(*row[:2]), *row[2:]))
-                columns.nonfinite.update(map(tuple, held["nonfinite"].tolist()))
+                with np.load(file, allow_pickle=False) as arrays:
+                    names = msgspec.json.decode(arrays["names"].tobytes(), type=_Names)
+                    if not self._is_current(names):
+                        return None
+                    columns = Columns(record_check(self._manifest))
+                    columns.num_rows = names.num_rows
+                    columns.col = {name: arrays[name] for name in _KEPT}
+                    for row in arrays["portions"].tolist():
+                        columns.portions.append(Portion(PortionSource(*row[:2]), *row[2:]))
+                    columns.nonfinite.update(map(tuple, arrays["nonfinite"].tolist()))
         except _DAMAGED:
             return None
         for numbering, things in (
@@ -118,8 +143,6 @@ class Index:
 
     def _is_current(self, names: _Names) -> bool:
         shards = names.stamps.keys() - self._lines.keys()
-        for name in shards:
-            checked_shard_name(name, where=INDEX)
         return (
             (names.format, names.version) == (_FORMAT, __version__)
             and names.num_rows == self._manifest.sizes.num_records
@@ -130,3 +153,11 @@ class Index:
         """Removes the index, because the lines no longer match it."""
         with contextlib.suppress(OSError):
             self._path.unlink()
+
+
+def _is_own(file: int) -> bool:
+    """Can nobody but this user have written the file?"""
+    status = os.fstat(file)
+    return not hasattr(os, "getuid") or (
+        status.st_uid == os.getuid() and not status.st_mode & 0o022
+    )

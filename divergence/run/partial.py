@@ -10,6 +10,7 @@ import copy
 from collections.abc import Collection, Iterator
 
 import msgspec
+import xxhash
 
 from divergence.run.reader import Run
 from divergence.run.schema.contents import each_of, sizes_of
@@ -36,12 +37,13 @@ class _Partial(Run):
 
     def _own(self) -> dict[str, bytes]:
         encoder = msgspec.json.Encoder()
-        text = msgspec.json.format(encoder.encode(self.manifest), indent=1)
-        own = {MANIFEST: text}
+        own: dict[str, bytes] = {}
         for rank in range(self.manifest.num_ranks):
             lines = [record for record in self.records if record.rank == rank]
             own[records_name(rank)] = encoder.encode_lines(lines)
-        return own
+        digests = {name: xxhash.xxh3_128_hexdigest(data) for name, data in own.items()}
+        self.manifest.record_digests = digests
+        return {MANIFEST: self.manifest.encode()} | own
 
     def files(self) -> dict[str, int]:
         return super().files() | {name: len(data) for name, data in self._own().items()}

@@ -35,7 +35,7 @@ from divergence.run.schema.contents import (
 )
 from divergence.run.schema.layout import SHARD_DTYPES, checked_shard_name, records_name
 from divergence.run.schema.manifest import Manifest, Sizes
-from divergence.run.schema.parsing import BROKEN_JSON, UNSOUND, portions, record_check
+from divergence.run.schema.parsing import BROKEN_JSON, UNSOUND, check_digest, portions, record_check
 from divergence.run.schema.record import Coordinates, PassName, Record
 from divergence.run.storage.blob import Blob, Store
 from divergence.run.storage.shard import Shard, has_header
@@ -57,7 +57,7 @@ def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | N
             names = map(records_name, range(manifest.num_ranks))
             return RecordTable(kept, list(map(store.blob, names)), index, known=True), False
     check, blobs, torn = record_check(manifest), list[Blob](), False
-    columns = Columns(check)
+    columns, digests = Columns(check), dict[str, str]()
     decoder = msgspec.json.Decoder(Record)
     try:
         for rank in range(manifest.num_ranks):
@@ -66,7 +66,8 @@ def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | N
                 continue
             blobs.append(store.blob(name))
             check.rank, begin = rank, 0
-            for lines, ended in portions(store, name):
+            hasher = xxhash.xxh3_128()
+            for lines, ended in portions(store, name, hasher):
                 try:
                     decoded = decoder.decode_lines(lines)
                 except BROKEN_JSON:
@@ -78,11 +79,14 @@ def read_table(store: Store, manifest: Manifest) -> tuple[RecordTable, bool] | N
                     return None
                 columns.add(check.all(decoded), lines, PortionSource(len(blobs) - 1, begin))
                 begin += len(lines) + 1
+            digests[name] = hasher.hexdigest()
         columns.join()
     except (*UNSOUND, OverflowError):
         return None
     if manifest.complete and columns.num_rows != manifest.sizes.num_records:
         return None
+    for name, digest in digests.items():
+        check_digest(store, manifest, name, digest)
     return RecordTable(columns, blobs, index), torn
 
 

@@ -18,6 +18,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
+from tests.digests import without_digests
 
 
 def _manifest(**changes: Any) -> Manifest:
@@ -65,7 +66,8 @@ def manifest() -> Callable[..., Manifest]:
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """``write_run({"a:out": tensor})`` → the directory of a complete run that holds them."""
+    """``write_run({"a:out": tensor})`` → the directory of a complete run that holds them. It has
+    no digests of its files, so that a test may change these."""
     from divergence.run.writing.writer import CapturedTensor, RunWriter
 
     def write(tensors: dict[str, Any], path: Path | None = None, **changes: Any) -> Path:
@@ -74,7 +76,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
             for order, (site, tensor) in enumerate(tensors.items()):
                 item = tensor if isinstance(tensor, CapturedTensor) else CapturedTensor(tensor)
                 writer.put(item, pass_="free", sample=0, step=0, site=site, order=order)
-        return path
+        return without_digests(path)
 
     return write
 

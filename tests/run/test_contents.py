@@ -13,6 +13,7 @@ from divergence.run.schema.layout import RECORDS
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.reduction import Reducer
 from divergence.run.writing.writer import RunWriter
+from tests.digests import without_digests
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def sketched(tmp_path, manifest):
 
 def changed(path, change):
     """The run with its first line rewritten."""
-    lines = (path / RECORDS).read_text().splitlines()
+    lines = (without_digests(path) / RECORDS).read_text().splitlines()
     first = json.loads(lines[0])
     change(first)
     (path / RECORDS).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")

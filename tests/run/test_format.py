@@ -196,7 +196,15 @@ def test_what_the_fifth_version_holds():
     assert (found.rows.shape, found.pooled.shape) == ((80, 10), (2, 64))
 
 
-@pytest.mark.parametrize("name", ["run-v1", "run-v2", "run-v3", "run-v4", "run-v5"])
+def test_what_the_eighth_version_holds():
+    """Digests that close it; earlier ones have none."""
+    manifest = Run.open(FIXTURES / "run-v8").manifest
+    assert len(manifest.digest) == 32
+    assert list(manifest.record_digests) == ["records.jsonl"]
+    assert Run.open(FIXTURES / "run-v7").manifest.digest is None
+
+
+@pytest.mark.parametrize("name", ["run-v1", "run-v2", "run-v3", "run-v4", "run-v5", "run-v8"])
 def test_the_stored_run_names_no_path_of_a_machine(name):
     """Small, portable, and nobody's home."""
     files = [path for path in (FIXTURES / name).rglob("*") if path.is_file()]

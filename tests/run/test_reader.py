@@ -475,10 +475,10 @@ def test_a_directory_or_a_pipe_is_no_file(small_run, name):
     path = the_shard(small_run) if name == "shard" else small_run / name
     path.unlink()
     path.mkdir()
-    refused(small_run, "is not a regular file")
+    refused(small_run, "not a regular file")
     path.rmdir()
     os.mkfifo(path)
-    refused(small_run, "is not a regular file")
+    refused(small_run, "not a regular file")
 
 
 def test_a_file_in_place_of_the_tensors_is_refused(small_run):

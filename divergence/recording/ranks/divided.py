@@ -173,12 +173,16 @@ class Division:
             self.ranks.mesh, environments=environments if differing else []
         )
 
-    def count(self, manifest: Manifest) -> None:
-        """Adds up all ranks' sizes, warnings and repeatability, once all have written."""
+    def count(self, manifest: Manifest, record_digests: dict[str, str]) -> None:
+        """Adds up all ranks' sizes, warnings and repeatability, once all have written.
+        ``record_digests``: of this rank's file; those of all go into the manifest."""
         repeated, settings = manifest.repeatability, manifest.settings
         mine = (manifest.sizes, repeated, settings.nondeterministic_warnings,
-                settings.cpu_fallbacks)  # fmt: skip
-        for rank, (sizes, theirs, warnings, fallbacks) in enumerate(self.ranks.gather(mine)):
+                settings.cpu_fallbacks, record_digests)  # fmt: skip
+        for rank, (sizes, theirs, warnings, fallbacks, digests) in enumerate(
+            self.ranks.gather(mine)
+        ):
+            manifest.record_digests |= digests
             if rank == self.ranks.rank:
                 continue
             _add(manifest.sizes, sizes, sizes.__struct_fields__)

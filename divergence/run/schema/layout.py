@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path
 
 from divergence.errors import RunFormatError
+from divergence.outside import inside
 
 __all__ = [
-    "COMMON_SHARD_DTYPES", "INDEX", "MANIFEST", "MAX_FORWARD_TOKENS", "MAX_LINE_BYTES",
+    "COMMON_SHARD_DTYPES", "MANIFEST", "MAX_FORWARD_TOKENS", "MAX_LINE_BYTES",
     "MAX_MANIFEST_BYTES", "MAX_NUMEL", "MAX_RANKS", "RECORDS", "SHARD_DTYPES", "SHARD_PATTERN",
-    "TENSORS", "checked_file", "checked_shard_name", "expanded", "is_records_name", "is_run_name",
-    "records_name", "shard_name",
+    "TENSORS", "checked_file", "checked_name", "checked_shard_name", "expanded", "is_records_name",
+    "is_run_name", "records_name", "shard_name",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
-INDEX = "records.index"
-"""A cache of one machine, no part of the run: run/index.py."""
+_INDEX = re.compile(r"records\.index(\.[0-9]+\.tmp)?")
+"""A cache that earlier versions kept beside the lines. Nothing reads it."""
 TENSORS = "tensors"
 _RUN_NAMES = frozenset({MANIFEST, MANIFEST + ".tmp", RECORDS, TENSORS})
 """All that lies in the directory of a run of one process; see ``is_run_name``."""
-_INDEX = re.compile(re.escape(INDEX) + r"(\.[0-9]+\.tmp)?")
 _RANK_RECORDS = re.compile(r"records-r[0-9]{5}\.jsonl")
 
 MAX_LINE_BYTES = 1 << 20
@@ -109,29 +108,17 @@ def checked_shard_name(name: str, *, where: str) -> str:
     return name
 
 
+def checked_name(name: str, *, where: str) -> str:
+    """The name of a file that makes a run, as it is: RunFormatError for any other. Every name is
+    checked by this before it is joined to a place, whoever gave it."""
+    if name == MANIFEST or is_records_name(name):
+        return name
+    return checked_shard_name(name, where=where)
+
+
 def checked_file(root: Path, name: str) -> Path:
     """``root/name`` if it is a regular file reached through no symbolic link inside the run."""
-    path = root
-    for part in name.split("/"):
-        path = path / part
-        try:
-            mode = os.lstat(path).st_mode
-        except FileNotFoundError:
-            raise RunFormatError(
-                f"{name} is missing",
-                where=str(root),
-                hint="copy the whole run directory; a run is not complete without it",
-            ) from None
-        except OSError as error:
-            raise RunFormatError(
-                f"{name} cannot be read: {error.strerror}", where=str(root)
-            ) from error
-        if stat.S_ISLNK(mode):
-            raise RunFormatError(
-                f"{name} is a symbolic link, which a run may not contain",
-                where=str(path),
-                hint="copy the run with links resolved, for example: cp -rL",
-            )
-    if not stat.S_ISREG(mode):
-        raise RunFormatError(f"{name} is not a regular file", where=str(path))
-    return path
+    return inside(
+        root, checked_name(name, where=str(root)), error=RunFormatError,
+        hint="copy the whole run directory; a run is not complete without it",
+    )  # fmt: skip

@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+import xxhash
 
 from divergence.run.schema.provenance import (
     ArithmeticFact,
@@ -34,12 +35,14 @@ __all__ = [
     "SampleTokens", "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
 ]  # fmt: skip
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 SUITE = "suite:"
 """Before the name of an operator suite, which stands where a model's source would."""
 COLLECTIVES = f"{SUITE}collectives"
 """The suite that several processes run."""
 
+NO_DIGEST = "0" * 32
+"""Stands in the place of a manifest's digest while that is made."""
 UNKNOWN = "unknown"
 """The device of an imported dump, and the digest of a parameter: not told."""
 
@@ -358,6 +361,11 @@ class Manifest(_Strict, kw_only=True):
     """The whole of manifest.json."""
 
     schema_version: int = SCHEMA_VERSION
+    digest: str | None = None
+    """xxh3-128 of this file with zeros in the place of these 32 digits. None in runs made before
+    version 8, and in what other programs write."""
+    record_digests: dict[str, str] = {}
+    """xxh3-128 of each file of records, noted when the run is closed."""
     id: str
     tool_version: str
     created: str
@@ -383,6 +391,20 @@ class Manifest(_Strict, kw_only=True):
     """What probes found out about this machine."""
     mesh: Mesh | None = None
     """None where one process made the run."""
+
+    def encode(self) -> bytes:
+        """The file's text, closed by its digest, which is set. UnicodeEncodeError where a text
+        holds what UTF-8 cannot."""
+        self.digest = NO_DIGEST
+        text = msgspec.json.format(msgspec.json.encode(self), indent=1)
+        self.digest = xxhash.xxh3_128_hexdigest(text)
+        return text.replace(NO_DIGEST.encode(), self.digest.encode(), 1)
+
+    def is_closed_by(self, text: bytes) -> bool:
+        """Does the digest fit ``text``, the bytes that this manifest was read from?"""
+        digest = self.digest or ""
+        blank = text.replace(digest.encode(), NO_DIGEST.encode(), 1)
+        return xxhash.xxh3_128_hexdigest(blank) == digest
 
     @property
     def num_ranks(self) -> int:

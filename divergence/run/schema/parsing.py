@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 
 from divergence._version import __version__
 from divergence.errors import RunFormatError
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from divergence.run.storage.shard import Entry, Shard
 
 __all__ = [
-    "BROKEN_JSON", "UNSOUND", "check_parts", "is_large", "name_of", "portions", "read_manifest",
+    "BROKEN_JSON", "UNSOUND", "check_digest", "check_parts", "is_large", "name_of", "portions", "read_manifest",
     "read_records", "record_check",
 ]  # fmt: skip
 
@@ -97,7 +98,34 @@ def read_manifest(store: Store) -> Manifest:
             where=where,
             hint="docs/dump-format.md describes every key",
         ) from error
+    if manifest.digest is not None and not manifest.is_closed_by(data):
+        raise _changed(MANIFEST, where)
     return _with_escaped_modules(manifest)
+
+
+def _changed(name: str, where: str) -> RunFormatError:
+    return RunFormatError(
+        f"{name} is not as it was when the run was written: its digest does not fit", where=where,
+        hint=(
+            "copy it again: some of its bytes were damaged or changed",
+            "or, if it was edited on purpose, take digest and record_digests out of manifest.json",
+        ),
+    )  # fmt: skip
+
+
+def check_digest(store: Store, manifest: Manifest, name: str, digest: str | None = None) -> None:
+    """Holds a file of records against the digest that the run was closed with. ``digest``: its own,
+    where it was read already. Raises RunFormatError."""
+    wanted = manifest.record_digests.get(name)
+    if wanted is None:
+        return
+    if digest is None:
+        hasher = xxhash.xxh3_128()
+        for _ in portions(store, name, hasher):
+            pass
+        digest = hasher.hexdigest()
+    if digest != wanted:
+        raise _changed(name, store.where(name))
 
 
 def _broken_manifest(manifest: Manifest) -> str | None:
@@ -189,8 +217,10 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
         return [], False
     renaming = _Renaming(manifest)
     if not renaming:
-        sound = _sound_records(store, name, manifest, rank)
+        hasher = xxhash.xxh3_128()
+        sound = _sound_records(store, name, manifest, rank, hasher)
         if sound is not None:
+            check_digest(store, manifest, name, hasher.hexdigest())
             return sound, False
     check = record_check(manifest)
     check.rank = rank
@@ -203,7 +233,7 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
             strict.decode(line)
             record = decoder.decode(line)
         except BROKEN_JSON as error:
-            if not line.endswith(b"\n") and not manifest.complete:
+            if not line.endswith(b"\n") and _may_be_torn(manifest, name):
                 return records, True  # killed while appending: the line never counted
             raise RunFormatError(
                 f"broken record: {error}",
@@ -222,7 +252,13 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
             )
         seen[identity] = number
         records.append(record)
+    check_digest(store, manifest, name)
     return records, False
+
+
+def _may_be_torn(manifest: Manifest, name: str) -> bool:
+    """Was the file still being written when the run ended, so that its last line may be a part?"""
+    return not manifest.complete and name not in manifest.record_digests
 
 
 def record_check(manifest: Manifest) -> RecordCheck:
@@ -232,15 +268,17 @@ def record_check(manifest: Manifest) -> RecordCheck:
     return RecordCheck(first_samples, None if mesh is None else len(mesh.axes))
 
 
-def _sound_records(store: Store, name: str, manifest: Manifest, rank: int) -> list[Record] | None:
+def _sound_records(
+    store: Store, name: str, manifest: Manifest, rank: int, hasher: xxhash.xxh3_128
+) -> list[Record] | None:
     """All records of a file, many lines at a time; None where anything is wrong with one: reading
-    line by line says what."""
+    line by line says what. ``hasher`` is fed with the file."""
     records: list[Record] = []
     check = record_check(manifest)
     check.rank = rank
     decoder = msgspec.json.Decoder(Record)
     try:
-        for lines, _ in portions(store, name):
+        for lines, _ in portions(store, name, hasher):
             decoded = decoder.decode_lines(lines)
             lengths = [len(line) for line in bytes(lines).split(b"\n")]
             if len(decoded) != len(lengths) or max(lengths) >= MAX_LINE_BYTES:
@@ -253,14 +291,17 @@ def _sound_records(store: Store, name: str, manifest: Manifest, rank: int) -> li
     return records if len(identities) == len(records) else None
 
 
-def portions(store: Store, name: str) -> Iterator[tuple[memoryview, bool]]:
+def portions(
+    store: Store, name: str, hasher: xxhash.xxh3_128
+) -> Iterator[tuple[memoryview, bool]]:
     """A file's lines in portions, without the last line end; whether it was there. A portion is
-    good until the next one is asked for. Raises UnsoundError for a line beyond the limit, some time
-    after it."""
+    good until the next one is asked for. ``hasher`` is fed with the file. Raises UnsoundError for a
+    line beyond the limit, some time after it."""
     held, memory = 0, bytearray(_PORTION_BYTES)
     buffer = memoryview(memory)
     with store.open(name) as file:
         while num := file.readinto(buffer[held:]):  # type: ignore[attr-defined]
+            hasher.update(buffer[held : held + num])
             last = memory.rfind(b"\n", held, held + num)
             held += num
             if last >= 0:

@@ -247,8 +247,8 @@ class Store:
         """Bytes of what ``open`` gives."""
         return self.blob(name).size
 
-    def stamp(self, name: str) -> tuple[int, int]:
-        """Size of a file of ``folder``, and when it was last changed (ns)."""
+    def stamp(self, name: str) -> tuple[int, ...]:
+        """What changes whenever a file of ``folder`` does: size, times, its number on disk."""
         raise NotImplementedError
 
     def whole(self, name: str) -> Iterator[Bytes]:

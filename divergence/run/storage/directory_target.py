@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divergence.errors import RunExistsError
+from divergence.outside import lines as read_lines
 from divergence.run.process_tuning import DirectFiles
-from divergence.run.schema.layout import MANIFEST, TENSORS, is_run_name, records_name
+from divergence.run.schema.layout import MANIFEST, TENSORS, checked_name, is_run_name, records_name
 from divergence.run.storage.shard import write_shard
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class DirectoryTarget:
         self._records = open(lines, "ab", buffering=0)  # noqa: SIM115 - see close()
 
     def write_shard(self, name: str, pieces: Mapping[str, ShardEntry]) -> None:
-        final = self.place / name
+        final = self.place / checked_name(name, where=str(self.place))
         with _beside(final.with_suffix(".tmp"), final) as temporary:
             write_shard(temporary, pieces, direct=self._direct)
 
@@ -151,9 +152,8 @@ def _foreign_tensors(path: Path) -> list[str]:
         if _SHARD.fullmatch(entry.name) is None or (entry.is_dir() and not entry.is_symlink())
     }
     for lines in path.glob("records*.jsonl") if names else ():
-        with open(lines, "rb") as file:
-            for line in file:
-                names -= {name for name in names if f'"{name}"'.encode() in line}
+        for line in read_lines(lines, error=RunExistsError):
+            names -= {name for name in names if f'"{name}"'.encode() in line}
     return sorted(names)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from divergence.errors import RunFormatError
-from divergence.run.schema.layout import MANIFEST, SHARD_PATTERN, is_records_name
+from divergence.run.schema.layout import MANIFEST, SHARD_PATTERN, checked_name, is_records_name
 from divergence.run.storage.archive import Member, archive_kind_of, members_of
 from divergence.run.storage.blob import SPAN_BYTES, Blob, Bytes, LocalBlob, Store
 from divergence.run.storage.location import Location, Url, archive_kind
@@ -34,8 +34,9 @@ class _Archive(Store):
         self._members: dict[str, Member] = members_of(archive, kind)
 
     @property
-    def names(self) -> list[str]:
-        return list(self._members)
+    def sizes(self) -> dict[str, int]:
+        """Of all that the archive holds, the run's or not."""
+        return {name: member.size for name, member in self._members.items()}
 
     def has(self, name: str) -> bool:
         return name in self._members
@@ -77,7 +78,7 @@ class _Archive(Store):
             self._ranges.close()
 
     def _member(self, name: str) -> Member:
-        if name not in self._members:
+        if checked_name(name, where=str(self.place)) not in self._members:
             raise RunFormatError(
                 f"{name} is missing", where=str(self.place),
                 hint="pack the whole run; a run is not complete without it",
@@ -102,7 +103,7 @@ class _Objects(Store):
         return str(self.place / name)
 
     def blob(self, name: str) -> Blob:
-        if name not in self._objects:
+        if checked_name(name, where=str(self.place)) not in self._objects:
             raise RunFormatError(
                 f"{name} is missing", where=str(self.place),
                 hint="copy the whole run; a run is not complete without it",
@@ -185,7 +186,7 @@ def open_url(place: Url) -> Store:
     if kind is None:
         raise RunFormatError(f"{place} is neither a tar nor a zip archive")
     store = _Archive(place, archive, kind, ranges=ranges, remote=remote, found=archived)
-    store.expect(_needed_to_open({name: store.size(name) for name in store.names}))
+    store.expect(_needed_to_open(store.sizes))
     return store
 
 

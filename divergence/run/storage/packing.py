@@ -25,7 +25,7 @@ from typing import IO
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.layout import TENSORS
+from divergence.run.schema.layout import TENSORS, checked_name
 from divergence.run.storage.blob import Bytes
 from divergence.run.storage.directory_target import check_directory
 from divergence.run.storage.location import (
@@ -219,6 +219,7 @@ def _files(
     total = sum(run.files().values())
     done = 0
     for name, size, pieces in run.whole_files():
+        checked_name(name, where=str(run.path))
         (progress or silent)(event, done >> 20, total >> 20, name)
         yield name, size, pieces
         done += size

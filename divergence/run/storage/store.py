@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from divergence.errors import RunFormatError
 from divergence.run.command import command_line
-from divergence.run.schema.layout import MANIFEST, checked_file
+from divergence.run.schema.layout import MANIFEST, checked_file, checked_name
 from divergence.run.storage.blob import Blob, LocalBlob, Store
 from divergence.run.storage.location import Location, Url
 
@@ -23,7 +23,7 @@ class _Directory(Store):
         self.folder = place
 
     def has(self, name: str) -> bool:
-        return os.path.lexists(self.place / name)
+        return os.path.lexists(self.place / checked_name(name, where=str(self.place)))
 
     def where(self, name: str) -> str:
         return str(self.place / name)
@@ -34,9 +34,9 @@ class _Directory(Store):
     def open(self, name: str) -> BinaryIO:
         return open(checked_file(self.place, name), "rb")
 
-    def stamp(self, name: str) -> tuple[int, int]:
+    def stamp(self, name: str) -> tuple[int, ...]:
         status = os.lstat(checked_file(self.place, name))
-        return status.st_size, status.st_mtime_ns
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def open_store(place: Location) -> Store:

@@ -25,6 +25,7 @@ from divergence.run.schema.layout import (
     MANIFEST,
     SHARD_PATTERN,
     TENSORS,
+    checked_name,
     is_records_name,
     records_name,
 )
@@ -181,7 +182,7 @@ class RemoteTarget:
         self._room.acquire()
         try:
             self._raise_failure()
-            path = self._folder / name
+            path = self._folder / checked_name(name, where=str(self.place))
             write_shard(path, pieces)
             self._sizes[name] = path.stat().st_size
             self._shards.append(self._pool.submit(self._send, name, path))

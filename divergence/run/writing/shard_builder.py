@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 
 from divergence.numerics.summaries.summary import Summary
 from divergence.run.schema.layout import shard_name
@@ -47,6 +48,7 @@ class ShardBuilder:
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._encoder = msgspec.json.Encoder()
+        self._hasher = xxhash.xxh3_128()
         self.shard = 0
         self._empty()
 
@@ -82,6 +84,10 @@ class ShardBuilder:
         self.line_bytes += len(lines)
         self.seen_bytes += seen_bytes
 
+    def digest(self) -> str:
+        """xxh3-128 of all lines that were written."""
+        return self._hasher.hexdigest()
+
     def write(self, target: Target, sizes: Sizes) -> None:
         """Writes the shard, then the lines, and adds them to ``sizes``."""
         if not self._lines:
@@ -89,7 +95,9 @@ class ShardBuilder:
         if self._pieces:
             target.write_shard(shard_name(self._rank, self.shard), self._pieces)
             self.shard += 1
-        target.append_records(b"".join(self._lines))
+        lines = b"".join(self._lines)
+        target.append_records(lines)
+        self._hasher.update(lines)
         sizes.num_records += self.num_records
         sizes.num_tensors += len(self._pieces)
         sizes.num_shards += bool(self._pieces)

@@ -27,6 +27,7 @@ from divergence.numerics.kernels import set_device
 from divergence.numerics.summaries.summary import summarize_many
 from divergence.run.command import command_line
 from divergence.run.process_tuning import disable_openmp
+from divergence.run.schema.layout import records_name
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, PassName, Place, Placement, Record
 from divergence.run.storage.location import Location, Url, location_of
@@ -192,6 +193,12 @@ class RunWriter:
         self._wait_until(lambda: self._done_count >= self._put_count)
         self._raise_failure()
 
+    @property
+    def record_digests(self) -> dict[str, str]:
+        """By name, the digest of the file of records that this writer has written. Asked for after
+        ``flush`` where several ranks write one run: the first one's manifest names all."""
+        return {records_name(self._rank): self._pending.digest()}
+
     def flush(self) -> Location:
         """Wait until everything put so far can be read; returns where, for ``Run.open``."""
         self.drain()
@@ -214,11 +221,12 @@ class RunWriter:
         if self._rank > 0:
             return
         try:
-            data = msgspec.json.encode(self.manifest)
+            text = self.manifest.encode()
         except UnicodeEncodeError:  # a file name or argument that is no UTF-8
-            data = msgspec.json.encode(_printable(msgspec.to_builtins(self.manifest)))
+            plain = _printable(msgspec.to_builtins(self.manifest))
+            text = msgspec.convert(plain, Manifest).encode()
         try:
-            self._target.replace_manifest(msgspec.json.format(data, indent=1))
+            self._target.replace_manifest(text)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -234,6 +242,10 @@ class RunWriter:
             complete, stopped_by = False, str(self._failure).splitlines()[0]
         self.manifest.complete = complete
         self.manifest.stopped_by = stopped_by
+        # where writing failed a store may hold fewer lines; other ranks' are known of a whole run
+        others = self.manifest.record_digests if complete else {}
+        own = self.record_digests if self._failure is None else {}
+        self.manifest.record_digests = others | own
         self._try(self.update_manifest)
         self._try(self._target.close)
         if self._buffer is not None:

@@ -17,9 +17,11 @@ checkout of this project in turns; it opens those of at most a million records.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import resource
+import shutil
 import statistics
 import struct
 import subprocess
@@ -32,6 +34,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+CACHE = tempfile.mkdtemp(prefix="divergence-cache-")
+os.environ["XDG_CACHE_HOME"] = CACHE
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
@@ -171,7 +176,7 @@ def compare_opening(sizes: Sequence[int], folder: Path, old: Path | None, rounds
             found = []
             for _ in range(rounds):
                 if "first" in name:
-                    (run / "records.index").unlink(missing_ok=True)
+                    shutil.rmtree(CACHE, ignore_errors=True)
                 found.append([used(checkout, *words) for checkout in checkouts])
             cells = [
                 f"{min(seconds for seconds, _ in one):.1f} | {max(peak for _, peak in one):,.0f}"

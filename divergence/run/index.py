@@ -4,9 +4,9 @@ lines.
 An index is made by whoever opens a large complete run, after every line and every place has been
 checked, and lies in the cache folder of this user alone: it is never read from a run, copied with
 one or packed, since a run's sender may write anything into it. It is found by the run's id,
-digest and place, and is good for as long as all files of the run have the size, times and number on disk
-that they had when they were checked. A portion of lines is still read by its digest. The folder may
-be deleted at any time.
+digest and place, and is good for as long as all files of the run have the size, times and number on
+disk that they had when they were checked. A portion of lines is still read by its digest. The
+folder may be deleted at any time.
 """
 
 from __future__ import annotations

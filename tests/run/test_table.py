@@ -91,7 +91,9 @@ def test_portions_hold_every_line_once(tmp_path, manifest, monkeypatch, portion)
     write_many(tmp_path / "a", manifest(), seed=0, store="stats")
     store = open_store(tmp_path / "a")
     monkeypatch.setattr(parsing, "_PORTION_BYTES", portion)
-    found = [bytes(lines) for lines, _ in parsing.portions(store, "records.jsonl", xxhash.xxh3_128())]
+    found = [
+        bytes(lines) for lines, _ in parsing.portions(store, "records.jsonl", xxhash.xxh3_128())
+    ]
     whole = (tmp_path / "a" / "records.jsonl").read_bytes()
     assert b"\n".join(found) + b"\n" == whole
     assert max(map(len, whole.split(b"\n"))) > 64

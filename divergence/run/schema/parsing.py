@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from divergence.run.storage.shard import Entry, Shard
 
 __all__ = [
-    "BROKEN_JSON", "UNSOUND", "check_digest", "check_parts", "is_large", "name_of", "portions", "read_manifest",
-    "read_records", "record_check",
+    "BROKEN_JSON", "UNSOUND", "check_digest", "check_parts", "is_large", "name_of", "portions",
+    "read_manifest", "read_records", "record_check",
 ]  # fmt: skip
 
 BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -291,9 +291,7 @@ def _sound_records(
     return records if len(identities) == len(records) else None
 
 
-def portions(
-    store: Store, name: str, hasher: xxhash.xxh3_128
-) -> Iterator[tuple[memoryview, bool]]:
+def portions(store: Store, name: str, hasher: xxhash.xxh3_128) -> Iterator[tuple[memoryview, bool]]:
     """A file's lines in portions, without the last line end; whether it was there. A portion is
     good until the next one is asked for. ``hasher`` is fed with the file. Raises UnsoundError for a
     line beyond the limit, some time after it."""

@@ -34,9 +34,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-CACHE = tempfile.mkdtemp(prefix="divergence-cache-")
-os.environ["XDG_CACHE_HOME"] = CACHE
-atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
@@ -50,6 +47,9 @@ from divergence.run.writing.writer import CapturedTensor, RunWriter
 from tests.models.tiny import build
 
 ROOT = Path(__file__).resolve().parents[1]
+CACHE = tempfile.mkdtemp(prefix="divergence-cache-")
+os.environ["XDG_CACHE_HOME"] = CACHE  # of the processes that are timed
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 NUM_SITES = 250
 SIZE = 64
 SHARD_RECORDS = 16_000

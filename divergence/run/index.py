@@ -60,13 +60,14 @@ class _Names(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def index_folder() -> Path:
-    """Where indices lie: ``$XDG_CACHE_HOME/divergence``, or ``~/.cache/divergence``. Raises
+    """Where indices lie: ``divergence/indices`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Raises
     OSError where this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "divergence"
+        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError as error:
         raise OSError(str(error)) from error
+    return cache / "divergence" / "indices"
 
 
 class Index:

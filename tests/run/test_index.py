@@ -25,7 +25,7 @@ def cache(tmp_path_factory, monkeypatch):
     """A cache folder of the test's own."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder / "divergence"
+    return folder / "divergence" / "indices"
 
 
 def indices() -> list:

@@ -323,6 +323,7 @@ def _print_opening(path: Path, lines: bytes) -> None:
             for record in some:
                 file.write(json.dumps(record | {"step": step}) + "\n")
     manifest["sizes"]["num_records"] = count * len(some)
+    manifest.update(digest=None, record_digests={})
     (path / "manifest.json").write_text(json.dumps(manifest))
     before, begin = _resident(), time.process_time()
     run = Run.open(path)

@@ -19,6 +19,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
+from tests.digests import without_digests
 
 PROMPTS = ["A bridge is built twice: once on paper", "Snow fell"]
 MLP = "model.layers.1.mlp:out"
@@ -58,6 +59,7 @@ class Pairs:
         """A copy under another id whose manifest says something else."""
         out = self._folder / name
         shutil.copytree(run, out)
+        without_digests(out)
         manifest = json.loads((out / "manifest.json").read_text())
         manifest["id"] = f"{sum(name.encode()):032x}"
         change(manifest)

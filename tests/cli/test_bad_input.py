@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.digests import without_digests
+
 SHORT = ("-q", "--max-new-tokens", "2")
 
 
@@ -190,6 +192,7 @@ def test_a_run_gives_no_leave_to_run_code(refused, runs, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(api, "load_model", load_model)
     shutil.copytree(runs / "a", tmp_path / "run")
+    without_digests(tmp_path / "run")
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     manifest["model"] |= {"source": source, "trust_remote_code": True}
     (tmp_path / "run/manifest.json").write_text(json.dumps(manifest))
@@ -496,6 +499,7 @@ def test_a_run_by_another_writer_that_cannot_be_repeated(refused, runs, tmp_path
     """It is readable, and says what no capture can do; the model is not loaded for it."""
     change, said = IMPOSSIBLE[name]
     shutil.copytree(runs / "a", tmp_path / "a")
+    without_digests(tmp_path / "a")
     manifest = json.loads((tmp_path / "a/manifest.json").read_text())
     change(manifest)
     (tmp_path / "a/manifest.json").write_text(json.dumps(manifest))

@@ -21,6 +21,7 @@ import pytest
 
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
+from tests.digests import without_digests
 
 EVIL = "x\nFORGED: the runs agree\r\x1b[2J\x1b[31m\u202e\u2028\x85\x07|`<b>y"
 
@@ -112,6 +113,7 @@ def runs(tmp_path_factory, llama) -> Path:
 def rewrite(source: Path, target: Path, change, change_record=None) -> Path:
     """A copy of a run with another manifest and other records."""
     shutil.copytree(source, target)
+    without_digests(target)
     manifest = target / "manifest.json"
     manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
     if change_record is not None:

@@ -21,6 +21,7 @@ from divergence.errors import ModelError
 from divergence.recording.api import capture
 from divergence.recording.engines import sessions as api
 from divergence.recording.engines.checkpoint import check_data_alone
+from tests.digests import without_digests
 
 KERNEL = "attacker/kernel@main:f"
 BLOCK = "model.layers.0.self_attn"
@@ -53,6 +54,7 @@ def hostile(honest, tmp_path, monkeypatch):
     def make(name: str = "run", **changes: dict[str, Any]) -> Path:
         shutil.rmtree(tmp_path / name, ignore_errors=True)
         run = Path(shutil.copytree(honest, tmp_path / name))
+        without_digests(run)
         manifest = json.loads((run / "manifest.json").read_text())
         for key, values in changes.items():
             manifest[key] |= values

@@ -31,6 +31,7 @@ from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.reduction import reducer_for
 from divergence.run.writing.writer import RunWriter
 from divergence.words import letter
+from tests.digests import without_digests
 
 WHOLE = torch.randn(1, 4, 256, generator=torch.Generator().manual_seed(7))
 LEFT, RIGHT = WHOLE.chunk(2, 2)
@@ -157,6 +158,7 @@ def test_means_prove_a_difference_that_norms_do_not(run_of):
 def test_digests_of_two_kinds_are_no_difference(run_of):
     """Equal statistics beside digests of a host and of an accelerator prove nothing either way."""
     host, device = (run_of({}, [("m:out", ALONE, (WHOLE,))], "stats") for _ in "ab")
+    without_digests(device.path)
     lines = device.path / "records.jsonl"
     record = json.loads(lines.read_text())
     record["fold"] = fold_tensor(WHOLE)

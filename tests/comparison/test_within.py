@@ -15,6 +15,7 @@ from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.recording.api import capture
+from tests.digests import without_digests
 
 TEXT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 HEALTHY = ("gemma3", "gpt2", "llama", "mamba", "qwen3", "qwen3-moe")
@@ -242,6 +243,7 @@ def test_without_a_whole_pass_there_is_nothing_to_compare(options, tiny_model, t
 def test_a_step_without_its_whole_row_is_counted(whole_run):
     """A site that is missing from the whole pass is skipped with its reason."""
     run, gone = whole_run(), "model.layers.1:out"
+    without_digests(run.path)
     lines = (run.path / "records.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     kept = [

@@ -13,6 +13,7 @@ from divergence.cli.main import app
 from divergence.errors import RunExistsError, UsageError
 from divergence.experiments.diff import _Steps, diff
 from divergence.run.reader import Run
+from tests.digests import without_digests
 
 PROMPTS = ["The bridge was built", "one two three four"]
 
@@ -76,6 +77,7 @@ def test_a_model_at_home_is_known_again(made, llama, monkeypatch):
     first, _ = made
     monkeypatch.setenv("HOME", str(llama.parent))
     for name in ("a", "b", "truth"):
+        without_digests(first.folder / name)
         file = first.folder / name / "manifest.json"
         file.write_text(file.read_text().replace(f"{llama.parent}/", "~/"))
     done = []

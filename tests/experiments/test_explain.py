@@ -16,6 +16,7 @@ from divergence.experiments.explain import Injection, explain_token
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.hooks.plant import FORWARDS
+from tests.digests import without_digests
 
 PROMPTS = ["Why do machines disagree?", "Snow fell"]
 FAULT = "model.layers.1.mlp.down_proj:out=scale:1.6"
@@ -196,6 +197,7 @@ def test_the_command_explains(run, tmp_path, capsys, monkeypatch):
         assert "by B's error at model.layers.1:out alone" in out
         assert "of the movement explained; the error flips the token" in out
     shutil.copytree(a.path, tmp_path / "a")
+    without_digests(tmp_path / "a")
     manifest = tmp_path / "a/manifest.json"
     manifest.write_text(manifest.read_text().replace(a.manifest.id, uuid.uuid4().hex))
     out = call("compare", a.path, tmp_path / "a", "--explain-token")[1]

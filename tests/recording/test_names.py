@@ -17,6 +17,7 @@ from divergence.run.schema.site import (
     split_site,
     unescape_path,
 )
+from tests.digests import without_digests
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 NAMES = ["lay/ers", "lay:ers", "lay#2", "lay ers", "100%", "a%2Fb", "line\nbreak", "ünïcode", "层"]
@@ -86,10 +87,9 @@ def test_operators_in_such_modules_are_operators(llama, tmp_path):
 def as_earlier_versions_wrote(run: Run, name: str) -> Run:
     """The run with its modules' names as they are, on disk."""
     escaped = escape_path(name)
-    for file in ("manifest.json", "records-00000.jsonl"):
+    without_digests(run.path)
+    for file in ("manifest.json", "records.jsonl"):
         path = run.path / file
-        if not path.exists():
-            (path,) = run.path.glob("records*.jsonl")
         text = path.read_text()
         assert escaped in text
         path.write_text(text.replace(escaped, json.dumps(name)[1:-1]))

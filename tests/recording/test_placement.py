@@ -138,6 +138,7 @@ def test_what_any_rank_found_is_the_run_s():
 
     def found(**repeated):
         return SimpleNamespace(
+            record_digests={},
             sizes=Sizes(num_records=3, seen_bytes=8),
             repeatability=Repeatability(num_runs=2, num_compared=3, **repeated),
             settings=SimpleNamespace(
@@ -149,8 +150,9 @@ def test_what_any_rank_found_is_the_run_s():
     manifest, other = found(), found(num_different=1, first_difference="m:out (sample 1, step 0)")
     warned = other.settings
     theirs = (other.sizes, other.repeatability, warned.nondeterministic_warnings,
-              warned.cpu_fallbacks)  # fmt: skip
-    division(gather=lambda mine: [mine, theirs]).count(manifest)
+              warned.cpu_fallbacks, {"records-r00001.jsonl": "e"})  # fmt: skip
+    division(gather=lambda mine: [mine, theirs]).count(manifest, {"records.jsonl": "d"})
+    assert manifest.record_digests == {"records.jsonl": "d", "records-r00001.jsonl": "e"}
     assert (manifest.sizes.num_records, manifest.sizes.seen_bytes) == (6, 16)
     repeated = manifest.repeatability
     assert (repeated.num_runs, repeated.num_compared, repeated.num_different) == (2, 6, 1)

@@ -15,6 +15,7 @@ from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
+from tests.digests import without_digests
 
 PROMPTS = ["A bridge is built twice: once on paper.", "def mean"]
 UNIT = {"float32": 2**-24, "bfloat16": 2**-8}
@@ -232,6 +233,7 @@ def test_a_fused_kernel_is_repeated_by_eager(captured, tmp_path):
     """Fused attention has no float64: the truth takes eager, and says what it took instead."""
     path = tmp_path / "run"
     shutil.copytree(captured("llama").path, path)
+    without_digests(path)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["model"]["attn_implementation"] = "flash_attention_2"
     manifest["settings"]["attn_implementation"] = "flash_attention_2"

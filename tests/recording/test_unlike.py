@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from divergence.recording.api import capture, truth
+from tests.digests import without_digests
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,7 @@ def test_fewer_blocks(base, tiny_model, tmp_path):
 def test_a_run_that_was_cut_off_is_named_before_it_is_repeated(base, llama, tmp_path):
     """Else a truth of it looks whole, and half of the steps are judged without one."""
     shutil.copytree(base.path, tmp_path / "a")
+    without_digests(tmp_path / "a")
     file = tmp_path / "a" / "manifest.json"
     told = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(told | {"complete": False}), encoding="utf-8")

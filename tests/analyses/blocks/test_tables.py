@@ -10,10 +10,12 @@ import pytest
 from divergence.comparison.api import compare
 from divergence.recording.api import capture, truth
 from divergence.run.reader import Run
+from tests.digests import without_digests
 
 
 def without_tables(run):
     """The run, of whose blocks the tables are not recorded: no anchored pass replaces them."""
+    without_digests(run.path)
     file, manifest = run.path / "records.jsonl", run.path / "manifest.json"
     lines = file.read_text().splitlines(keepends=True)
     kept = [line for line in lines if ":in.position_embeddings" not in line]

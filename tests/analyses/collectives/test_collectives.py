@@ -15,6 +15,7 @@ from divergence.analyses.collectives.recorded import Recorded
 from divergence.collectives.orders import chain_of, decode
 from divergence.errors import PlantError, RunFormatError, UsageError
 from divergence.numerics.formats import format_named
+from tests.digests import without_digests
 
 SUMS = ["all_reduce.float32.odd.*", "all_reduce.*.odd.random", "order.all_reduce.*.odd"]
 SCATTER = ["reduce_scatter.float32.even.*", "order.reduce_scatter.float32.even"]
@@ -251,6 +252,7 @@ def test_torchrun_starts_the_ranks(tmp_path):
 def altered(run: Run, out, change) -> Run:
     """A copy whose manifest and lines of records are changed."""
     shutil.copytree(run.path, out)
+    without_digests(out)
     manifest = json.loads((out / "manifest.json").read_text())
     lines = {
         file: [json.loads(line) for line in file.read_text().splitlines()]

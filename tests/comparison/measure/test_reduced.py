@@ -19,6 +19,7 @@ from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
 from divergence.run.schema.layout import RECORDS
+from tests.digests import without_digests
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 FEW = ("gpt2", "llama", "mamba", "qwen3-moe")
@@ -62,6 +63,7 @@ def sites_of(report):
 def rewritten(run, out, change):
     """A copy of the run with other records."""
     shutil.copytree(run.path, out)
+    without_digests(out)
     lines = [json.loads(line) for line in (out / RECORDS).read_text().splitlines()]
     changed = [change(line, record) for line, record in zip(lines, run.records, strict=True)]
     (out / RECORDS).write_text("".join(json.dumps(line) + "\n" for line in changed))

@@ -13,6 +13,7 @@ from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, UsageError
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from tests.digests import without_digests
 
 # benchmarks/ is beside the package, not in it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -145,6 +146,7 @@ def test_a_truth_that_was_cut_off_clears_nobody(case, tmp_path):
     """What it holds is judged, and the report says that it is not whole."""
     one = case()
     shutil.copytree(one.truth.path, tmp_path / "cut")
+    without_digests(tmp_path / "cut")
     records = tmp_path / "cut" / "records.jsonl"
     records.write_text("".join(records.read_text().splitlines(keepends=True)[:-20]))
     manifest = tmp_path / "cut" / "manifest.json"

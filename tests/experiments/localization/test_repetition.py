@@ -20,6 +20,7 @@ from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
+from tests.digests import without_digests
 
 BLOCK = "model.layers.1"
 PROMPT = "one two three four"
@@ -57,6 +58,7 @@ def runs(llama, tmp_path_factory):
 def rewritten(run: Run, out, **repeatability):
     """A copy of the run that tells something else of its repeats."""
     shutil.copytree(run.path, out)
+    without_digests(out)
     text = json.loads((out / "manifest.json").read_text())
     text["repeatability"] = repeatability
     (out / "manifest.json").write_text(json.dumps(text))

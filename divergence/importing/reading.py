@@ -94,9 +94,12 @@ def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) ->
         surveyed.places.append(None)
         for tensor in forward.tensors:
             surveyed.sites[tensor.site] = None
+            try:
+                form = format_of(tensor.tensor.dtype)
+            except UsageError as error:
+                raise DumpError(error.message, where=f"{tensor.site} in {forward.where}") from error
             if tensor.tensor.is_floating_point():
-                surveyed.dtypes[format_of(tensor.tensor.dtype).name] += tensor.tensor.numel()
-            _check_dtype(tensor, forward.where)
+                surveyed.dtypes[form.name] += tensor.tensor.numel()
         _place(prompts, index, forward)
     if not surveyed.sites:
         raise DumpError("nothing in the dump is the tensor of a module's input or output")
@@ -104,13 +107,6 @@ def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) ->
         _check_names(surveyed, like, notes)
     _number(surveyed, prompts, like, notes)
     return surveyed
-
-
-def _check_dtype(dumped: Dumped, where: str) -> None:
-    try:
-        format_of(dumped.tensor.dtype)
-    except UsageError as error:
-        raise DumpError(error.message, where=f"{dumped.site} in {where}") from error
 
 
 def _ids(forward: DumpedForward) -> list[list[int]] | None:

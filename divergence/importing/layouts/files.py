@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError, UsageError
-from divergence.importing.dump import Dumped, DumpedForward, Notes
+from divergence.importing.dump import Dumped, DumpedForward, Notes, checked_name
 from divergence.importing.folder import SUFFIXES, DumpFolder
 from divergence.importing.rules import Found, Rules
 from divergence.run.schema.site import natural_key
@@ -92,9 +92,9 @@ def _keys(folder: DumpFolder, name: str) -> Iterator[str]:
 def _flat(value: dict[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for key, item in value.items():
         if isinstance(item, torch.Tensor):
-            yield f"{prefix}{key}", item
+            yield checked_name(f"{prefix}{key}"), item
         elif isinstance(item, dict):
-            yield from _flat(item, f"{prefix}{key}.")
+            yield from _flat(item, checked_name(f"{prefix}{key}."))
 
 
 def _tensor(folder: DumpFolder, place: _Place) -> torch.Tensor:

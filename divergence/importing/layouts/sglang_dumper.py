@@ -23,6 +23,7 @@ from divergence.importing.dump import (
     DumpedForward,
     Notes,
     adds_residual,
+    first_missing,
     module_site,
     same_kind,
 )
@@ -98,9 +99,9 @@ def _value(folder: DumpFolder, name: str, ranks: set[int], notes: Notes) -> torc
     if isinstance(held, dict) and held.keys() >= {"value", "meta"}:
         held, meta = held["value"], held["meta"]
     size = meta.get("world_size") if isinstance(meta, dict) else None
-    if isinstance(size, int) and (missing := set(range(min(size, 1 << 20))) - ranks):
+    if isinstance(size, int) and (missing := first_missing(ranks)) < size:
         raise DumpError(
-            f"rank {min(missing)} is missing, of {size}", where=folder.where(name),
+            f"rank {missing} is missing, of {size}", where=folder.where(name),
             hint="copy the files of all ranks",
         )  # fmt: skip
     if isinstance(held, torch.Tensor):

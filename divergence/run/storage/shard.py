@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 import operator
 import os
@@ -24,8 +23,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.errors import RunFormatError
+from divergence.errors import DumpError, RunFormatError
 from divergence.numerics.formats import FORMATS
+from divergence.outside import json_value
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.schema.layout import COMMON_SHARD_DTYPES
 from divergence.run.storage.blob import Blob, Bytes
@@ -352,9 +352,9 @@ def _entries(
 ) -> dict[str, Entry]:
     """The entries one by one: what is wrong with one is named."""
     try:
-        header = json.loads(text)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise damaged(f"header is not JSON ({error})") from error
+        header = json_value(text, where="header")
+    except DumpError as error:
+        raise damaged(f"header is not JSON ({error.message})") from error
     if not isinstance(header, dict):
         raise damaged("header is not a JSON object")
     header.pop("__metadata__", None)

@@ -26,7 +26,7 @@ from divergence.run.storage.blob import Blob, LocalBlob
 __all__ = ["load_torch"]
 
 _AGAIN = "dump again, and let the program end by itself"
-_MAX_STEPS = 4_000_000
+_MAX_STEPS = 2_000_000
 """Opcodes of one pickle: a tensor takes some 40."""
 _MAX_AXES = 64
 _ALIGNED = 16

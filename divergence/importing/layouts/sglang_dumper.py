@@ -39,6 +39,7 @@ _HOOKED = re.compile(
     r"non_intrusive__(?:(?P<path>.+)\.)?(?P<what>inputs|output)(?:\.(?P<port>[^.]+))?"
 )
 _FEEDS = {"input_ids": "model:in", "positions": "model:in.position_ids"}
+_NUMBERS = ("step", "forward_pass_id", "rank", "dump_index")
 
 _Tags = dict[str, str]
 
@@ -56,6 +57,9 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
             continue
         folders.add(name.rpartition("/")[0])
         tags: _Tags = dict(tag.partition("=")[::2] for tag in match["tags"].split("___"))
+        if not all(tags.get(key, "0").isdecimal() for key in _NUMBERS):
+            raise DumpError(f"{', '.join(_NUMBERS)} are not numbers in its name",
+                            where=folder.where(name))  # fmt: skip
         step = int(tags.get("step") or tags["forward_pass_id"])
         steps.setdefault(step, {}).setdefault(int(tags["rank"]), []).append((name, tags))
     if len(folders) > 1:

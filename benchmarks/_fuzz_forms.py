@@ -16,7 +16,7 @@ import shutil
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,21 @@ _DIRECTORY = b"PK\1\2"
 # -- valid forms ---------------------------------------------------------------------------------
 
 
-def build_forms(folder: Path) -> dict[str, Path]:
-    """A file or folder of each form, by a name that begins with the kind of command reading it."""
+def build_forms(
+    folder: Path, *, kinds: Collection[str] = ("import", "scores", "losses", "prompts", "labels")
+) -> dict[str, Path]:
+    """A file or folder of each form, by a name that begins with the kind of what reads it."""
     forms: dict[str, Path] = {}
     for name, write in _WRITERS.items():
-        forms[name] = folder / name.replace(" ", "-")
-        forms[name].mkdir(parents=True)
-        write(forms[name])
-    return forms | {
-        f"scores {path.name}": path / side
-        for path in sorted(SCORES.iterdir()) if path.is_dir()
-        for side in ("a.eval" if path.name == "inspect" else "a",)
-    }  # fmt: skip
+        if name.partition(" ")[0] in kinds:
+            forms[name] = folder / name.replace(" ", "-")
+            forms[name].mkdir(parents=True)
+            write(forms[name])
+    for path in sorted(SCORES.iterdir()) if "scores" in kinds else ():
+        if path.is_dir():
+            name = "a.eval" if path.name == "inspect" else "a"
+            forms[f"scores {path.name}"] = path / name
+    return forms
 
 
 def _tensors() -> dict[str, Any]:

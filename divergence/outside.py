@@ -17,28 +17,31 @@ whether what a file says is true.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import re
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from divergence.errors import DivergenceError, DumpError, first_line
 
 __all__ = [
-    "FREE_BYTES", "MAX_DEPTH", "MAX_LINE_BYTES", "MAX_RATIO", "MAX_TEXT_BYTES", "MAX_VALUES",
-    "Budget", "check_value", "disk_bytes", "inside", "is_plain", "json_value", "lines", "opened",
-    "read_as", "read_bytes",
+    "FREE_BYTES", "MAX_DEPTH", "MAX_LINE_BYTES", "MAX_RATIO", "MAX_ROW_BYTES", "MAX_TEXT_BYTES",
+    "MAX_VALUES", "Budget", "check_value", "csv_rows", "disk_bytes", "inside", "is_plain",
+    "json_value", "lines", "opened", "read_as", "read_bytes",
 ]  # fmt: skip
 
 MAX_TEXT_BYTES = 1 << 30
 """Of a file that is read as a whole: JSON, CSV, prompts."""
 MAX_LINE_BYTES = 1 << 28
 """Of one line of a file that is read line by line."""
+MAX_ROW_BYTES = 1 << 24
+"""Of one row of a table, which may go over several lines."""
 MAX_VALUES = 10_000_000
 """Values of one document: as Python's objects some 100 bytes each, so about 1 GiB."""
 MAX_DEPTH = 100
@@ -166,8 +169,9 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
     ``error``."""
     try:
         encoding = json.detect_encoding(data)
+        text = data.decode(encoding)
         if not encoding.startswith("utf-8"):  # brackets are counted as bytes
-            data = data.decode(encoding).encode()
+            data = text.encode()
         # each value but the first begins behind one of these, so there are no more than that
         opening = data.count(b"[") + data.count(b"{")
         if opening + data.count(b",") > MAX_VALUES or opening > MAX_DEPTH:
@@ -176,7 +180,7 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
                 raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
             if depth > MAX_DEPTH:
                 raise error(f"it is nested more than {MAX_DEPTH} deep", where=where)
-        return json.loads(data)
+        return json.loads(text)  # as text: of bytes the encoding would be guessed again
     except (ValueError, RecursionError) as failure:
         raise error(f"it is no JSON, or was cut off: {first_line(failure)}", where=where,
                     hint=hint) from failure  # fmt: skip
@@ -210,7 +214,7 @@ def check_value(
 ) -> None:
     """Refuses lists and tables that hold themselves, are nested too deep, or would be too many if
     parts that stand in several places were written out: whoever goes through them meets each part
-    as often as it stands there. Raises ``error``."""
+    as often as it stands there. A text counts once more for each 100 letters. Raises ``error``."""
     sizes: dict[int, int] = {}
     """By object: values in it, written out."""
     open_: set[int] = set()
@@ -222,7 +226,10 @@ def check_value(
             continue
         if is_done:
             open_.discard(id(part))
-            sizes[id(part)] = 1 + len(inner) + sum(sizes.get(id(item), 0) for item in inner)
+            sizes[id(part)] = 1 + len(inner) + sum(
+                len(item) // 100 if isinstance(item, str | bytes) else sizes.get(id(item), 0)
+                for item in inner
+            )  # fmt: skip
             if sizes[id(part)] > most:
                 raise error(f"it holds more than {most:,} values", where=where)
             continue
@@ -240,6 +247,40 @@ def _inner(value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return list(value) if isinstance(value, list | tuple | set | frozenset) else None
+
+
+def csv_rows(
+    lines: Iterable[bytes], *, delimiter: str = ",", where: str, whole: bool = True,
+    error: Failure = DumpError,
+) -> Iterator[tuple[int, dict[str, str]]]:  # fmt: skip
+    """(line, cells by the first row's names) of each row that is not empty. A row may go over
+    several lines, and is bounded as a whole. ``whole``: it must be UTF-8, with as many cells as
+    the first one. Raises ``error``."""
+    num_bytes = 0
+
+    def text() -> Iterator[str]:
+        nonlocal num_bytes
+        for number, line in enumerate(lines):
+            num_bytes += len(line)
+            if num_bytes > MAX_ROW_BYTES:
+                raise error(f"a row is longer than {MAX_ROW_BYTES:,} bytes", where=where)
+            yield line.decode("utf-8" if number else "utf-8-sig", "strict" if whole else "replace")
+
+    reader = csv.reader(text(), delimiter=delimiter)
+    try:
+        names = next(reader, [])
+        for cells in reader:
+            num_bytes = 0
+            if whole and cells and len(cells) != len(names):
+                raise error(
+                    "the row has not as many cells as the first one",
+                    where=f"{where}, line {reader.line_num}", hint="it may be half written",
+                )  # fmt: skip
+            if cells:
+                yield reader.line_num, dict(zip(names, cells, strict=False))
+    except (csv.Error, UnicodeDecodeError) as failure:
+        raise error(f"the file is no table: {first_line(failure)}",
+                    where=f"{where}, line {reader.line_num}") from failure  # fmt: skip
 
 
 class Budget:

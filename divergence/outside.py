@@ -312,13 +312,10 @@ def read_as(
     hint: str | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Whatever a reader raises inside becomes ``error``: the file is not as ``form`` writes it.
-    ``where``: may be asked for when that happens, since a reader may open many files. An error
-    that it raises itself without a place gets this one."""
+    ``where``: may be asked for when that happens, since a reader may open many files."""
     try:
         yield
-    except DivergenceError as failure:
-        if type(failure) is error and failure.where is None:
-            failure.where = where if isinstance(where, str) else where()
+    except DivergenceError:
         raise
     except _FORM_BROKEN as failure:
         name = type(failure).__name__

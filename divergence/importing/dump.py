@@ -15,7 +15,6 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from divergence.errors import DumpError
 from divergence.run.schema.site import escape_path, join_site
 
 if TYPE_CHECKING:
@@ -109,17 +108,16 @@ class DumpLayout(Protocol):
 
 
 def module_site(name: str, port: str, call: int = 1) -> str:
-    """The site of a module by its torch name. Raises DumpError."""
+    """The site of a module by its torch name. Raises ValueError."""
     path = escape_path(checked_name(name))
     return join_site(path if call == 1 else f"{path}#{call}", port)
 
 
 def checked_name(name: str) -> str:
     """The name of a module or tensor, if it is one: a model's have some 100 letters, and names of
-    names grow beyond any memory. Raises DumpError."""
+    names grow beyond any memory. Raises ValueError, which outside.read_as gives its place."""
     if len(name) > _MAX_NAME:
-        raise DumpError(f"a name of {len(name):,} letters is none of a module or tensor: "
-                        f"{name[:60]}...")  # fmt: skip
+        raise ValueError(f"{name[:60]}... is a name of {len(name):,} letters")
     return name
 
 

@@ -341,6 +341,8 @@ def call(arguments: list[str]) -> tuple[int, str]:
     """(exit code, all it printed) of one command, in this process."""
     from divergence.cli.main import app
 
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
     streams = sys.stdout, sys.stderr
     sys.stdout = sys.stderr = text = io.StringIO()
     try:
@@ -435,8 +437,6 @@ def _work(first: int, end: int, sources: Sources, folder: Path, writes: int, unt
     for number in range(first, end):
         if time.monotonic() > until:
             break
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         start = time.monotonic()
         try:
             code, problem = run_case(number, sources, folder, url)

@@ -22,7 +22,7 @@ from divergence.importing.torch_file import load_torch
 from divergence.numerics.formats import FORMATS
 from divergence.outside import MAX_VALUES, Budget, check_value, disk_bytes, read_as
 from divergence.run.schema.layout import MAX_NUMEL, SHARD_DTYPES
-from divergence.run.storage.blob import LocalBlob
+from divergence.run.storage.blob import Blob
 from divergence.run.storage.shard import Shard
 
 __all__ = ["tensors_of"]
@@ -43,7 +43,7 @@ def tensors_of(path: Path, budget: Budget) -> Any:
     with read_as(_FORMS[path.suffix], where=where, hint=_AGAIN):
         disk = disk_bytes(path)
         budget.expand(path.stat().st_size, disk=disk, where=where)  # less is there: it has holes
-        value = readers[path.suffix](path)
+        value = readers[path.suffix](_Mapped.of(path))
         # each value takes a byte of a file that does not repeat them
         check_value(value, where=where, most=min(MAX_VALUES, path.stat().st_size))
         num_bytes, parts = 0, [value]
@@ -61,51 +61,73 @@ def tensors_of(path: Path, budget: Budget) -> Any:
         return value
 
 
-def _npy(path: Path) -> torch.Tensor:
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length_bytes = 2 if head[6:7] == b"\1" else 4
-        length = int.from_bytes(file.read(length_bytes), "little")
-        text = file.read(min(length, _MAX_HEADER_BYTES))
+class _Mapped(Blob):
+    """A file as a private map. Python's own maps each keep the file open, and a dump may have more
+    files than a process may open."""
+
+    def __init__(self, data: memoryview, name: str) -> None:
+        self._data, self.name, self.size = data, name, len(data)
+
+    @classmethod
+    def of(cls, path: Path) -> _Mapped:
+        size = path.stat().st_size
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        return cls(data.numpy().data, str(path))
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        return bytes(self.view(begin, num_bytes))
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        return self._data[begin : begin + max(num_bytes, 0)]
+
+    def part(self, begin: int, num_bytes: int, name: str) -> _Mapped:
+        return _Mapped(self.view(begin, num_bytes), name)
+
+
+def _npy(blob: Blob) -> torch.Tensor:
+    head = blob.read(0, 12)
+    begin = 10 if head[6:7] == b"\1" else 12
+    length = int.from_bytes(head[8:begin], "little")
+    text = blob.read(begin, min(length, _MAX_HEADER_BYTES))
     match = _HEADER.fullmatch(b"".join(text.split()))
     if head[:6] != b"\x93NUMPY" or match is None or None in match.groups()[2::2]:
         raise DumpError(
-            "the file cannot be read as one array of numbers", where=str(path),
+            "the file cannot be read as one array of numbers", where=blob.name,
             hint="it may be half written, an archive of several arrays, or hold objects",
         )  # fmt: skip
     shape = tuple(int(size.rstrip(b"L")) for size in match["shape"].split(b",") if size)
-    dtype, begin = numpy.dtype(match["descr"].decode()), 8 + length_bytes + length
+    dtype = numpy.dtype(match["descr"].decode())
     num_bytes = math.prod(shape) * dtype.itemsize
-    if dtype.kind not in "biufc" or begin + num_bytes > path.stat().st_size:
+    if dtype.kind not in "biufc" or begin + length + num_bytes > blob.size:
         raise DumpError(f"the file cannot be read as one array of {dtype}: it is to hold "
-                        f"{num_bytes:,} bytes", where=str(path), hint=_AGAIN)  # fmt: skip
+                        f"{num_bytes:,} bytes", where=blob.name, hint=_AGAIN)  # fmt: skip
     order: Literal["F", "C"] = "F" if match["fortran"] == b"True" else "C"
-    if not num_bytes:
-        return torch.from_numpy(numpy.empty(shape, dtype.newbyteorder("=")))
-    array: numpy.ndarray = numpy.memmap(path, dtype, "c", begin, shape, order)
-    return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
+    array: numpy.ndarray = numpy.frombuffer(blob.view(begin + length, num_bytes), dtype)
+    array = array.reshape(shape, order=order)
+    is_plain = array.flags.aligned and dtype.isnative
+    return torch.from_numpy(array if is_plain else array.astype(dtype.newbyteorder("=")))
 
 
-def _safetensors(path: Path) -> dict[str, torch.Tensor]:
+def _safetensors(blob: Blob) -> dict[str, torch.Tensor]:
     names = {code: name for name, code in SHARD_DTYPES.items()}
     try:
-        shard = Shard(LocalBlob(path))
+        shard = Shard(blob)
         tensors = {}
         for key, entry in shard.entries.items():
             if entry.dtype not in names or min(entry.shape, default=0) < 0:
                 raise DumpError(
                     f"tensor {key} is of dtype {entry.dtype} and shape {list(entry.shape)}, which "
-                    "is not known", where=str(path),
+                    "is not known", where=blob.name,
                 )  # fmt: skip
             form = FORMATS[names[entry.dtype]]
             if entry.num_bytes != math.prod(entry.shape) * form.itemsize:
                 raise DumpError(
                     f"tensor {key} has {entry.num_bytes} bytes for a shape of {list(entry.shape)}",
-                    where=str(path),
+                    where=blob.name,
                 )
             tensors[key] = shard.view(key, dtype=form.torch_dtype, shape=entry.shape)
         return tensors
     except RunFormatError as error:
         raise DumpError(
-            error.message.replace("shard", "the file", 1), where=str(path), hint=_AGAIN
+            error.message.replace("shard", "the file", 1), where=blob.name, hint=_AGAIN
         ) from error

@@ -13,7 +13,6 @@ import math
 import pickletools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from divergence.errors import DumpError, RunFormatError
 from divergence.outside import is_plain
 from divergence.run.storage.archive import members_of
-from divergence.run.storage.blob import Blob, LocalBlob
+from divergence.run.storage.blob import Blob
 
 __all__ = ["load_torch"]
 
@@ -41,35 +40,34 @@ _STORAGES = {
 }  # fmt: skip
 
 
-def load_torch(path: Path) -> Any:
-    """What the file holds: a tensor, or tensors and plain values in lists and tables. Raises
+def load_torch(archive: Blob) -> Any:
+    """What a file holds: a tensor, or tensors and plain values in lists and tables. Raises
     DumpError, and whatever bytes that torch.save never wrote lead to."""
-    archive = LocalBlob(path)
-    head = archive.read(0, 4)
-    if head[:2] != b"PK":
+    where = archive.name
+    if archive.read(0, 2) != b"PK":
         raise DumpError(
             "the file is none of torch.save, or a bare pickle, which could run code",
-            where=str(path), hint="save it by torch.save as torch does since 1.6",
+            where=where, hint="save it by torch.save as torch does since 1.6",
         )  # fmt: skip
     try:
         members = members_of(archive, "zip")
         if any(member.deflated for member in members.values()):
             raise DumpError("the file holds compressed members; torch.save writes none",
-                            where=str(path))  # fmt: skip
+                            where=where)  # fmt: skip
         files = {name: member.part(archive, name) for name, member in members.items()}
     except RunFormatError as error:
-        raise DumpError(error.message.replace("archive", "file"), where=str(path),
+        raise DumpError(error.message.replace("archive", "file"), where=where,
                         hint=f"it may have been cut off: {_AGAIN}") from error  # fmt: skip
     pickles = [name for name in files if name.rpartition("/")[2] == "data.pkl"]
     if len(pickles) != 1:
         raise DumpError(f"the file holds {len(pickles)} members called data.pkl, not one",
-                        where=str(path), hint="save it by torch.save")  # fmt: skip
+                        where=where, hint="save it by torch.save")  # fmt: skip
     folder = pickles[0].removesuffix("data.pkl")
     order = files.get(f"{folder}byteorder")
     if order is not None and order.read(0, 9) != b"little":
         raise DumpError("the file was written by a big-endian machine, and is not read",
-                        where=str(path), hint="save it on a little-endian machine")  # fmt: skip
-    return _Pickle(files, folder, str(path)).value(files[pickles[0]])
+                        where=where, hint="save it on a little-endian machine")  # fmt: skip
+    return _Pickle(files, folder, where).value(files[pickles[0]])
 
 
 @dataclass(frozen=True, slots=True)

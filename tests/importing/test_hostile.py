@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from divergence import Run
 from divergence.cli.main import app
+from divergence.importing.folder import DumpFolder
 from tests.importing.test_scores import LINES
 
 MAP = (
@@ -437,10 +438,20 @@ def test_what_looks_odd_is_read(tmp_path, monkeypatch):
     assert sites == {**dict.fromkeys([*names, "hard"], (2,)), "t": (2, 2), "parameter": (3,)}
 
 
+def test_more_files_than_may_be_open(tmp_path):
+    """A dump may have more files of tensors than a process may open: none stays open."""
+    for number in range(100):
+        torch.save(torch.ones(2), tmp_path / f"a{number}.pt")
+        numpy.save(tmp_path / f"b{number}.npy", numpy.ones(2))
+        save_file({f"c{number}": torch.ones(2)}, tmp_path / f"c{number}.safetensors")
+    folder = DumpFolder(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    values = [folder.value(name) for name in folder.names]
+    assert len(values) == 300 and len(os.listdir("/proc/self/fd")) == before
+
+
 def test_every_dtype_and_view(tmp_path):
     """What torch.save writes of plain tensors is read as torch.load reads it, bit for bit."""
-    from divergence.importing.folder import DumpFolder
-
     numbers = torch.arange(48, dtype=torch.uint8)
     plain = {name: numbers.clone().view(getattr(torch, name)) for name in (
         "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",

@@ -25,7 +25,6 @@ import msgspec
 
 from divergence.errors import DumpError, RunFormatError
 from divergence.numerics.formats import FORMATS
-from divergence.outside import json_value
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.schema.layout import COMMON_SHARD_DTYPES
 from divergence.run.storage.blob import Blob, Bytes
@@ -351,6 +350,8 @@ def _entries(
     text: bytes, num_bytes: int, damaged: Callable[[str], RunFormatError]
 ) -> dict[str, Entry]:
     """The entries one by one: what is wrong with one is named."""
+    from divergence.outside import json_value  # of a damaged header alone
+
     try:
         header = json_value(text, where="header")
     except DumpError as error:

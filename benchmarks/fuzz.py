@@ -1,15 +1,17 @@
-"""Damaged and hostile runs, opened by every command that reads one, for as long as is wanted.
+"""Damaged and hostile runs and files of other programs, opened by every command that reads one, for
+as long as is wanted.
 
-    python benchmarks/fuzz.py [--seconds 60] [--seed 0] [--case N] [--keep DIR]
+    python benchmarks/fuzz.py [--seconds 60] [--seed 0] [--case N] [--only runs|forms] [--keep DIR]
 
 Each case takes one of some small runs (every form of storage, of several ranks, of earlier format
 versions; in a directory, a tar or zip, or behind a web server that may lie), damages it, and runs
 one command on it, alone or beside a sound one. Some of the damage is to bytes; most is to what is
 said: a number, text, shape or list in the manifest, in a record or in a shard's header becomes
-another, a line is lost, repeated or moved. Allowed are an answer and the tool's own error: exit
-codes 0, 1 and 2, within LIMIT_S and LIMIT_BYTES of memory. Anything else (3, a traceback, a signal,
-a hang) is printed with the number of its case, which ``--case`` runs again, and the exit code is 1.
-Cases are numbered from the seed on and depend on nothing else.
+another, a line is lost, repeated or moved. Every other case is of a foreign form (_fuzz_forms.py):
+dumps, rollouts, results of evaluations, losses, prompts and labels. Allowed are an answer and the
+tool's own error: exit codes 0, 1 and 2, within LIMIT_S and LIMIT_BYTES of memory. Anything else (3,
+a traceback, a signal, a hang) is printed with the number of its case, which ``--case`` runs again,
+and the exit code is 1. Cases are numbered from the seed on and depend on nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import copy
 import functools
 import http.server
 import io
@@ -36,7 +37,8 @@ import threading
 import time
 import traceback
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +46,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import _fuzz_forms
+from benchmarks._fuzz_damage import (
+    TEXTS,
+    as_json,
+    at,
+    damage_header,
+    damage_records,
+    damaged_bytes,
+    damaged_value,
+    places_of,
+)
+
 LIMIT_S = 20
 LIMIT_BYTES = 2 << 30
 """Beyond what the imports take."""
 _A_BATCH = 200  # cases of one process
 
-_NUMBERS = [0, 1, -1, 2, 3, 7, 64, 255, 2**15, 2**31 - 1, 2**31, 2**40, 2**53, 2**63 - 1, 2**63,
-            -(2**63), 2**70, 0.5, -0.0, 1e308, 1e-320, 10**400]  # fmt: skip
-_TEXTS = ["", "x", "..", "/", "a:b", "a/b#2:out", "\n", "\x1b[2J", "\u202e", "\ud800", "x" * 9999,
-          "nan", "float32", "bfloat16", "float64", "int64", "bool", "complex64", "float8_e4m3fn",
-          "float4_e2m1fn_x2", "free", "anchored", "escalated", "whole", "replayed", "shard:0",
-          "shard:63", "partial:sum", "replicate", "single", "re:(a+)+$", "*", "[", "re:(",
-          "model.layers.0:out", "lm_head:out", "operators", "encoder", "encoder-decoder",
-          "0" * 32, "sketch", "hash", "tensors/r00000-000000.safetensors"]  # fmt: skip
-_OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"x": 1}, "", 0]
-
-
 # -- runs ----------------------------------------------------------------------------------------
 
 
 def build_runs(folder: Path) -> dict[str, Path]:
-    """Small runs of every kind, by name."""
+    """Small runs of every kind, by name; ``folder/model`` is theirs."""
     from divergence.ops.replay import replay
     from divergence.recording.api import capture
     from divergence.recording.api import truth as make_truth
@@ -118,76 +121,6 @@ def _of_two_ranks(source: Path, target: Path) -> Path:
 # -- damage --------------------------------------------------------------------------------------
 
 
-def damaged_bytes(data: bytes, random_: random.Random) -> bytes:
-    """The bytes with one kind of damage."""
-    kind = random_.choice(["flip", "flip", "cut", "insert", "remove", "swap", "repeat", "zero"])
-    place = random_.randrange(len(data) + 1)
-    if kind == "flip" and data:
-        changed = bytearray(data)
-        for _ in range(random_.choice([1, 1, 4])):
-            changed[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
-        return bytes(changed)
-    if kind == "cut":
-        return data[:place]
-    if kind == "insert":
-        return data[:place] + random_.randbytes(random_.choice([1, 8, 600])) + data[place:]
-    if kind == "remove":
-        return data[:place] + data[place + random_.choice([1, 9, 512]) :]
-    if kind == "repeat":
-        return data[:place] + data[max(0, place - 512) : place] + data[place:]
-    if kind == "zero":
-        return data[:place] + bytes(16) + data[place + 16 :]
-    other = random_.randrange(len(data) + 1)
-    low, high = sorted((place, other))
-    return data[:low] + data[high:] + data[low:high]
-
-
-def damaged_value(value: Any, random_: random.Random) -> Any:
-    """The JSON value with one part changed, somewhere inside."""
-    places = list(_places(value))
-    if not places:
-        return random_.choice(_OTHERS)
-    holder, key = random_.choice(places)
-    one = holder[key]
-    kind = random_.random()
-    if kind < 0.1 and isinstance(holder, dict):
-        del holder[key]
-    elif kind < 0.15 and isinstance(holder, dict):
-        holder[random_.choice(_TEXTS)] = holder.pop(key)
-    elif kind < 0.2:
-        holder[key] = copy.deepcopy(_at(random_.choice(places)))
-    elif kind < 0.3:
-        holder[key] = random_.choice(_OTHERS)
-    elif isinstance(one, bool):
-        holder[key] = not one
-    elif isinstance(one, int | float):
-        near = [one + 1, one - 1, one * 2, -one]
-        holder[key] = random_.choice(near if random_.random() < 0.5 else _NUMBERS)
-    elif isinstance(one, str):
-        holder[key] = random_.choice([*_TEXTS, one + random_.choice(_TEXTS), one[:-1]])
-    elif isinstance(one, list):
-        holder[key] = random_.choice([one[1:], one * 2, one[::-1], [*one, *one[:1]], one * 50])
-    else:
-        holder[key] = random_.choice([*_NUMBERS, *_TEXTS, *_OTHERS])
-    return value
-
-
-def _at(place: tuple[Any, Any]) -> Any:
-    return place[0][place[1]]
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    if not isinstance(value, dict | list):
-        return
-    for key in value if isinstance(value, dict) else range(len(value)):
-        yield value, key
-        yield from _places(value[key])
-
-
-def _as_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=True).encode()
-
-
 def damage_manifest(path: Path, random_: random.Random) -> None:
     value = json.loads(path.read_bytes())
     for _ in range(random_.choice([1, 1, 1, 2, 5])):
@@ -198,33 +131,7 @@ def damage_manifest(path: Path, random_: random.Random) -> None:
             if isinstance(part.get(key), dict | list) and part[key]:
                 part = part[key]
         damaged_value(part, random_)
-    path.write_bytes(_as_json(value))
-
-
-def damage_records(path: Path, random_: random.Random) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    if not lines:
-        return
-    kind = random_.random()
-    if kind < 0.1:
-        random_.shuffle(lines)
-    elif kind < 0.15:
-        lines.pop(random_.randrange(len(lines)))
-    elif kind < 0.2:
-        lines.append(random_.choice(lines))
-    elif kind < 0.35:  # the same part of every record
-        values = [json.loads(line) for line in lines]
-        key = random_.choice(sorted({key for value in values for key in value}))
-        fresh = random_.choice([*_NUMBERS, *_TEXTS, *_OTHERS, [0], [1, 0], [2**40, 0], [3, 4]])
-        for value in values:
-            value[key] = fresh
-        lines = [_as_json(value) + b"\n" for value in values]
-    else:
-        for _ in range(random_.choice([1, 1, 3, 20])):
-            number = random_.randrange(len(lines))
-            value = damaged_value(json.loads(lines[number]), random_)
-            lines[number] = _as_json(value) + b"\n"
-    path.write_bytes(b"".join(lines))
+    path.write_bytes(as_json(value))
 
 
 def change_softly(run: Path, random_: random.Random) -> None:
@@ -237,7 +144,7 @@ def change_softly(run: Path, random_: random.Random) -> None:
         value = random_.choice(values)
         places = [
             (holder, key)
-            for holder, key in _places(value)
+            for holder, key in places_of(value)
             if isinstance(holder[key], int | float | str)
             and not (isinstance(key, str) and "digest" in key)
         ]
@@ -248,7 +155,7 @@ def change_softly(run: Path, random_: random.Random) -> None:
             continue
         holder, key = random_.choice(random_.choice(list(by_name.values())))
         one = holder[key]
-        others = [_at(place) for place in places if type(_at(place)) is type(one)]
+        others = [at(place) for place in places if type(at(place)) is type(one)]
         if isinstance(one, bool):
             fresh: Any = not one
         elif isinstance(one, int):
@@ -256,25 +163,15 @@ def change_softly(run: Path, random_: random.Random) -> None:
         elif isinstance(one, float):
             fresh = random_.choice([0.0, -one, 1e308, 5e-324, *others])
         else:
-            fresh = random_.choice([*_TEXTS, *others, *others])
+            fresh = random_.choice([*TEXTS, *others, *others])
         everywhere = values if random_.random() < 0.3 else [value]
         for each in everywhere:
-            for place, name in list(_places(each)):
+            for place, name in list(places_of(each)):
                 if (each is value and place is holder and name == key) or (
                     len(everywhere) > 1 and name == key and type(place[name]) is type(one)
                 ):
                     place[name] = fresh
-    path.write_bytes(b"\n".join(map(_as_json, values)) + b"\n")
-
-
-def damage_header(path: Path, random_: random.Random) -> None:
-    data = path.read_bytes()
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    for _ in range(random_.choice([1, 1, 3])):
-        damaged_value(header, random_)
-    text = _as_json(header)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    path.write_bytes(b"\n".join(map(as_json, values)) + b"\n")
 
 
 def damage(run: Path, random_: random.Random) -> None:
@@ -392,14 +289,38 @@ def commands(bad: str, random_: random.Random, runs: dict[str, Path], out: Path)
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What is damaged. ``model``: of the tiny runs."""
+
+    runs: dict[str, Path]
+    forms: dict[str, Path] = field(default_factory=dict)
+    model: Path | None = None
+
+
 def run_case(
-    number: int, runs: dict[str, Path], folder: Path, url: str | None
+    number: int, sources: Sources, folder: Path, url: str | None
 ) -> tuple[int, str | None]:
     """(exit code, what is wrong with it or None) of one case."""
-    random_ = random.Random(number)
     shutil.rmtree(folder, ignore_errors=True)
     work = folder / "out"
     work.mkdir(parents=True)
+    if sources.forms and (number % 2 or not sources.runs):
+        arguments = _fuzz_forms.form_arguments(number, sources.forms, folder, sources.model)
+    else:
+        arguments = _run_arguments(number, sources.runs, folder, url)
+    code, text = call(arguments)
+    silent = "-v" in arguments or "Traceback" not in text  # -v shows where an error was raised
+    if code in (0, 1, 2) and silent and _is_harmless(text):
+        return code, None
+    if code == 3 and "-v" not in arguments:
+        text = call([*arguments, "-v"])[1]
+    return code, f"exit code {code}: divergence {' '.join(arguments)}\n{text[-3000:]}"
+
+
+def _run_arguments(number: int, runs: dict[str, Path], folder: Path, url: str | None) -> list[str]:
+    """A damaged run in ``folder``, and one command on it."""
+    random_ = random.Random(number)
     source = runs[random_.choice(list(runs))]
     place = folder / "bad"
     shutil.copytree(source, place)
@@ -410,22 +331,18 @@ def run_case(
     bad = str(place)
     if url is not None and 0.15 < how < 0.3:
         bad = f"{url}/{place.name}"
-    arguments = commands(bad, random_, runs, work)
+    arguments = commands(bad, random_, runs, folder / "out")
     if "--bless" in arguments:  # it writes to the golden
         arguments[1:3] = [str(shutil.copytree(source, folder / "golden")), bad]
-    code, text = call(arguments)
-    silent = "-v" in arguments or "Traceback" not in text  # -v shows where an error was raised
-    if code in (0, 1, 2) and silent and _is_harmless(text):
-        return code, None
-    if code == 3 and "-v" not in arguments:
-        text = call([*arguments, "-v"])[1]
-    return code, f"exit code {code}: divergence {' '.join(arguments)}\n{text[-3000:]}"
+    return arguments
 
 
 def call(arguments: list[str]) -> tuple[int, str]:
     """(exit code, all it printed) of one command, in this process."""
     from divergence.cli.main import app
 
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
     streams = sys.stdout, sys.stderr
     sys.stdout = sys.stderr = text = io.StringIO()
     try:
@@ -445,102 +362,126 @@ def _is_harmless(text: str) -> bool:
                for line in text.split("\n"))  # fmt: skip
 
 
+@dataclass
+class Results:
+    """What became of cases. ``longest`` and ``largest``: seconds, or bytes beyond the imports, and
+    the case."""
+
+    codes: collections.Counter[Any] = field(default_factory=collections.Counter)
+    wrong: dict[int, str] = field(default_factory=dict)
+    longest: tuple[float, int] = (0.0, -1)
+    largest: tuple[int, int] = (0, -1)
+
+    def add(self, number: int, code: Any, problem: str | None, seconds: float, size: int) -> None:
+        """Counts a case that came to an end."""
+        self.codes[code] += 1
+        self.longest = max(self.longest, (seconds, number))
+        self.largest = max(self.largest, (size, number))
+        if problem is not None:
+            self.wrong[number] = problem
+
+
 def run_many(
-    first: int, runs: dict[str, Path], folder: Path, *, until: float, count: int | None = None
-) -> tuple[collections.Counter[int], dict[int, str]]:
-    """Cases from ``first`` on until that moment, or ``count`` of them: (how many by exit code, what
-    was wrong by case). In processes of their own, which a case may end or hold up."""
-    codes: collections.Counter[int] = collections.Counter()
-    wrong: dict[int, str] = {}
+    first: int, sources: Sources, folder: Path, *, until: float, count: int | None = None
+) -> Results:
+    """Cases from ``first`` on until that moment, or ``count`` of them. They run in processes of
+    their own, which a case may end or hold up."""
+    results = Results()
     number = first
     end = sys.maxsize if count is None else first + count
     while number < end and time.monotonic() < until:
-        last = min(end, number + _A_BATCH)
-        done, problems = _batch(number, last, runs, folder, until, codes)
-        wrong |= problems
-        number = done
-    return codes, wrong
+        number = _batch(number, min(end, number + _A_BATCH), sources, folder, until, results)
+    return results
 
 
 def _batch(
-    number: int,
-    end: int,
-    runs: dict[str, Path],
-    folder: Path,
-    until: float,
-    codes: collections.Counter[int],
-) -> tuple[int, dict[int, str]]:
-    told, tells = os.pipe()
+    number: int, end: int, sources: Sources, folder: Path, until: float, results: Results
+) -> int:
+    """The number behind the last case that was run."""
+    reads, writes = os.pipe()
     child = os.fork()
     if not child:
-        os.close(told)
-        _work(number, end, runs, folder, tells, until)
-    os.close(tells)
-    wrong: dict[int, str] = {}
-    with open(told, "rb", buffering=0) as pipe:
+        os.close(reads)
+        _work(number, end, sources, folder, writes, until)
+    os.close(writes)
+    with open(reads, "rb", buffering=0) as pipe:
         rest = b""
         while True:
             ready, _, _ = select.select([pipe], [], [], LIMIT_S)
             if not ready:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                return number + 1, wrong | {number: f"no answer within {LIMIT_S} s"}
+                results.add(number, "no", f"no answer within {LIMIT_S} s", LIMIT_S, 0)
+                return number + 1
             data = pipe.read(1 << 16)
             if not data:
                 break
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                number, code, problem = json.loads(line)
-                codes[code] += 1
-                if problem is not None:
-                    wrong[number] = problem
-                number += 1
+                results.add(*json.loads(line))
+                number = json.loads(line)[0] + 1
     _, status = os.waitpid(child, 0)
     if status:
-        return number + 1, wrong | {number: f"ended with status {status} (signal {status & 127})"}
-    return number, wrong
+        problem = f"ended with status {status} (signal {status & 127})"
+        results.add(number, "no", problem, 0.0, 0)
+        return number + 1
+    return number
 
 
-def _work(
-    number: int, end: int, runs: dict[str, Path], folder: Path, tells: int, until: float
-) -> None:
+def _work(first: int, end: int, sources: Sources, folder: Path, writes: int, until: float) -> None:
     """The child: cases one after the other, each told when it is done."""
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + LIMIT_BYTES, resource.RLIM_INFINITY))
-    url = serve(folder)
-    for one in range(number, end):
+    size = _memory("VmRSS")
+    address = _memory("VmSize")
+    resource.setrlimit(resource.RLIMIT_AS, (address + LIMIT_BYTES, resource.RLIM_INFINITY))
+    url = serve(folder) if sources.runs else None
+    for number in range(first, end):
         if time.monotonic() > until:
             break
+        start = time.monotonic()
         try:
-            code, problem = run_case(one, runs, folder, url)
+            code, problem = run_case(number, sources, folder, url)
         except BaseException:
             code, problem = 3, f"the fuzz itself: {traceback.format_exc()}"
-        os.write(tells, json.dumps([one, code, problem]).encode() + b"\n")
+        case = [number, code, problem, time.monotonic() - start, _memory("VmHWM") - size]
+        os.write(writes, json.dumps(case).encode() + b"\n")
     os._exit(0)
 
 
+def _memory(key: str) -> int:
+    """A number of bytes of /proc/self/status."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.partition(f"{key}:")[2].split()[0])
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
     parser.add_argument("--case", type=int, help="this case alone")
+    parser.add_argument("--only", choices=["runs", "forms"])
     parser.add_argument("--keep", type=Path, help="where the last case's files stay")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="divergence-fuzz-") as temporary:
-        runs = build_runs(Path(temporary))
+        folder = Path(temporary)
+        runs = build_runs(folder)
+        forms = {} if options.only == "runs" else _fuzz_forms.build_forms(folder / "forms")
+        sources = Sources({} if options.only == "forms" else runs, forms, folder / "model")
         first = options.seed if options.case is None else options.case
         start = time.monotonic()
-        codes, wrong = run_many(
-            first, runs, options.keep or Path(temporary) / "case",
-            until=start + options.seconds, count=None if options.case is None else 1,
+        results = run_many(
+            first, sources, options.keep or folder / "case", until=start + options.seconds,
+            count=None if options.case is None else 1,
         )  # fmt: skip
         seconds = time.monotonic() - start
+    wrong = results.wrong
     for number, problem in wrong.items():
         print(f"case {number}: {problem}\n")
     kinds = collections.Counter(problem.strip().rpartition("\n")[2] for problem in wrong.values())
-    ends = ", ".join(f"{count} with {code}" for code, count in sorted(codes.items(), key=str))
-    print(f"{codes.total()} cases from {first} on in {seconds:.0f} s ({ends}), {len(wrong)} wrong")
+    codes = sorted(results.codes.items(), key=str)
+    print(f"{results.codes.total()} cases from {first} on in {seconds:.0f} s "
+          f"({', '.join(f'{count} with {code}' for code, count in codes)}), {len(wrong)} wrong; "
+          f"the longest took {results.longest[0]:.1f} s (case {results.longest[1]}), the largest "
+          f"{results.largest[0] / 2**20:.0f} MiB (case {results.largest[1]})")  # fmt: skip
     for text, count in kinds.most_common():
         print(f"{count:6}  {text[:150]}")
     return 1 if wrong else 0

@@ -16,6 +16,14 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MAX_LETTERS = 4_000
+"""Of each part of an error: names that it quotes may be of any length."""
+
+
+def _cut(text: str) -> str:
+    return printable(text if len(text) <= _MAX_LETTERS else text[:_MAX_LETTERS] + "...")
+
+
 class DivergenceError(Exception):
     """Base of all errors raised on purpose. ``exit_code`` is what the command line returns: 2 for
     what the user can change, 3 for a fault of this tool."""
@@ -25,7 +33,7 @@ class DivergenceError(Exception):
     def __init__(
         self, message: str, *, where: str | None = None, hint: str | tuple[str, ...] | None = None
     ) -> None:
-        message = printable(message)
+        message = _cut(message)
         super().__init__(message)
         self.message = message
         self.where = where
@@ -34,10 +42,10 @@ class DivergenceError(Exception):
     def __str__(self) -> str:
         text = self.message
         if self.where:
-            text += f"\n  where: {printable(self.where)}"
+            text += f"\n  where: {_cut(self.where)}"
         if self.hint:
             lines = (self.hint,) if isinstance(self.hint, str) else self.hint
-            text += "\n  try:   " + "\n         ".join(map(printable, lines))
+            text += "\n  try:   " + "\n         ".join(map(_cut, lines))
         return text
 
 

@@ -17,28 +17,33 @@ whether what a file says is true.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import re
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import msgspec
 
 from divergence.errors import DivergenceError, DumpError, first_line
 
 __all__ = [
-    "FREE_BYTES", "MAX_DEPTH", "MAX_LINE_BYTES", "MAX_RATIO", "MAX_TEXT_BYTES", "MAX_VALUES",
-    "Budget", "check_value", "disk_bytes", "inside", "is_plain", "json_value", "lines", "opened",
-    "read_as", "read_bytes",
+    "FREE_BYTES", "MAX_DEPTH", "MAX_LINE_BYTES", "MAX_RATIO", "MAX_ROW_BYTES", "MAX_TEXT_BYTES",
+    "MAX_VALUES", "Budget", "check_value", "csv_rows", "disk_bytes", "inside", "is_plain",
+    "json_value", "lines", "opened", "read_as", "read_bytes",
 ]  # fmt: skip
 
 MAX_TEXT_BYTES = 1 << 30
 """Of a file that is read as a whole: JSON, CSV, prompts."""
 MAX_LINE_BYTES = 1 << 28
 """Of one line of a file that is read line by line."""
+MAX_ROW_BYTES = 1 << 24
+"""Of one row of a table, which may go over several lines."""
 MAX_VALUES = 10_000_000
 """Values of one document: as Python's objects some 100 bytes each, so about 1 GiB."""
 MAX_DEPTH = 100
@@ -164,37 +169,52 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
                hint: str | None = None) -> Any:  # fmt: skip
     """JSON as Python writes it (NaN included), bounded before anything is made of it. Raises
     ``error``."""
-    # each value but the first begins behind one of these, so there are no more than that
-    opening = data.count(b"[") + data.count(b"{")
-    if opening + data.count(b",") > MAX_VALUES and _structure(data)[0] > MAX_VALUES:
-        raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
-    if opening > MAX_DEPTH and _structure(data)[1] > MAX_DEPTH:
-        raise error(f"it is nested more than {MAX_DEPTH} deep", where=where)
     try:
-        return json.loads(data)
+        if 0 in data[:4] or data[:1] > b"~":  # brackets are counted as bytes
+            data = data.decode(json.detect_encoding(data)).encode()
+        if len(data) > MAX_VALUES or data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+            num_values, depth = _structure(data)
+            if num_values > MAX_VALUES:
+                raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
+            if depth > MAX_DEPTH:
+                raise error(f"it is nested more than {MAX_DEPTH} deep", where=where)
+        with contextlib.suppress(ValueError, RecursionError):
+            return msgspec.json.decode(data)  # thrice as fast; knows no NaN, no half of a pair
+        return json.loads(data.decode())  # of bytes the encoding would be guessed again
     except (ValueError, RecursionError) as failure:
         raise error(f"it is no JSON, or was cut off: {first_line(failure)}", where=where,
                     hint=hint) from failure  # fmt: skip
 
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_OTHERS = bytes(set(range(256)) - set(b"[]{},"))
+_PIECE_BYTES = 1 << 20
 
 
 def _structure(data: bytes) -> tuple[int, int]:
-    """(values, how deep) of a JSON text by its brackets and commas outside strings."""
+    """(values, how deep) of a JSON text by its brackets and commas outside strings. It is gone
+    through piece by piece: a text of brackets alone would take many times its size."""
     import numpy as np
 
-    marks = np.frombuffer(_STRING.sub(b"", data).translate(None, _OTHERS), np.uint8)
-    begins, ends = np.isin(marks, list(b"[{")), np.isin(marks, list(b"]}"))
-    level = np.cumsum(begins.astype(np.int64) - ends)
-    return len(marks) - int(ends.sum()) + 1, int(level.max(initial=0))
+    data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that quotes are those of strings
+    num_values, depth, level, num_quotes = 1, 0, 0, 0
+    for begin in range(0, len(data), _PIECE_BYTES):
+        piece = np.frombuffer(data[begin : begin + _PIECE_BYTES], np.uint8)
+        quotes = num_quotes + np.cumsum(piece == ord('"'))
+        num_quotes = int(quotes[-1])
+        marks = piece[quotes % 2 == 0]
+        begins, ends = np.isin(marks, list(b"[{")), np.isin(marks, list(b"]}"))
+        levels = level + np.cumsum(begins.astype(np.int64) - ends)
+        num_values += int(begins.sum() + (marks == ord(",")).sum())
+        depth = max(depth, int(levels.max(initial=0)))
+        level = int(levels[-1]) if len(levels) else level
+    return num_values, depth
 
 
-def check_value(value: Any, *, where: str, error: Failure = DumpError) -> None:
+def check_value(
+    value: Any, *, where: str, error: Failure = DumpError, most: int = MAX_VALUES
+) -> None:
     """Refuses lists and tables that hold themselves, are nested too deep, or would be too many if
     parts that stand in several places were written out: whoever goes through them meets each part
-    as often as it stands there. Raises ``error``."""
+    as often as it stands there. A text counts once more for each 100 letters. Raises ``error``."""
     sizes: dict[int, int] = {}
     """By object: values in it, written out."""
     open_: set[int] = set()
@@ -206,9 +226,12 @@ def check_value(value: Any, *, where: str, error: Failure = DumpError) -> None:
             continue
         if is_done:
             open_.discard(id(part))
-            sizes[id(part)] = 1 + len(inner) + sum(sizes.get(id(item), 0) for item in inner)
-            if sizes[id(part)] > MAX_VALUES:
-                raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
+            sizes[id(part)] = 1 + len(inner) + sum(
+                len(item) // 100 if isinstance(item, str | bytes) else sizes.get(id(item), 0)
+                for item in inner
+            )  # fmt: skip
+            if sizes[id(part)] > most:
+                raise error(f"it holds more than {most:,} values", where=where)
             continue
         if id(part) in open_:
             raise error("a list or table in it holds itself", where=where)
@@ -226,38 +249,80 @@ def _inner(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list | tuple | set | frozenset) else None
 
 
+def csv_rows(
+    lines: Iterable[bytes], *, delimiter: str = ",", where: str, whole: bool = True,
+    error: Failure = DumpError,
+) -> Iterator[tuple[int, dict[str, str]]]:  # fmt: skip
+    """(line, cells by the first row's names) of each row that is not empty. A row may go over
+    several lines, and is bounded as a whole. ``whole``: it must be UTF-8, with as many cells as
+    the first one. Raises ``error``."""
+    num_bytes = 0
+
+    def text() -> Iterator[str]:
+        nonlocal num_bytes
+        for number, line in enumerate(lines):
+            num_bytes += len(line)
+            if num_bytes > MAX_ROW_BYTES:
+                raise error(f"a row is longer than {MAX_ROW_BYTES:,} bytes", where=where)
+            yield line.decode("utf-8" if number else "utf-8-sig", "strict" if whole else "replace")
+
+    reader = csv.reader(text(), delimiter=delimiter)
+    try:
+        names = next(reader, [])
+        for cells in reader:
+            num_bytes = 0
+            if whole and cells and len(cells) != len(names):
+                raise error(
+                    "the row has not as many cells as the first one",
+                    where=f"{where}, line {reader.line_num}", hint="it may be half written",
+                )  # fmt: skip
+            if cells:
+                yield reader.line_num, dict(zip(names, cells, strict=False))
+    except (csv.Error, UnicodeDecodeError) as failure:
+        raise error(f"the file is no table: {first_line(failure)}",
+                    where=f"{where}, line {reader.line_num}") from failure  # fmt: skip
+
+
 class Budget:
     """What all files of one folder or archive may unpack or spread out to, together. Files are
     counted once, however often they are read."""
 
     def __init__(self, *, error: Failure = DumpError) -> None:
         self._error = error
-        self._spread: dict[str, tuple[int, int]] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        self._total = self._disk = 0
 
     def expand(self, num_bytes: int, *, disk: int, where: str) -> None:
         """``where``, of ``disk`` bytes as it lies, becomes ``num_bytes``. Raises ``error``."""
-        self._spread[where] = num_bytes, disk
-        total = sum(spread for spread, _ in self._spread.values())
-        held = sum(disk for _, disk in self._spread.values())
-        most = max(FREE_BYTES, MAX_RATIO * held)
-        if total > most:
+        earlier = self._sizes.get(where, (0, 0))
+        self._sizes[where] = num_bytes, disk
+        self._total += num_bytes - earlier[0]
+        self._disk += disk - earlier[1]
+        most = max(FREE_BYTES, MAX_RATIO * self._disk)
+        if self._total > most:
             raise self._error(
-                f"{held:,} bytes would become {total:,}, more than is unpacked ({most:,})",
-                where=where,
-            )
+                f"{self._disk:,} bytes would become {self._total:,}, more than is unpacked "
+                f"({most:,})", where=where,
+            )  # fmt: skip
 
 
 @contextlib.contextmanager
 def read_as(
-    form: str, *, where: str, error: Failure = DumpError, hint: str | None = None
-) -> Iterator[None]:
-    """Whatever a reader raises inside becomes ``error``: the file is not as ``form`` writes it."""
+    form: str, *, where: str | Callable[[], str], error: Failure = DumpError,
+    hint: str | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Whatever a reader raises inside becomes ``error``: the file is not as ``form`` writes it. An
+    error that names no place gets this one.
+    ``where``: may be asked for when that happens, since a reader may open many files."""
     try:
         yield
-    except DivergenceError:
+    except DivergenceError as failure:
+        if failure.where is None:
+            failure.where = where if isinstance(where, str) else where()
         raise
     except _FORM_BROKEN as failure:
         name = type(failure).__name__
         raise error(
-            f"it is not as {form} writes it: {name}: {first_line(failure)}", where=where, hint=hint
-        ) from failure
+            f"it is not as {form} writes it: {name}: {first_line(failure)}",
+            where=where if isinstance(where, str) else where(), hint=hint,
+        ) from failure  # fmt: skip

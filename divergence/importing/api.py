@@ -13,6 +13,7 @@ from divergence.importing.layouts import LAYOUTS, SCORES
 from divergence.importing.reading import survey
 from divergence.importing.rules import load_rules
 from divergence.importing.scored import ScoreLayout, import_scores
+from divergence.outside import read_as
 from divergence.recording.new_run import check_output
 from divergence.run.reader import Run
 from divergence.run.schema.site import near_names
@@ -50,7 +51,8 @@ def import_dump(
     read or is not whole, ConfigError for the map, UsageError where nothing matches.
     """
     folder = DumpFolder(path)
-    name = _layout(layout, folder)
+    with read_as("a dump's writer", where=folder.place):
+        name = _layout(layout, folder)
     reader = _ALL[name]
     if map is not None and not reader.TAKES_MAP:
         raise UsageError(
@@ -65,18 +67,21 @@ def import_dump(
         raise UsageError(f"{out} lies in the dump itself", hint="choose another place with -o")
     check_output(place, force=force, like=run)
     notes = Notes()
-    if name in SCORES:
-        made = import_scores(
-            SCORES[name], folder, place, map=map, like=run, label=label, force=force,
-            command=command, notes=notes,
-        )  # fmt: skip
-    else:
-        rules, tensors = None if map is None else load_rules(map), LAYOUTS[name]
-        surveyed = survey(tensors.read(folder, rules, notes), run, notes)
-        manifest = manifest_of(surveyed, name=tensors.NAME, like=run, label=label, command=command)
-        with RunWriter(place, manifest, force=force) as writer:
-            write(writer, tensors.read(folder, rules, Notes()), surveyed, run, notes)
-        made = Run.open(place)
+    with read_as(reader.NAME, where=folder.place):
+        if name in SCORES:
+            made = import_scores(
+                SCORES[name], folder, place, map=map, like=run, label=label, force=force,
+                command=command, notes=notes,
+            )  # fmt: skip
+        else:
+            rules, tensors = None if map is None else load_rules(map), LAYOUTS[name]
+            surveyed = survey(tensors.read(folder, rules, notes), run, notes)
+            manifest = manifest_of(
+                surveyed, name=tensors.NAME, like=run, label=label, command=command
+            )
+            with RunWriter(place, manifest, force=force) as writer:
+                write(writer, tensors.read(folder, rules, Notes()), surveyed, run, notes)
+            made = Run.open(place)
     if progress is not None:
         for sentence in notes.sentences():
             progress("note", 0, None, sentence)

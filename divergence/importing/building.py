@@ -29,6 +29,7 @@ from divergence.run.schema.manifest import (
     ModuleNote,
     ModuleRole,
     Plan,
+    SampleTokens,
     Settings,
 )
 from divergence.run.schema.record import Record
@@ -82,12 +83,15 @@ def _modules(sites: list[str], like: Run | None) -> dict[str, ModuleNote]:
             return modules
     paths = list(dict.fromkeys(map(module_of, sites)))
     blocks = {match[0] for path in paths if (match := _FIRST_NUMBER.match(path))}
+    around = set[str]()
+    for path in blocks:
+        while (path := path.rpartition(".")[0]) and path not in around:
+            around.add(path)
 
     def role(path: str) -> ModuleRole:
         if path in blocks:
             return "block"
-        holds = any(block.startswith(f"{path}.") for block in blocks)
-        return "inner" if holds or _FIRST_NUMBER.match(path) else "trunk"
+        return "inner" if path in around or _FIRST_NUMBER.match(path) else "trunk"
 
     return {path: ModuleNote(kind=UNKNOWN, role=role(path)) for path in paths}
 
@@ -101,7 +105,10 @@ def write(
 ) -> None:
     """Puts every tensor that can be told into the run."""
     handed_on = {} if like is None else _handed_on(like, surveyed)
-    logits, num_records = writer.manifest.plan.logits_site, 0
+    tokens, logits, num_records = writer.manifest.tokens, writer.manifest.plan.logits_site, 0
+    groups = {
+        group[0]: [tokens.samples[number] for number in group] for group in tokens.groups if group
+    }
     for place, forward in zip(surveyed.places, forwards, strict=True):
         if place is None:
             continue
@@ -120,7 +127,7 @@ def write(
             tensor = _shaped(tensor, record)
             kept[site] = CapturedTensor(tensor)
             if site == logits:
-                _choose(writer.manifest, sample, tensor)
+                _choose(groups[sample], tensor)
         for site, other in handed_on.items():
             if site not in kept and other in kept:
                 kept[site] = kept[other]
@@ -133,9 +140,8 @@ def write(
         raise DumpError("nothing in the dump is the same on all ranks: the run would be empty")
 
 
-def _choose(manifest: Manifest, sample: int, logits: torch.Tensor) -> None:
+def _choose(samples: list[SampleTokens], logits: torch.Tensor) -> None:
     """The greedy choice, from logits (B, T, V) of which the last row is the last token's."""
-    samples = [manifest.tokens.samples[number] for number in manifest.tokens.group_of(sample)]
     if logits.ndim != 3 or logits.shape[0] != len(samples) or not logits.numel():
         return
     if not any(member.num_right_pad for member in samples):

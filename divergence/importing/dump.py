@@ -8,9 +8,10 @@ all layouts alike. A further format is one more module, named in ``layouts/__ini
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,10 +30,14 @@ __all__ = [
     "DumpedForward",
     "Notes",
     "adds_residual",
+    "checked_name",
+    "first_missing",
     "leaves",
     "module_site",
     "same_kind",
 ]
+
+_MAX_NAME = 1_000
 
 BLOCK = re.compile(r"(?:.+\.)?(?:layers|layer|h|blocks)\.(\d+)")
 """Path of a repeated block."""
@@ -103,9 +108,22 @@ class DumpLayout(Protocol):
 
 
 def module_site(name: str, port: str, call: int = 1) -> str:
-    """The site of a module by its torch name."""
-    path = escape_path(name)
+    """The site of a module by its torch name. Raises ValueError."""
+    path = escape_path(checked_name(name))
     return join_site(path if call == 1 else f"{path}#{call}", port)
+
+
+def checked_name(name: str) -> str:
+    """The name of a module or tensor, if it is one: a model's have some 100 letters, and names of
+    names grow beyond any memory. Raises ValueError, which outside.read_as gives its place."""
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"{name[:60]}... is a name of {len(name):,} letters")
+    return name
+
+
+def first_missing(numbers: Container[int]) -> int:
+    """The first number from 0 on that is not there."""
+    return next(number for number in itertools.count() if number not in numbers)
 
 
 def adds_residual(path: str) -> bool:
@@ -131,10 +149,10 @@ def leaves(value: Any, port: str, is_leaf: Any) -> list[tuple[str, Any]]:
             named_leaves.append((name, value))
         elif isinstance(value, list):
             for index, item in enumerate(value):
-                walk(item, f"{name}.{index}")
+                walk(item, checked_name(f"{name}.{index}"))
         elif isinstance(value, dict):
             for key, item in value.items():
-                walk(item, f"{name}.{key}")
+                walk(item, checked_name(f"{name}.{key}"))
 
     walk(value, port)
     return [(port, named_leaves[0][1]), *named_leaves[1:]] if named_leaves else []

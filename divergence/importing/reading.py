@@ -38,7 +38,7 @@ _IDS = re.compile(
 
 
 _MAX_IDS = 1 << 22
-"""Of one forward: beyond it the integers are no prompt."""
+"""Of a dump; in one forward, more integers are no prompt."""
 
 
 @dataclass(slots=True)
@@ -68,12 +68,10 @@ class Survey:
 
 def by_site(tensors: Sequence[Dumped]) -> dict[str, list[Dumped]]:
     """The ranks' tensors of each site. What one rank saw at a site again is left out."""
-    sites: dict[str, list[Dumped]] = {}
+    sites: dict[str, dict[int, Dumped]] = {}
     for tensor in tensors:
-        held = sites.setdefault(tensor.site, [])
-        if all(other.rank != tensor.rank for other in held):
-            held.append(tensor)
-    return sites
+        sites.setdefault(tensor.site, {}).setdefault(tensor.rank, tensor)
+    return {site: list(ranks.values()) for site, ranks in sites.items()}
 
 
 @dataclass(slots=True)
@@ -90,27 +88,30 @@ def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) ->
     """Raises DumpError, and UsageError where the dump has no name of ``like``."""
     surveyed = Survey()
     prompts: list[_Prompt] = []
+    by_sample: dict[int, _Prompt] = {}
+    num_ids = 0
     for index, forward in enumerate(forwards):
         surveyed.places.append(None)
         for tensor in forward.tensors:
             surveyed.sites[tensor.site] = None
+            try:
+                form = format_of(tensor.tensor.dtype)
+            except UsageError as error:
+                raise DumpError(error.message, where=f"{tensor.site} in {forward.where}") from error
             if tensor.tensor.is_floating_point():
-                surveyed.dtypes[format_of(tensor.tensor.dtype).name] += tensor.tensor.numel()
-            _check_dtype(tensor, forward.where)
-        _place(prompts, index, forward)
+                surveyed.dtypes[form.name] += tensor.tensor.numel()
+        rows = _ids(forward)
+        num_ids += sum(map(len, rows or ()))
+        if num_ids > _MAX_IDS:
+            raise DumpError(f"the dump holds more than {_MAX_IDS:,} token ids",
+                            where=forward.where)  # fmt: skip
+        _place(prompts, by_sample, index, forward, rows)
     if not surveyed.sites:
         raise DumpError("nothing in the dump is the tensor of a module's input or output")
     if like is not None:
         _check_names(surveyed, like, notes)
     _number(surveyed, prompts, like, notes)
     return surveyed
-
-
-def _check_dtype(dumped: Dumped, where: str) -> None:
-    try:
-        format_of(dumped.tensor.dtype)
-    except UsageError as error:
-        raise DumpError(error.message, where=f"{dumped.site} in {where}") from error
 
 
 def _ids(forward: DumpedForward) -> list[list[int]] | None:
@@ -137,12 +138,14 @@ def _check_positions(forward: DumpedForward, num_tokens: int) -> None:
             return
 
 
-def _place(prompts: list[_Prompt], index: int, forward: DumpedForward) -> None:
-    """Adds a forward to the prompt that it belongs to."""
-    rows = _ids(forward)
+def _place(
+    prompts: list[_Prompt], by_sample: dict[int, _Prompt], index: int, forward: DumpedForward,
+    rows: list[list[int]] | None,
+) -> None:  # fmt: skip
+    """Adds a forward, of these ids, to the prompt that it belongs to."""
     held = prompts[-1] if prompts else None
     if forward.sample is not None:  # the map says it
-        held = next((prompt for prompt in prompts if prompt.sample == forward.sample), None)
+        held = by_sample.get(forward.sample)
     elif rows is not None and len(rows[0]) > 1:
         held = None
     wanted = index if forward.sample is None else 0 if held is None else len(held.forwards)
@@ -159,6 +162,8 @@ def _place(prompts: list[_Prompt], index: int, forward: DumpedForward) -> None:
             )  # fmt: skip
         held = _Prompt([], rows, [], forward.sample)
         prompts.append(held)
+        if forward.sample is not None:
+            by_sample[forward.sample] = held
     elif rows is not None:
         if len(rows) != len(held.rows or rows):
             raise DumpError(

@@ -12,7 +12,7 @@ import pytest
 # benchmarks/ is beside the package, not in it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import fuzz
+from benchmarks import _fuzz_forms, fuzz
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks/fuzz.py"
 
@@ -20,14 +20,29 @@ PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks/fuzz.py"
 def test_stored_runs_that_were_damaged(tmp_path, monkeypatch):
     """Of each format version; another choice of runs makes other cases than ``--case``."""
     monkeypatch.setattr("logging.raiseExceptions", False)
-    runs = fuzz.stored_runs()
-    assert len(runs) >= 4
+    sources = fuzz.Sources(fuzz.stored_runs())
+    assert len(sources.runs) >= 4
     codes = []
     for number in range(25):
-        code, problem = fuzz.run_case(number, runs, tmp_path / "case", None)
+        code, problem = fuzz.run_case(number, sources, tmp_path / "case", None)
         assert problem is None, f"case {number}: {problem}"
         codes.append(code)
     assert {0, 2} <= set(codes)  # some are still runs, most are none
+
+
+def test_foreign_forms_that_were_damaged(tmp_path, monkeypatch):
+    """What other programs write ends in an answer or an error, too; whole, each form is read."""
+    monkeypatch.setattr("logging.raiseExceptions", False)
+    forms = _fuzz_forms.build_forms(tmp_path / "forms", kinds=("import",))
+    (tmp_path / "map.toml").write_text(_fuzz_forms.MAP)
+    for name, path in forms.items():
+        names = ["--map", f"{tmp_path}/map.toml"] if name.endswith("files") else []
+        out = tmp_path / name.replace(" ", "-")
+        code, text = fuzz.call(["import", str(path), "-o", f"{out}-run", *names])
+        assert code == 0, f"{name}: {text}"
+    for number in range(40):
+        code, problem = fuzz.run_case(number, fuzz.Sources({}, forms), tmp_path / "case", None)
+        assert problem is None, f"case {number}: {problem}"
 
 
 def test_a_case_is_the_same_every_time(tmp_path):

@@ -216,7 +216,7 @@ def test_names_of_the_dumpers_author(captured, tmp_path, told):
         ("msprobe", "step1/*/*", "step 1 is missing"),
         ("msprobe", "step1/rank1/*", "not of the same ranks"),
         ("msprobe", "*/rank0/*", "rank 0 is missing"),
-        ("msprobe", "step2/rank1/dump_tensor_data/*embed_tokens*", "the file is missing"),
+        ("msprobe", "step2/rank1/dump_tensor_data/*embed_tokens*", "input.0.pt is missing"),
     ],
 )
 def test_what_is_missing_is_named(captured, tmp_path, layout, pattern, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError, UsageError
-from divergence.importing.dump import Dumped, DumpedForward, Notes
+from divergence.importing.dump import Dumped, DumpedForward, Notes, checked_name
 from divergence.importing.folder import SUFFIXES, DumpFolder
 from divergence.importing.rules import Found, Rules
 from divergence.run.schema.site import natural_key
@@ -46,13 +47,18 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
         key = place.found.sample, place.found.step or 0
         forwards.setdefault(key, []).append(place)
     for sample, step in sorted(forwards, key=lambda key: (key[0] or 0, key[1])):
-        held = forwards[sample, step]
-        tensors = [
-            Dumped(site=place.found.site, tensor=_tensor(folder, place), rank=place.found.rank or 0)
-            for place in held
-        ]
+        tensors: list[Dumped] = []
+        places = forwards[sample, step]
+        for file, inside in itertools.groupby(places, lambda place: place.file):
+            value = folder.value(file)  # once, however many tensors of it are wanted
+            flat = dict(_flat(value, "")) if isinstance(value, dict) else {"": value}
+            tensors += [
+                Dumped(site=place.found.site, tensor=_tensor(folder, place, flat),
+                       rank=place.found.rank or 0)
+                for place in inside
+            ]  # fmt: skip
         yield DumpedForward(
-            where=folder.where(held[0].file), tensors=tensors, number=step, sample=sample
+            where=folder.where(places[0].file), tensors=tensors, number=step, sample=sample
         )  # fmt: skip
 
 
@@ -92,21 +98,18 @@ def _keys(folder: DumpFolder, name: str) -> Iterator[str]:
 def _flat(value: dict[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for key, item in value.items():
         if isinstance(item, torch.Tensor):
-            yield f"{prefix}{key}", item
+            yield checked_name(f"{prefix}{key}"), item
         elif isinstance(item, dict):
-            yield from _flat(item, f"{prefix}{key}.")
+            yield from _flat(item, checked_name(f"{prefix}{key}."))
 
 
-def _tensor(folder: DumpFolder, place: _Place) -> torch.Tensor:
-    value = folder.value(place.file)
-    held = dict(_flat(value, "")) if isinstance(value, dict) else {"": value}
-    if place.key is None and len(held) == 1:
-        (value,) = held.values()
-    else:
-        value = held.get(place.key or "")
+def _tensor(folder: DumpFolder, place: _Place, flat: dict[str, Any]) -> torch.Tensor:
+    value = flat.get(place.key or "")
+    if place.key is None and len(flat) == 1:
+        (value,) = flat.values()
     if not isinstance(value, torch.Tensor):
         raise DumpError(
-            f"the file holds {len(held)} tensors, not one" if place.key is None
+            f"the file holds {len(flat)} tensors, not one" if place.key is None
             else f"the file holds no tensor {place.key!r}",
             where=folder.where(place.file), hint="name those inside it by [[key]] rules of the map",
         )  # fmt: skip

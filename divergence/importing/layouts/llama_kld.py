@@ -22,6 +22,7 @@ from divergence.importing.dump import Notes
 from divergence.importing.fields import FieldMap
 from divergence.importing.folder import DumpFolder
 from divergence.importing.scored import Scored
+from divergence.outside import opened
 from divergence.run.writing.scores import Scores, ScoreSource
 
 __all__ = ["NAME", "TAKES_MAP", "recognise", "scores"]
@@ -37,14 +38,14 @@ _MAX_VOCABULARY, _MAX_CONTEXT = 1 << 22, 1 << 22
 def recognise(folder: DumpFolder) -> bool:
     if len(folder.names) != 1:
         return False
-    with open(folder.regular(folder.names[0]), "rb") as file:
+    with opened(folder.regular(folder.names[0])) as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
 def scores(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
     path = folder.regular(folder.names[0])
     where = str(path)
-    with open(path, "rb") as file:
+    with opened(path) as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         raise _cut(where)

@@ -9,7 +9,6 @@ log-likelihood, and is left out and counted.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from divergence.importing.fields import FieldMap
 from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.rollouts import objects
 from divergence.importing.scored import Scored
+from divergence.outside import json_value
 from divergence.run.writing.scores import BY_TEXT, Scores, ScoreSource
 
 __all__ = ["NAME", "TAKES_MAP", "recognise", "requests", "scores"]
@@ -33,8 +33,8 @@ def recognise(folder: DumpFolder) -> bool:
     if not names:
         return False
     try:
-        first = json.loads(next(folder.lines(names[0]), b""))
-    except (ValueError, RecursionError):
+        first = json_value(next(folder.lines(names[0]), b""), where=names[0])
+    except DumpError:
         return False
     return isinstance(first, dict) and {"doc_id", "resps", "arguments"} <= set(first)
 

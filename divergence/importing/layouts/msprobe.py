@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError
-from divergence.importing.dump import Dumped, DumpedForward, Notes, leaves, module_site
+from divergence.importing.dump import (
+    Dumped,
+    DumpedForward,
+    Notes,
+    checked_name,
+    first_missing,
+    leaves,
+    module_site,
+)
 from divergence.importing.folder import DumpFolder
 from divergence.importing.rules import Rules
 
@@ -80,8 +88,8 @@ def _steps(folder: DumpFolder) -> dict[int, dict[int, str]]:
             where=folder.where(cut[0]), hint="dump again, and let the step end (debugger.step())",
         )  # fmt: skip
     for ranks in steps.values():
-        if missing := sorted(set(range(max(ranks) + 1)) - ranks.keys()):
-            raise DumpError(f"rank {missing[0]} is missing", where=str(folder.path),
+        if (missing := first_missing(ranks)) < max(ranks):
+            raise DumpError(f"rank {missing} is missing", where=str(folder.path),
                             hint="copy the folders of all ranks together")  # fmt: skip
     return steps
 
@@ -99,7 +107,7 @@ def _tensors(folder: DumpFolder, name: str, rank: int, notes: Notes) -> Iterator
     first: dict[str, int] = {}
     rows: list[tuple[tuple[int, int, int], str, int, str, Any]] = []
     for number, (full, entry) in enumerate(data.items()):
-        match = _MODULE.fullmatch(full)
+        match = _MODULE.fullmatch(checked_name(full))
         if match is None or not isinstance(entry, dict):
             what = "backward passes" if ".backward" in full else "operators, not of modules,"
             notes.add(f"of {what} were left out")
@@ -114,10 +122,14 @@ def _tensors(folder: DumpFolder, name: str, rank: int, notes: Notes) -> Iterator
         for port, leaf in _ports(entry):
             place = (begin, 0, depth) if port.startswith("in") else (number, 1, 0)
             rows.append((place, path, call, port, leaf))
+    files: set[str] = set()
     for _, path, call, port, leaf in sorted(rows, key=lambda row: row[0]):
         file = leaf["data_name"]
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\]+\.(?:pt|npy)", file):
-            raise DumpError(f"{path} names no file of the dump: {file!r}", where=where)
+            raise DumpError(f"{path} names no file of the dump: {str(file)[:80]!r}", where=where)
+        if file in files:  # a small file named often would be a large run
+            raise DumpError(f"{file} is named twice", where=where)
+        files.add(file)
         held = f"{name.removesuffix('dump.json')}dump_tensor_data/{file}"
         tensor = folder.value(held)
         if not isinstance(tensor, torch.Tensor):

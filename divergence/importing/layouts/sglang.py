@@ -27,6 +27,7 @@ from divergence.importing.dump import (
     DumpedForward,
     Notes,
     adds_residual,
+    first_missing,
     module_site,
     same_kind,
 )
@@ -96,9 +97,9 @@ def _passes(folder: DumpFolder) -> list[dict[int, str]]:
                                 hint="copy the folders of all ranks together")  # fmt: skip
     num = max(max(numbers) for numbers in files.values()) + 1
     for place, numbers in files.items():
-        if missing := sorted(set(range(num)) - numbers.keys()):
+        if (missing := first_missing(numbers)) < num:
             raise DumpError(
-                f"Pass{missing[0]:05d}.pt is missing, of {num} passes",
+                f"Pass{missing:05d}.pt is missing, of {num} passes",
                 where=folder.where(processes[place]), hint="copy all files of the dump",
             )  # fmt: skip
     ranks = {place: place[0] * sizes[1] + place[1] for place in sorted(files)}

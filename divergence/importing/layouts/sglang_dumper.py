@@ -23,6 +23,7 @@ from divergence.importing.dump import (
     DumpedForward,
     Notes,
     adds_residual,
+    first_missing,
     module_site,
     same_kind,
 )
@@ -38,6 +39,7 @@ _HOOKED = re.compile(
     r"non_intrusive__(?:(?P<path>.+)\.)?(?P<what>inputs|output)(?:\.(?P<port>[^.]+))?"
 )
 _FEEDS = {"input_ids": "model:in", "positions": "model:in.position_ids"}
+_NUMBERS = ("step", "forward_pass_id", "rank", "dump_index")
 
 _Tags = dict[str, str]
 
@@ -55,6 +57,9 @@ def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[Dump
             continue
         folders.add(name.rpartition("/")[0])
         tags: _Tags = dict(tag.partition("=")[::2] for tag in match["tags"].split("___"))
+        if not all(tags.get(key, "0").isdecimal() for key in _NUMBERS):
+            raise DumpError(f"{', '.join(_NUMBERS)} are not numbers in its name",
+                            where=folder.where(name))  # fmt: skip
         step = int(tags.get("step") or tags["forward_pass_id"])
         steps.setdefault(step, {}).setdefault(int(tags["rank"]), []).append((name, tags))
     if len(folders) > 1:
@@ -98,9 +103,9 @@ def _value(folder: DumpFolder, name: str, ranks: set[int], notes: Notes) -> torc
     if isinstance(held, dict) and held.keys() >= {"value", "meta"}:
         held, meta = held["value"], held["meta"]
     size = meta.get("world_size") if isinstance(meta, dict) else None
-    if isinstance(size, int) and (missing := set(range(min(size, 1 << 20))) - ranks):
+    if isinstance(size, int) and (missing := first_missing(ranks)) < size:
         raise DumpError(
-            f"rank {min(missing)} is missing, of {size}", where=folder.where(name),
+            f"rank {missing} is missing, of {size}", where=folder.where(name),
             hint="copy the files of all ranks",
         )  # fmt: skip
     if isinstance(held, torch.Tensor):

@@ -79,7 +79,8 @@ def _sites(tree: Any, kind: str, where: str) -> dict[str, str]:
                 printed += 1
                 continue
             if not re.fullmatch(r"\./[^/]+", file):
-                raise DumpError(f"the tree names a file outside the folder: {file!r}", where=where)
+                raise DumpError(f"the tree names a file outside the folder: {file[:80]!r}",
+                                where=where)  # fmt: skip
             sites.setdefault(file.removeprefix("./"), module_site(path, name))
 
     def visit(node: Any) -> None:

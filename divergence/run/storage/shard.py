@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 import operator
 import os
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.errors import RunFormatError
+from divergence.errors import DumpError, RunFormatError
 from divergence.numerics.formats import FORMATS
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.schema.layout import COMMON_SHARD_DTYPES
@@ -351,10 +350,12 @@ def _entries(
     text: bytes, num_bytes: int, damaged: Callable[[str], RunFormatError]
 ) -> dict[str, Entry]:
     """The entries one by one: what is wrong with one is named."""
+    from divergence.outside import json_value  # of a damaged header alone
+
     try:
-        header = json.loads(text)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise damaged(f"header is not JSON ({error})") from error
+        header = json_value(text, where="header")
+    except DumpError as error:
+        raise damaged(f"header is not JSON ({error.message})") from error
     if not isinstance(header, dict):
         raise damaged("header is not a JSON object")
     header.pop("__metadata__", None)

@@ -48,6 +48,8 @@ __all__ = [
 ]
 
 MAX_TOKEN = 2**31 - 1
+_FREE_CELLS, _MAX_SPARSITY = 1 << 22, 64
+"""All rows are as wide as the widest, so few long ones among many would take their product."""
 DRAWN = "drawn"
 """``engine.facts["tokens"]`` of answers that were asked for several times, at temperature 1."""
 BY_TEXT = "numbered by text"
@@ -78,6 +80,11 @@ class Scores:
         ids = [*self.prompt_ids, *self.generated_ids]
         num, top = len(self.positions), self.top or [()] * len(self.positions)
         width = 1 + max(map(len, top), default=0)
+        if num * width > max(_FREE_CELLS, _MAX_SPARSITY * (num + sum(map(len, top)))):
+            raise DumpError(
+                f"a token has {width - 1:,} likeliest ones beside it, and most of {num:,} have few",
+                where=where,
+            )  # fmt: skip
         values = torch.full((1, num, width), math.nan)
         tokens = torch.full((1, num, width), -1, dtype=torch.int32)
         for row, (position, value) in enumerate(zip(self.positions, self.logprobs, strict=True)):

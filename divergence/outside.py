@@ -17,28 +17,31 @@ whether what a file says is true.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import re
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from divergence.errors import DivergenceError, DumpError, first_line
 
 __all__ = [
-    "FREE_BYTES", "MAX_DEPTH", "MAX_LINE_BYTES", "MAX_RATIO", "MAX_TEXT_BYTES", "MAX_VALUES",
-    "Budget", "check_value", "disk_bytes", "inside", "is_plain", "json_value", "lines", "opened",
-    "read_as", "read_bytes",
+    "FREE_BYTES", "MAX_DEPTH", "MAX_LINE_BYTES", "MAX_RATIO", "MAX_ROW_BYTES", "MAX_TEXT_BYTES",
+    "MAX_VALUES", "Budget", "check_value", "csv_rows", "disk_bytes", "inside", "is_plain",
+    "json_value", "lines", "opened", "read_as", "read_bytes",
 ]  # fmt: skip
 
 MAX_TEXT_BYTES = 1 << 30
 """Of a file that is read as a whole: JSON, CSV, prompts."""
 MAX_LINE_BYTES = 1 << 28
 """Of one line of a file that is read line by line."""
+MAX_ROW_BYTES = 1 << 24
+"""Of one row of a table, which may go over several lines."""
 MAX_VALUES = 10_000_000
 """Values of one document: as Python's objects some 100 bytes each, so about 1 GiB."""
 MAX_DEPTH = 100
@@ -164,6 +167,13 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
                hint: str | None = None) -> Any:  # fmt: skip
     """JSON as Python writes it (NaN included), bounded before anything is made of it. Raises
     ``error``."""
+    try:
+        encoding = json.detect_encoding(data)
+        text = data.decode(encoding, "surrogatepass")
+    except ValueError as failure:
+        raise error(f"it is no text: {first_line(failure)}", where=where, hint=hint) from failure
+    if encoding != "utf-8":  # brackets and quotes are looked for as single bytes
+        data = text.encode("utf-8", "surrogatepass")
     # each value but the first begins behind one of these, so there are no more than that
     opening = data.count(b"[") + data.count(b"{")
     if opening + data.count(b",") > MAX_VALUES and _structure(data)[0] > MAX_VALUES:
@@ -171,7 +181,7 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
     if opening > MAX_DEPTH and _structure(data)[1] > MAX_DEPTH:
         raise error(f"it is nested more than {MAX_DEPTH} deep", where=where)
     try:
-        return json.loads(data)
+        return json.loads(text)
     except (ValueError, RecursionError) as failure:
         raise error(f"it is no JSON, or was cut off: {first_line(failure)}", where=where,
                     hint=hint) from failure  # fmt: skip
@@ -191,10 +201,13 @@ def _structure(data: bytes) -> tuple[int, int]:
     return len(marks) - int(ends.sum()) + 1, int(level.max(initial=0))
 
 
-def check_value(value: Any, *, where: str, error: Failure = DumpError) -> None:
-    """Refuses lists and tables that hold themselves, are nested too deep, or would be too many if
-    parts that stand in several places were written out: whoever goes through them meets each part
-    as often as it stands there. Raises ``error``."""
+def check_value(
+    value: Any, *, where: str, most: int = MAX_VALUES, error: Failure = DumpError
+) -> None:
+    """Refuses lists and tables that hold themselves, are nested too deep, or would be more than
+    ``most`` values if parts that stand in several places were written out: whoever goes through
+    them meets each part as often as it stands there. A text counts once more for each 100 letters.
+    Raises ``error``."""
     sizes: dict[int, int] = {}
     """By object: values in it, written out."""
     open_: set[int] = set()
@@ -206,9 +219,12 @@ def check_value(value: Any, *, where: str, error: Failure = DumpError) -> None:
             continue
         if is_done:
             open_.discard(id(part))
-            sizes[id(part)] = 1 + len(inner) + sum(sizes.get(id(item), 0) for item in inner)
-            if sizes[id(part)] > MAX_VALUES:
-                raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
+            sizes[id(part)] = 1 + len(inner) + sum(
+                len(item) // 100 if isinstance(item, str | bytes) else sizes.get(id(item), 0)
+                for item in inner
+            )  # fmt: skip
+            if sizes[id(part)] > most:
+                raise error(f"it holds more than {most:,} values", where=where)
             continue
         if id(part) in open_:
             raise error("a list or table in it holds itself", where=where)
@@ -224,6 +240,40 @@ def _inner(value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return list(value) if isinstance(value, list | tuple | set | frozenset) else None
+
+
+def csv_rows(
+    lines: Iterable[bytes], *, delimiter: str = ",", where: str, whole: bool = True,
+    error: Failure = DumpError,
+) -> Iterator[tuple[int, dict[str, str]]]:  # fmt: skip
+    """(line, cells by the first row's names) of each row that is not empty. A row may go over
+    several lines, and is bounded as a whole. ``whole``: it must be UTF-8, with as many cells as
+    the first one. Raises ``error``."""
+    num_bytes = 0
+
+    def text() -> Iterator[str]:
+        nonlocal num_bytes
+        for number, line in enumerate(lines):
+            num_bytes += len(line)
+            if num_bytes > MAX_ROW_BYTES:
+                raise error(f"a row is longer than {MAX_ROW_BYTES:,} bytes", where=where)
+            yield line.decode("utf-8" if number else "utf-8-sig", "strict" if whole else "replace")
+
+    reader = csv.reader(text(), delimiter=delimiter)
+    try:
+        names = next(reader, [])
+        for cells in reader:
+            num_bytes = 0
+            if whole and cells and len(cells) != len(names):
+                raise error(
+                    "the row has not as many cells as the first one",
+                    where=f"{where}, line {reader.line_num}", hint="it may be half written",
+                )  # fmt: skip
+            if cells:
+                yield reader.line_num, dict(zip(names, cells, strict=False))
+    except (csv.Error, UnicodeDecodeError) as failure:
+        raise error(f"the file is no table: {first_line(failure)}",
+                    where=f"{where}, line {reader.line_num}") from failure  # fmt: skip
 
 
 class Budget:

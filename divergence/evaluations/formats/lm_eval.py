@@ -25,6 +25,7 @@ from divergence.evaluations.formats.reading import (
     is_higher_better,
     number_of,
     only_model,
+    part_of,
     table_of,
     text_of,
 )
@@ -99,8 +100,8 @@ def _results(folder: DumpFolder) -> dict[str, dict[str, Any]]:
     """By date: the results files in the folder, or beside a single file of samples."""
     if folder.path.is_file():
         match = _SAMPLES.fullmatch(folder.path.name)
-        beside = folder.path.with_name(f"results_{match[2]}.json") if match else None
-        if beside is None or not beside.is_file():
+        beside = part_of(folder.path.parent, f"results_{match[2]}.json") if match else None
+        if beside is None:
             return {}
         folder = DumpFolder(beside)
     return {
@@ -127,22 +128,24 @@ def _task(
         order = seen.setdefault((filter_name, key), {})
         place = order.setdefault(text_of(item.get("doc_id")), len(order))
         document = f"{key}#{place}" if place else key
-        judged = _likelihoods(item, file)
-        for metric in map(text_of, item["metrics"]):
+        judged = {name: _choices(item, file, name) for name in ("", "acc_norm")}
+        answers = {name: _answer(item, choices) for name, choices in judged.items()}
+        prompt, target = _told(item.get("prompt_hash")), _told(item.get("target_hash"))
+        cluster = reading.cluster_of(item.get("doc"))
+        for metric in dict.fromkeys(map(text_of, item["metrics"])):
             if (filter_name, metric) not in series:
                 named = SeriesName(task, "" if filter_name == "none" else filter_name, metric)
                 series[filter_name, metric] = (
-                    _series(named, file, report, item) if reading.wants(named) else None
+                    _series(named, file, report, item) if reading.wants(named, file) else None
                 )
             held = series[filter_name, metric]
             if held is None:
                 continue
-            choices = _choices(judged, metric)
+            way = metric if metric in judged else ""
             score, why = number_of(item.get(metric))
             held.rows.append(ScoreRow(
-                document=document, score=score, why=why, prompt=_told(item.get("prompt_hash")),
-                target=_told(item.get("target_hash")), cluster=reading.cluster_of(item.get("doc")),
-                answer=_answer(item, choices), choices=choices, place=number,
+                document=document, score=score, why=why, prompt=prompt, target=target,
+                cluster=cluster, answer=answers[way], choices=judged[way], place=number,
             ))  # fmt: skip
     return [entry for entry in series.values() if entry is not None]
 
@@ -194,26 +197,18 @@ def _generation(item: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _likelihoods(item: dict[str, Any], where: str) -> list[tuple[str, float]] | None:
-    """(text, log-likelihood) of each choice. None unless every request was judged."""
+def _choices(item: dict[str, Any], where: str, metric: str) -> tuple[float, ...] | None:
+    """The log-likelihood of each choice, by which this metric ranks them. None unless every request
+    was judged."""
     arguments = item.get("arguments")
     if not isinstance(arguments, dict | list) or len(arguments) < 2:
         return None
-    values: list[tuple[str, float]] = []
+    values: list[float] = []
     for _, text, value in requests(item, where):
         if value is None:
             return None
-        values.append((text, value))
-    return values
-
-
-def _choices(judged: list[tuple[str, float]] | None, metric: str) -> tuple[float, ...] | None:
-    """What this metric ranks the choices by."""
-    if judged is None:
-        return None
-    if metric != "acc_norm":
-        return tuple([value for _, value in judged])
-    return tuple([value * weight(metric, text) for text, value in judged])
+        values.append(value * weight(metric, text))
+    return tuple(values)
 
 
 def weight(metric: str, text: str) -> float:

@@ -24,7 +24,7 @@ import re
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -169,45 +169,52 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
     ``error``."""
     try:
         encoding = json.detect_encoding(data)
-        text = data.decode(encoding, "surrogatepass")
-    except ValueError as failure:
-        raise error(f"it is no text: {first_line(failure)}", where=where, hint=hint) from failure
-    if encoding != "utf-8":  # brackets and quotes are looked for as single bytes
-        data = text.encode("utf-8", "surrogatepass")
-    # each value but the first begins behind one of these, so there are no more than that
-    opening = data.count(b"[") + data.count(b"{")
-    if opening + data.count(b",") > MAX_VALUES and _structure(data)[0] > MAX_VALUES:
-        raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
-    if opening > MAX_DEPTH and _structure(data)[1] > MAX_DEPTH:
-        raise error(f"it is nested more than {MAX_DEPTH} deep", where=where)
-    try:
-        return json.loads(text)
+        text = data.decode(encoding)
+        if not encoding.startswith("utf-8"):  # brackets are counted as bytes
+            data = text.encode()
+        # each value but the first begins behind one of these, so there are no more than that
+        opening = data.count(b"[") + data.count(b"{")
+        if opening + data.count(b",") > MAX_VALUES or opening > MAX_DEPTH:
+            num_values, depth = _structure(data)
+            if num_values > MAX_VALUES:
+                raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
+            if depth > MAX_DEPTH:
+                raise error(f"it is nested more than {MAX_DEPTH} deep", where=where)
+        return json.loads(text)  # as text: of bytes the encoding would be guessed again
     except (ValueError, RecursionError) as failure:
         raise error(f"it is no JSON, or was cut off: {first_line(failure)}", where=where,
                     hint=hint) from failure  # fmt: skip
 
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_OTHERS = bytes(set(range(256)) - set(b"[]{},"))
+_PIECE_BYTES = 1 << 20
 
 
 def _structure(data: bytes) -> tuple[int, int]:
-    """(values, how deep) of a JSON text by its brackets and commas outside strings."""
+    """(values, how deep) of a JSON text by its brackets and commas outside strings. It is gone
+    through piece by piece: a text of brackets alone would take many times its size."""
     import numpy as np
 
-    marks = np.frombuffer(_STRING.sub(b"", data).translate(None, _OTHERS), np.uint8)
-    begins, ends = np.isin(marks, list(b"[{")), np.isin(marks, list(b"]}"))
-    level = np.cumsum(begins.astype(np.int64) - ends)
-    return len(marks) - int(ends.sum()) + 1, int(level.max(initial=0))
+    data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that quotes are those of strings
+    num_values, depth, level, num_quotes = 1, 0, 0, 0
+    for begin in range(0, len(data), _PIECE_BYTES):
+        piece = np.frombuffer(data[begin : begin + _PIECE_BYTES], np.uint8)
+        quotes = num_quotes + np.cumsum(piece == ord('"'))
+        num_quotes = int(quotes[-1])
+        marks = piece[quotes % 2 == 0]
+        begins, ends = np.isin(marks, list(b"[{")), np.isin(marks, list(b"]}"))
+        levels = level + np.cumsum(begins.astype(np.int64) - ends)
+        num_values += int(begins.sum() + (marks == ord(",")).sum())
+        depth = max(depth, int(levels.max(initial=0)))
+        level = int(levels[-1]) if len(levels) else level
+    return num_values, depth
 
 
 def check_value(
-    value: Any, *, where: str, most: int = MAX_VALUES, error: Failure = DumpError
+    value: Any, *, where: str, error: Failure = DumpError, most: int = MAX_VALUES
 ) -> None:
-    """Refuses lists and tables that hold themselves, are nested too deep, or would be more than
-    ``most`` values if parts that stand in several places were written out: whoever goes through
-    them meets each part as often as it stands there. A text counts once more for each 100 letters.
-    Raises ``error``."""
+    """Refuses lists and tables that hold themselves, are nested too deep, or would be too many if
+    parts that stand in several places were written out: whoever goes through them meets each part
+    as often as it stands there. A text counts once more for each 100 letters. Raises ``error``."""
     sizes: dict[int, int] = {}
     """By object: values in it, written out."""
     open_: set[int] = set()
@@ -282,26 +289,30 @@ class Budget:
 
     def __init__(self, *, error: Failure = DumpError) -> None:
         self._error = error
-        self._spread: dict[str, tuple[int, int]] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        self._total = self._disk = 0
 
     def expand(self, num_bytes: int, *, disk: int, where: str) -> None:
         """``where``, of ``disk`` bytes as it lies, becomes ``num_bytes``. Raises ``error``."""
-        self._spread[where] = num_bytes, disk
-        total = sum(spread for spread, _ in self._spread.values())
-        held = sum(disk for _, disk in self._spread.values())
-        most = max(FREE_BYTES, MAX_RATIO * held)
-        if total > most:
+        earlier = self._sizes.get(where, (0, 0))
+        self._sizes[where] = num_bytes, disk
+        self._total += num_bytes - earlier[0]
+        self._disk += disk - earlier[1]
+        most = max(FREE_BYTES, MAX_RATIO * self._disk)
+        if self._total > most:
             raise self._error(
-                f"{held:,} bytes would become {total:,}, more than is unpacked ({most:,})",
-                where=where,
-            )
+                f"{self._disk:,} bytes would become {self._total:,}, more than is unpacked "
+                f"({most:,})", where=where,
+            )  # fmt: skip
 
 
 @contextlib.contextmanager
 def read_as(
-    form: str, *, where: str, error: Failure = DumpError, hint: str | None = None
-) -> Iterator[None]:
-    """Whatever a reader raises inside becomes ``error``: the file is not as ``form`` writes it."""
+    form: str, *, where: str | Callable[[], str], error: Failure = DumpError,
+    hint: str | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Whatever a reader raises inside becomes ``error``: the file is not as ``form`` writes it.
+    ``where``: may be asked for when that happens, since a reader may open many files."""
     try:
         yield
     except DivergenceError:
@@ -309,5 +320,6 @@ def read_as(
     except _FORM_BROKEN as failure:
         name = type(failure).__name__
         raise error(
-            f"it is not as {form} writes it: {name}: {first_line(failure)}", where=where, hint=hint
-        ) from failure
+            f"it is not as {form} writes it: {name}: {first_line(failure)}",
+            where=where if isinstance(where, str) else where(), hint=hint,
+        ) from failure  # fmt: skip

@@ -28,6 +28,7 @@ from divergence.comparison.results.suites import (
 )
 from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
+from divergence.outside import json_value, read_bytes
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS
 from divergence.words import Side, printable_json
@@ -168,15 +169,14 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
         wrote. Raises UsageError where there is none."""
         hint = "divergence compare A B --json > report.json"
         try:
-            stored = msgspec.json.decode(Path(path).read_bytes())
+            data = read_bytes(path, error=UsageError, hint=hint)
+            stored = json_value(data, where=os.fspath(path), error=UsageError, hint=hint)
             stored = stored.get("report", stored)
             version = stored["schema_version"]
             if version != REPORT_SCHEMA_VERSION:
                 hint = "a newer divergence wrote it, which reads it too"
                 raise ValueError(f"its schema_version is {version}")
             return msgspec.convert(stored, cls, strict=False)  # "nan" is a number
-        except OSError as error:
-            reason = error.strerror or str(error)
         except (AttributeError, KeyError, TypeError):
             reason = "it holds something else"
         except (ValueError, RecursionError) as error:  # what msgspec raises is a ValueError

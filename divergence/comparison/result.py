@@ -28,7 +28,6 @@ from divergence.comparison.results.suites import (
 )
 from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
-from divergence.outside import json_value, read_bytes
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS
 from divergence.words import Side, printable_json
@@ -167,6 +166,8 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """The report in a file that ``compare --json``, ``check --json`` or ``localize --json``
         wrote. Raises UsageError where there is none."""
+        from divergence.outside import json_value, read_bytes
+
         hint = "divergence compare A B --json > report.json"
         try:
             data = read_bytes(path, error=UsageError, hint=hint)

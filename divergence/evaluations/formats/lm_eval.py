@@ -128,7 +128,8 @@ def _task(
         order = seen.setdefault((filter_name, key), {})
         place = order.setdefault(text_of(item.get("doc_id")), len(order))
         document = f"{key}#{place}" if place else key
-        judged = {name: _choices(item, file, name) for name in ("", "acc_norm")}
+        ways = ("", "acc_norm") if "acc_norm" in item["metrics"] else ("",)
+        judged = {name: _choices(item, file, name) for name in ways}
         answers = {name: _answer(item, choices) for name, choices in judged.items()}
         prompt, target = _told(item.get("prompt_hash")), _told(item.get("target_hash"))
         cluster = reading.cluster_of(item.get("doc"))

@@ -136,11 +136,12 @@ def objects(folder: DumpFolder) -> Iterator[tuple[Any, str]]:
 
 def lines_of(folder: DumpFolder, name: str) -> Iterator[tuple[int, Any]]:
     """Each line's number and object, of one file. Raises DumpError."""
+    file = folder.where(name)
     for number, line in enumerate(folder.lines(name), 1):
         if not line.strip():
             continue
         yield number, json_value(
-            line, where=f"{folder.where(name)}, line {number}",
+            line, where=f"{file}, line {number}",
             hint="write the file again, and let the program end by itself",
         )  # fmt: skip
 

@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from divergence.errors import DivergenceError, DumpError, first_line
 
 __all__ = [
@@ -168,19 +170,17 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
     """JSON as Python writes it (NaN included), bounded before anything is made of it. Raises
     ``error``."""
     try:
-        encoding = json.detect_encoding(data)
-        text = data.decode(encoding)
-        if not encoding.startswith("utf-8"):  # brackets are counted as bytes
-            data = text.encode()
-        # each value but the first begins behind one of these, so there are no more than that
-        opening = data.count(b"[") + data.count(b"{")
-        if opening + data.count(b",") > MAX_VALUES or opening > MAX_DEPTH:
+        if 0 in data[:4] or data[:1] > b"~":  # brackets are counted as bytes
+            data = data.decode(json.detect_encoding(data)).encode()
+        if len(data) > MAX_VALUES or data.count(b"[") + data.count(b"{") > MAX_DEPTH:
             num_values, depth = _structure(data)
             if num_values > MAX_VALUES:
                 raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
             if depth > MAX_DEPTH:
                 raise error(f"it is nested more than {MAX_DEPTH} deep", where=where)
-        return json.loads(text)  # as text: of bytes the encoding would be guessed again
+        with contextlib.suppress(ValueError, RecursionError):
+            return msgspec.json.decode(data)  # thrice as fast; knows no NaN, no half of a pair
+        return json.loads(data.decode())  # of bytes the encoding would be guessed again
     except (ValueError, RecursionError) as failure:
         raise error(f"it is no JSON, or was cut off: {first_line(failure)}", where=where,
                     hint=hint) from failure  # fmt: skip

@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import keyword
-import errno
 import shutil
 import sys
 import traceback

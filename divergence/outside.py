@@ -311,11 +311,14 @@ def read_as(
     form: str, *, where: str | Callable[[], str], error: Failure = DumpError,
     hint: str | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Whatever a reader raises inside becomes ``error``: the file is not as ``form`` writes it.
+    """Whatever a reader raises inside becomes ``error``: the file is not as ``form`` writes it. An
+    error that names no place gets this one.
     ``where``: may be asked for when that happens, since a reader may open many files."""
     try:
         yield
-    except DivergenceError:
+    except DivergenceError as failure:
+        if failure.where is None:
+            failure.where = where if isinstance(where, str) else where()
         raise
     except _FORM_BROKEN as failure:
         name = type(failure).__name__

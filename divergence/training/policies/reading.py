@@ -11,7 +11,7 @@ from divergence.training.policies.policy import PrecisionPolicy
 
 __all__ = ["read_policy"]
 
-MAX_BYTES = 64 << 20
+MAX_BYTES = 16 << 20
 """A log may be long; its arguments stand at its beginning."""
 _HINT = (
     "a ds_config.json, Megatron-LM's arguments or log, or the text "

@@ -100,7 +100,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
               helper.make_node("Identity", ["b"], ["a"])),
         "not acyclic",
     ),
-    "twice": (model(gather(), gather()), "Duplicate definition"),
+    "twice": (model(gather(), gather()), "cannot load the graph"),
     "graphs within": (model(gather(), within(28)), "cannot load the graph"),
     "module of python": (model(gather("/forward/__class__/Gather")), "no module can be called"),
     "dots": (model(gather("/" + "a." * 3000 + "/Gather")), "nested more than 100"),

@@ -34,10 +34,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from divergence.errors import ConfigError
+from divergence.errors import ConfigError, first_line
 from divergence.options.capture import CaptureOptions
 from divergence.options.commands import CheckOptions, CompareOptions
 from divergence.options.option import Field, Options, fields_of
+from divergence.outside import check_value, read_bytes
 from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
 from divergence.run.schema.site import BUILTIN_SITES, did_you_mean, near_names
 from divergence.run.trust import ATTENTION
@@ -49,6 +50,7 @@ __all__ = [
 
 SETTINGS_FILE = "divergence.toml"
 PREFIX = "DIVERGENCE_"
+_MAX_TOML_BYTES = 1 << 20
 _T = TypeVar("_T")
 
 
@@ -134,14 +136,15 @@ def is_path(text: str) -> bool:
 
 def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The tables of one TOML file; ConfigError naming file and line otherwise."""
+    data, where = read_bytes(path, most=_MAX_TOML_BYTES, error=ConfigError), str(path)
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the file: {error.strerror}", where=str(path)) from error
+        tables = tomllib.loads(data.decode())
     except UnicodeDecodeError as error:
-        raise ConfigError("the file is not UTF-8 text", where=str(path)) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the file is not TOML: {error}", where=str(path)) from error
+        raise ConfigError("the file is not UTF-8 text", where=where) from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"the file is not TOML: {first_line(error)}", where=where) from error
+    check_value(tables, where=where, error=ConfigError)
+    return tables
 
 
 def decode(tables: Mapping[str, Any], kind: type[_T], *, where: str) -> _T:

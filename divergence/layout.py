@@ -96,11 +96,14 @@ def fold(item: Line, width: int) -> list[Line]:
         return [item]
     *lead, last = item.spans
     used = sum(len(span.text) for span in lead)
+    alone = width - used < 20  # what goes before leaves no room for a word
     pieces = textwrap.wrap(
-        last.text, width - used, break_long_words=False, break_on_hyphens=False
-    ) or [""]
-    first = Line((*lead, Span(pieces[0], last.style)))
-    return [first, *(Line((Span(" " * item.hang), Span(p, last.style))) for p in pieces[1:])]
+        last.text, width - (item.hang if alone else used),
+        break_long_words=False, break_on_hyphens=False,
+    ) or [""]  # fmt: skip
+    begin, rest = ([], pieces) if alone else ([Span(pieces[0], last.style)], pieces[1:])
+    hang = Span(" " * item.hang)
+    return [Line((*lead, *begin)), *(Line((hang, Span(piece, last.style))) for piece in rest)]
 
 
 BAR_WIDTH = 10

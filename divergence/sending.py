@@ -8,7 +8,6 @@ and where one works. Only files that a reproducer consists of are read, and no l
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.errors import DumpError, RunExistsError, RunWriteError, UsageError
 from divergence.ops.reproducer.repro import FILES
+from divergence.outside import inside, json_value, read_bytes
 
 if TYPE_CHECKING:
     from divergence.comparison.result import Report
@@ -97,8 +97,7 @@ def _reproducer_beside(a: Run, b: Run) -> dict[str, bytes]:
     for folder in _folders(a, b):
         if _pair_of(folder) != pair:
             continue
-        repro = folder / "repro"
-        files = [repro / name for name in FILES if _is_file(repro / name)]
+        files = [file for name in FILES if (file := _file_in(folder, f"repro/{name}"))]
         if files and sum(file.stat().st_size for file in files) <= _MOST_BYTES:
             return {file.name: file.read_bytes() for file in files}
     return {}
@@ -113,17 +112,21 @@ def _folders(a: Run, b: Run) -> Iterator[Path]:
 
 
 def _pair_of(folder: Path) -> object:
-    file = folder / "pair.json"
-    if not _is_file(file) or file.stat().st_size > _PAIR_BYTES:
-        return None
+    file = _file_in(folder, "pair.json")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if file is not None:
+            return json_value(read_bytes(file, most=_PAIR_BYTES), where=str(file))
+    except DumpError:
+        pass
+    return None
+
+
+def _file_in(folder: Path, name: str) -> Path | None:
+    """A regular file below, through no link; the folder is none either."""
+    try:
+        return inside(folder.parent, f"{folder.name}/{name}")
+    except DumpError:
         return None
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
 
 
 def _write_whole(target: Path, data: bytes) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import keyword
 import shutil
@@ -29,7 +30,7 @@ from divergence.cli.streams import (
     other_rank,
     rank0_output,
 )
-from divergence.errors import DivergenceError
+from divergence.errors import DivergenceError, UsageError
 from divergence.words import printable, printable_lines
 
 __all__ = ["COMMANDS", "app", "run"]
@@ -38,6 +39,8 @@ USAGE_CODE = 2
 FAULT_CODE = 3
 _READER_GONE = (BrokenPipeError, SystemExit)
 """A closed pipe; rich turns it into SystemExit(1) where it prints a help text."""
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
+"""What asking for a file at all may meet, on whatever path a user names."""
 
 EPILOG = """
 Examples:
@@ -219,6 +222,9 @@ class _Group(TyperGroup):
             # typer's own: it prints the usage, and 1 is not its to give
             error.exit_code = max(error.exit_code, USAGE_CODE)
             return error
+        if isinstance(error, OSError) and error.errno in _OF_A_PATH:
+            where = str(error.filename)[:500]
+            return self._ending(ctx, UsageError(f"cannot be used: {error.strerror}", where=where))
         if ctx.meta.get(VERBOSE):
             _say(traceback.format_exc())
             hint = "report this with the traceback above"

@@ -166,17 +166,18 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """The report in a file that ``compare --json``, ``check --json`` or ``localize --json``
         wrote. Raises UsageError where there is none."""
+        from divergence.outside import json_value, read_bytes
+
         hint = "divergence compare A B --json > report.json"
         try:
-            stored = msgspec.json.decode(Path(path).read_bytes())
+            data = read_bytes(path, error=UsageError, hint=hint)
+            stored = json_value(data, where=os.fspath(path), error=UsageError, hint=hint)
             stored = stored.get("report", stored)
             version = stored["schema_version"]
             if version != REPORT_SCHEMA_VERSION:
                 hint = "a newer divergence wrote it, which reads it too"
                 raise ValueError(f"its schema_version is {version}")
             return msgspec.convert(stored, cls, strict=False)  # "nan" is a number
-        except OSError as error:
-            reason = error.strerror or str(error)
         except (AttributeError, KeyError, TypeError):
             reason = "it holds something else"
         except (ValueError, RecursionError) as error:  # what msgspec raises is a ValueError

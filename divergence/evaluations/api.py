@@ -172,11 +172,11 @@ def _compared(
     a: Evaluation, b: Evaluation, paired: _Paired, bands: Sequence[Band], *, force: bool
 ) -> list[TaskScores]:
     """Each task of either side, without Holm's p values."""
-    theirs = b.named()
+    ours, theirs = a.named(), b.named()
     task_scores: list[TaskScores] = []
-    for name in dict.fromkeys((*a.named(), *theirs)):
+    for name in dict.fromkeys((*ours, *theirs)):
         if name not in paired:
-            side = "A" if name not in a.named() else "the candidate"
+            side = "A" if name not in ours else "the candidate"
             task_scores.append(_stopped(name, f"{side} has no {name}"))
             continue
         series, pairs = paired[name]

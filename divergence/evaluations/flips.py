@@ -26,7 +26,7 @@ import numpy as np
 
 from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST
 from divergence.errors import UsageError
-from divergence.evaluations.formats import format_named
+from divergence.evaluations.formats import prompts_of
 from divergence.evaluations.pairing import Pairs
 from divergence.evaluations.result import Captured, FlipCauses
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
@@ -112,7 +112,7 @@ def capture_flips(
         flips = flips_of(pairs)
         num_flips += len(flips)
         rows = [pairs.rows[flip][0] for flip in flips[: max(0, num_prompts - len(prompts))]]
-        by_place = format_named(side.format).prompts(series, {row.place for row in rows})
+        by_place = prompts_of(side.format, series, {row.place for row in rows})
         for row in rows:
             if row.place in by_place:
                 prompts.setdefault(by_place[row.place], row.document)

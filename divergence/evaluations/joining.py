@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from divergence.comparison.align.pieces import logits_row
 from divergence.errors import PromptError, UsageError
 from divergence.evaluations.flips import OF_ALL, explained, flips_of
-from divergence.evaluations.formats import format_named, lm_eval
+from divergence.evaluations.formats import lm_eval, prompts_of
 from divergence.evaluations.pairing import Pairs
 from divergence.evaluations.result import Candidate, FlipCauses, RunCauses, RunFlip
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
@@ -142,7 +142,7 @@ def _causes(
     """None where nothing flipped, or no flip's prompt is in both runs."""
     numbers = flips_of(pairs)
     places = {pairs.rows[number][0].place for number in numbers}
-    prompts = format_named(side.format).prompts(series, places)
+    prompts = prompts_of(side.format, series, places)
     judged = side.format == "lm-eval" and any(pairs.rows[n][0].choices for n in numbers)
     asked = lm_eval.asked(series, places) if judged else {}
     limit, of = explained(joint.dtypes)

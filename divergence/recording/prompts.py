@@ -15,7 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
-from divergence.recording.training.labels import Label, check_labels, labels_of, read_text
+from divergence.outside import MAX_LINE_BYTES, json_value, read_bytes
+from divergence.recording.training.labels import Label, check_labels, labels_of, text_lines
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import SampleTokens
 
@@ -98,22 +99,17 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
     """Read a prompts file. Raises PromptError naming file and line."""
     path = expanded(path)
     hint = "a prompts file is .txt (a prompt a line) or .jsonl with text, messages or input_ids"
-    content = read_text(path, hint)
-    # Not splitlines(): that also splits at U+2028 and its like, which JSON has inside strings.
-    lines = [line.removesuffix("\r") for line in content.split("\n")]
     suffix = path.suffix.lower()
     if suffix == ".txt":
-        prompts = [Prompt(text=line) for line in lines if line.strip()]
+        prompts = [Prompt(text=line) for _, line in text_lines(path, hint)]
     elif suffix == ".jsonl":
-        prompts = [
-            _parse(line, f"{path}, line {number}")
-            for number, line in enumerate(lines, 1)
-            if line.strip()
-        ]
+        prompts = [_parse(line, where) for where, line in text_lines(path, hint)]
     elif suffix == ".json":
+        data = read_bytes(path, most=MAX_LINE_BYTES, error=PromptError, hint=hint)
+        content = json_value(data, where=str(path), error=PromptError, hint=hint)
         try:
-            prompts = msgspec.json.decode(content, type=list[Prompt])
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            prompts = msgspec.convert(content, list[Prompt])
+        except (ValueError, RecursionError) as error:
             raise PromptError(
                 f"not a list of prompts: {error}", where=str(path), hint=hint
             ) from error
@@ -127,7 +123,7 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
 def _parse(line: str, where: str) -> Prompt:
     try:
         return msgspec.json.decode(line, type=Prompt)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(
             f"not a prompt: {error}",
             where=where,

@@ -210,6 +210,10 @@ def test_an_index_that_names_a_pickle(refused, hostile, model_in_run, tmp_path, 
     refused(*LIKE, said=("has pickled weights (weights.bin)",))
 
 
+DEEP = b'{"x": %s%s, "weight_map": {"a": "b.bin"}}' % (b"[" * 150, b"]" * 150)
+"""The loader would read it."""
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -217,6 +221,11 @@ def test_an_index_that_names_a_pickle(refused, hostile, model_in_run, tmp_path, 
         ({"pytorch_model.bin.index.json": b"{}"}, "pickled weights"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "b.pt"}}'}, "weights (b.pt)"),
         ({"config.json": b'{"transformers_weights": "adapter_model.bin"}'}, "adapter_model.bin"),
+        ({"model.safetensors.index.json": DEEP}, "nested more than 100 deep"),
+        ({"model.safetensors.index.json": b'{"weight_map": {"a": "../b.safetensors"}}'}, "outside"),
+        ({"config.json": b'{"transformers_weights": "../b.index.json"}'}, "outside its folder"),
+        ({"config.json": b'{"transformers_weights": "/b.safetensors"}'}, "outside its folder"),
+        ({"config.json": b"{"}, "no JSON"),
         ({"model.safetensors": b"", "pytorch_model.bin": b""}, None),
         ({}, None),  # the loader says that there are no weights
     ],

@@ -92,13 +92,13 @@ def test_a_report_is_loaded_as_it_was_written(reports, tmp_path):
     ("text", "said"),
     [
         (None, "No such file"),
-        ("", "no report can be read"),
+        ("", "it is no JSON"),
         ("[1, 2]", "holds something else"),
         ("{}", "holds something else"),
         ('{"report": 3}', "holds something else"),
         ('{"schema_version": 99}', "schema_version is 99"),
         ('{"schema_version": 1}', "missing required field"),
-        ("[" * 100_000, "no report can be read"),
+        ("[" * 100_000, "nested more than 100 deep"),
     ],
 )
 def test_what_is_no_report_is_said(text, said, tmp_path):

@@ -11,13 +11,14 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from divergence.errors import DumpError, UsageError, first_line
+from divergence.errors import DumpError, UsageError
 from divergence.evaluations.formats.reading import ReadRequest
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.importing.folder import DumpFolder
+from divergence.outside import read_as
 from divergence.recording.prompts import Prompt
 
-__all__ = ["FORMATS", "ResultFormat", "format_named", "read"]
+__all__ = ["FORMATS", "ResultFormat", "format_named", "prompts_of", "read"]
 
 FORMATS = ("inspect", "evalscope", "opencompass", "lm-eval", "plain")
 """In the order in which ``auto`` tries them; ``plain`` takes any table with its columns."""
@@ -52,10 +53,13 @@ def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation
     names = FORMATS if format == "auto" else (format,)
     for name in names:
         reader = format_named(name)
-        if format != "auto" or reader.recognise(folder):
-            evaluation = _read(reader, folder, reading)
-            evaluation.format = name
-            break
+        # a field of another type than its tool writes may come anywhere, and is no fault of ours
+        hint = "--format NAME, if another tool wrote it"
+        with read_as(reader.NAME, where=str(folder.path), hint=hint):
+            if format != "auto" or reader.recognise(folder):
+                evaluation = reader.read(folder, reading)
+                evaluation.format = name
+                break
     else:
         raise DumpError(
             "no results of an evaluation were recognised", where=str(folder.path),
@@ -89,14 +93,9 @@ def _refuse_twice(evaluation: Evaluation) -> None:
             )  # fmt: skip
 
 
-def _read(reader: ResultFormat, folder: DumpFolder, reading: ReadRequest) -> Evaluation:
-    """A field of another type than its tool writes may come anywhere, and is no fault of ours."""
-    try:
-        return reader.read(folder, reading)
-    except (
-        AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError,
-    ) as error:  # fmt: skip
-        raise DumpError(
-            f"the results are not as {reader.NAME} writes them: {first_line(error)}",
-            where=str(folder.path), hint="--format NAME, if another tool wrote them",
-        ) from error  # fmt: skip
+def prompts_of(format: str, series: Series, places: Collection[int]) -> dict[int, Prompt]:
+    """What the model was given for the rows at these places, as far as the format holds it. Raises
+    DumpError."""
+    reader = format_named(format)
+    with read_as(reader.NAME, where=series.file):
+        return reader.prompts(series, places)

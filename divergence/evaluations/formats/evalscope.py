@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from divergence.errors import DumpError
@@ -24,12 +24,16 @@ from divergence.evaluations.formats.reading import (
     hashed,
     number_of,
     only_model,
+    part_of,
+    root_of,
     series_in,
+    table_of,
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.rollouts import lines_of
+from divergence.outside import check_value, read_as, read_bytes
 from divergence.recording.prompts import Message, Prompt
 
 __all__ = ["NAME", "prompts", "read", "recognise"]
@@ -37,6 +41,9 @@ __all__ = ["NAME", "prompts", "read", "recognise"]
 NAME = "evalscope"
 _USABLE = ("success", "fallback", "degraded")
 """evalscope.constants.ScoreStatus.is_usable."""
+_MAX_UNUSABLE = 1_000_000
+_MAX_SETTINGS_BYTES, _MAX_SETTINGS = 1 << 18, 100_000
+"""Of the settings, which have some kilobytes: YAML is slow to read, and its parts may be shared."""
 
 
 def recognise(folder: DumpFolder) -> bool:
@@ -50,11 +57,14 @@ def _reviews(folder: DumpFolder) -> list[str]:
 
 def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="evalscope")
-    settings = _settings(folder, evaluation)
     names = _reviews(folder)
     only_model(folder, names, hint="name one of them: FOLDER/reviews/MODEL/FILE.jsonl")
+    settings: dict[Path | None, dict[str, str]] = {}
     for name in names:
-        evaluation.series += _task(folder, name, settings, reading)
+        root = root_of(folder, name, "reviews")
+        if root not in settings:
+            settings[root] = _settings(root, evaluation)
+        evaluation.series += _task(folder, name, settings[root], reading)
     return finish(evaluation, reading)
 
 
@@ -63,7 +73,7 @@ def _task(
 ) -> list[Series]:  # fmt: skip
     task, file = PurePosixPath(name).stem, folder.where(name)
     series: dict[SeriesName, Series] = {}
-    unusable: list[tuple[str, ScoreRow]] = []
+    unusable: list[ScoreRow] = []
     for number, item in lines_of(folder, name):
         sample = item.get("sample_score") if isinstance(item, dict) else None
         score = sample.get("score") if isinstance(sample, dict) else None
@@ -73,18 +83,22 @@ def _task(
         row = _row(item, sample, score, number, reading)
         status = text_of(score.get("status") or "success")
         if status not in _USABLE:
-            unusable.append((f"status {status}", row))
+            unusable.append(replace(row, why=f"status {status[:80]}"))
             continue
         values = score.get("value")
         for metric, value in values.items() if isinstance(values, dict) else ():
             named = SeriesName(task, "", text_of(metric))
-            if reading.wants(named):
+            if reading.wants(named, file):
                 number_, why = number_of(value)
                 held = series_in(series, named, file, settings)
                 held.rows.append(replace(row, score=number_, why=why))
     # evalscope leaves their metrics out of the file; they lack a score by each
+    if len(series) * len(unusable) > _MAX_UNUSABLE:
+        raise DumpError(
+            f"{len(unusable):,} answers have no score by any of {len(series):,} metrics", where=file
+        )
     for held in series.values():
-        held.rows += [replace(row, why=why) for why, row in unusable]
+        held.rows += unusable
     return list(series.values())
 
 
@@ -130,37 +144,36 @@ def _asked(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return turns
 
 
-def _settings(folder: DumpFolder, evaluation: Evaluation) -> dict[str, str]:
-    """Of ``configs/task_config.yaml``, by the YAML reader that comes with transformers."""
-    root = folder.path if folder.path.is_dir() else folder.path.parent
-    for _ in range(4):
-        path = root / "configs" / "task_config.yaml"
-        if path.is_file():
-            break
-        root = root.parent
-    else:
+def _settings(root: Path | None, evaluation: Evaluation) -> dict[str, str]:
+    """Of ``configs/task_config.yaml``, by the YAML reader that comes with transformers. Everything
+    stays the text that it is: nothing is computed or merged."""
+    path = part_of(root, "configs/task_config.yaml")
+    if path is None:
         return {}
     import yaml
 
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise DumpError("the file is no YAML, or was cut off", where=str(path)) from error
+    data = read_bytes(path, most=_MAX_SETTINGS_BYTES)
+    with read_as("evalscope", where=str(path)):
+        try:
+            config = yaml.load(data.decode(), Loader=yaml.BaseLoader)
+        except yaml.YAMLError as error:
+            raise DumpError("the file is no YAML, or was cut off", where=str(path)) from error
+    check_value(config, where=str(path), most=_MAX_SETTINGS)
     if not isinstance(config, dict):
         return {}
-    evaluation.model = config.get("model_id") or config.get("model")
+    evaluation.model = evaluation.model or config.get("model_id") or config.get("model")
     version = config.get("evalscope_version")
     evaluation.tool = f"evalscope {version}" if version else None
     arguments = {
         name: {k: v for k, v in options.items() if k not in ("local_path", "dataset_id")}
-        for name, options in (config.get("dataset_args") or {}).items()
+        for name, options in table_of(config.get("dataset_args")).items()
         if isinstance(options, dict)
     }
-    generation = config.get("generation_config") or {}
+    generation = table_of(config.get("generation_config"))
     generation = {k: v for k, v in generation.items() if k != "batch_size"}
     return {
-        "generation settings": json.dumps(generation, sort_keys=True, default=str),
-        "task settings": json.dumps(arguments, sort_keys=True, default=str),
+        "generation settings": json.dumps(generation, sort_keys=True),
+        "task settings": json.dumps(arguments, sort_keys=True),
     }
 
 

@@ -7,13 +7,18 @@ which Python reads from 3.14 on; before that the package ``zstandard`` does.
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import struct
+import sys
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from divergence.errors import DumpError, UsageError, first_line
+from divergence.errors import DumpError, UsageError
 from divergence.evaluations.formats.reading import (
     ReadRequest,
     answer_of,
@@ -24,6 +29,14 @@ from divergence.evaluations.formats.reading import (
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.importing.folder import DumpFolder
+from divergence.outside import (
+    MAX_LINE_BYTES,
+    Budget,
+    disk_bytes,
+    json_value,
+    opened,
+    read_as,
+)
 from divergence.recording.prompts import Message, Prompt
 
 __all__ = ["NAME", "prompts", "read", "recognise"]
@@ -31,8 +44,6 @@ __all__ = ["NAME", "prompts", "read", "recognise"]
 NAME = "inspect"
 _LETTERS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 _ZSTANDARD = 93
-_MAX_BYTES = 1 << 30
-"""Of one member, unpacked."""
 
 
 def recognise(folder: DumpFolder) -> bool:
@@ -41,76 +52,102 @@ def recognise(folder: DumpFolder) -> bool:
 
 def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
     evaluation = Evaluation(path=str(folder.path), format="inspect")
+    budget = Budget()
     for name in folder.names:
         if name.endswith(".eval"):
-            _log(folder, name, evaluation, reading)
+            _log(folder, name, evaluation, reading, budget)
     return finish(evaluation, reading)
 
 
 class _Archive:
-    """One log's members."""
+    """One log's members; ``samples`` with their numbers, from 1."""
 
-    def __init__(self, folder: DumpFolder, name: str) -> None:
+    def __init__(self, folder: DumpFolder, name: str, budget: Budget) -> None:
         self.where = folder.where(name)
-        try:
-            self._zip = zipfile.ZipFile(folder.regular(name))
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-            raise DumpError(
-                "the file is no zip, or was cut off", where=self.where,
-                hint="let the evaluation end by itself, or recover it: inspect log recover",
-            ) from error  # fmt: skip
-        members = self._zip.infolist()
-        self.samples = [member for member in members if member.filename.startswith("samples/")]
-        self.names = {member.filename for member in members}
+        hint = "let the evaluation end by itself, or recover it: inspect log recover"
+        with read_as("inspect", where=self.where, hint=hint), opened(folder.regular(name)) as file:
+            try:
+                members = zipfile.ZipFile(file).infolist()
+            except zipfile.BadZipFile as error:
+                raise DumpError("the file is no zip, or was cut off", where=self.where,
+                                hint=hint) from error  # fmt: skip
+        names = Counter(member.filename for member in members)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise DumpError(f"the log holds {twice[0][:80]} twice", where=self.where)
+        disk = disk_bytes(self.where)
+        if sum(member.compress_size for member in members) > disk:
+            raise DumpError("members of the zip overlap", where=self.where)
+        budget.expand(
+            sum(member.file_size for member in members), disk=disk, where=self.where
+        )  # fmt: skip
+        self.header = next((item for item in members if item.filename == "header.json"), None)
+        samples = (member for member in members if member.filename.startswith("samples/"))
+        self.samples = list(enumerate(samples, 1))
 
-    def json(self, member: zipfile.ZipInfo | str) -> dict[str, Any]:
+    def json(self, entry: zipfile.ZipInfo) -> dict[str, Any]:
         """One member. Raises DumpError."""
-        entry = self._zip.getinfo(member) if isinstance(member, str) else member
-        where = f"{self.where}: {entry.filename}"
-        if entry.file_size > _MAX_BYTES:
-            raise DumpError(f"larger than {_MAX_BYTES:,} bytes", where=where)
-        try:
+        where = f"{self.where}: {entry.filename[:80]}"
+        if max(entry.file_size, entry.compress_size) > MAX_LINE_BYTES:
+            raise DumpError(f"it is larger than {MAX_LINE_BYTES:,} bytes", where=where)
+        with read_as("inspect", where=where):
             data = self._bytes(entry)
-            content = json.loads(data)
-        except (ValueError, RecursionError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise DumpError(f"it cannot be read: {first_line(error)}", where=where) from error
+        if len(data) != entry.file_size or zlib.crc32(data) != entry.CRC:
+            raise DumpError("its size or checksum is wrong", where=where)
+        content = json_value(data, where=where)
         if not isinstance(content, dict):
             raise DumpError("it is no object", where=where)
         return content
 
     def _bytes(self, entry: zipfile.ZipInfo) -> bytes:
-        """By zipfile, where that knows the compression; else by ``zstandard``."""
-        if entry.compress_type != _ZSTANDARD or hasattr(zipfile, "ZIP_ZSTANDARD"):
-            return self._zip.read(entry)
+        """No more than a byte over what the archive's table tells, whatever the member holds."""
+        with opened(self.where) as file:
+            file.seek(entry.header_offset)
+            head = file.read(30)
+            if head[:4] != b"PK\3\4" or entry.flag_bits & 1:
+                raise ValueError("a member is encrypted, or is not where the zip's table says")
+            file.seek(sum(struct.unpack("<HH", head[26:])), os.SEEK_CUR)
+            packed = file.read(entry.compress_size)
+        if entry.compress_type == zipfile.ZIP_STORED:
+            return packed
+        if entry.compress_type == zipfile.ZIP_DEFLATED:
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, entry.file_size + 1)
+        if entry.compress_type != _ZSTANDARD:
+            raise ValueError(f"inspect never packs by method {entry.compress_type}")
+        return self._zstandard(packed, entry.file_size + 1)
+
+    def _zstandard(self, packed: bytes, most: int) -> bytes:
+        file = io.BytesIO(packed)
+        stream: Any
         try:
-            import zstandard
+            if sys.version_info >= (3, 14):
+                from compression.zstd import ZstdError, ZstdFile
+
+                stream = ZstdFile(file)
+            else:
+                from zstandard import ZstdDecompressor, ZstdError
+
+                stream = ZstdDecompressor().stream_reader(file, read_across_frames=True)
         except ImportError as error:
             raise UsageError(
                 "inspect's log is compressed with zstandard, which this Python cannot read",
                 where=self.where, hint="pip install zstandard, or inspect log convert --to json",
             ) from error  # fmt: skip
-        with open(self.where, "rb") as file:
-            file.seek(entry.header_offset)
-            head = file.read(30)
-            skipped = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-            file.seek(skipped, 1)
-            packed = file.read(entry.compress_size)
-        data: bytes = zstandard.ZstdDecompressor().stream_reader(
-            packed, read_across_frames=True
-        ).read(_MAX_BYTES)  # fmt: skip
-        if len(data) != entry.file_size or zlib.crc32(data) != entry.CRC:
-            raise zipfile.BadZipFile("its checksum is wrong")
-        return data
+        try:
+            return bytes(stream.read(most))
+        except ZstdError as error:
+            raise ValueError(str(error)) from error
 
 
-def _log(folder: DumpFolder, name: str, evaluation: Evaluation, reading: ReadRequest) -> None:
-    archive = _Archive(folder, name)
-    if "header.json" not in archive.names:
+def _log(
+    folder: DumpFolder, name: str, evaluation: Evaluation, reading: ReadRequest, budget: Budget
+) -> None:
+    archive = _Archive(folder, name, budget)
+    if archive.header is None:
         raise DumpError(
             "the log has no header: the evaluation did not end", where=archive.where,
             hint="let it end by itself, or recover it: inspect log recover",
         )  # fmt: skip
-    header = archive.json("header.json")
+    header = archive.json(archive.header)
     spec = header.get("eval") or {}
     evaluation.model = evaluation.model or spec.get("model")
     version = (spec.get("packages") or {}).get("inspect_ai")
@@ -120,18 +157,19 @@ def _log(folder: DumpFolder, name: str, evaluation: Evaluation, reading: ReadReq
     task = text_of(spec.get("task_registry_name") or spec.get("task") or name)
     settings = _settings(header, spec)
     series: dict[SeriesName, Series] = {}
-    for number, entry in enumerate(archive.samples, 1):
+    for number, entry in archive.samples:
         sample = archive.json(entry)
+        prompt, target = hashed(_asked(sample)), hashed(sample.get("target"))
         for metric, score, why, answer in _scores(sample):
             named = SeriesName(task, "", metric)
-            if not reading.wants(named):
+            if not reading.wants(named, archive.where):
                 continue
-            held = series.setdefault(named, Series(named, archive.where, dict(settings)))
-            held.rows.append(ScoreRow(
+            if named not in series:
+                series[named] = Series(named, archive.where, dict(settings))
+            series[named].rows.append(ScoreRow(
                 document=text_of(sample.get("id")), score=score, why=why,
-                repeat=int(sample.get("epoch") or 1) - 1, prompt=hashed(_asked(sample)),
-                target=hashed(sample.get("target")), answer=answer,
-                cluster=reading.cluster_of(sample.get("metadata")), place=number,
+                repeat=int(sample.get("epoch") or 1) - 1, prompt=prompt, target=target,
+                answer=answer, cluster=reading.cluster_of(sample.get("metadata")), place=number,
             ))  # fmt: skip
         if sample.get("error") is not None:
             reading.left_out["samples ended in an error, and have no score"] += 1
@@ -158,13 +196,13 @@ def _scores(
     """(metric, score, why there is none, answer) of each scorer."""
     for name, given in (sample.get("scores") or {}).items():
         value = given.get("value") if isinstance(given, dict) else given
-        answer = given.get("answer") if isinstance(given, dict) else None
+        answer = answer_of(given.get("answer")) if isinstance(given, dict) else None
         parts = value.items() if isinstance(value, dict) else [("", value)]
         for part, score in parts:
             if isinstance(score, str):
                 score = _LETTERS.get(score, score)
             metric = f"{name}/{part}" if part else text_of(name)
-            yield metric, *number_of(score), answer_of(answer)
+            yield metric, *number_of(score), answer
 
 
 def _asked(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -180,9 +218,9 @@ def _asked(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The input, as chat."""
     folder = DumpFolder(series.file)
-    archive = _Archive(folder, folder.names[0])
+    archive = _Archive(folder, folder.names[0], Budget())
     by_place: dict[int, Prompt] = {}
-    for number, entry in enumerate(archive.samples, 1):
+    for number, entry in archive.samples:
         if number in places:
             asked = _asked(archive.json(entry))
             by_place[number] = Prompt(messages=tuple(Message(*turn) for turn in asked))

@@ -25,6 +25,7 @@ from divergence.evaluations.formats.reading import (
     is_higher_better,
     number_of,
     only_model,
+    part_of,
     table_of,
     text_of,
 )
@@ -99,8 +100,8 @@ def _results(folder: DumpFolder) -> dict[str, dict[str, Any]]:
     """By date: the results files in the folder, or beside a single file of samples."""
     if folder.path.is_file():
         match = _SAMPLES.fullmatch(folder.path.name)
-        beside = folder.path.with_name(f"results_{match[2]}.json") if match else None
-        if beside is None or not beside.is_file():
+        beside = part_of(folder.path.parent, f"results_{match[2]}.json") if match else None
+        if beside is None:
             return {}
         folder = DumpFolder(beside)
     return {
@@ -117,6 +118,7 @@ def _task(
     series: dict[tuple[str, str], Series | None] = {}
     seen: dict[tuple[str, str], dict[str, int]] = {}
     file = folder.where(name)
+    settings: dict[str, str] | None = None
     for number, item in lines_of(folder, name):
         if not isinstance(item, dict) or not isinstance(item.get("metrics"), list):
             raise DumpError("the line is no sample of lm-eval", where=f"{file}, line {number}",
@@ -128,41 +130,45 @@ def _task(
         place = order.setdefault(text_of(item.get("doc_id")), len(order))
         document = f"{key}#{place}" if place else key
         judged = _likelihoods(item, file)
-        for metric in map(text_of, item["metrics"]):
+        ways: dict[bool, tuple[tuple[float, ...] | None, str | None]] = {}
+        prompt, target = _told(item.get("prompt_hash")), _told(item.get("target_hash"))
+        cluster = reading.cluster_of(item.get("doc"))
+        for metric in dict.fromkeys(map(text_of, item["metrics"])):
             if (filter_name, metric) not in series:
                 named = SeriesName(task, "" if filter_name == "none" else filter_name, metric)
+                if settings is None:
+                    settings = _settings(task, report, item)
                 series[filter_name, metric] = (
-                    _series(named, file, report, item) if reading.wants(named) else None
-                )
+                    Series(named, file, dict(settings), _is_higher_better(named, report))
+                    if reading.wants(named, file) else None
+                )  # fmt: skip
             held = series[filter_name, metric]
             if held is None:
                 continue
-            choices = _choices(judged, metric)
+            way = metric == "acc_norm"
+            if way not in ways:
+                choices = _choices(judged, metric)
+                ways[way] = choices, _answer(item, choices)
+            choices, answer = ways[way]
             score, why = number_of(item.get(metric))
             held.rows.append(ScoreRow(
-                document=document, score=score, why=why, prompt=_told(item.get("prompt_hash")),
-                target=_told(item.get("target_hash")), cluster=reading.cluster_of(item.get("doc")),
-                answer=_answer(item, choices), choices=choices, place=number,
+                document=document, score=score, why=why, prompt=prompt, target=target,
+                cluster=cluster, answer=answer, choices=choices, place=number,
             ))  # fmt: skip
     return [entry for entry in series.values() if entry is not None]
 
 
-def _series(
-    named: SeriesName, file: str, report: Mapping[str, Any], item: Mapping[str, Any]
-) -> Series:
+def _is_higher_better(named: SeriesName, report: Mapping[str, Any]) -> bool:
     better = table_of(table_of(report.get("higher_is_better")).get(named.task))
-    settings = _settings(named.task, report)
-    if "generation settings" not in settings:
-        settings |= _generation(item)
-    higher = bool(better.get(named.metric, is_higher_better(named.metric)))
-    return Series(named, file, settings, higher)
+    return bool(better.get(named.metric, is_higher_better(named.metric)))
 
 
 def _told(value: Any) -> str | None:
     return None if value is None else text_of(value)
 
 
-def _settings(task: str, report: Mapping[str, Any]) -> dict[str, str]:
+def _settings(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, str]:
+    """Of a task, whose first line is ``item``."""
     config = table_of(table_of(report.get("configs")).get(task))
     settings = (
         {"task version": text_of(table_of(report.get("versions")).get(task))} if report else {}
@@ -174,6 +180,8 @@ def _settings(task: str, report: Mapping[str, Any]) -> dict[str, str]:
         settings["generation settings"] = json.dumps(config["generation_kwargs"], sort_keys=True)
     elif table_of(report.get("config")).get("gen_kwargs"):
         settings["generation settings"] = json.dumps(report["config"]["gen_kwargs"], sort_keys=True)
+    if "generation settings" not in settings:
+        settings |= _generation(item)
     if config:
         rest = {key: config.get(key) for key in _SETTINGS}
         settings["task settings"] = hashed(json.dumps(rest, sort_keys=True, default=str))

@@ -27,6 +27,8 @@ from divergence.evaluations.formats.reading import (
     hashed,
     number_of,
     only_model,
+    part_of,
+    root_of,
     table_of,
     text_of,
 )
@@ -65,19 +67,21 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
         folder, names, hint="name one file: FOLDER/results/MODEL/DATASET.json"
     )
     for name in names:
-        path = Path(folder.where(name))
         result = table_of(folder.json(name))
         details = result.get("details")
         if not isinstance(details, list | dict):
             reading.left_out["data sets without details (--dump-eval-details writes them)"] += 1
             continue
-        evaluation.series += _task(path, result, reading)
+        evaluation.series += _task(folder, name, result, reading)
     return finish(evaluation, reading)
 
 
-def _task(path: Path, result: dict[str, Any], reading: ReadRequest) -> list[Series]:
+def _task(
+    folder: DumpFolder, name: str, result: dict[str, Any], reading: ReadRequest
+) -> list[Series]:
     series: dict[SeriesName, Series] = {}
-    asked = _predictions(path)
+    task, file = PurePosixPath(name).stem, folder.where(name)
+    asked = _predictions(folder, name)
     entries = list(_entries(result["details"]))
     tables = [entry for _, _, entry in entries]
     num = len(tables) if isinstance(result["details"], list) else _num_once(tables)
@@ -90,23 +94,28 @@ def _task(path: Path, result: dict[str, Any], reading: ReadRequest) -> list[Seri
         for metric in _SCORES:
             if metric not in entry:
                 continue
-            named = SeriesName(path.stem, "", metric)
-            if not reading.wants(named):
+            named = SeriesName(task, "", metric)
+            if not reading.wants(named, file):
                 continue
-            series.setdefault(named, Series(named, str(path)))
+            rows = series.setdefault(named, Series(named, file)).rows
             values = entry[metric] if isinstance(entry[metric], list) else [entry[metric]]
             given = entry.get("prompt", prediction.get("origin_prompt"))
             if isinstance(entry[metric], list) and isinstance(given, list) and "prompt" in entry:
                 given = given[0]  # one for each repeat, all of them equal
-            target = _first(entry, _TARGETS, 0)
+            prompt = None if given is None else hashed(given)
+            target = next((entry[name] for name in _TARGETS if name in entry), None)
+            target = target[0] if isinstance(target, list) and target else target
+            hashed_target = None if target is None else hashed(target)
+            answers = next((entry[name] for name in _ANSWERS if name in entry), None)
+            # an answer for each repeat, or one for all
+            whole = answer_of(answers)
+            listed = answers if isinstance(answers, list) else []
             for repeat, value in enumerate(values):
                 score, why = number_of(value)
-                answer = _first(entry, _ANSWERS, repeat)
-                series[named].rows.append(ScoreRow(
-                    document=key, score=score, why=why, repeat=before + repeat,
-                    prompt=None if given is None else hashed(given),
-                    target=None if target is None else hashed(target),
-                    answer=answer_of(answer),
+                rows.append(ScoreRow(
+                    document=key, score=score, why=why, repeat=before + repeat, prompt=prompt,
+                    target=hashed_target,
+                    answer=answer_of(listed[repeat]) if repeat < len(listed) else whole,
                     cluster=reading.cluster_of(entry), place=number + 1,
                 ))  # fmt: skip
             break
@@ -153,25 +162,13 @@ def _judge(tables: list[dict[str, Any]], result: Mapping[str, Any], num: int) ->
             table["accuracy"] = equal
 
 
-def _first(entry: Mapping[str, Any], names: tuple[str, ...], repeat: int) -> Any:
-    for name in names:
-        if name in entry:
-            value = entry[name]
-            if isinstance(value, list) and value and len(value) > repeat:
-                return value[repeat]
-            return value
-    return None
-
-
-def _predictions(result: Path) -> dict[str, dict[str, Any]]:
+def _predictions(folder: DumpFolder, name: str) -> dict[str, dict[str, Any]]:
     """By number: those of ``predictions/`` beside ``results/``, whole or in parts."""
-    folder = result.parent.parent.parent / "predictions" / result.parent.name
-    whole = folder / result.name
-    parts = [whole] if whole.is_file() else []
-    while not whole.is_file():
-        part = folder / f"{result.stem}_{len(parts)}.json"
-        if not part.is_file():
-            break
+    root, path = root_of(folder, name, "results"), Path(folder.where(name))
+    stem = f"predictions/{path.parent.name}/{path.stem}"
+    whole = part_of(root, f"{stem}.json")
+    parts = [] if whole is None else [whole]
+    while whole is None and (part := part_of(root, f"{stem}_{len(parts)}.json")) is not None:
         parts.append(part)
     predictions: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -185,7 +182,8 @@ def _predictions(result: Path) -> dict[str, dict[str, Any]]:
 def prompts(series: Series, places: Collection[int]) -> dict[int, Prompt]:
     """The prompt: text, or chat in opencompass's words (HUMAN, BOT)."""
     by_place: dict[int, Prompt] = {}
-    asked = _predictions(Path(series.file))
+    folder = DumpFolder(series.file)
+    asked = _predictions(folder, folder.names[0])
     for place in places:
         given = asked.get(str(place - 1), {}).get("origin_prompt")
         if isinstance(given, str) and given:

@@ -7,7 +7,6 @@ an answer that was not scored.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -26,6 +25,7 @@ from divergence.evaluations.formats.reading import (
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.rollouts import lines_of
+from divergence.outside import csv_rows
 from divergence.recording.prompts import Prompt
 
 __all__ = ["NAME", "prompts", "read", "recognise"]
@@ -55,19 +55,7 @@ def _rows(folder: DumpFolder, name: str) -> Iterator[tuple[int, Mapping[str, Any
                 )
             yield number, item
         return
-    try:
-        lines = (line.decode("utf-8-sig") for line in folder.lines(name))
-        reader = csv.DictReader(lines, delimiter=_TABLES[suffix])
-        for row in reader:
-            if None in row or None in row.values():
-                raise DumpError(
-                    "the row has not as many cells as the first one",
-                    where=f"{folder.where(name)}, line {reader.line_num}",
-                    hint="it may be half written",
-                )  # fmt: skip
-            yield reader.line_num, row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DumpError(f"the file is no table: {error}", where=folder.where(name)) from error
+    yield from csv_rows(folder.lines(name), delimiter=_TABLES[suffix], where=folder.where(name))
 
 
 def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
@@ -83,7 +71,7 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
             default = "scores" if alone else PurePosixPath(name).stem
             metric = text_of(item.get("metric") or "score")
             named = SeriesName(text_of(item.get("task") or default), "", metric)
-            if not reading.wants(named):
+            if not reading.wants(named, where):
                 continue
             held = series_in(series, named, folder.where(name), {})
             held.rows.append(_row(item, number, where, reading))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -15,10 +16,11 @@ import xxhash
 from divergence.errors import DumpError
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.importing.folder import DumpFolder
+from divergence.outside import inside
 
 __all__ = [
     "ReadRequest", "answer_of", "files_in", "finish", "first_of", "hashed", "is_higher_better",
-    "number_of", "only_model", "series_in", "table_of", "text_of",
+    "number_of", "only_model", "part_of", "root_of", "series_in", "table_of", "text_of",
 ]  # fmt: skip
 
 _LOWER = frozenset(
@@ -33,6 +35,8 @@ _HIGHER = frozenset(
 _WORD = re.compile(r"[a-z0-9]+")
 
 
+_MAX_SERIES, _MAX_NAME = 20_000, 1000
+"""Each takes a row of its own of every document."""
 _MOST = 1e100
 """No score is as large, and squares of it would be out of range."""
 
@@ -50,8 +54,16 @@ class ReadRequest:
     """What was not taken, counted by reason."""
     refused: dict[SeriesName, None] = field(default_factory=dict)
     """What is there and was not asked for."""
+    _names: set[SeriesName] = field(default_factory=set)
 
-    def wants(self, name: SeriesName) -> bool:
+    def wants(self, name: SeriesName, where: str) -> bool:
+        """Raises DumpError for more scores than any evaluation has, or names that are none."""
+        if sum(map(len, name)) > _MAX_NAME:
+            raise DumpError(f"a task's or metric's name is longer than {_MAX_NAME:,} letters",
+                            where=where)  # fmt: skip
+        self._names.add(name)
+        if len(self._names) > _MAX_SERIES:
+            raise DumpError(f"more than {_MAX_SERIES:,} tasks and metrics", where=where)
         wanted = all(
             not patterns or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns)
             for part, patterns in (
@@ -78,12 +90,32 @@ def files_in(folder: DumpFolder, part: str, suffix: str) -> list[str]:
     )
 
 
+def root_of(folder: DumpFolder, name: str, part: str) -> Path | None:
+    """The folder that a tool wrote into, of a file that lies in it as ``part/MODEL/FILE``, through
+    no link. A folder that the user named is not left; None where there is none."""
+    path = Path(os.path.abspath(folder.where(name)))
+    if len(path.parts) < 4 or path.parts[-3] != part:
+        return None
+    root = path.parents[2]
+    if folder.path.is_dir() and not root.is_relative_to(os.path.abspath(folder.path)):
+        return None
+    return root if part_of(root, "/".join(path.parts[-3:])) else None
+
+
+def part_of(root: Path | None, name: str) -> Path | None:
+    """A regular file below ``root``, through no link; None where there is none."""
+    try:
+        return None if root is None else inside(root, name)
+    except DumpError:
+        return None
+
+
 def only_model(folder: DumpFolder, names: Sequence[str], *, hint: str) -> str | None:
     """The model whose results these are, by the folder they lie in. DumpError for several."""
     models = {PurePosixPath(name).parent.name for name in names}
     if len(models) > 1:
         raise DumpError(
-            f"the folder holds {len(models)} models: {', '.join(sorted(models))}",
+            f"the folder holds {len(models)} models: {', '.join(sorted(models)[:12])}",
             where=str(folder.path), hint=hint,
         )  # fmt: skip
     return next(iter(models), None) or None
@@ -105,7 +137,7 @@ def is_higher_better(metric: str) -> bool:
 
 
 def series_in(
-    held: dict[SeriesName, Series], name: SeriesName, file: str, settings: dict[str, str]
+    held: dict[SeriesName, Series], name: SeriesName, file: str, settings: Mapping[str, str]
 ) -> Series:
     """The one of this name, which is new with its first row."""
     if name not in held:

@@ -11,7 +11,8 @@ import json
 import shutil
 from pathlib import Path
 
-from divergence.errors import RunExistsError, RunWriteError
+from divergence.errors import DumpError, RunExistsError, RunWriteError
+from divergence.outside import json_value, read_bytes
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 
@@ -57,9 +58,10 @@ class WorkFolder:
         return run.manifest.id in self._verified()
 
     def _verified(self) -> list[str]:
+        file = self.path / _VERIFIED
         try:
-            verified = json.loads((self.path / _VERIFIED).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            verified = json_value(read_bytes(file), where=str(file))
+        except DumpError:
             return []
         return verified if isinstance(verified, list) else []
 
@@ -84,7 +86,7 @@ class WorkFolder:
             if folder.exists():
                 names = {entry.name for entry in folder.iterdir()}
             if _PAIR in names:
-                text = (folder / _PAIR).read_text(encoding="utf-8")
+                text = read_bytes(folder / _PAIR, error=RunWriteError).decode()
             if force and names <= _MADE and text != self._pair and not names <= _RUNS:
                 shutil.rmtree(folder)
                 return

@@ -14,7 +14,6 @@ is loaded as a capture loads it. Only a tensor with the recorded digest is given
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from divergence.errors import ModelError
+from divergence.outside import MAX_LINE_BYTES, is_plain, json_value, read_bytes
 from divergence.recording.engines.load import Loading, is_gguf, load_model
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.layout import expanded
@@ -48,6 +48,8 @@ def check_data_alone(source: str, *, revision: str | None) -> None:
         raise _refused(source, f"comes with an adapter ({_ADAPTER})")
     weights = _weights(source, revision, config)
     others = [name for name in weights if not name.endswith(".safetensors")]
+    if away := [name for name in weights if not is_plain(name)]:
+        raise _refused(source, f"names weights outside its folder ({away[0][:80]})")
     if others:
         raise _refused(source, f"has pickled weights ({others[0]})")
 
@@ -56,7 +58,7 @@ def _weights(source: str, revision: str | None, config: Path) -> list[str]:
     """The files that transformers takes weights from, in its order."""
     named = _json(config).get("transformers_weights")  # of the config; comes before the usual names
     if isinstance(named, str):
-        if not named.endswith(".index.json"):
+        if not named.endswith(".index.json") or not is_plain(named):
             return [named]
         return _indexed(_file(source, revision, named))
     if _file(source, revision, _SINGLE) is not None:
@@ -77,10 +79,9 @@ def _indexed(index: Path | None) -> list[str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # the loader says what is wrong with it
-        return {}
+    """Refused where it cannot be read: the loader might read it all the same."""
+    data = read_bytes(path, most=MAX_LINE_BYTES, error=ModelError)
+    content = json_value(data, where=str(path), error=ModelError)
     return content if isinstance(content, dict) else {}
 
 
@@ -132,7 +133,7 @@ class Weights:
         from safetensors import SafetensorError, safe_open
 
         file = self._files.get(name, self._files.get(""))
-        if file is None:
+        if file is None or not file.is_file():
             return None
         try:
             with safe_open(file, framework="pt") as opened:
@@ -163,6 +164,7 @@ def _files(root: Path) -> dict[str, Path]:
     """Tensor name → file; ``""`` → the only file."""
     if (root / _SINGLE).is_file():
         return {"": root / _SINGLE}
-    named = _json(root / _INDEX).get("weight_map")
+    index = root / _INDEX
+    named = _json(index).get("weight_map") if index.is_file() else None
     places = named.items() if isinstance(named, dict) else ()
     return {name: root / file for name, file in places if Path(str(file)).name == file}

@@ -145,7 +145,10 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
             f"{(str(error).splitlines() or ['?'])[0][:200]}",
             hint="use --device cpu, or a newer torch for this device",
         ) from error
-    except (AssertionError, IndexError, ValueError, RuntimeError) as error:
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
+        RuntimeError,
+    ) as error:  # fmt: skip
         length = max(len(sample.prompt_ids) for sample in samples)
         config: Any = loaded.module.config
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from divergence.errors import ModelError, UsageError
+from divergence.outside import json_value, read_bytes
 from divergence.recording.machine.environment import accelerator_type
 from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.layout import expanded
@@ -43,24 +44,19 @@ def device_map_of(given: DeviceMap) -> str | dict[str, str | int]:
     ``cpu`` or ``disk``; also the name of a JSON file of that."""
     if not isinstance(given, str):
         return dict(given)
-    path = expanded(given)
     if given in _WORDS or not (given.endswith(".json") or given.startswith("{")):
         return given
-    try:
-        device_map = json.loads(
-            given if given.startswith("{") else path.read_text(encoding="utf-8")
-        )
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--device-map {given} cannot be read: {error}",
-            hint='a JSON object of module paths: {"model.layers.0": 0, "model.layers.1": "disk"}',
-        ) from error
+    hint = 'for example {"": "cpu"}, or {"model.layers.0": 0, "model.layers.1": "disk"}'
+    data = (
+        given.encode() if given.startswith("{")
+        else read_bytes(expanded(given), error=UsageError, hint=hint)
+    )  # fmt: skip
+    device_map = json_value(data, where=f"--device-map {given}", error=UsageError, hint=hint)
     if not isinstance(device_map, dict) or not all(
         isinstance(v, str | int) for v in device_map.values()
     ):
         raise UsageError(
-            f"--device-map {given} is no JSON object of module path → device",
-            hint='for example {"": "cpu"}, or {"model.layers.0": 0, "model.layers.1": "disk"}',
+            f"--device-map {given} is no JSON object of module path → device", hint=hint
         )
     return device_map
 

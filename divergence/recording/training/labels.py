@@ -8,13 +8,15 @@ is a number, from which token on: ``completion_from``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from divergence.errors import PromptError
+from divergence.outside import MAX_LINE_BYTES, read_bytes
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import NO_LABEL, SampleTokens
 
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "LABEL_HINT", "Label", "LabelLine", "check_labels", "label_rows", "labels_of", "read_labels",
-    "read_text",
+    "LABEL_HINT", "MAX_PROMPTS", "Label", "LabelLine", "check_labels", "label_rows", "labels_of",
+    "read_labels", "text_lines",
 ]  # fmt: skip
 
+MAX_PROMPTS = 1_000_000
 Label = Annotated[int, msgspec.Meta(ge=NO_LABEL, le=2**63 - 1)]
 LABEL_HINT = (
     "a line for each prompt, as JSON: a list with a token id for each of its tokens, "
@@ -48,7 +51,8 @@ def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine
     """What they are to be called, and those of each prompt: of a file, or of a list of what its
     lines hold. Raises PromptError."""
     if isinstance(labels, str | Path):
-        return str(labels), _read(labels)
+        lines = text_lines(expanded(labels), LABEL_HINT)
+        return str(labels), [_line(line, where) for where, line in lines]
     try:
         plain = [label.tolist() if hasattr(label, "tolist") else label for label in labels]
         written = [msgspec.json.encode(entry) for entry in plain]
@@ -57,26 +61,28 @@ def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine
     return "labels", [_line(line, f"labels[{number}]") for number, line in enumerate(written)]
 
 
-def read_text(path: Path, hint: str) -> str:
-    """A file of prompts or labels. Raises PromptError."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=hint) from error
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
-
-
-def _read(path: str | Path) -> list[LabelLine]:
-    path = expanded(path)
-    lines = enumerate(read_text(path, LABEL_HINT).splitlines(), 1)
-    return [_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+def text_lines(path: Path, hint: str) -> Iterator[tuple[str, str]]:
+    """(where it stands, text without its end) of each line of a file of prompts or labels that is
+    not blank. Raises PromptError."""
+    data = io.BytesIO(read_bytes(path, most=MAX_LINE_BYTES, error=PromptError, hint=hint))
+    num = 0
+    # of bytes, since text would also be split at U+2028 and its like, which JSON has in strings
+    for number, line in enumerate(data, 1):
+        try:
+            text = line.decode("utf-8" if number > 1 else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=hint) from error
+        if text.strip():
+            num += 1
+            if num > MAX_PROMPTS:
+                raise PromptError(f"the file holds more than {MAX_PROMPTS:,}", where=str(path))
+            yield f"{path}, line {number}", text.removesuffix("\n").removesuffix("\r")
 
 
 def _line(line: str | bytes, where: str) -> LabelLine:
     try:
         decoded = msgspec.json.decode(line, type=tuple[Label, ...] | LabelLine)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"not labels: {error}", where=where, hint=LABEL_HINT) from error
     return decoded if isinstance(decoded, LabelLine) else LabelLine(labels=decoded)
 

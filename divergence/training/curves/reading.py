@@ -9,9 +9,8 @@ Files are data: nothing in them is executed, and a field of a wrong type is an e
 
 from __future__ import annotations
 
-import csv
-import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +19,16 @@ from typing import Any
 import msgspec
 
 from divergence.errors import DumpError, UsageError, first_line
+from divergence.outside import (
+    MAX_TEXT_BYTES,
+    csv_rows,
+    inside,
+    json_value,
+    lines,
+    opened,
+    read_as,
+    read_bytes,
+)
 
 __all__ = ["Curves", "is_losses", "read_losses"]
 
@@ -32,7 +41,6 @@ _NAMES = {
     "eval_loss": "eval_loss", "val_loss": "eval_loss", "validation_loss": "eval_loss",
     "test_loss": "eval_loss",
 }  # fmt: skip
-MAX_BYTES = 1 << 30
 
 
 class Curves(msgspec.Struct, kw_only=True):
@@ -76,12 +84,10 @@ def read_losses(path: str) -> Curves:
     if not place.exists():
         raise UsageError(f"there is no file {path}", hint="check the path")
     curves = Curves(path=path)
-    if place.is_dir() and (place / STATE).is_file():
-        place = place / STATE
+    if place.is_dir() and (place / STATE).exists():
+        place = inside(place, STATE)
     if place.is_dir() or EVENTS in place.name:
         _take(curves, _scalars(place), where=path)
-    elif place.stat().st_size > MAX_BYTES:
-        raise DumpError(f"{place.stat().st_size:,} bytes are more than a curve takes", where=path)
     elif place.suffix.lower() == ".json":
         _take(curves, _state(place), where=path)
     elif place.suffix.lower() in (".csv", ".tsv"):
@@ -128,37 +134,26 @@ def _take(curves: Curves, rows: Iterable[Row], *, where: str) -> None:
 
 
 def _lines(path: Path) -> Iterable[Row]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                raise DumpError(f"line {number} is no JSON: {error}", where=str(path),
-                                hint="one object a line") from error  # fmt: skip
-            if not isinstance(row, dict):
-                raise DumpError(f"line {number} is no JSON object", where=str(path))
-            yield f"line {number}", row
+    for number, line in enumerate(lines(path), 1):
+        if not line.strip():
+            continue
+        at = f"line {number}"
+        text = line.decode("utf-8", "replace").encode()
+        row = json_value(text, where=f"{path}, {at}", hint="one object a line")
+        if not isinstance(row, dict):
+            raise DumpError(f"{at} is no JSON object", where=str(path))
+        yield at, row
 
 
 def _table(path: Path) -> Iterable[Row]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.DictReader(file, delimiter=delimiter)
-        try:
-            for row in reader:
-                yield f"line {reader.line_num}", {k: v for k, v in row.items() if k is not None}
-        except csv.Error as error:
-            raise DumpError(f"line {reader.line_num}: {error}", where=str(path)) from error
+    for number, row in csv_rows(lines(path), delimiter=delimiter, where=str(path), whole=False):
+        yield f"line {number}", row
 
 
 def _state(path: Path) -> Iterable[Row]:
     """``log_history`` of transformers' Trainer; a list of rows is taken too."""
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DumpError(f"it is no JSON: {error}", where=str(path)) from error
+    state = json_value(read_bytes(path), where=str(path))
     rows = state.get("log_history") if isinstance(state, dict) else state
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DumpError(
@@ -181,6 +176,7 @@ def _scalars(place: Path) -> Iterable[Row]:
             "event files are read with tensorboard, which is not installed", where=str(place),
             hint='pip install "divergence-debug[tensorboard]", or export the scalar as CSV',
         ) from error  # fmt: skip
+    _check_events(place)
     everything = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1}
     try:
         events = EventAccumulator(str(place), size_guidance=everything)
@@ -195,13 +191,27 @@ def _scalars(place: Path) -> Iterable[Row]:
             yield f"{tag} at step {event.step}", {"step": event.step, tag: event.value}
     for tag in tags["tensors"]:  # as TensorFlow 2 writes a scalar
         for event in events.Tensors(tag):
-            value = tensor_util.make_ndarray(event.tensor_proto)
+            # of the shape alone: one number may be said to fill any
+            if any(dim.size != 1 for dim in event.tensor_proto.tensor_shape.dim):
+                continue
+            with read_as("TensorBoard", where=str(place)):
+                value = tensor_util.make_ndarray(event.tensor_proto)
             if value.size == 1 and value.dtype.kind in "fiu":
-                yield f"{tag} at step {event.step}", {"step": event.step, tag: float(value)}
+                yield f"{tag} at step {event.step}", {"step": event.step, tag: float(value.item())}
 
 
 def _events(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if EVENTS in path.name]
+
+
+def _check_events(place: Path) -> None:
+    """TensorBoard reads whatever is called so, to any length that a record is said to have."""
+    total = 0
+    for path in _events(place) if place.is_dir() else [place]:
+        with opened(inside(place, path.name) if place.is_dir() else path) as file:
+            total += os.fstat(file.fileno()).st_size
+    if total > MAX_TEXT_BYTES:
+        raise DumpError(f"{total:,} bytes are more than a curve takes", where=str(place))
 
 
 def _number(value: Any, where: str, name: str) -> float:

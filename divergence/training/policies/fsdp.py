@@ -15,7 +15,7 @@ import ast
 import re
 from typing import Any
 
-from divergence.errors import UsageError
+from divergence.errors import UsageError, first_line
 from divergence.training.policies.policy import PrecisionPolicy, half, named_dtype
 
 __all__ = ["is_policy", "read"]
@@ -55,8 +55,8 @@ def _arguments(text: str) -> dict[str, Any]:
     hint = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
     try:
         call = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise UsageError(f"--precision-policy {text}: {error.msg}", hint=hint) from None
+    except (MemoryError, RecursionError, SyntaxError, ValueError) as error:
+        raise UsageError(f"--precision-policy {text}: {first_line(error)}", hint=hint) from None
     if not isinstance(call, ast.Call) or call.args:
         raise UsageError(f"--precision-policy {text}: name each argument", hint=hint)
     given: dict[str, Any] = {}

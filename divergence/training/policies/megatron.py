@@ -18,9 +18,9 @@ from divergence.training.policies.policy import PrecisionPolicy, named_dtype, nu
 
 __all__ = ["read"]
 
-_LOGGED = re.compile(r"^.*?\b([a-z][a-z0-9_]*) \.{2,} *(\S.*?)\s*$", re.MULTILINE)
+_LOGGED = re.compile(r"^.*?\b([a-z][a-z0-9_]*) \.{2,} *(\S.*)$", re.MULTILINE)
 """``  bf16 .............................. True``, behind what a launcher puts before it."""
-_YAML = re.compile(r"^\s*([a-z][a-z0-9_]*)\s*:\s*([^\s#]+)\s*(?:#.*)?$", re.MULTILINE)
+_YAML = re.compile(r"^[ \t]*([a-z][a-z0-9_]*)[ \t]*:[ \t]*([^\s#]+)[ \t\r]*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?:[ =]+([^\s-]\S*))?")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _KNOWN = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16",
@@ -74,7 +74,9 @@ def _arguments(text: str) -> dict[str, str]:
     text = _COMMENT.sub("", text)
     arguments: dict[str, str] = {}
     for pattern in (_YAML, _LOGGED):
-        arguments |= {name: value for name, value in pattern.findall(text) if name in _KNOWN}
+        arguments |= {
+            name: value.rstrip() for name, value in pattern.findall(text) if name in _KNOWN
+        }
     for name, value in _ARGUMENT.findall(text):
         name = name.replace("-", "_")
         if name in _KNOWN:

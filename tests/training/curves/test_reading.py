@@ -75,7 +75,7 @@ def test_what_is_odd_is_noted(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.jsonl", '{"step": 1, "loss": 2}\n{broken', "line 2 is no JSON"),
+        ("a.jsonl", '{"step": 1, "loss": 2}\n{broken', "(?s)it is no JSON.*line 2"),
         ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
         ("a.jsonl", '{"step": 1, "loss": "high"}\n', "not a number"),
         ("a.jsonl", '{"step": 1, "loss": [2]}\n', "is list, not a number"),
@@ -146,7 +146,13 @@ def test_event_files_are_read_through_tensorboard(tmp_path, monkeypatch):
             return [SimpleNamespace(step=step, value=value) for step, value in LOSSES.items()]
 
         def Tensors(self, tag):
-            return [SimpleNamespace(step=1, tensor_proto=np.array(0.5, np.float32))]
+            shapes = [[], [10**6, 10**6]]  # the second is said to be large, and holds one number
+            return [
+                SimpleNamespace(step=step, tensor_proto=SimpleNamespace(
+                    tensor_shape=SimpleNamespace(dim=[SimpleNamespace(size=n) for n in shape])
+                ))
+                for step, shape in enumerate(shapes, 1)
+            ]  # fmt: skip
 
     package = "tensorboard.backend.event_processing.event_accumulator"
     for name in ("tensorboard", "tensorboard.backend", "tensorboard.backend.event_processing",
@@ -154,7 +160,9 @@ def test_event_files_are_read_through_tensorboard(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     sys.modules[package].EventAccumulator = Events
-    sys.modules["tensorboard.util"].tensor_util = SimpleNamespace(make_ndarray=lambda one: one)
+    sys.modules["tensorboard.util"].tensor_util = SimpleNamespace(
+        make_ndarray=lambda _: np.array(0.5, np.float32)
+    )
     (tmp_path / "events.out.tfevents.1.host").write_text("")
     assert is_losses(str(tmp_path))
     found = read_losses(str(tmp_path))

@@ -117,7 +117,7 @@ def test_megatrons_arguments(text, options, tmp_path):
         ("--lr 1e-4", "neither DeepSpeed's configuration nor arguments"),
         ("--bf16 --loss-scale big", "'big': no number"),
         ("--bf16 --fp16", "both --bf16 and --fp16"),
-        ("{broken", "no valid JSON"),
+        ("{broken", "it is no JSON"),
         ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8", "exp_avg_dtype"),
         ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16", "differ"),
         ("--bf16 --use-precision-aware-optimizer --main-params-dtype fp16", "in float32 alone"),
@@ -156,7 +156,7 @@ def test_torchs_own_text_is_read():
         ("MixedPrecisionPolicy(torch.bfloat16)", "name each argument"),
         ("MixedPrecisionPolicy(dtype=torch.bfloat16)", "has no dtype"),
         ("MixedPrecisionPolicy(param_dtype=", "--precision-policy"),
-        ("ds_config.json", "no such file"),
+        ("ds_config.json", "No such file"),
     ],
 )
 def test_a_policy_that_is_none_is_refused(text, words):

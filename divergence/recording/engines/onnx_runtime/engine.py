@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from divergence.errors import ModelError, UsageError, first_line
+from divergence.outside import read_as
 from divergence.recording.engines.engine import EngineOptions, Feature, Loading
 from divergence.recording.engines.generate import GroupResult, failures
 from divergence.recording.engines.load import LoadedModel
@@ -129,9 +130,10 @@ class OnnxEngine:
         device, _, number = loading.device.partition(":")
         provider = provider_for(options.provider, device)
         path = expanded(loading.source)
-        graph = Graph(read_model(path))
+        with read_as("an exporter of ONNX", where=str(path), error=ModelError):
+            graph = Graph(read_model(path))
         runtime = Runtime(
-            path.resolve().parent, provider, {"device_id": number} if number else {},
+            path.parent.resolve(), provider, {"device_id": number} if number else {},
             options.optimization, options.threads,
         )  # fmt: skip
         folder = path.parent if options.tokenizer is None else expanded(options.tokenizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch
 
 from divergence.errors import ModelError, first_line
 from divergence.numerics.formats import format_named
+from divergence.outside import inside, is_plain, read_bytes
 
 __all__ = ["data_file", "read_model", "tensor_of"]
 
 _EXTERNAL = 1
 """``data_location`` of a tensor whose bytes lie in a file beside the model's."""
+_MAX_BYTES = 1 << 31
+"""What protobuf reads; more weights lie in files beside."""
 _DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 5: "int16", 6: "int32", 7: "int64", 9: "bool",
     10: "float16", 11: "float64", 16: "bfloat16",
@@ -36,17 +40,22 @@ def read_model(path: Path) -> Any:
         raise ModelError(
             f"no ONNX file: {path} {missing}", hint="give the .onnx file: --model DIR/model.onnx"
         )
+    data = read_bytes(path, most=_MAX_BYTES, error=ModelError)
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        model = onnx.load_model_from_string(data)
     except Exception as error:  # protobuf's own kinds
         raise _broken(path, first_line(error, most=200)) from error
     graph = model.graph
     if not graph.node or not graph.output or not graph.input:
         raise _broken(path, "there is no graph in it")
-    for tensor in graph.initializer:
+    for tensor in _tensors(model):
+        if min(tensor.dims, default=0) < 0:
+            raise _broken(path, f"the weight {tensor.name[:80]} has a negative size")
         if tensor.data_location == _EXTERNAL:
             data_file(tensor, path.parent)
-        elif tensor.data_type in _DTYPES and _size(tensor) and not _has_values(tensor):
+    for tensor in graph.initializer:
+        lies_here = tensor.data_type in _DTYPES and tensor.data_location != _EXTERNAL
+        if lies_here and _size(tensor) and not _has_values(tensor):
             raise _broken(path, f"the weight {tensor.name} has no values")
     return model
 
@@ -55,18 +64,15 @@ def data_file(tensor: Any, folder: Path) -> tuple[Path, int, int | None]:
     """(file, offset, length) of a tensor that lies beside the model. Raises ModelError where that
     is not in the model's folder, or not there."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    name = entries.get("location", "")
-    home, place = folder.resolve(), (folder / name).resolve()
-    if not name or Path(name).is_absolute() or not place.is_relative_to(home):
+    name = entries.get("location", "").removeprefix("./")
+    if not is_plain(name):
         raise ModelError(
             f"the weight {tensor.name} is said to lie in {name!r}, outside the model's folder",
             hint="weights of an ONNX file are read from its own folder alone",
         )
-    if not place.is_file():
-        raise ModelError(
-            f"the weights of the ONNX file are not there: {folder / name}",
-            hint="copy that file beside the .onnx file; the exporter wrote both",
-        )
+    place = inside(folder, name, error=ModelError, hint=(
+        "copy the weights of the ONNX file beside it; the exporter wrote both"
+    ))  # fmt: skip
     try:
         offset, length = int(entries.get("offset", 0)), entries.get("length")
         count = None if length is None else int(length)
@@ -107,6 +113,26 @@ def tensor_of(tensor: Any, folder: Path) -> Any:
     with warnings.catch_warnings():  # that it must not be written to
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    """Every tensor in it: of the graph, of the graphs in its nodes, and of its functions. ONNX
+    Runtime reads what any of them names."""
+    waiting: list[Any] = [model.graph, *model.functions]
+    while waiting:
+        graph = waiting.pop()
+        if hasattr(graph, "initializer"):
+            yield from graph.initializer
+            sparse = [*graph.sparse_initializer]
+        else:
+            sparse = []
+        for node in graph.node:
+            for attribute in node.attribute:
+                yield from (attribute.t, *attribute.tensors)
+                sparse += (attribute.sparse_tensor, *attribute.sparse_tensors)
+                waiting += (attribute.g, *attribute.graphs)
+        for tensor in sparse:
+            yield from (tensor.values, tensor.indices)
 
 
 def _size(tensor: Any) -> int:

@@ -12,12 +12,14 @@ Rotary tables are the recorded ones where they are; masks are computed from the 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from divergence.errors import ModelError
 from divergence.recording.engines.generate import (
     GroupResult,
     choices,
@@ -36,6 +38,8 @@ from divergence.run.schema.site import ROOT, join_site
 __all__ = ["GraphRecorder", "decode", "feeds"]
 
 _DTYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
+_MAX_INPUT = 1 << 26
+"""Numbers of a further input, which is zeros: caches are empty."""
 _TABLES = "in.position_embeddings."
 """How transformers hands rotary tables to a block."""
 
@@ -246,6 +250,11 @@ def feeds(graph: Graph, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torc
             continue
         sizes = [dim.dim_value for dim in kind.shape.dim]  # 0 where it has a name
         sizes[0] = ids.shape[0]
+        if min(sizes) < 0 or math.prod(sizes) > _MAX_INPUT:
+            raise ModelError(
+                f"the graph wants the input {value.name[:80]} of {sizes} numbers",
+                hint="export it without a cache, or with one of any length",
+            )
         fed[value.name] = torch.zeros(sizes, dtype=_DTYPES.get(kind.elem_type, torch.float32))
     return fed
 

@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from divergence.errors import ModelError
+from divergence.outside import MAX_DEPTH
 from divergence.run.schema.site import ROOT, escape_path
 
 __all__ = ["Graph", "GraphNode", "Port"]
@@ -26,6 +28,8 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _CALL = re.compile(r"@\d+$")
 _TOKENS = ("input_ids", "inputs_embeds", "input.1")
+_MAX_NODES, _MAX_LIST = 200_000, 1 << 16
+"""Of a graph; and letters of a list of modules, which becomes a hundred times its size."""
 _CACHE = re.compile(r"present|past_key|cache", re.IGNORECASE)
 
 
@@ -67,6 +71,8 @@ class Graph:
             value.name: value.type.tensor_type.elem_type
             for value in (*graph.value_info, *graph.input, *graph.output)
         } | {name: constant.data_type for name, constant in self.constants.items()}
+        if len(graph.node) + len(self.constants) > _MAX_NODES:
+            raise ModelError(f"the graph has more than {_MAX_NODES:,} nodes and constants")
         self.kinds: dict[str, str] = {"": "Graph"}
         """Class by module path, the root's included, in the order of their calls."""
         self.nodes = [self._node(proto) for proto in graph.node]
@@ -90,12 +96,18 @@ class Graph:
             scopes, classes = scopes[:-1], classes[: len(scopes) - 1]  # the last is the operator
             scopes = [_CALL.sub("", scope) for scope in scopes]
         else:
-            told, parts = proto.name.startswith("/"), proto.name.strip("/").split("/")[:-1]
+            # what lies deeper is no module
+            told = proto.name.startswith("/")
+            parts = proto.name.strip("/").split("/", MAX_DEPTH)[:-1]
             scopes = [".".join(parts[: count + 1]) for count in range(len(parts))] if told else []
+        if len(scopes) > MAX_DEPTH or any(path.count(".") > MAX_DEPTH for path in scopes):
+            raise ModelError(f"its modules are nested more than {MAX_DEPTH} deep")
         for number, path in enumerate(scopes):
             kind = classes[number].rpartition(".")[2] if number < len(classes) else "Module"
             if path not in self.kinds or self.kinds[path] in ("Graph", "Module"):
                 self.kinds[path] = kind
+        if len(self.kinds) > _MAX_NODES:
+            raise ModelError(f"the graph has more than {_MAX_NODES:,} modules")
         return GraphNode(
             proto, tuple(_inputs(proto)), tuple(proto.output),
             tuple(dict.fromkeys(scope for scope in scopes if scope)), properties, told,
@@ -198,7 +210,7 @@ class Graph:
 def _listed(text: str) -> list[str]:
     """A list of texts, as the exporter writes one into a property."""
     try:
-        names = ast.literal_eval(text) if text else []
+        names = ast.literal_eval(text) if len(text) <= _MAX_LIST else []
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return []
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)

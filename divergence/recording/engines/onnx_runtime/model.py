@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from divergence.errors import ModelError, UsageError, first_line
+from divergence.outside import read_as
 from divergence.recording.engines.engine import Loading
 from divergence.recording.engines.load import LoadedModel, load_tokenizer, resolve_task
 from divergence.recording.engines.onnx_runtime.file import tensor_of
@@ -43,7 +44,8 @@ def model_of(
             where=f"its inputs: {', '.join(graph.inputs)}",
             hint="export it with input_ids, attention_mask and position_ids",
         )
-    module, left = modules_of(graph, path.parent)
+    with read_as("an exporter of ONNX", where=str(path), error=ModelError):
+        module, left = modules_of(graph, path.parent)
     config = _config(folder, loading.trust_remote_code)
     task = loading.task
     if task == "auto":
@@ -130,6 +132,8 @@ def modules_of(graph: Graph, folder: Path) -> tuple[nn.Module, list[str]]:
                 here, after = ".".join(parts[: number + 1]), parts[number + 1 : number + 2]
                 listed = here not in graph.kinds and after and after[0].isdecimal()
                 child = nn.ModuleList() if listed else made(graph.kinds.get(here, "Module"))
+                if hasattr(parent, part):
+                    raise ModelError(f"no module can be called {part[:80]!r}")
                 parent.add_module(part or "_", child)
             parent = child
     named, left = _named(graph)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divergence.errors import UsageError
+from divergence.output import write_output
 from divergence.words import Progress, printable, printable_lines
 
 if TYPE_CHECKING:
@@ -55,11 +55,8 @@ def write_text(text: str, path: Path, *, what: str) -> None:
     """A file beside the answer; ``-`` is stdout."""
     if str(path) == "-":
         show(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the {what}: {error.strerror}", where=str(path)) from error
+    else:
+        write_output(text, path, what=what)
 
 
 def show_plan(plan: Any, *, json: bool) -> None:

@@ -14,6 +14,7 @@ from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output, Quiet, Verbose
 from divergence.options.option import Option, fields_of
+from divergence.output import check_output
 from divergence.run.command import command_line
 from divergence.words import printable
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.fleet.result import Matrix
 
-__all__ = ["HTML", "check_folder", "compare", "exit_as", "show_report", "view"]
+__all__ = ["HTML", "compare", "exit_as", "show_report", "view"]
 
 HTML = Option(
     "--html FILE", "Also write the answer as a page for a browser: one file, to be sent.", OUTPUT
@@ -189,8 +190,10 @@ def compare(
     ):
         if wrong:
             raise UsageError(message, hint=hint)
-    for option, file in (("--html", html), ("--svg", svg), ("--png", png)):
-        check_folder(file, option)
+    check_output(html, what="page")
+    check_output(svg, what="picture")
+    check_output(png, what="picture")
+    check_output(None if str(csv) == "-" else csv, what="CSV")
     if png is not None:
         from divergence.html.picture import png_library
 
@@ -328,13 +331,6 @@ def view(
         with progress_bars(quiet=quiet) as progress:
             report = compare(reference, candidate, progress=progress, **options)
     Browser(report).run()
-
-
-def check_folder(file: Path | None, option: str = "--html") -> None:
-    """Before the work, not behind it."""
-    if file is not None and not file.parent.is_dir():
-        message = f"{option}: there is no folder {file.parent}"
-        raise UsageError(message, hint="make the folder first")
 
 
 def _show_matrix(matrix: Matrix, output: Output, *, every: bool) -> None:

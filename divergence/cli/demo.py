@@ -27,6 +27,7 @@ import typer
 from divergence.errors import FaultError, RunError
 from divergence.options.commands import Output, Quiet, TrustRemoteCode, Verbose
 from divergence.options.option import Option
+from divergence.output import write_output
 from divergence.run.command import command_line, quoted_words
 
 __all__ = ["OTHER_KERNELS", "demo"]
@@ -95,7 +96,7 @@ def demo(
         if not plan.prompt:  # no tokenizer: token ids
             prompts = root / "prompts.jsonl"
             line = json.dumps({"input_ids": list(range(1, 17))})
-            prompts.write_text(line + "\n", encoding="utf-8")
+            write_output(line + "\n", prompts, what="prompts")
             plan = replace(plan, prompt=("--prompts", str(prompts)))
     if dtype is not None:
         plan = replace(plan, prompt=(*plan.prompt, "--dtype", dtype))

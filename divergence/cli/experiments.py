@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from divergence.cli.answers import progress_bars, show, show_answer
-from divergence.cli.compare import HTML, check_folder
-from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.cli.compare import HTML
+from divergence.errors import RunExistsError, UsageError
 from divergence.options.commands import LIMITS, Force, Output
 from divergence.options.experiments import (
     LocalizeOptions,
@@ -20,6 +20,7 @@ from divergence.options.experiments import (
     SensitivityOptions,
 )
 from divergence.options.option import Option
+from divergence.output import check_output, write_output
 
 __all__ = ["localize", "quantize", "selfcheck", "selftest", "sensitivity"]
 
@@ -53,7 +54,7 @@ def localize(
     """  # noqa: E501 - printed as it stands
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")
-    check_folder(html)
+    check_output(html, what="page")
     from divergence.experiments.localization.localize import localize
     from divergence.report.localization import localization_lines
 
@@ -89,7 +90,7 @@ def sensitivity(
     Faults: scale, update-scale, noise, bias, channel, zero. Not for a pair that is judged faulty
     before anything is planted: exit code 2.
     """
-    check_folder(html)
+    check_output(html, what="page")
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
@@ -166,7 +167,7 @@ def selfcheck(
 
     With --exit-code: 1 where a line diverged, 2 where one could not be told; else 0.
     """
-    check_folder(html)
+    check_output(html, what="page")
     from divergence.experiments.selfcheck.selfcheck import selfcheck
     from divergence.report.selfcheck import selfcheck_answer, selfcheck_lines
 
@@ -208,26 +209,19 @@ def selftest(
 
     name = resolve_device(options.pop("device", "auto"))
     file = out or Path(f"selftest-{name.replace(':', '-')}.json")
-    if file.exists() and not force:
+    check_output(file, what="answer")
+    if file.is_file() and not force:
         raise RunExistsError(f"{file} exists", hint="choose another -o, or --force")
     try:
         with progress_bars(quiet=output.silent) as progress:
             result = selftest(name, progress=progress, **options)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:
-            _write(file, interrupt.args[0].to_json(indent=2))
+            write_output(interrupt.args[0].to_json(indent=2) + "\n", file, what="answer")
         raise
-    _write(file, result.to_json(indent=2))
+    write_output(result.to_json(indent=2) + "\n", file, what="answer")
     show_answer(result, selftest_lines, selftest_answer, output)
     if not output.silent:
         show(f"written to {file}")
     if exit_code and result.failed:
         raise typer.Exit(1)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        raise RunWriteError(f"{file} cannot be written: {error.strerror}",
-                            hint="choose another -o") from error  # fmt: skip

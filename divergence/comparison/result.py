@@ -28,6 +28,7 @@ from divergence.comparison.results.suites import (
 )
 from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
+from divergence.output import write_output
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS
 from divergence.words import Side, printable_json
@@ -101,8 +102,7 @@ class Answer(JsonAnswer):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write ``html()`` to a file, as a whole or not at all; its path."""
-        written: Path = _by_name("html", "document").write_page(self.html(), path)
-        return written
+        return write_output(self.html(), path, what="page")
 
 
 class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError, RunExistsError, UsageError
 from divergence.html.notebook import small_table
+from divergence.output import write_output
 from divergence.recording.engines.identity import without_home
 from divergence.run.command import command_line, command_words, quoted, quoted_words
 from divergence.run.reader import Run
@@ -169,7 +170,7 @@ def diff(
                   **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
     truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False, **remote)
     report = compare(a, b, truth=truth, progress=progress)
-    (steps.folder / "report.json").write_text(report.to_json(indent=2) + "\n", encoding="utf-8")
+    write_output(report.to_json(indent=2) + "\n", steps.folder / "report.json", what="report")
     report.to_html(steps.folder / "report.html")
     here = all(not side.variables and side.python == sys.executable for side in sides)
     return DiffResult(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from divergence.errors import DivergenceError, UsageError
 
-__all__ = ["append_output", "check_output", "write_output"]
+__all__ = ["append_output", "check_output", "output_folder", "write_output"]
 
 _NO_RENAME = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV, errno.EROFS)
 """A folder that may not be written to, or a file that is a mount point: the file itself may be."""
@@ -57,6 +57,15 @@ def append_output(
         _write(file.fileno(), _encoded(text))
 
 
+def output_folder(
+    path: _Path, *, what: str, error: type[DivergenceError] = UsageError
+) -> Path:  # fmt: skip
+    """The folder ``path``, made where there is none. Raises ``error``."""
+    with _failures(path, what, error):
+        Path(path).mkdir(parents=True, exist_ok=True)
+    return Path(path)
+
+
 def check_output(
     path: _Path | None, *, what: str, error: type[DivergenceError] = UsageError,
     make_folder: bool = False,
@@ -85,9 +94,9 @@ def _failures(path: _Path, what: str, error: type[DivergenceError]) -> Iterator[
     except (OSError, ValueError) as failure:  # ValueError: a name with NUL
         number = getattr(failure, "errno", None)
         why = getattr(failure, "strerror", None) or failure
-        hint = "give a file in a folder that exists and can be written"
+        hint = "give another place, in a folder that exists and can be written"
         if number in _FULL:
-            hint = "free some space, or give a file on another disk"
+            hint = "free some space, or give a place on another disk"
         raise error(f"cannot write the {what}: {why}", where=str(path), hint=hint) from failure
 
 

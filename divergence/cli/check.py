@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from divergence.cli.answers import progress_bars, show
+from divergence.cli.answers import exit_with, progress_bars, show
 from divergence.cli.compare import HTML, show_report
 from divergence.cli.signature import settings
 from divergence.errors import DivergenceError, UsageError
@@ -156,7 +156,7 @@ def check(
             )
     sinks.write(checked_page(result))
     if not result.passed:
-        raise typer.Exit(1)
+        exit_with(1)
 
 
 def _summary_file(github: bool, *, json: bool) -> Path | None:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from divergence.cli.answers import progress_bars, show, write_text
+from divergence.cli.answers import exit_with, progress_bars, show, write_text
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output, Quiet, Verbose
@@ -218,7 +216,7 @@ def compare(
         if html is not None:
             matrix.to_html(html)
         _show_matrix(matrix, output, every=every)
-        raise typer.Exit(_matrix_code(matrix, asked=exit_code))
+        exit_with(_matrix_code(matrix, asked=exit_code))
 
     from divergence.comparison.api import compare
 
@@ -278,9 +276,9 @@ def _compare_losses(
     else:
         print_lines(loss_lines(report))
     if exit_code:
-        raise typer.Exit(LOSS_EXIT_CODES[report.verdict.kind])
+        exit_with(LOSS_EXIT_CODES[report.verdict.kind])
     if not report.metrics[0].num_steps and report.verdict.kind == "undetermined":
-        raise typer.Exit(2)  # nothing was compared
+        exit_with(2)  # nothing was compared
 
 
 def view(
@@ -382,6 +380,6 @@ def exit_as(kind: str, *, asked: bool) -> None:
     """The exit code of a verdict, where it is ``asked`` for; else that of runs that could not be
     compared."""
     if asked:
-        raise typer.Exit(EXIT_CODES[kind])
+        exit_with(EXIT_CODES[kind])
     if kind == "incomparable":
-        raise typer.Exit(2)
+        exit_with(2)

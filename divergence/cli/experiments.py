@@ -6,9 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from divergence.cli.answers import progress_bars, show, show_answer
+from divergence.cli.answers import exit_with, progress_bars, show, show_answer
 from divergence.cli.compare import HTML
 from divergence.errors import RunExistsError, UsageError
 from divergence.options.commands import LIMITS, Force, Output
@@ -64,7 +62,7 @@ def localize(
     show_answer(result, localization_lines, brief, output, html=html)
     # as compare ends; and what does not belong to these runs was not compared
     if result.refused or result.levels[0].verdict == "incomparable":
-        raise typer.Exit(2)
+        exit_with(2)
 
 
 def sensitivity(
@@ -133,6 +131,7 @@ def quantize(
     """
     if policy is not None and options.get("target") is None:
         raise UsageError("--policy writes what --target finds", hint="--target 0.01")
+    check_output(policy and policy / "list", what="policy", make_folder=True)
     from divergence.experiments.quantization.policy import write_forms
     from divergence.experiments.quantization.quantize import quantize
     from divergence.report.quantization import answer_line, quantization_lines
@@ -175,11 +174,11 @@ def selfcheck(
         result = selfcheck(model, progress=progress, **options)
     show_answer(result, selfcheck_lines, selfcheck_answer, output, html=html)
     if exit_code and result.diverged:
-        raise typer.Exit(1)
+        exit_with(1)
     if exit_code and (
         result.with_status("suspected", "undetermined", "not_run") or not result.compared
     ):
-        raise typer.Exit(2)
+        exit_with(2)
 
 
 def selftest(
@@ -224,4 +223,4 @@ def selftest(
     if not output.silent:
         show(f"written to {file}")
     if exit_code and result.failed:
-        raise typer.Exit(1)
+        exit_with(1)

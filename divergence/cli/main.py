@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import keyword
+import os
 import shutil
 import sys
 import traceback
@@ -20,22 +22,19 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from divergence.cli.answers import ARGUMENTS, VERBOSE
-from divergence.cli.streams import (
-    INTERRUPTED_CODE,
-    interrupted,
-    nowhere,
-    open_streams,
-    other_rank,
-    rank0_output,
-)
-from divergence.errors import DivergenceError
+from divergence.cli.answers import ARGUMENTS, VERBOSE, Diverged
+from divergence.cli.ends import FAULT_CODE, interrupted, stop_code
+from divergence.cli.streams import nowhere, open_streams, other_rank, rank0_output
+from divergence.errors import DivergenceError, UsageError, exhausted
 from divergence.words import printable, printable_lines
 
 __all__ = ["COMMANDS", "app", "run"]
 
 USAGE_CODE = 2
-FAULT_CODE = 3
+_OUTSIDE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM,
+)  # fmt: skip
+"""What the system refuses, wherever it was asked: no fault of this tool."""
 _READER_GONE = (BrokenPipeError, SystemExit)
 """A closed pipe; rich turns it into SystemExit(1) where it prints a help text."""
 
@@ -195,21 +194,27 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (KeyboardInterrupt, EOFError, typer.Abort):
-            _say("interrupted")
-            raise typer.Exit(INTERRUPTED_CODE) from None
         except typer.Exit:
             raise
         except _READER_GONE:
             raise _reader_gone() from None
-        except Exception as error:
-            if interrupted():  # and a library made an error of it
-                _say("interrupted")
-                raise typer.Exit(INTERRUPTED_CODE) from None
+        except BaseException as error:
             raise self._ending(ctx, error) from None
 
-    def _ending(self, ctx: Any, error: Exception) -> Exception:
+    def _ending(self, ctx: Any, error: BaseException) -> BaseException:
         """Prints an error of a command; returns what to raise for its exit code."""
+        # a library may have made an error of an interruption
+        if interrupted() or isinstance(error, KeyboardInterrupt | EOFError | typer.Abort):
+            _say("interrupted")
+            return typer.Exit(stop_code())
+        if spent := exhausted(error):
+            if not ctx.meta.get(VERBOSE):
+                traceback.clear_frames(error.__traceback__)  # frees what they hold
+            error = spent.with_traceback(error.__traceback__)
+        elif isinstance(error, OSError) and error.errno in _OUTSIDE:
+            where = error.filename and os.fsdecode(error.filename)
+            error = UsageError(os.strerror(error.errno), where=where,
+                               hint="free some space, or choose another place")  # fmt: skip
         if isinstance(error, DivergenceError):
             if ctx.meta.get(VERBOSE):
                 _say(traceback.format_exc())
@@ -299,14 +304,17 @@ def divergence(
 
 
 def run() -> None:
-    """The console script."""
+    """The console script, which ends with 1 for a verdict alone: Python and its libraries end with
+    1 for whatever nobody caught."""
     open_streams()
     try:
         with rank0_output():
             app(prog_name="divergence")
-    except KeyboardInterrupt:
-        _say("interrupted")
-        sys.exit(INTERRUPTED_CODE)
+        sys.stdout.flush()
+    except SystemExit as ended:
+        if ended.code == 1 and not isinstance(ended.__context__, Diverged):
+            sys.exit(stop_code() if interrupted() else FAULT_CODE)
+        raise
     except DivergenceError as error:  # a help text that had nowhere to go
         _say(f"error: {error}")
         sys.exit(error.exit_code)

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from divergence.cli.answers import progress_bars, show, write_text
+from divergence.cli.answers import exit_with, progress_bars, show, write_text
 from divergence.cli.compare import HTML
 from divergence.errors import UsageError
 from divergence.options.commands import OUTPUT, Device, Output, TrustRemoteCode
@@ -144,6 +142,6 @@ def scores(
     elif str(csv) != "-":
         print_lines(scores_lines(report, brief=output.quiet, verbose=output.verbose))
     if any(candidate.verdict == "incomparable" for candidate in report.candidates):
-        raise typer.Exit(2)
+        exit_with(2)
     if report.passed is False:
-        raise typer.Exit(1)
+        exit_with(1)

@@ -28,7 +28,6 @@ from divergence.comparison.results.suites import (
 )
 from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
-from divergence.output import write_output
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS
 from divergence.words import Side, printable_json
@@ -102,7 +101,8 @@ class Answer(JsonAnswer):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write ``html()`` to a file, as a whole or not at all; its path."""
-        return write_output(self.html(), path, what="page")
+        written: Path = _by_name("output").write_output(self.html(), path, what="page")
+        return written
 
 
 class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):

@@ -20,9 +20,15 @@ from typing import Any
 
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
-from divergence.errors import DivergenceError, RunExistsError, UsageError
+from divergence.errors import (
+    DivergenceError,
+    FaultError,
+    RunExistsError,
+    UsageError,
+    check_process,
+)
 from divergence.html.notebook import small_table
-from divergence.output import write_output
+from divergence.output import output_folder, write_output
 from divergence.recording.engines.identity import without_home
 from divergence.run.command import command_line, command_words, quoted, quoted_words
 from divergence.run.reader import Run
@@ -71,7 +77,9 @@ class DiffResult:
         if self.localize_words is None:
             return 0
         words = [sys.executable, "-m", *self.localize_words]
-        return subprocess.run(words, check=False).returncode
+        code = subprocess.run(words, check=False).returncode
+        check_process(code, "localize")
+        return code
 
     def _repr_html_(self) -> str:
         verdict = self.report.verdict
@@ -287,7 +295,7 @@ class _Steps:
         self.folder, self._force, self._quiet = folder, force, quiet
         self._on_step = on_step or (lambda number, command, done: None)
         self._number = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        output_folder(folder, what="folder of the runs")
 
     def run(
         self, name: str, side: _Side, command: str, *operands: str, like: Run | None,
@@ -339,14 +347,13 @@ class _Steps:
             words, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=told,
             check=False,
         )  # fmt: skip
-        if done.returncode == 130 or done.returncode < 0:
-            raise KeyboardInterrupt
+        check_process(done.returncode, shown)
         if done.returncode:
             last = (done.stderr or b"").decode(errors="replace").strip()
             with contextlib.suppress(OSError):
                 self.folder.rmdir()  # where nothing was made
             kept = ": what is done is kept" if self.folder.exists() else ""
-            raise UsageError(
+            raise (FaultError if done.returncode == FaultError.exit_code else UsageError)(
                 f"this step failed: {shown}" + (f"\n{last}" if last else ""),
                 hint=f"settle what it says above, and run the same diff again{kept}",
             )

@@ -43,7 +43,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from divergence.errors import RunExistsError, UsageError
-from divergence.output import write_output
+from divergence.output import output_folder, write_output
 
 __all__ = [
     "ATTENDED_RMS", "LLAMA", "LOGIT_STD", "MAX_POSITIONS", "NORM_STD", "NUM_SPECIAL", "PAD",
@@ -269,7 +269,7 @@ def build(
             where=str(directory),
             hint="name a new folder, or remove this one",
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    output_folder(directory, what="model")
 
     checkpoint = Checkpoint(seed)
     architecture.weights(checkpoint, shape)

@@ -7,12 +7,16 @@ text of a run can add a line.
 
 from __future__ import annotations
 
+import re
+import signal
+
 from divergence.words import printable
 
 __all__ = [
-    "ConfigError", "DivergenceError", "DumpError", "EndpointError", "FaultError",
+    "ConfigError", "DivergenceError", "DumpError", "EndpointError", "ExhaustedError", "FaultError",
     "IncomparableError", "ModelError", "PlantError", "PromptError", "RunError", "RunExistsError",
-    "RunFormatError", "RunWriteError", "UsageError", "first_line",
+    "RunFormatError", "RunWriteError", "UsageError", "check_process",
+    "exhausted", "first_line",
 ]  # fmt: skip
 
 
@@ -121,6 +125,47 @@ class IncomparableError(DivergenceError):
 
 class FaultError(DivergenceError):
     """A fault of divergence itself; please report it."""
+
+
+class ExhaustedError(DivergenceError):
+    """Memory ran out, or a process was killed, which is most often the same."""
+
+
+_SMALLER = "fewer or shorter prompts, fewer sites, --store sketch, or a machine with more memory"
+_NO_MEMORY = re.compile(
+    r"out of memory|n.t allocate memory|cannot allocate memory(?! in static)|bad_alloc|"
+    r"enforce fail at alloc|failed to map segment|can't start new thread",
+    re.IGNORECASE,
+)
+
+
+def exhausted(error: BaseException) -> ExhaustedError | None:
+    """What says that memory ran out: ``error``, or what it was made of; None where none does."""
+    link: BaseException | None = error
+    for _ in range(20):
+        if link is None:
+            return None
+        text = str(link).strip()
+        if isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError" or (
+            isinstance(link, RuntimeError | OSError | ImportError) and _NO_MEMORY.search(text)
+        ):  # fmt: skip
+            what = f": {text.splitlines()[0][:200]}" if text else ""
+            return ExhaustedError(f"memory ran out{what}", hint=getattr(error, "hint", None)
+                                  or _SMALLER)  # fmt: skip
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def check_process(code: int, what: str) -> None:
+    """Raises ExhaustedError where the process ``what`` was killed, and KeyboardInterrupt where it
+    was interrupted. ``code``: as subprocess returns it."""
+    if code in (128 + signal.SIGINT, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if code < 0:
+        raise ExhaustedError(
+            f"{what} was killed by signal {-code}",
+            hint="most often memory ran out (the system's log says so): " + _SMALLER,
+        )
 
 
 def first_line(error: BaseException, *, most: int = 200) -> str:

@@ -3,7 +3,7 @@ else.
 
 A regular file is replaced by a finished one, so that a reader never meets half of it; a link is
 followed, since it says where the file is to lie. What is no regular file (``/dev/null``, a pipe)
-stays what it is and is written to.
+stays what it is and is written to, as is what this process's own output goes to.
 """
 
 from __future__ import annotations
@@ -12,85 +12,151 @@ import contextlib
 import errno
 import os
 import stat
-import tempfile
+import sys
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from divergence.errors import DivergenceError, UsageError
 
-__all__ = ["append_output", "write_output"]
+__all__ = ["append_output", "check_output", "output_folder", "write_output"]
 
-_HINT = "give a file in a folder that exists and can be written"
 _NO_RENAME = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV, errno.EROFS)
 """A folder that may not be written to, or a file that is a mount point: the file itself may be."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_Path = str | os.PathLike[str]
 
 
 def write_output(
-    content: bytes | str, path: str | os.PathLike[str], *, what: str,
-    error: type[DivergenceError] = UsageError,
+    content: bytes | str, path: _Path, *, what: str, error: type[DivergenceError] = UsageError,
+    make_folder: bool = False,
 ) -> Path:  # fmt: skip
     """Writes ``content`` to ``path``. ``what``: what to call it where it cannot be written, as in
     ``cannot write the page``. Text becomes UTF-8. Raises ``error``."""
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    try:
-        target = Path(os.path.realpath(path))
-        mode = target.stat().st_mode if target.exists() else None
-        if mode is not None and stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        if mode is not None and not stat.S_ISREG(mode):
-            _write_in_place(target, data)
+    with _failures(path, what, error):
+        data = _encoded(content)
+        if make_folder:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        target, status = _looked_up(path)
+        stream = _stream_to(status)
+        if stream is not None:
+            _write(stream, data)
+        elif target is None:
+            _write_in_place(path, data)
         else:
-            _replace(target, data, mode)
-    except (OSError, ValueError) as failure:  # ValueError: a name with NUL
-        why = getattr(failure, "strerror", None) or failure
-        raise error(f"cannot write the {what}: {why}", where=str(path), hint=_HINT) from failure
+            _replace(target, data, status)
     return Path(path)
 
 
 def append_output(
-    text: str, path: str | os.PathLike[str], *, what: str,
-    error: type[DivergenceError] = UsageError,
-) -> None:  # fmt: skip
+    text: str, path: _Path, *, what: str, error: type[DivergenceError] = UsageError
+) -> None:
     """Adds ``text`` to a file that others write to as well. Raises ``error``."""
+    with _failures(path, what, error), open(path, "ab", buffering=0) as file:
+        _write(file.fileno(), _encoded(text))
+
+
+def output_folder(
+    path: _Path, *, what: str, error: type[DivergenceError] = UsageError
+) -> Path:  # fmt: skip
+    """The folder ``path``, made where there is none. Raises ``error``."""
+    with _failures(path, what, error):
+        Path(path).mkdir(parents=True, exist_ok=True)
+    return Path(path)
+
+
+def check_output(
+    path: _Path | None, *, what: str, error: type[DivergenceError] = UsageError,
+    make_folder: bool = False,
+) -> None:  # fmt: skip
+    """Refuses before the work what could not be written behind it: no such folder, a folder of this
+    name, a place that is not to be written to. None is no output. Raises ``error``."""
+    if path is None:
+        return
+    with _failures(path, what, error):
+        target, status = _looked_up(path)
+        if status is not None and os.access(path, os.W_OK):
+            return
+        folder = None if target is None else target.parent
+        if make_folder and folder is not None and not folder.exists():
+            return
+        if folder is not None and not stat.S_ISDIR(os.stat(folder).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if folder is None or not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextlib.contextmanager
+def _failures(path: _Path, what: str, error: type[DivergenceError]) -> Iterator[None]:
     try:
-        with open(path, "ab") as file:
-            file.write(text.encode("utf-8", "backslashreplace"))
-    except (OSError, ValueError) as failure:
+        yield
+    except (OSError, ValueError) as failure:  # ValueError: a name with NUL
+        number = getattr(failure, "errno", None)
         why = getattr(failure, "strerror", None) or failure
-        raise error(f"cannot write the {what}: {why}", where=str(path), hint=_HINT) from failure
+        hint = "give another place, in a folder that exists and can be written"
+        if number in _FULL:
+            hint = "free some space, or give a place on another disk"
+        raise error(f"cannot write the {what}: {why}", where=str(path), hint=hint) from failure
 
 
-def _replace(target: Path, data: bytes, mode: int | None) -> None:
+def _looked_up(path: _Path) -> tuple[Path | None, os.stat_result | None]:
+    """(the regular file that is to be written, or None where something else stands there; what
+    stands there). A pipe of the shell (/dev/fd/63) has no path but the one given."""
+    target = Path(os.path.realpath(path))
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:40]}.", dir=target.parent)
+        status = os.stat(path)
+    except FileNotFoundError:
+        return target, None
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    return target if stat.S_ISREG(status.st_mode) and target.exists() else None, status
+
+
+def _stream_to(status: os.stat_result | None) -> int | None:
+    """stdout or stderr, where it goes to this file: a finished one in its place would take what
+    is still to be printed out of sight."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            if status is not None and os.path.samestat(status, os.fstat(number)):
+                if stream is not None:
+                    stream.flush()
+                return number
+    return None
+
+
+def _replace(target: Path, data: bytes, status: os.stat_result | None) -> None:
+    temporary = target.with_name(f".{target.name[:40]}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open(temporary, "xb", buffering=0) as file:
+            if status is not None:
+                with contextlib.suppress(AttributeError, OSError):  # another's stays theirs
+                    os.chown(temporary, status.st_uid, status.st_gid)
+                os.chmod(temporary, stat.S_IMODE(status.st_mode))
+            _write(file.fileno(), data)
+        os.replace(temporary, target)
     except OSError as failure:
-        if mode is None or failure.errno not in _NO_RENAME:
+        if status is None or failure.errno not in _NO_RENAME:
             raise
-        return _write_in_place(target, data)
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o666 & ~_umask() if mode is None else stat.S_IMODE(mode))
-        try:
-            os.replace(name, target)
-        except OSError as failure:
-            if mode is None or failure.errno not in _NO_RENAME:
-                raise
-            _write_in_place(target, data)
+        _write_in_place(target, data)
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            temporary.unlink()
 
 
-def _write_in_place(target: Path, data: bytes) -> None:
+def _write_in_place(path: _Path, data: bytes) -> None:
     """Into what is there. A new file is never made: only what was looked at is written to."""
-    flags = os.O_WRONLY | (os.O_TRUNC if target.is_file() else 0)
-    with open(os.open(target, flags), "wb", buffering=0) as file:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
+    with open(os.open(path, os.O_WRONLY), "wb", buffering=0) as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.truncate(0)
+        _write(file.fileno(), data)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _write(number: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(number, rest) :]
+
+
+def _encoded(content: bytes | str) -> bytes:
+    return content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content

@@ -8,8 +8,6 @@ and where one works. Only files that a reproducer consists of are read, and no l
 from __future__ import annotations
 
 import contextlib
-import os
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from divergence.errors import DumpError, RunExistsError, RunWriteError, UsageError
 from divergence.ops.reproducer.repro import FILES
+from divergence.output import check_output, write_output
 from divergence.outside import inside, json_value, read_bytes
 
 if TYPE_CHECKING:
@@ -73,6 +72,7 @@ def bundle(
     target = Path(folder_of(out))
     if target.exists() and not force:
         raise RunExistsError(f"{target} exists already", hint="another -o, or --force")
+    check_output(target, what="bundle", error=RunWriteError, make_folder=True)
     report = compare(
         reference, candidate, truth=truth, floor=floor, name_map=name_map, device=device,
         progress=progress,
@@ -87,7 +87,7 @@ def bundle(
         report, machines, Redaction(named), reproducer=_reproducer_beside(*runs.values())
     )
     data = zipped(files)
-    _write_whole(target, data)
+    write_output(data, target, what="bundle", error=RunWriteError, make_folder=True)
     return Bundle(target, len(data), list(files), report)
 
 
@@ -127,19 +127,3 @@ def _file_in(folder: Path, name: str) -> Path | None:
         return inside(folder.parent, f"{folder.name}/{name}")
     except DumpError:
         return None
-
-
-def _write_whole(target: Path, data: bytes) -> None:
-    """A file that is there whole or not at all."""
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise RunWriteError(
-            f"writing failed: {error.strerror or error}", where=str(target), hint="another -o"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

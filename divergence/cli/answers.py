@@ -7,23 +7,36 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from divergence.errors import UsageError
+import typer
+
 from divergence.words import Progress, printable, printable_lines
 
 if TYPE_CHECKING:
     from divergence.options.commands import Output
 
 __all__ = [
-    "ARGUMENTS", "VERBOSE", "progress_bars", "show", "show_answer", "show_briefly", "show_copy",
-    "show_plan", "show_run", "write_text",
+    "ARGUMENTS", "VERBOSE", "Diverged", "exit_with", "progress_bars", "show", "show_answer",
+    "show_briefly", "show_copy", "show_plan", "show_run", "write_text",
 ]  # fmt: skip
 
 ARGUMENTS = "divergence.arguments"
 """Context key: the command line as it was given."""
 VERBOSE = "divergence.verbose"
 """Context key: whether errors print their traceback."""
+
+
+class Diverged(typer.Exit):
+    """Exit code 1: an answer. Whatever else ends with 1 did not give it (main.py)."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+def exit_with(code: int) -> NoReturn:
+    """Ends a command with the exit code of its answer."""
+    raise Diverged if code == 1 else typer.Exit(code)
 
 
 def show(text: str) -> None:
@@ -55,11 +68,10 @@ def write_text(text: str, path: Path, *, what: str) -> None:
     """A file beside the answer; ``-`` is stdout."""
     if str(path) == "-":
         show(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the {what}: {error.strerror}", where=str(path)) from error
+    else:
+        from divergence.output import write_output
+
+        write_output(text, path, what=what)
 
 
 def show_plan(plan: Any, *, json: bool) -> None:

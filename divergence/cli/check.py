@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from divergence.cli.answers import progress_bars, show
-from divergence.cli.compare import HTML, check_folder, show_report
+from divergence.cli.answers import exit_with, progress_bars, show
+from divergence.cli.compare import HTML, show_report
 from divergence.cli.signature import settings
 from divergence.errors import DivergenceError, UsageError
 from divergence.options.commands import OUTPUT, CheckOptions, Output
 from divergence.options.option import Option
+from divergence.output import append_output, check_output, write_output
 
 if TYPE_CHECKING:
     from divergence.report.ci.cases import CheckPage
@@ -84,10 +85,13 @@ def check(
     Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
     """
     options = {**settings("check"), **options}
-    check_folder(html)
     sinks = _Sinks(
         junit=junit, codequality=codequality, summary=_summary_file(github, json=output.json)
     )
+    check_output(html, what="page")
+    check_output(junit, what="JUnit file")
+    check_output(codequality, what="code quality report")
+    check_output(sinks.summary, what="step's summary")
     if bless and any((html, junit, github, codequality)):
         raise UsageError(
             "--bless checks nothing, so there is nothing for --html, --junit, --github or "
@@ -136,13 +140,13 @@ def check(
         raise typer.Exit(error.exit_code) from error
     if html is not None:
         from divergence.comparison.background import background_of
-        from divergence.html.document import write_page
         from divergence.report.page.verdict import policy
         from divergence.report.page.whole import page
 
-        answer = policy(check_lines(result, brief=True))
+        openings = [policy(check_lines(result, brief=True))]
         background = background_of(result.report)
-        write_page(page(result.report, background, openings=[answer], command_name="check"), html)
+        text = page(result.report, background, openings=openings, command_name="check")
+        write_output(text, html, what="page")
     with sinks.fence():
         if output.json:
             show(check_json(result))
@@ -152,7 +156,7 @@ def check(
             )
     sinks.write(checked_page(result))
     if not result.passed:
-        raise typer.Exit(1)
+        exit_with(1)
 
 
 def _summary_file(github: bool, *, json: bool) -> Path | None:
@@ -200,23 +204,13 @@ class _Sinks(NamedTuple):
         if self.junit is not None:
             from divergence.report.ci.junit import junit_xml
 
-            _write(self.junit, junit_xml(page), option="--junit")
+            write_output(junit_xml(page), self.junit, what="JUnit file")
         if self.codequality is not None:
             from divergence.report.ci.codequality import codequality_json
 
-            _write(self.codequality, codequality_json(page), option="--codequality")
+            write_output(codequality_json(page), self.codequality, what="code quality report")
         if self.summary is not None:
             from divergence.report.ci.github import annotation_lines, summary_markdown
 
-            _write(self.summary, summary_markdown(page), option="GITHUB_STEP_SUMMARY", mode="a")
+            append_output(summary_markdown(page), self.summary, what="step's summary")
             show("\n".join(annotation_lines(page)))
-
-
-def _write(path: Path, text: str, *, option: str, mode: str = "w") -> None:
-    try:
-        with open(path, mode, encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(
-            f"{option}: cannot be written: {error.strerror or error}", where=str(path)
-        ) from error

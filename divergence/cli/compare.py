@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from divergence.cli.answers import progress_bars, show, write_text
+from divergence.cli.answers import exit_with, progress_bars, show, write_text
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output, Quiet, Verbose
 from divergence.options.option import Option, fields_of
+from divergence.output import check_output
 from divergence.run.command import command_line
 from divergence.words import printable
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.fleet.result import Matrix
 
-__all__ = ["HTML", "check_folder", "compare", "exit_as", "show_report", "view"]
+__all__ = ["HTML", "compare", "exit_as", "show_report", "view"]
 
 HTML = Option(
     "--html FILE", "Also write the answer as a page for a browser: one file, to be sent.", OUTPUT
@@ -189,8 +188,10 @@ def compare(
     ):
         if wrong:
             raise UsageError(message, hint=hint)
-    for option, file in (("--html", html), ("--svg", svg), ("--png", png)):
-        check_folder(file, option)
+    check_output(html, what="page")
+    check_output(svg, what="picture")
+    check_output(png, what="picture")
+    check_output(None if str(csv) == "-" else csv, what="CSV")
     if png is not None:
         from divergence.html.picture import png_library
 
@@ -215,7 +216,7 @@ def compare(
         if html is not None:
             matrix.to_html(html)
         _show_matrix(matrix, output, every=every)
-        raise typer.Exit(_matrix_code(matrix, asked=exit_code))
+        exit_with(_matrix_code(matrix, asked=exit_code))
 
     from divergence.comparison.api import compare
 
@@ -275,9 +276,9 @@ def _compare_losses(
     else:
         print_lines(loss_lines(report))
     if exit_code:
-        raise typer.Exit(LOSS_EXIT_CODES[report.verdict.kind])
+        exit_with(LOSS_EXIT_CODES[report.verdict.kind])
     if not report.metrics[0].num_steps and report.verdict.kind == "undetermined":
-        raise typer.Exit(2)  # nothing was compared
+        exit_with(2)  # nothing was compared
 
 
 def view(
@@ -330,13 +331,6 @@ def view(
     Browser(report).run()
 
 
-def check_folder(file: Path | None, option: str = "--html") -> None:
-    """Before the work, not behind it."""
-    if file is not None and not file.parent.is_dir():
-        message = f"{option}: there is no folder {file.parent}"
-        raise UsageError(message, hint="make the folder first")
-
-
 def _show_matrix(matrix: Matrix, output: Output, *, every: bool) -> None:
     from divergence.layout import BLANK, heading, print_lines
     from divergence.report.matrix import matrix_headline, matrix_lines
@@ -386,6 +380,6 @@ def exit_as(kind: str, *, asked: bool) -> None:
     """The exit code of a verdict, where it is ``asked`` for; else that of runs that could not be
     compared."""
     if asked:
-        raise typer.Exit(EXIT_CODES[kind])
+        exit_with(EXIT_CODES[kind])
     if kind == "incomparable":
-        raise typer.Exit(2)
+        exit_with(2)

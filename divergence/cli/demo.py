@@ -24,9 +24,10 @@ from typing import Annotated, Any
 
 import typer
 
-from divergence.errors import FaultError, RunError
+from divergence.errors import FaultError, check_process
 from divergence.options.commands import Output, Quiet, TrustRemoteCode, Verbose
 from divergence.options.option import Option
+from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, quoted_words
 
 __all__ = ["OTHER_KERNELS", "demo"]
@@ -95,7 +96,7 @@ def demo(
         if not plan.prompt:  # no tokenizer: token ids
             prompts = root / "prompts.jsonl"
             line = json.dumps({"input_ids": list(range(1, 17))})
-            prompts.write_text(line + "\n", encoding="utf-8")
+            write_output(line + "\n", prompts, what="prompts")
             plan = replace(plan, prompt=("--prompts", str(prompts)))
     if dtype is not None:
         plan = replace(plan, prompt=(*plan.prompt, "--dtype", dtype))
@@ -159,13 +160,7 @@ def _folder(workdir: Path | None, name: str = "demo") -> Path:
     if workdir is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         workdir = Path(cache) / "divergence" / name
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"{workdir} cannot be written: {error.strerror}", hint="choose another --workdir"
-        ) from error
-    return workdir
+    return output_folder(workdir, what="demo")
 
 
 def _say(text: str) -> None:
@@ -192,6 +187,7 @@ def _run(plan: _Plan, arguments: list[str], variables: dict[str, str], title: st
         [sys.executable, "-m", "divergence", *arguments, "--quiet"],
         env=environment, check=False, stdout=subprocess.DEVNULL,
     )  # fmt: skip
+    check_process(done.returncode, quoted_words(["divergence", *arguments]))
     if done.returncode != 0 and plan.own:  # the command has said why
         raise typer.Exit(done.returncode)
     if done.returncode != 0:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-import typer
-
-from divergence.cli.answers import progress_bars, show, show_answer
+from divergence.cli.answers import exit_with, progress_bars, show, show_answer
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import OUTPUT, DoctorOptions, Output
@@ -58,4 +56,4 @@ def doctor(
     else:
         show_answer(checkup, checkup_lines, partial(checkup_lines, brief=True), output)
     if exit_code:
-        raise typer.Exit(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])
+        exit_with(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])

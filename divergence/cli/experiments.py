@@ -6,11 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from divergence.cli.answers import progress_bars, show, show_answer
-from divergence.cli.compare import HTML, check_folder
-from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.cli.answers import exit_with, progress_bars, show, show_answer
+from divergence.cli.compare import HTML
+from divergence.errors import RunExistsError, UsageError
 from divergence.options.commands import LIMITS, Force, Output
 from divergence.options.experiments import (
     LocalizeOptions,
@@ -20,6 +18,7 @@ from divergence.options.experiments import (
     SensitivityOptions,
 )
 from divergence.options.option import Option
+from divergence.output import check_output, write_output
 
 __all__ = ["localize", "quantize", "selfcheck", "selftest", "sensitivity"]
 
@@ -53,7 +52,7 @@ def localize(
     """  # noqa: E501 - printed as it stands
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")
-    check_folder(html)
+    check_output(html, what="page")
     from divergence.experiments.localization.localize import localize
     from divergence.report.localization import localization_lines
 
@@ -63,7 +62,7 @@ def localize(
     show_answer(result, localization_lines, brief, output, html=html)
     # as compare ends; and what does not belong to these runs was not compared
     if result.refused or result.levels[0].verdict == "incomparable":
-        raise typer.Exit(2)
+        exit_with(2)
 
 
 def sensitivity(
@@ -89,7 +88,7 @@ def sensitivity(
     Faults: scale, update-scale, noise, bias, channel, zero. Not for a pair that is judged faulty
     before anything is planted: exit code 2.
     """
-    check_folder(html)
+    check_output(html, what="page")
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
@@ -132,6 +131,7 @@ def quantize(
     """
     if policy is not None and options.get("target") is None:
         raise UsageError("--policy writes what --target finds", hint="--target 0.01")
+    check_output(policy and policy / "list", what="policy", make_folder=True)
     from divergence.experiments.quantization.policy import write_forms
     from divergence.experiments.quantization.quantize import quantize
     from divergence.report.quantization import answer_line, quantization_lines
@@ -166,7 +166,7 @@ def selfcheck(
 
     With --exit-code: 1 where a line diverged, 2 where one could not be told; else 0.
     """
-    check_folder(html)
+    check_output(html, what="page")
     from divergence.experiments.selfcheck.selfcheck import selfcheck
     from divergence.report.selfcheck import selfcheck_answer, selfcheck_lines
 
@@ -174,11 +174,11 @@ def selfcheck(
         result = selfcheck(model, progress=progress, **options)
     show_answer(result, selfcheck_lines, selfcheck_answer, output, html=html)
     if exit_code and result.diverged:
-        raise typer.Exit(1)
+        exit_with(1)
     if exit_code and (
         result.with_status("suspected", "undetermined", "not_run") or not result.compared
     ):
-        raise typer.Exit(2)
+        exit_with(2)
 
 
 def selftest(
@@ -208,26 +208,19 @@ def selftest(
 
     name = resolve_device(options.pop("device", "auto"))
     file = out or Path(f"selftest-{name.replace(':', '-')}.json")
-    if file.exists() and not force:
+    check_output(file, what="answer")
+    if file.is_file() and not force:
         raise RunExistsError(f"{file} exists", hint="choose another -o, or --force")
     try:
         with progress_bars(quiet=output.silent) as progress:
             result = selftest(name, progress=progress, **options)
     except KeyboardInterrupt as interrupt:
         if interrupt.args:
-            _write(file, interrupt.args[0].to_json(indent=2))
+            write_output(interrupt.args[0].to_json(indent=2) + "\n", file, what="answer")
         raise
-    _write(file, result.to_json(indent=2))
+    write_output(result.to_json(indent=2) + "\n", file, what="answer")
     show_answer(result, selftest_lines, selftest_answer, output)
     if not output.silent:
         show(f"written to {file}")
     if exit_code and result.failed:
-        raise typer.Exit(1)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        raise RunWriteError(f"{file} cannot be written: {error.strerror}",
-                            hint="choose another -o") from error  # fmt: skip
+        exit_with(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import importlib
 import keyword
+import os
 import shutil
 import sys
 import traceback
@@ -21,26 +22,22 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from divergence.cli.answers import ARGUMENTS, VERBOSE
-from divergence.cli.streams import (
-    INTERRUPTED_CODE,
-    interrupted,
-    nowhere,
-    open_streams,
-    other_rank,
-    rank0_output,
-)
-from divergence.errors import DivergenceError, UsageError
+from divergence.cli.answers import ARGUMENTS, VERBOSE, Diverged
+from divergence.cli.ends import FAULT_CODE, interrupted, stop_code
+from divergence.cli.streams import nowhere, open_streams, other_rank, rank0_output
+from divergence.errors import DivergenceError, UsageError, exhausted
 from divergence.words import printable, printable_lines
 
 __all__ = ["COMMANDS", "app", "run"]
 
 USAGE_CODE = 2
-FAULT_CODE = 3
+_OUTSIDE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP,
+    errno.ENAMETOOLONG,
+)  # fmt: skip
+"""What the system refuses, wherever it was asked: no fault of this tool."""
 _READER_GONE = (BrokenPipeError, SystemExit)
 """A closed pipe; rich turns it into SystemExit(1) where it prints a help text."""
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
-"""What asking for a file at all may meet, on whatever path a user names."""
 
 EPILOG = """
 Examples:
@@ -198,21 +195,30 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (KeyboardInterrupt, EOFError, typer.Abort):
-            _say("interrupted")
-            raise typer.Exit(INTERRUPTED_CODE) from None
         except typer.Exit:
             raise
         except _READER_GONE:
             raise _reader_gone() from None
-        except Exception as error:
-            if interrupted():  # and a library made an error of it
-                _say("interrupted")
-                raise typer.Exit(INTERRUPTED_CODE) from None
+        except BaseException as error:
             raise self._ending(ctx, error) from None
 
-    def _ending(self, ctx: Any, error: Exception) -> Exception:
+    def _ending(self, ctx: Any, error: BaseException) -> BaseException:
         """Prints an error of a command; returns what to raise for its exit code."""
+        # a library may have made an error of an interruption
+        if interrupted() or isinstance(error, KeyboardInterrupt | EOFError | typer.Abort):
+            _say("interrupted")
+            return typer.Exit(stop_code())
+        if spent := exhausted(error):
+            if not ctx.meta.get(VERBOSE):
+                traceback.clear_frames(error.__traceback__)  # frees what they hold
+            error = spent.with_traceback(error.__traceback__)
+        elif isinstance(error, OSError) and error.errno in _OUTSIDE:
+            where = error.filename and os.fsdecode(error.filename)[:500]
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            error = UsageError(
+                f"the system refuses: {os.strerror(error.errno)}", where=where,
+                hint=f"{'free some space, or ' * full}choose another place",
+            )  # fmt: skip
         if isinstance(error, DivergenceError):
             if ctx.meta.get(VERBOSE):
                 _say(traceback.format_exc())
@@ -222,9 +228,6 @@ class _Group(TyperGroup):
             # typer's own: it prints the usage, and 1 is not its to give
             error.exit_code = max(error.exit_code, USAGE_CODE)
             return error
-        if isinstance(error, OSError) and error.errno in _OF_A_PATH:
-            where = str(error.filename)[:500]
-            return self._ending(ctx, UsageError(f"cannot be used: {error.strerror}", where=where))
         if ctx.meta.get(VERBOSE):
             _say(traceback.format_exc())
             hint = "report this with the traceback above"
@@ -305,14 +308,17 @@ def divergence(
 
 
 def run() -> None:
-    """The console script."""
+    """The console script, which ends with 1 for a verdict alone: Python and its libraries end with
+    1 for whatever nobody caught."""
     open_streams()
     try:
         with rank0_output():
             app(prog_name="divergence")
-    except KeyboardInterrupt:
-        _say("interrupted")
-        sys.exit(INTERRUPTED_CODE)
+        sys.stdout.flush()
+    except SystemExit as ended:
+        if ended.code == 1 and not isinstance(ended.__context__, Diverged):
+            sys.exit(stop_code() if interrupted() else FAULT_CODE)
+        raise
     except DivergenceError as error:  # a help text that had nowhere to go
         _say(f"error: {error}")
         sys.exit(error.exit_code)

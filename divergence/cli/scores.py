@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from divergence.cli.answers import progress_bars, show, write_text
-from divergence.cli.compare import HTML, check_folder
+from divergence.cli.answers import exit_with, progress_bars, show, write_text
+from divergence.cli.compare import HTML
 from divergence.errors import UsageError
 from divergence.options.commands import OUTPUT, Device, Output, TrustRemoteCode
 from divergence.options.option import Option
+from divergence.output import check_output
 
 __all__ = ["scores"]
 
@@ -118,7 +117,8 @@ def scores(
     """
     if sum((output.json, markdown, str(csv) == "-")) > 1:
         raise UsageError("--json, --markdown and --csv - all want stdout", hint="give one of them")
-    check_folder(html)
+    check_output(html, what="page")
+    check_output(None if str(csv) == "-" else csv, what="CSV")
     from divergence.evaluations.api import scores
     from divergence.evaluations.show import scores_csv, scores_lines, scores_markdown
     from divergence.layout import print_lines
@@ -142,6 +142,6 @@ def scores(
     elif str(csv) != "-":
         print_lines(scores_lines(report, brief=output.quiet, verbose=output.verbose))
     if any(candidate.verdict == "incomparable" for candidate in report.candidates):
-        raise typer.Exit(2)
+        exit_with(2)
     if report.passed is False:
-        raise typer.Exit(1)
+        exit_with(1)

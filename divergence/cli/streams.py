@@ -7,9 +7,6 @@ where that cannot be written, nothing changes.
 Of the processes that torchrun starts, rank 0 alone prints. All were given the same command line, so
 what is wrong with it is said once. A fault of another rank, and whatever rank 0 did not stop for,
 still goes to that rank's own stderr.
-
-Ctrl-C ends a command with 130, whatever a library makes of it: an import that is interrupted may
-end as an error of the library's own ("could not import ..."), so it is noted when it comes.
 """
 
 from __future__ import annotations
@@ -18,20 +15,17 @@ import contextlib
 import errno
 import io
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
+from divergence.cli.ends import stop_code
 from divergence.errors import UsageError
 
 __all__ = [
-    "INTERRUPTED_CODE", "interrupted", "nowhere", "open_streams", "other_rank", "rank0_output",
-    "watch",
+    "nowhere", "open_streams", "other_rank", "rank0_output",
 ]  # fmt: skip
 
 PATIENCE_S = 10.0
@@ -146,28 +140,8 @@ def rank0_output() -> Iterator[None]:
         try:
             yield
         except SystemExit as ended:
-            if ended.code not in (None, 0, INTERRUPTED_CODE):
+            if ended.code and ended.code != stop_code():
                 time.sleep(PATIENCE_S)
                 if held.getvalue() and sys.__stderr__ is not None:
                     sys.__stderr__.write(f"rank {other_rank()}: {held.getvalue()}")
             raise
-
-
-INTERRUPTED_CODE = 130
-_came = threading.Event()
-
-
-def watch() -> None:
-    """Notes Ctrl-C from now on; it raises KeyboardInterrupt as before."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _note)
-
-
-def interrupted() -> bool:
-    """Has Ctrl-C come since ``watch``?"""
-    return _came.is_set()
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    _came.set()
-    raise KeyboardInterrupt

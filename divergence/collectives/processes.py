@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from divergence.errors import DivergenceError, UsageError
+from divergence.errors import DivergenceError, UsageError, check_process
 from divergence.options.capture import CaptureOptions
 from divergence.recording.ranks.processes import PeerStoppedError
 from divergence.run.reader import Run
@@ -77,6 +77,7 @@ def start(
         raise failed
     if any(process.exitcode for process in processes):
         codes = [process.exitcode for process in processes]
+        check_process(min(map(int, filter(None, codes))), "a rank")
         raise DivergenceError(f"a rank ended without a word: exit codes {codes}")
     return Run.open(out)
 

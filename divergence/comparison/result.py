@@ -101,7 +101,7 @@ class Answer(JsonAnswer):
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write ``html()`` to a file, as a whole or not at all; its path."""
-        written: Path = _by_name("html", "document").write_page(self.html(), path)
+        written: Path = _by_name("output").write_output(self.html(), path, what="page")
         return written
 
 

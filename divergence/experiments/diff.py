@@ -20,8 +20,15 @@ from typing import Any
 
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
-from divergence.errors import DivergenceError, RunExistsError, UsageError
+from divergence.errors import (
+    DivergenceError,
+    FaultError,
+    RunExistsError,
+    UsageError,
+    check_process,
+)
 from divergence.html.notebook import small_table
+from divergence.output import output_folder, write_output
 from divergence.recording.engines.identity import without_home
 from divergence.run.command import command_line, command_words, quoted, quoted_words
 from divergence.run.reader import Run
@@ -70,7 +77,9 @@ class DiffResult:
         if self.localize_words is None:
             return 0
         words = [sys.executable, "-m", *self.localize_words]
-        return subprocess.run(words, check=False).returncode
+        code = subprocess.run(words, check=False).returncode
+        check_process(code, "localize")
+        return code
 
     def _repr_html_(self) -> str:
         verdict = self.report.verdict
@@ -169,7 +178,7 @@ def diff(
                   **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
     truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False, **remote)
     report = compare(a, b, truth=truth, progress=progress)
-    (steps.folder / "report.json").write_text(report.to_json(indent=2) + "\n", encoding="utf-8")
+    write_output(report.to_json(indent=2) + "\n", steps.folder / "report.json", what="report")
     report.to_html(steps.folder / "report.html")
     here = all(not side.variables and side.python == sys.executable for side in sides)
     return DiffResult(
@@ -286,7 +295,7 @@ class _Steps:
         self.folder, self._force, self._quiet = folder, force, quiet
         self._on_step = on_step or (lambda number, command, done: None)
         self._number = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        output_folder(folder, what="folder of the runs")
 
     def run(
         self, name: str, side: _Side, command: str, *operands: str, like: Run | None,
@@ -338,14 +347,13 @@ class _Steps:
             words, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=told,
             check=False,
         )  # fmt: skip
-        if done.returncode == 130 or done.returncode < 0:
-            raise KeyboardInterrupt
+        check_process(done.returncode, shown)
         if done.returncode:
             last = (done.stderr or b"").decode(errors="replace").strip()
             with contextlib.suppress(OSError):
                 self.folder.rmdir()  # where nothing was made
             kept = ": what is done is kept" if self.folder.exists() else ""
-            raise UsageError(
+            raise (FaultError if done.returncode == FaultError.exit_code else UsageError)(
                 f"this step failed: {shown}" + (f"\n{last}" if last else ""),
                 hint=f"settle what it says above, and run the same diff again{kept}",
             )

@@ -28,6 +28,7 @@ from divergence.errors import DivergenceError
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.result import Selftest, Step, StepStatus
 from divergence.ops.replay import replay
+from divergence.output import output_folder
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.tiny import build
@@ -79,8 +80,7 @@ def selftest(
     if keep is None:
         folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
     else:
-        folder = folder_of(keep)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = output_folder(folder_of(keep), what="folder of the runs")
     bench = _Bench(name, folder, environment)
 
     def result(*, complete: bool) -> Selftest:

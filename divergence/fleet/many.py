@@ -33,6 +33,7 @@ from divergence.fleet.agreement import (
 )
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
 from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.output import output_folder, write_output
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded
@@ -306,30 +307,14 @@ def _path(run: str | Path | Run) -> str:
 
 
 def _folder(path: str | Path) -> Path:
-    folder = expanded(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UsageError(
-                "the directory for the reports is not empty", where=str(folder),
-                hint="give a new one",
-            )  # fmt: skip
-    except OSError as error:
+    folder = output_folder(expanded(path), what="reports")
+    if any(folder.iterdir()):
         raise UsageError(
-            f"no directory for the reports: {error.strerror}", where=str(folder)
-        ) from error
+            "the directory for the reports is not empty", where=str(folder), hint="give a new one"
+        )
     return folder
 
 
 def _write(report: Report, folder: Path, number: int, path: str) -> Path:
     file = folder / f"{number:04d}-{os.path.basename(os.path.normpath(path))}.json"
-    try:
-        file.write_text(report.to_json(indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            file.unlink()  # half of one is none
-        raise UsageError(
-            f"the report cannot be written: {error.strerror}", where=str(file),
-            hint="free some space, or choose another place with --reports",
-        ) from error  # fmt: skip
-    return file
+    return write_output(report.to_json(indent=2) + "\n", file, what="report")

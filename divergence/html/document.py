@@ -11,15 +11,12 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import os
-import tempfile
 from functools import cache
 from pathlib import Path
 
-from divergence.errors import UsageError
 from divergence.html.element import Element, render
 
-__all__ = ["document", "write_file", "write_page"]
+__all__ = ["document"]
 
 
 def document(title: str, body: Element, *, data: str, attachment: bytes = b"") -> str:
@@ -45,38 +42,6 @@ def document(title: str, body: Element, *, data: str, attachment: bytes = b"") -
         f'<script type="text/plain" id="attachment">{packed}</script>\n'
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
-
-
-def write_page(text: str, path: str | os.PathLike[str]) -> Path:
-    """Write a page."""
-    return write_file(text.encode(), path, what="page")
-
-
-def write_file(content: bytes, path: str | os.PathLike[str], *, what: str) -> Path:
-    """Write a file as a whole or not at all: a reader never meets half of one."""
-    path = Path(path)
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
-        try:
-            with open(handle, "wb") as file:
-                file.write(content)
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the {what}: {error.strerror}", where=str(path),
-            hint="give a file in a folder that exists and can be written",
-        ) from error  # fmt: skip
-    return path
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _within_script(json: str) -> str:

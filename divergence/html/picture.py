@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 
 from divergence.errors import UsageError
-from divergence.html.document import write_file
 from divergence.html.element import Element, Node, el, render, shortened
 from divergence.html.figures import HEIGHT, Plot, drawn
+from divergence.output import write_output
 
 __all__ = ["Picture", "colour", "compose", "inked", "picture", "png_library"]
 
@@ -71,7 +71,7 @@ class Picture:
     def write(self, path: str | os.PathLike[str], kind: str) -> Path:
         """The same in the format that is named, ``svg`` or ``png``, whatever the file's name."""
         content = self.png() if kind == "png" else (self.svg + "\n").encode()
-        return write_file(content, path, what="picture")
+        return write_output(content, path, what="picture")
 
 
 def png_library() -> ModuleType:

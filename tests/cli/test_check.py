@@ -74,4 +74,4 @@ def test_a_file_that_cannot_be_written_is_named(invoke, answering, reports):
     """Exit 2, since the CI server would see nothing."""
     answering(reports.make_report())
     code, _, err = invoke("check", "golden", "new", "--junit", "no/folder/j.xml")
-    assert code == 2 and "--junit: cannot be written" in err and "no/folder/j.xml" in err
+    assert code == 2 and "cannot write the JUnit file" in err and "no/folder/j.xml" in err

@@ -80,8 +80,8 @@ def test_measuring_needs_sums_of_float64_alone(said):
 
 @pytest.mark.parametrize("name", ["model", "forward"])
 def test_out_of_memory(said, name):
-    """Exit 2, with what to try."""
+    """Exit 3, with what to try."""
     (code, _, err), _ = said[f"memory for the {name}"]
-    assert code == 2
+    assert code == 3
     assert "out of memory" in err
     assert "try:" in err

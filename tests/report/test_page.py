@@ -284,22 +284,3 @@ def test_what_is_attached_is_bounded(reports):
     assert len(sites) == kept <= len(report.sites)
     flagged = sum(site.flagged for site in report.sites)
     assert sum(site["flagged"] for site in sites) == flagged
-
-
-def test_a_page_is_written_whole_or_not_at_all(reports, tmp_path, monkeypatch):
-    """An old page stays until the new one is there; what fails leaves nothing behind."""
-    from divergence.errors import UsageError
-    from divergence.html import document
-
-    path = tmp_path / "page.html"
-    path.write_text("old")
-    assert document.write_page("new", path) == path
-    assert path.read_text() == "new"
-    monkeypatch.setattr(
-        document.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
-    )
-    with pytest.raises(UsageError, match="full"):
-        document.write_page("newer", path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
-    with pytest.raises(UsageError, match="cannot write"):
-        document.write_page("x", tmp_path / "nowhere" / "page.html")

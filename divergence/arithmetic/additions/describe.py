@@ -23,6 +23,7 @@ from pathlib import Path
 
 from divergence.arithmetic.additions.order import OperatorOrders
 from divergence.arithmetic.additions.trees import Tree
+from divergence.output import write_output
 
 __all__ = ["MAX_TEXT", "describe", "svg", "write_drawings"]
 
@@ -190,7 +191,6 @@ def svg(tree: Tree, title: str) -> str:
 
 def write_drawings(folder: Path, findings: list[OperatorOrders]) -> list[Path]:
     """One file a tree, named after its operator; unverified ones say so."""
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for finding in findings:
         name = re.sub(r"[^\w.=-]+", "-", finding.operator.title)
@@ -199,6 +199,6 @@ def write_drawings(folder: Path, findings: list[OperatorOrders]) -> list[Path]:
             if len(finding.orders) > 1:
                 title += f", {int(order.cells.sum())} outputs"
             path = folder / (f"{name}.svg" if number == 0 else f"{name}-{number}.svg")
-            path.write_text(svg(order.tree, title), encoding="utf-8")
-            written.append(path)
+            text = svg(order.tree, title)
+            written.append(write_output(text, path, what="drawing", make_folder=True))
     return written

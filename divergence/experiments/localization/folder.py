@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from divergence.errors import DumpError, RunExistsError, RunWriteError
+from divergence.output import write_output
 from divergence.outside import json_value, read_bytes
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
@@ -66,14 +67,8 @@ class WorkFolder:
         return verified if isinstance(verified, list) else []
 
     def _write(self, name: str, text: str) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise RunWriteError(
-                f"writing failed: {error.strerror or error}", where=str(self.path),
-                hint="choose another disk with -o",
-            ) from error  # fmt: skip
+        write_output(text, self.path / name, what="folder's notes", error=RunWriteError,
+                     make_folder=True)  # fmt: skip
 
     def _check(self, *, force: bool) -> None:
         folder, text = self.path, None

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.errors import (
+    DivergenceError,
+    FaultError,
+    ModelError,
+    UsageError,
+    check_process,
+)
 from divergence.experiments.localization.folder import WorkFolder
 from divergence.experiments.localization.repetition import (
     check_repetition,
@@ -369,8 +375,9 @@ def _made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | N
         [sys.executable, "-m", *words, "--quiet"],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    check_process(done.returncode, f"the {words[1]} with the recorded environment variables")
     if done.returncode != 0:
-        raise ModelError(
+        raise (FaultError if done.returncode == FaultError.exit_code else ModelError)(
             f"the {words[1]} with the recorded environment variables failed "
             f"(exit {done.returncode})",
             where=str(out),

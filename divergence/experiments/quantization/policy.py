@@ -24,6 +24,7 @@ from divergence.experiments.quantization.result import (
 )
 from divergence.experiments.quantization.trials import QuantizationTrials
 from divergence.numerics.quantizers import Quantizer
+from divergence.output import write_output
 from divergence.quantization.scheme import Scheme
 from divergence.words import Progress, silent
 
@@ -179,14 +180,8 @@ def _weight_of(scheme: Scheme) -> str:
 
 def write_forms(result: Quantization, folder: Path) -> None:
     """Write ``forms`` of what is kept. Raises RunWriteError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in forms(result.kept, result.scheme_as_run).items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunWriteError(
-            f"{folder} cannot be written: {error.strerror}", hint="choose another --policy"
-        ) from error
+    for name, text in forms(result.kept, result.scheme_as_run).items():
+        write_output(text, folder / name, what="policy", error=RunWriteError, make_folder=True)
 
 
 def _lines(what: str, scope: str, quantizer: Quantizer) -> str:

@@ -34,6 +34,7 @@ from divergence.experiments.result import (
     SelfcheckStatus,
 )
 from divergence.experiments.selfcheck.variations import BASE, NAMES, UNASKED, Variation, variations
+from divergence.output import output_folder
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.load import load_tokenizer
@@ -101,10 +102,9 @@ def selfcheck(
     began = time.perf_counter()
     wanted = _wanted(only)
     folder = Path(tempfile.mkdtemp(prefix="divergence-selfcheck-")) if keep is None else (
-        folder_of(keep)
+        output_folder(folder_of(keep), what="folder of the runs")
     )  # fmt: skip
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         given: Any = prompts
         if not prompts and prompts_file is None:
             given = _built_in(str(model), revision=revision, trust_remote_code=trust_remote_code)

@@ -12,6 +12,7 @@ took, and needs neither this package nor the model.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.reproducer.bug_report import RunSide, code_span, report_text, title_of
 from divergence.ops.reproducer.differences import Difference, difference, store_error, what_differs
 from divergence.ops.reproducer.script import operand_names, portable, portable_truth, script_text
+from divergence.output import write_output
 from divergence.recording.engines.checkpoint import Weights
 from divergence.recording.machine.environment import resolve_device
 from divergence.run.command import command_line
@@ -355,26 +357,22 @@ def _check_inputs(
 def _write(
     out: Path, script: str, report: str, inputs: Tensors, expected: Tensors, true: Tensors
 ) -> tuple[str, ...]:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     saved = {
         "inputs.safetensors": {name: portable(tensor) for name, tensor in inputs.items()},
         "expected.safetensors": {port: portable(tensor) for port, tensor in expected.items()},
         "truth.safetensors": {port: portable_truth(tensor) for port, tensor in true.items()},
     }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            (out / name).unlink(missing_ok=True)
-        for name, tensors in saved.items():
-            if tensors or name != "truth.safetensors":
-                save_file(tensors, out / name)
-        (out / "repro.py").write_text(script, encoding="utf-8")
-        (out / "report.md").write_text(report, encoding="utf-8")
-    except (OSError, SafetensorError) as error:  # safetensors' own, where the disk is full
-        reason = getattr(error, "strerror", None) or error
-        raise RunWriteError(
-            f"writing failed: {reason}", where=str(out), hint="choose another -o"
-        ) from error
-    return tuple(name for name in FILES if (out / name).exists())
+    files: dict[str, bytes | str] = {
+        name: save(tensors)
+        for name, tensors in saved.items()
+        if tensors or name != "truth.safetensors"
+    }
+    files |= {"repro.py": script, "report.md": report}
+    for name in FILES:
+        with contextlib.suppress(OSError):
+            (out / name).unlink()
+    for name, content in files.items():
+        write_output(content, out / name, what="reproducer", error=RunWriteError, make_folder=True)
+    return tuple(name for name in FILES if name in files)

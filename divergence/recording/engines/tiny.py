@@ -39,10 +39,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from divergence.errors import RunExistsError, UsageError
+from divergence.output import output_folder, write_output
 
 __all__ = [
     "ATTENDED_RMS", "LLAMA", "LOGIT_STD", "MAX_POSITIONS", "NORM_STD", "NUM_SPECIAL", "PAD",
@@ -77,6 +78,11 @@ ATTENDED_RMS = 0.55
 _SWIGLU_RMS = 0.60
 """sqrt(E[silu(g)^2] E[u^2]) for unit normals."""
 MAX_POSITIONS = 512
+_CONFIG = "config.json"
+_FILES = {
+    "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+}  # fmt: skip
+"""What a build that was stopped may have left: the config is written last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +154,7 @@ class Checkpoint:
             name: torch.from_numpy(value.astype(np.float32)).to(getattr(torch, dtype))
             for name, value in self.tensors.items()
         }
-        save_file(tensors, path, metadata={"format": "pt"})
+        write_output(save(tensors, {"format": "pt"}), path, what="model")
 
 
 def embedding(at: Checkpoint, name: str, shape: Shape, *, head: str, updates: int) -> float:
@@ -241,7 +247,8 @@ def build(
     tied: bool | None = None,
     chat_template: bool = True,
 ) -> Path:
-    """Write a model folder and return its path; ``directory`` must be empty or absent.
+    """Write a model folder and return its path; ``directory`` must be empty or absent, or
+    hold what a build that was stopped has left.
 
     ``size``: "test" (3 blocks, hidden 64, vocabulary 512) or "demo" (12 blocks, hidden 256,
     vocabulary 2048); ``num_blocks`` and ``hidden`` replace its values. ``tied``: whether the output
@@ -255,13 +262,14 @@ def build(
         )
     if seed < 0:
         raise UsageError(f"a seed cannot be negative, got {seed}", hint="use 0 or more")
-    if directory.is_dir() and any(directory.iterdir()):
+    names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
+    if any(name not in _FILES and not name.endswith(".tmp") for name in names):
         raise RunExistsError(
             "the folder for the model is not empty",
             where=str(directory),
             hint="name a new folder, or remove this one",
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    output_folder(directory, what="model")
 
     checkpoint = Checkpoint(seed)
     architecture.weights(checkpoint, shape)
@@ -279,8 +287,8 @@ def build(
         **tokens,
         **architecture.dimensions(shape),
     }
-    _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"do_sample": False, **tokens})
+    _write_json(directory / _CONFIG, config)
     return directory
 
 
@@ -315,7 +323,7 @@ def _write_tokenizer(directory: Path, *, vocab_size: int, wrap: Wrap, chat_templ
             single=f"{before}$A{after}",
             special_tokens=[(_SPECIAL[token], token) for token in (_BOS, _EOS)],
         )
-    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
+    write_output(tokenizer.to_str(), directory / "tokenizer.json", what="tokenizer")
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": _SPECIAL[PAD],
@@ -350,4 +358,4 @@ def _shape_of(size: str, num_blocks: int | None, hidden: int | None, tied: bool)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_output(json.dumps(content, indent=2, sort_keys=True) + "\n", path, what="model")

@@ -117,7 +117,7 @@ def _check_contents(path: Path, *, force: bool) -> None:
             f"{path} exists and is not a directory", hint="choose another directory with -o"
         )
     names = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    if not names or (names == {TENSORS} and _is_empty(path / TENSORS)):
+    if not names or (TENSORS in names and all(_holds_nothing(path / name) for name in names)):
         return  # nothing, or what a capture that was killed at once leaves
     if not force:
         raise RunExistsError(
@@ -136,8 +136,16 @@ def _check_contents(path: Path, *, force: bool) -> None:
         )
 
 
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+def _holds_nothing(path: Path) -> bool:
+    """Is it a part of a run that was begun, and as yet empty?"""
+    if path.is_symlink():
+        return False
+    if path.name == TENSORS:
+        return path.is_dir() and not any(path.iterdir())
+    begun = path.name == MANIFEST + ".tmp" or (
+        path.name != MANIFEST and is_run_name(path.name) and path.stat().st_size == 0
+    )
+    return begun and path.is_file()
 
 
 def _foreign_tensors(path: Path) -> list[str]:

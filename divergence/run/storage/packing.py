@@ -11,6 +11,7 @@ its extra field (as Android's zipalign does), so that tensors can be used withou
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import struct
@@ -111,9 +112,12 @@ def unpack(
 
 def put_in_place(new: Path, target: Path, old: Path) -> None:
     """Renames ``new`` to ``target``, and what was there to ``old``: whoever stops this, one of the
-    two is there, whole."""
+    two is there, whole. (Where the system cannot exchange two, a kill may leave it in ``old``.)"""
     if not target.exists():
         os.replace(new, target)
+        return
+    if _exchanged(new, target):
+        os.replace(new, old)
         return
     try:
         os.replace(target, old)
@@ -122,6 +126,17 @@ def put_in_place(new: Path, target: Path, old: Path) -> None:
         if not target.exists():
             os.replace(old, target)
         raise
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Were the two exchanged, in one step? Linux alone has it."""
+    try:
+        function = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    code: int = function(here, os.fsencode(first), here, os.fsencode(second), exchange)
+    return code == 0
 
 
 def check_archive(place: Location, *, force: bool) -> None:

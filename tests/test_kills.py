@@ -1,0 +1,162 @@
+"""A command that is killed at any change it makes on disk: what lies there then, and the next try.
+
+The kill comes at the n-th time that a file is opened for writing, renamed or removed, or a folder
+is made: Python's audit events tell of each before it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from divergence.errors import DivergenceError
+from divergence.run.reader import Run
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+def invoke(folder: Path, words: list[str], *, kill_at: int = 0) -> tuple[int, str]:
+    """(exit status, stderr) of a command in a process of its own, which is killed at its n-th
+    change below ``folder``."""
+    errors = folder.parent / "stderr"
+    child = os.fork()
+    if child:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return status, errors.read_text()
+    code = 99
+    try:
+        os.chdir(folder)
+        count = 0
+
+        def on_event(event: str, arguments: tuple) -> None:
+            nonlocal count
+            if event == "open":
+                path, _, flags = arguments
+                if not (isinstance(flags, int) and flags & WRITES):
+                    return
+            elif event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+                path = arguments[0]
+            else:
+                return
+            if isinstance(path, str | os.PathLike) and str(folder) in os.path.abspath(path):
+                count += 1
+                if count == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        from divergence.cli.main import app
+
+        with open(errors, "w") as err, contextlib.redirect_stderr(err):
+            sys.addaudithook(on_event)
+            with contextlib.redirect_stdout(io.StringIO()):
+                try:
+                    app(words, prog_name="divergence")
+                except SystemExit as ended:
+                    code = ended.code or 0
+    finally:
+        os._exit(code)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, llama):
+    """A folder with a model and a run, twice."""
+    from divergence.recording.api import capture
+
+    folder = tmp_path_factory.mktemp("kills")
+    capture(str(llama), out=folder / "a", prompts=["hi"], max_new_tokens=2, probe=False)
+    shutil.copytree(folder / "a", folder / "old")
+    shutil.copytree(llama, folder / "model")
+    return folder
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+COMMANDS = {
+    "capture": ("capture model -o out --prompt hi --max-new-tokens 2 -q", "out"),
+    "truth": ("truth a -o out -q", "out"),
+    "pack": ("pack a -o out.tar -q", "out.tar"),
+    "unpack": ("unpack a -o out -q", "out"),
+    "bless": ("check out a --bless -q", "out"),
+    "bundle": ("bundle a old -o out.zip -q", "out.zip"),
+    "page": ("compare a old --html out.html -q", "out.html"),
+}
+QUICK = (("capture", False), ("pack", True), ("bless", True))
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        pytest.param(
+            name, there, id=f"{name}-{'replacing' if there else 'new'}",
+            marks=() if (name, there) in QUICK else pytest.mark.slow,
+        )
+        for name in COMMANDS
+        for there in (False, True)
+    ],
+)  # fmt: skip
+def test_a_kill_at_any_moment_leaves_what_can_be_read(name, there, sources, tmp_path):
+    """The output is absent, whole, or an incomplete run that says so; the rest of the folder is
+    as it was; the same command says what to do, and works with --force."""
+    line, out = COMMANDS[name]
+    words, options = line.split(), ["--force"]
+    if name in ("bless", "page"):
+        options = []
+    folder = tmp_path / "work"
+    shutil.copytree(sources, folder)
+    others = state(folder)
+    if there:
+        assert invoke(folder, words)[0] == 0
+        words = words + options
+    moments = 0
+    before = state(folder)
+    for moment in range(1, 200):
+        status, _ = invoke(folder, words, kill_at=moment)
+        if status != -signal.SIGKILL:
+            assert status == 0
+            break
+        moments += 1
+        after = state(folder)
+        assert {path: after.get(path) for path in others} == others, moment
+        place = folder / out
+        if place.exists() and name not in ("page", "bundle"):
+            check_run(place, moment)
+        elif there and name in ("pack", "bless", "bundle", "page"):
+            assert place.exists(), moment
+        status, err = invoke(folder, words)
+        if status != 0:
+            assert status == 2 and "--force" in err, (moment, err)
+            status, err = invoke(folder, [*words, *options])
+        assert status == 0, (moment, err)
+        reset(folder, before)
+    assert moments > 2
+
+
+def check_run(place: Path, moment: int) -> None:
+    try:
+        with contextlib.closing(Run.open(place)) as run:
+            assert run.verify() == [], moment
+    except DivergenceError as error:
+        assert error.exit_code == 2 and error.hint, (moment, error)
+
+
+def reset(folder: Path, before: dict[str, bytes]) -> None:
+    shutil.rmtree(folder)
+    for name, content in before.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)

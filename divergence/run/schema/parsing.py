@@ -62,12 +62,12 @@ def name_of(record: Record) -> str:
 def read_manifest(store: Store) -> Manifest:
     """manifest.json. Raises RunFormatError."""
     where = store.where(MANIFEST)
-    with store.open(MANIFEST) as file:
-        data = file.read(MAX_MANIFEST_BYTES + 1)
-    if len(data) > MAX_MANIFEST_BYTES:
+    if (size := store.size(MANIFEST)) > MAX_MANIFEST_BYTES:
         raise RunFormatError(
             f"{MANIFEST} has over {MAX_MANIFEST_BYTES} bytes, which no run needs", where=where
         )
+    with store.open(MANIFEST) as file:
+        data = file.read(size + 1)
     try:
         written = msgspec.json.decode(data, type=_Version)
     except BROKEN_JSON as error:

@@ -107,6 +107,9 @@ def _broken_manifest(manifest: Manifest) -> str | None:
     at = " - at `$.tokens.groups`"
     if sorted(number for group in groups for number in group) != list(range(len(samples))):
         return f"the groups must hold the samples 0 to {len(samples) - 1} once each{at}"
+    for number, sample in enumerate(samples):
+        if sample.labels is not None and len(sample.labels) != len(sample.prompt_ids):
+            return f"one label for each prompt id - at `$.tokens.samples[{number}].labels`"
     for group in groups:
         members = [samples[number] for number in group]
         if not members:

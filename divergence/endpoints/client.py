@@ -10,18 +10,22 @@ is cut out of every text of the server's before it is shown.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import random
+import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from divergence.errors import EndpointError, UsageError
+from divergence.outside import json_value
 
 __all__ = ["KEY_VARIABLE", "Client"]
 
@@ -29,13 +33,74 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
 _ATTEMPTS = 6
 _MAX_BYTES = 1 << 28
+_MAX_TOLD_BYTES = 1 << 24
+"""Of what a server says of itself."""
 _CHUNK = 1 << 16
 _SHOWN = 300
+_SECRET = 8
+"""Letters of the shortest key that is one."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         """None: the answer is then an error with the server's own code."""
+
+
+class _Request(urllib.request.Request):
+    """A request with a deadline as a whole, name look-up apart: its connection is broken then,
+    wherever it stands. A time-out of the standard library's begins anew with each byte."""
+
+    def __init__(self, url: str, body: bytes | None, timeout_s: float) -> None:
+        super().__init__(url, data=body)
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(timeout_s, self._break)
+        self._timer.daemon = True
+        self._end = time.monotonic() + timeout_s
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self._timer.start()
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+            for held in self._sockets:
+                held.close()
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def watch(self, kind: Callable[..., http.client.HTTPConnection]) -> Callable[..., Any]:
+        """``kind`` of connections, of which the sockets are known here: a second handle of each,
+        since TLS takes the first one over."""
+
+        def connect(*args: Any, **options: Any) -> socket.socket:
+            made = socket.create_connection(*args, **options)
+            self._sockets.append(made.dup())
+            return made
+
+        def make(*args: Any, **options: Any) -> http.client.HTTPConnection:
+            connection = kind(*args, **options)
+            connection._create_connection = connect  # type: ignore[attr-defined]  # no public hook
+            return connection
+
+        return make
+
+    def _break(self) -> None:
+        for held in self._sockets:
+            with contextlib.suppress(OSError):
+                held.shutdown(socket.SHUT_RDWR)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: Any) -> Any:
+        return self.do_open(request.watch(http.client.HTTPConnection), request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, request: Any) -> Any:
+        return self.do_open(request.watch(http.client.HTTPSConnection), request)
 
 
 class Client:
@@ -45,8 +110,8 @@ class Client:
         self, url: str, *, timeout_s: float = 600.0, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.base, self._timeout_s, self._sleep = _base(url), timeout_s, sleep
-        self._key = os.environ.get(KEY_VARIABLE) or ""
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._key = os.environ.get(KEY_VARIABLE, "").encode()
+        self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
         self.num_retries = 0
 
     def get(self, path: str) -> Any:
@@ -78,54 +143,64 @@ class Client:
 
     def _once(self, path: str, payload: dict[str, Any] | None, *, timeout_s: float) -> Any:
         body = None if payload is None else json.dumps(payload).encode()
-        request = urllib.request.Request(self.base + path, data=body)
+        request = _Request(self.base + path, body, timeout_s)
         request.add_header("Content-Type", "application/json")
         request.add_header("User-Agent", "divergence")
         if self._key:
-            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-        deadline = time.monotonic() + timeout_s
+            request.add_unredirected_header("Authorization", f"Bearer {self._key.decode()}")
+        most = _MAX_TOLD_BYTES if payload is None else _MAX_BYTES
+        with request.running():
+            try:
+                with self._opener.open(request, timeout=timeout_s) as response:
+                    data = self._without_key(_read(response, request, most))
+            except urllib.error.HTTPError as error:
+                raise self._refused(error, request) from None
+            # ValueError: what http.client makes of numbers that are none
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                reason = getattr(error, "reason", error)
+                if request.is_late or isinstance(reason, TimeoutError):
+                    text = f"no answer within {timeout_s:g} s"
+                elif isinstance(error, http.client.HTTPException | ValueError):
+                    text = "the answer was cut off"
+                else:
+                    text = f"no connection: {reason}"
+                raise _Failed(_line(text), status=None, again=True) from None
         try:
-            with self._opener.open(request, timeout=timeout_s) as response:
-                data = _read(response, deadline)
-        except urllib.error.HTTPError as error:
-            raise self._refused(error, deadline) from None
-        except (TimeoutError, urllib.error.URLError, OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            late = isinstance(reason, TimeoutError)
-            text = f"no answer within {timeout_s:g} s" if late else f"no connection: {reason}"
-            if isinstance(error, http.client.HTTPException):
-                text = "the answer was cut off"
-            raise _Failed(self.clean(text), status=None, again=True) from None
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError):
-            shown = self.clean(data[:80].decode(errors="replace"))
-            text = f"the answer is no JSON, or was cut off: {shown!r}"
-            raise _Failed(text, status=None, again=True) from None
+            return json_value(data, where=path, error=EndpointError)
+        except EndpointError as error:
+            shown = _line(data[:80].decode(errors="replace"))
+            raise _Failed(f"{error.message}: {shown!r}", status=None, again=True) from None
 
-    def _refused(self, error: urllib.error.HTTPError, deadline: float) -> _Failed:
+    def _refused(self, error: urllib.error.HTTPError, request: _Request) -> _Failed:
         with error:
             try:
-                text = _read(error, deadline)[: 4 * _SHOWN].decode(errors="replace")
-            except (OSError, http.client.HTTPException, _Failed):
-                text = ""
+                text = self._without_key(_read(error, request, _MAX_TOLD_BYTES))
+            except (OSError, http.client.HTTPException, ValueError, _Failed):
+                text = b""
         hint = None
         if error.code in (401, 403):
             hint = f"the key is read from {KEY_VARIABLE}"
-            text = ""  # some servers quote parts of it
+            text = b""  # some servers quote parts of it
         elif error.code in (301, 302, 303, 307, 308):
             hint = "redirects are not followed: give the address that it names"
         after = error.headers.get("Retry-After", "")
+        # not the server's own words for its code, which may quote the key
+        said = f"{error.code} {http.client.responses.get(error.code, '')}".strip()
+        shown = _line(text[:_SHOWN].decode(errors="replace"))
         return _Failed(
-            f"{error.code} {error.reason}{': ' if text else ''}{self.clean(text)[:_SHOWN]}",
+            f"{said}: {shown}" if shown else said,
             status=error.code, again=error.code in _AGAIN, hint=hint,
             after=float(after) if after.isdecimal() else None,
         )  # fmt: skip
 
-    def clean(self, text: str) -> str:
-        """``text`` on one line and without the key."""
-        text = " ".join(text.split())
-        return text.replace(self._key, "***") if self._key else text
+    def _without_key(self, data: bytes) -> bytes:
+        """What a server answers, before anything is made of it: no report and no run has the key.
+        (A short one is a placeholder, such as EMPTY, and may be a word of an answer.)"""
+        return data.replace(self._key, b"***") if len(self._key) >= _SECRET else data
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 class _Failed(Exception):
@@ -139,18 +214,18 @@ class _Failed(Exception):
         self.text, self.status, self.again, self.hint, self.after = text, status, again, hint, after
 
 
-def _read(response: Any, deadline: float) -> bytes:
-    """All of it, before the deadline: a read waits for what is there, not for a whole chunk."""
+def _read(response: Any, request: _Request, most: int) -> bytes:
+    """All of it, at most so much, before the deadline."""
     parts, size = [], 0
     while True:
         part = response.read1(_CHUNK)
         if not part:
             break
         size += len(part)
-        if size > _MAX_BYTES:
-            raise _Failed(f"the answer is longer than {_MAX_BYTES:,} bytes", status=None,
+        if size > most:
+            raise _Failed(f"the answer is longer than {most:,} bytes", status=None,
                           again=False, hint="ask for fewer --top-logprobs")  # fmt: skip
-        if time.monotonic() > deadline:
+        if request.is_late:
             raise TimeoutError
         parts.append(part)
     data = b"".join(parts)

@@ -14,6 +14,7 @@ response lacks is None, never a guess.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,15 +118,18 @@ def _number(value: Any) -> float | None:
 
 
 def _id(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    """A token's id, or a number of tokens: what a run holds in 64 bits; also as digits."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value):
+        value = int(value)
+    return value if type(value) is int and 0 <= value < 1 << 63 else None
 
 
 def _named(name: Any) -> tuple[int | None, str | None]:
     """vLLM's ``token_id:17``, or a token's text."""
     if not isinstance(name, str):
         return None, None
-    if name.startswith(_AS_ID) and name[len(_AS_ID) :].isdecimal():
-        return int(name[len(_AS_ID) :]), None
+    if name.startswith(_AS_ID) and (id_ := _id(name.removeprefix(_AS_ID))) is not None:
+        return id_, None
     return None, name
 
 
@@ -260,9 +264,9 @@ def _prompt_of(scored: list[Any], ids: list[int] | None) -> list[Token]:
     tokens = []
     for number, row in enumerate(scored):
         entries = [
-            Token(int(key), entry.get("decoded_token"), _number(entry.get("logprob")))
+            Token(id_, entry.get("decoded_token"), _number(entry.get("logprob")))
             for key, entry in _dict(row).items()
-            if key.isdecimal() and isinstance(entry, dict)
+            if (id_ := _id(key)) is not None and isinstance(entry, dict)
         ]
         own = _at(ids or [], number)
         first = entries[0] if entries else Token(own, None, None)

@@ -82,7 +82,7 @@ def _option(key: str, value: Value) -> list[str]:
     flag = f"-{key}" if len(key) == 1 else f"--{key.rstrip('_').replace('_', '-')}"
     if value is True:
         return [flag]
-    if isinstance(value, str | int | os.PathLike | Url):
+    if isinstance(value, str | float | int | os.PathLike | Url):
         text = str(value)
         if not text.startswith("-"):
             return [flag, text]

@@ -45,8 +45,11 @@ def planted(kind: Any, value: Any, *, at: At, owner: tuple[str, str] = ("", ""))
     list and each optional field that is empty."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        free = not any(getattr(one, "pattern", None) for one in arguments[1:])
-        return planted(arguments[0], value, at=at, owner=owner) if free else value
+        bound = any(
+            meta.pattern or {"pattern", "enum"} & {*(meta.extra_json_schema or ())}
+            for meta in arguments[1:]
+        )
+        return value if bound else planted(arguments[0], value, at=at, owner=owner)
     if origin is Literal:
         return value
     if origin in (typing.Union, types.UnionType):

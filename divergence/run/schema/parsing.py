@@ -63,12 +63,12 @@ def name_of(record: Record) -> str:
 def read_manifest(store: Store) -> Manifest:
     """manifest.json. Raises RunFormatError."""
     where = store.where(MANIFEST)
-    with store.open(MANIFEST) as file:
-        data = file.read(MAX_MANIFEST_BYTES + 1)
-    if len(data) > MAX_MANIFEST_BYTES:
+    if (size := store.size(MANIFEST)) > MAX_MANIFEST_BYTES:
         raise RunFormatError(
             f"{MANIFEST} has over {MAX_MANIFEST_BYTES} bytes, which no run needs", where=where
         )
+    with store.open(MANIFEST) as file:
+        data = file.read(size + 1)
     try:
         written = msgspec.json.decode(data, type=_Version)
     except BROKEN_JSON as error:
@@ -135,6 +135,9 @@ def _broken_manifest(manifest: Manifest) -> str | None:
     at = " - at `$.tokens.groups`"
     if sorted(number for group in groups for number in group) != list(range(len(samples))):
         return f"the groups must hold the samples 0 to {len(samples) - 1} once each{at}"
+    for number, sample in enumerate(samples):
+        if sample.labels is not None and len(sample.labels) != len(sample.prompt_ids):
+            return f"one label for each prompt id - at `$.tokens.samples[{number}].labels`"
     for group in groups:
         members = [samples[number] for number in group]
         if not members:

@@ -12,12 +12,14 @@ views of a range keep it alive beyond that.
 from __future__ import annotations
 
 import bisect
+import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from divergence.errors import RunFormatError
 from divergence.run.storage.blob import SPAN_BYTES
 
 __all__ = ["Ranges", "coalesced"]
@@ -37,10 +39,10 @@ Range = tuple[str, int, int]
 class _Fetched:
     """A range that is fetched, or will be when its parts are done."""
 
-    data: bytearray
+    data: bytearray | mmap.mmap
     parts: list[Future[None]] = field(default_factory=list)
 
-    def wait(self) -> bytearray:
+    def wait(self) -> bytearray | mmap.mmap:
         for part in self.parts:
             part.result()
         return self.data
@@ -135,7 +137,7 @@ class Ranges:
         name, begin, end = span
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="divergence-fetch")
-        fetched = self._kept[span] = _Fetched(bytearray(end - begin))
+        fetched = self._kept[span] = _Fetched(_room(end - begin))
         for first in range(begin, end, SPAN_BYTES):
             last = min(first + SPAN_BYTES, end)
             part = self._pool.submit(self._fill, fetched.data, name, begin, first, last)
@@ -164,8 +166,23 @@ class Ranges:
             if later not in self._kept:
                 self._submit(later)
 
-    def _fill(self, data: bytearray, name: str, base: int, begin: int, end: int) -> None:
+    def _fill(
+        self, data: bytearray | mmap.mmap, name: str, base: int, begin: int, end: int
+    ) -> None:
         data[begin - base : end - base] = self._fetch(name, begin, end)
+
+
+def _room(num_bytes: int) -> bytearray | mmap.mmap:
+    """Of much, only what has come takes memory: how much there is, is what a server says."""
+    if num_bytes <= SPAN_BYTES:
+        return bytearray(num_bytes)
+    try:
+        return mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise RunFormatError(
+            f"{num_bytes:,} bytes are needed at once, more than this machine has memory for",
+            hint="compare on a machine with more, or leave the site out (--sites)",
+        ) from error
 
 
 def coalesced(wanted: Iterable[Range]) -> list[Range]:

@@ -1,8 +1,8 @@
 """Object stores, through fsspec: whatever scheme it has a package for.
 
 A request that breaks is tried again with growing pauses, and then ends in one error that names the
-URL; a web server has REQUEST_S for each, the stores' packages have limits of their own. A refusal
-(no credentials, no permission, no bucket) is not tried again.
+URL; a web server has limits of its own (web.py), so have the stores' packages. A refusal (no
+credentials, no permission, no bucket) is not tried again.
 
 Settings are those of the store's own package: environment variables (AWS_PROFILE,
 AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN) and fsspec's configuration files.
@@ -11,6 +11,7 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN) and fsspec's configu
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from divergence.errors import DivergenceError, RunError, UsageError
+from divergence.run.schema.layout import TENSORS
+from divergence.run.storage import web
 from divergence.run.storage.location import WITH_BUCKETS, Url
 
 __all__ = ["Object", "Remote"]
@@ -37,12 +40,8 @@ _WEB = ("http", "https")
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "created")
 """What packages call that which changes with an object's bytes, the surest first."""
 
-SILENCE_S = 30
-"""Without a byte, or a connection."""
-REQUEST_S = 300
-"""For one request, however steadily it trickles; at most 8 MiB are asked for at once."""
-MAX_BODY_BYTES = 256 << 20
-"""Of one answer: a server that knows no ranges sends all of a file each time, or never ends."""
+MAX_LINKED = 10_000
+"""Files of a run that a web server's pages may name: each is asked for its size."""
 
 _T = TypeVar("_T")
 
@@ -65,10 +64,12 @@ class Remote:
     def __init__(self, url: Url, *, refused: type[RunError]) -> None:
         self.url = url
         self._refused = refused
-        self._fs, self._root = _open(url)
+        self._fs, self._root = _open(url, refused)
 
     def objects(self) -> dict[str, Object]:
         """All objects below the URL, or the one at it (name ``""``); empty where there is none."""
+        if self.url.scheme in _WEB:
+            return self._linked()
 
         def find() -> dict[str, Any]:
             self._fs.invalidate_cache()
@@ -80,16 +81,37 @@ class Remote:
         except FileNotFoundError:
             return {}
         root = self._root.rstrip("/")
-        objects: dict[str, Object | None] = {}
-        for path, entry in entries.items():
-            if entry.get("type") != "directory" and (path == root or path.startswith(root + "/")):
-                name = path[len(root) + 1 :]
-                # a web server's page of links says no sizes
-                sized = entry.get("size") is not None
-                objects[name] = _object(entry) if sized else self.look(name)
-        if not any(objects.values()) and self.url.scheme in _WEB:
-            objects[""] = self.look()  # raises where the server does not answer
-        return {name: there for name, there in objects.items() if there is not None}
+        return {
+            path[len(root) + 1 :]: _object(entry)
+            for path, entry in entries.items()
+            if entry.get("type") != "directory" and (path == root or path.startswith(root + "/"))
+        }
+
+    def _linked(self) -> dict[str, Object]:
+        """What a web server's pages link to, that of the run and that of its tensors."""
+        base, names, objects = f"{self._root.rstrip('/')}/", set[str](), {}
+        deadline = time.monotonic() + web.REQUEST_S
+        for folder in ("", TENSORS):
+            entry = self._info(folder)
+            if entry is None or entry.get("mimetype") != "text/html":
+                break
+            path = self._path(folder)
+            page = self._try(functools.partial(self._fs.cat_file, path), "listing", folder)
+            names |= web.linked(page, f"{path.rstrip('/')}/", base)
+        if len(names) > MAX_LINKED:
+            raise self._refused(
+                f"the server lists over {MAX_LINKED:,} files of a run", where=str(self.url),
+                hint="pack the run: divergence pack",
+            )  # fmt: skip
+        for name in sorted(names) or [""]:
+            if time.monotonic() > deadline:
+                raise self._refused(
+                    f"the server takes over {web.REQUEST_S} s to say how large its files are",
+                    where=str(self.url), hint="pack the run: divergence pack",
+                )  # fmt: skip
+            if (there := self.look(name)) is not None:
+                objects[name] = there
+        return objects
 
     def check_bucket(self) -> None:
         """Raises where the store has buckets and this one does not exist."""
@@ -105,16 +127,21 @@ class Remote:
 
     def look(self, name: str = "") -> Object | None:
         """What is at ``name`` now; None where nothing is."""
+        entry = self._info(name)
+        return None if entry is None or entry.get("type") == "directory" else _object(entry)
 
-        def info() -> Any:
+    def _info(self, name: str) -> dict[str, Any] | None:
+        """As the store's package tells it; None where nothing is."""
+
+        def info() -> dict[str, Any]:
             self._fs.invalidate_cache()
-            return self._fs.info(self._path(name))
+            entry: dict[str, Any] = self._fs.info(self._path(name))
+            return entry
 
         try:
-            entry = self._try(info, "looking at", name)
+            return self._try(info, "looking at", name)
         except FileNotFoundError:
             return None
-        return None if entry.get("type") == "directory" else _object(entry)
 
     def fetch(self, name: str, begin: int, end: int) -> bytes:
         """Bytes [begin, end) of an object, all of them."""
@@ -168,8 +195,8 @@ class Remote:
 
     def _try(self, action: Callable[[], _T], doing: str, name: str = "") -> _T:
         """What ``action`` gives; FileNotFoundError as it is, all else as a refusal."""
-        where = str(self._shown(name))
-        for attempt in range(NUM_TRIES):
+        where, began = str(self._shown(name)), time.monotonic()
+        for attempt in range(1, NUM_TRIES + 1):
             try:
                 return action()
             except DivergenceError:
@@ -177,19 +204,20 @@ class Remote:
             # Each store's package has exceptions of its own, many of them no OSError.
             except Exception as failure:
                 error = _meant(failure)
-                if isinstance(error, FileNotFoundError):
-                    raise
+                if isinstance(error, FileNotFoundError | DivergenceError):
+                    raise error from failure
                 known = _known_refusal(error)
                 if known is not None:
                     message, hint = known
                     raise self._refused(message, where=where, hint=hint) from error
-                if attempt + 1 == NUM_TRIES:
+                if attempt == NUM_TRIES or time.monotonic() - began > web.REQUEST_S:
+                    times = f"{attempt} times, the last time" if attempt > 1 else "once"
                     raise self._refused(
-                        f"{doing} failed {NUM_TRIES} times, the last time with: {_text(error)}",
+                        f"{doing} failed {times} with: {_text(error)}",
                         where=where,
                         hint="is the store reachable from here? The same command can be run again",
                     ) from error
-                time.sleep(FIRST_PAUSE_S * 3**attempt)
+                time.sleep(FIRST_PAUSE_S * 3 ** (attempt - 1))
         raise AssertionError("unreachable")
 
 
@@ -197,12 +225,12 @@ class _Short(OSError):
     """Fewer bytes than were asked for."""
 
 
-def _open(url: Url) -> tuple[Any, str]:
+def _open(url: Url, refused: type[RunError]) -> tuple[Any, str]:
     import fsspec
 
     try:
         # Listings are asked for when they are needed: another machine may have written meanwhile.
-        options = _web_options() if url.scheme in _WEB else {}
+        options = web.web_options(str(url), refused=refused) if url.scheme in _WEB else {}
         system, path = fsspec.core.url_to_fs(str(url), use_listings_cache=False, **options)
         return system, path
     except ImportError as error:
@@ -244,6 +272,8 @@ def _known_refusal(error: Exception) -> tuple[str, str] | None:
             f"the store's own settings cannot be used: {_text(error)}",
             "look at AWS_PROFILE and at the configuration files of the store's tools",
         )
+    if "Redirect" in name:
+        return (f"the server's redirects lead nowhere: {_text(error)}", "give the URL at their end")
     if isinstance(error, PermissionError):
         return (
             f"the store refuses: {_text(error)}",
@@ -259,44 +289,15 @@ def _known_refusal(error: Exception) -> tuple[str, str] | None:
 def _meant(error: Exception) -> Exception:
     """The error behind fsspec's http://, which reports most as a missing file and keeps the reason
     as the cause: a response that is an error, or no response."""
-    missing, cause = isinstance(error, FileNotFoundError), error.__cause__
-    reason = cause if missing and isinstance(cause, Exception) else error
+    reason, cause = error, error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+        reason = cause
     status = getattr(reason, "status", None)
     if status in (401, 403):
         return PermissionError(f"HTTP {status} {getattr(reason, 'message', '')}".strip())
-    name = type(reason).__name__
-    unanswered = "Connection" in name or "Connector" in name or isinstance(reason, TimeoutError)
-    broken = isinstance(status, int) and status >= 500
-    return reason if unanswered or broken else error
+    return error if status in (404, 410) else reason
 
 
 def _text(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text[:300] or type(error).__name__
-
-
-def _web_options() -> dict[str, Any]:
-    """What fsspec's http:// is told: any machine may stand behind a URL, so how long and how much
-    it may answer. ImportError where its package is not installed."""
-    import aiohttp
-
-    class Bounded(aiohttp.ClientResponse):
-        async def read(self) -> bytes:
-            if self._body is None:
-                parts, size = [], 0
-                async for part in self.content.iter_any():
-                    parts.append(part)
-                    size += len(part)
-                    if size > MAX_BODY_BYTES:
-                        self.close()
-                        raise ValueError(
-                            f"the server answers with over {MAX_BODY_BYTES >> 20} MiB to one "
-                            "request; it must know ranges (HTTP 206)"
-                        )
-                self._body = b"".join(parts)
-            return self._body
-
-    timeout = aiohttp.ClientTimeout(
-        total=REQUEST_S, sock_connect=SILENCE_S, sock_read=SILENCE_S
-    )  # fmt: skip
-    return {"client_kwargs": {"timeout": timeout, "response_class": Bounded}}

@@ -284,7 +284,7 @@ def _version(value: bool) -> None:
     if value:
         from divergence import __version__
 
-        typer.echo(f"divergence {__version__}")
+        sys.stdout.write(f"divergence {__version__}\n")
         raise typer.Exit
 
 
@@ -309,12 +309,19 @@ def run() -> None:
     open_streams()
     try:
         with rank0_output():
-            app(prog_name="divergence")
-        sys.stdout.flush()
+            try:
+                app(prog_name="divergence")
+            finally:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere()
+        sys.exit(USAGE_CODE)
     except SystemExit as ended:
-        if ended.code == 1 and not isinstance(ended.__context__, Diverged):
-            sys.exit(stop_code() if interrupted() else FAULT_CODE)
-        raise
+        code = ended.code
+        if code == 1 and not isinstance(ended.__context__, Diverged):
+            code = FAULT_CODE
+        # typer knows of Ctrl-C alone
+        sys.exit(stop_code() if interrupted() and code in (130, FAULT_CODE) else code)
     except DivergenceError as error:  # a help text that had nowhere to go
         _say(f"error: {error}")
         sys.exit(error.exit_code)

@@ -10,8 +10,7 @@ import contextlib
 import os
 import sys
 
-from divergence.cli.ends import FAULT_CODE, interrupted, stop_code, unwatch, watch
-from divergence.cli.streams import nowhere
+from divergence.cli.streams import FAULT_CODE, interrupted, nowhere, stop_code, unwatch, watch
 from divergence.errors import FaultError, exhausted
 
 

@@ -23,8 +23,15 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from divergence.cli.answers import ARGUMENTS, VERBOSE, Diverged
-from divergence.cli.ends import FAULT_CODE, interrupted, stop_code
-from divergence.cli.streams import nowhere, open_streams, other_rank, rank0_output
+from divergence.cli.streams import (
+    FAULT_CODE,
+    interrupted,
+    nowhere,
+    open_streams,
+    other_rank,
+    rank0_output,
+    stop_code,
+)
 from divergence.errors import DivergenceError, UsageError, exhausted
 from divergence.words import printable, printable_lines
 

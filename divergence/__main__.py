@@ -10,8 +10,7 @@ import contextlib
 import os
 import sys
 
-from divergence.cli.ends import FAULT_CODE, interrupted, stop_code, unwatch, watch
-from divergence.cli.streams import nowhere
+from divergence.cli.streams import FAULT_CODE, interrupted, nowhere, stop_code, unwatch, watch
 from divergence.errors import FaultError, exhausted
 
 
@@ -19,14 +18,16 @@ def run() -> None:
     """The command line. Ctrl-C ends it with 130, also while its modules are imported."""
     watch()
     code: object = FAULT_CODE
+    is_loaded = False
     try:
         try:
             from divergence.cli.main import run as command_line
 
+            is_loaded = True
             command_line()
             code = 0
         except SystemExit as ended:
-            code = ended.code
+            code = ended.code if is_loaded else FAULT_CODE
         except BaseException as error:
             code = stop_code() if _stopped(error) else FAULT_CODE
             text = f"error: {exhausted(error) or FaultError(repr(error)[:500])}"

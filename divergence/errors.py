@@ -133,7 +133,7 @@ class ExhaustedError(DivergenceError):
 
 _SMALLER = "fewer or shorter prompts, fewer sites, --store sketch, or a machine with more memory"
 _NO_MEMORY = re.compile(
-    r"out of memory|n.t allocate memory|cannot allocate memory(?! in static)|bad_alloc|"
+    r"out of memory|allocate memory(?! in static)|bad_alloc|"
     r"enforce fail at alloc|failed to map segment|can't start new thread",
     re.IGNORECASE,
 )

@@ -331,7 +331,7 @@ def test_the_list_of_commands_imports_none_of_them():
     )
     loaded = set(done.stderr.split())
     ours = {name.removeprefix("divergence.") for name in loaded if name.startswith("divergence.")}
-    needed = ("cli.answers", "cli.ends", "cli.main", "cli.streams", "errors", "words")
+    needed = ("cli.answers", "cli.main", "cli.streams", "errors", "words")
     assert ours == {"cli", *needed}
     assert "msgspec" not in loaded
 

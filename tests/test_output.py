@@ -24,6 +24,7 @@ WRITERS = {
     "cli/streams.py": "os.devnull for streams that are closed",
     "gate/golden.py": "a golden is exchanged as a whole, and the old one may be kept",
     "endpoints/capture.py": "what was gone on with takes the place of the run",
+    "layout.py": "os.devnull for a reader that is gone",
     "run/index.py": "the index beside the lines of a run",
     "run/process_tuning.py": "shards past the page cache",
     "run/storage/directory_target.py": "a run's own files",

@@ -23,8 +23,15 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from divergence.cli.answers import ARGUMENTS, VERBOSE, Diverged
-from divergence.cli.ends import FAULT_CODE, interrupted, stop_code
-from divergence.cli.streams import nowhere, open_streams, other_rank, rank0_output
+from divergence.cli.streams import (
+    FAULT_CODE,
+    interrupted,
+    nowhere,
+    open_streams,
+    other_rank,
+    rank0_output,
+    stop_code,
+)
 from divergence.errors import DivergenceError, UsageError, exhausted
 from divergence.words import printable, printable_lines
 
@@ -288,7 +295,7 @@ def _version(value: bool) -> None:
     if value:
         from divergence import __version__
 
-        typer.echo(f"divergence {__version__}")
+        sys.stdout.write(f"divergence {__version__}\n")
         raise typer.Exit
 
 
@@ -313,12 +320,19 @@ def run() -> None:
     open_streams()
     try:
         with rank0_output():
-            app(prog_name="divergence")
-        sys.stdout.flush()
+            try:
+                app(prog_name="divergence")
+            finally:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere()
+        sys.exit(USAGE_CODE)
     except SystemExit as ended:
-        if ended.code == 1 and not isinstance(ended.__context__, Diverged):
-            sys.exit(stop_code() if interrupted() else FAULT_CODE)
-        raise
+        code = ended.code
+        if code == 1 and not isinstance(ended.__context__, Diverged):
+            code = FAULT_CODE
+        # typer knows of Ctrl-C alone
+        sys.exit(stop_code() if interrupted() and code in (130, FAULT_CODE) else code)
     except DivergenceError as error:  # a help text that had nowhere to go
         _say(f"error: {error}")
         sys.exit(error.exit_code)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import errno
 import math
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +15,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from divergence.errors import RunExistsError, RunWriteError, UsageError
@@ -247,15 +248,16 @@ def test_the_folder(record, tmp_path):
 
 
 def test_a_full_disk_is_an_error_of_the_disk(record, tmp_path, monkeypatch):
-    """Also where safetensors notices it, in an error of its own."""
+    """It names the file, and what is there is no half of one."""
     run = record(lambda: X @ X.t())
 
     def full(*_: object) -> None:
-        raise SafetensorError("I/O error: No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("divergence.output.os.replace", full)
     with pytest.raises(RunWriteError, match="No space left"):
         repro(run, site="block/aten.mm:out", out=tmp_path / "bug")
+    assert list((tmp_path / "bug").iterdir()) == []
 
 
 def test_nothing_in_a_run_becomes_code(tmp_path):

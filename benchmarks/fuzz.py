@@ -190,8 +190,8 @@ def damage(run: Path, random_: random.Random) -> None:
             kinds += [damage_records] * 4
         else:
             kinds += [damage_header] * 2
-        with contextlib.suppress(ValueError, struct.error, KeyError, TypeError):
-            random_.choice(kinds)(path, random_)  # what is no JSON any more stays as it is
+        with contextlib.suppress(ValueError, struct.error, KeyError, TypeError, FileNotFoundError):
+            random_.choice(kinds)(path, random_)  # what is no JSON any more, or gone, stays so
 
 
 def _to_bytes(path: Path, random_: random.Random) -> None:

@@ -59,7 +59,10 @@ def prose(label: str, text: str, *, style: str = "", width: int = 12) -> Line:
     """``label`` in a column of its own, then a sentence that may be folded."""
     # here, not only when it is printed: the columns must know how wide a text is
     label, text = printable(label), printable(text)
-    return Line((Span(label.ljust(width), "dim"), Span(text, style)), hang=width)
+    label = label.ljust(width)
+    if len(label) > width and not label.endswith(" "):
+        label += " "  # longer than its column
+    return Line((Span(label, "dim"), Span(text, style)), hang=width)
 
 
 def heading(text: str, detail: str = "") -> Line:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
-from divergence.outside import MAX_LINE_BYTES, json_value, read_bytes
+from divergence.outside import MAX_LINE_BYTES, json_value, opened, read_bytes
 from divergence.recording.training.labels import Label, check_labels, labels_of, text_lines
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import SampleTokens
@@ -114,6 +114,7 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
                 f"not a list of prompts: {error}", where=str(path), hint=hint
             ) from error
     else:
+        opened(path, error=PromptError, hint=hint).close()  # what is no file is no kind of one
         raise PromptError(f"{path} has an unknown kind {suffix or '(no suffix)'}", hint=hint)
     if not prompts:
         raise PromptError(f"{path} holds no prompts", hint=hint)

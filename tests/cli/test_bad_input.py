@@ -331,7 +331,7 @@ def test_a_prompts_file_that_cannot_be_used(refused, llama, tmp_path, name):
 
 def test_a_directory_of_prompts(refused, llama):
     """Is no file of them."""
-    refused("capture", llama, "-o", "x", "--prompts", ".", said="Is a directory")
+    refused("capture", llama, "-o", "x", "--prompts", ".", said="this is a folder")
 
 
 def test_a_line_separator_inside_a_string_is_no_new_line(invoke, llama, tmp_path):

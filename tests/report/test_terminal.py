@@ -194,6 +194,18 @@ def test_a_terminal_is_coloured_and_folded(reports, monkeypatch):
     assert forced.count("word ") + forced.count("word\n") >= 99
 
 
+@pytest.mark.parametrize("width", [1, 20, 80, 100])
+@pytest.mark.parametrize("label", ["", "short", "word" * 30, "word " * 30, "x" * 100_000])
+def test_a_label_of_any_length(label, width):
+    """A label that leaves no room stands alone, and what it labels is below it, whole."""
+    folded = fold(prose(label, "some words that are longer than a narrow terminal is wide"), width)
+    said = " ".join(item.text for item in folded)
+    assert said.split() == [*label.split(), *"some words that are longer than a narrow terminal "
+                            "is wide".split()]  # fmt: skip
+    if width == 80 and len(label) > 80:
+        assert folded[1].text.startswith(" " * 12 + "some words")
+
+
 def test_the_same_report_gives_the_same_bytes(reports):
     """Rendering is a function of the report, whatever the order of its sites."""
     report = reports.make_long_report()

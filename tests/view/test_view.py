@@ -203,6 +203,24 @@ def test_names_are_no_markup(reports):
         shown(report, *keys, check=check, size=(160, 40))
 
 
+NAMES = ["x" * 100_000, "#verdict DataTable > .x:hover", "verdict", "\ud800", "漢" * 80,
+         "e\u0301" * 200, "\u200d\ufeff" * 30, "[@click=app.quit]x[/]", "a\nb\r\tc"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [(80, 24), (20, 5), (2, 2)])
+def test_names_of_any_kind_in_a_terminal_of_any_size(name, size, reports):
+    """Nothing of a name is a selector, an action or a reason to fail."""
+    site = reports.make_site(f"{name}:out", block=name, role="block", kind=name)
+    verdict = reports.make_verdict("localized", summary=name)
+    report = reports.make_report(
+        sites=[site], verdict=verdict, reference=reports.make_run(name, label=name)
+    )
+    for keys in (("enter",) * 4, ("p", "enter", "enter"), ("r", "down"), ("question_mark",)):
+        shown(report, *keys, check=lambda app: "\x1b" not in screen(app), size=size)
+    assert name not in report.html() or name == "verdict" or not set(name) & set("<>&\ud800")
+
+
 def test_every_prompt_of_many_is_there(reports):
     """All rows of a large report, not only those that fit."""
     report = reports.make_large_report(100, 2, 2)

@@ -19,6 +19,7 @@ import torch
 from divergence.errors import ModelError
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks.patch import patched
+from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.manifest import SampleTokens
 
@@ -164,9 +165,21 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
 
 
 def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
-    """Raise ModelError for a token id, of a prompt or forced, that the model does not have."""
+    """Raise ModelError for a token id, of a prompt or forced, that the model does not have, and for
+    a prompt whose attention the host has no memory for: the system would end the process."""
     config: Any = loaded.module.config
     vocab = getattr(config.get_text_config(), "vocab_size", None)
+    if loaded.device.type == "cpu" and getattr(config, "_attn_implementation", "") == "eager":
+        length = max((len(sample.prompt_ids) for sample in samples), default=0)
+        heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
+        # scores and what softmax makes of them, in float32
+        needed, free = 8 * heads * length**2, free_bytes(loaded.device)
+        if 0 < free < needed:
+            raise ModelError(
+                f"a prompt of {length:,} tokens needs {needed / 2**30:,.1f} GiB for the attention "
+                f"of a block, and {free / 2**30:,.1f} GiB are free",
+                hint="a shorter prompt, or --attn-implementation sdpa",
+            )
     for number, sample in enumerate(samples):
         top = max((*sample.prompt_ids, *sample.generated_ids), default=0)
         if vocab is not None and top >= vocab:

@@ -25,7 +25,7 @@ class DivergenceError(Exception):
     def __init__(
         self, message: str, *, where: str | None = None, hint: str | tuple[str, ...] | None = None
     ) -> None:
-        message = printable(message)
+        message = _cut(printable(message))
         super().__init__(message)
         self.message = message
         self.where = where
@@ -34,11 +34,19 @@ class DivergenceError(Exception):
     def __str__(self) -> str:
         text = self.message
         if self.where:
-            text += f"\n  where: {printable(self.where)}"
+            text += f"\n  where: {_cut(printable(self.where))}"
         if self.hint:
             lines = (self.hint,) if isinstance(self.hint, str) else self.hint
             text += "\n  try:   " + "\n         ".join(map(printable, lines))
         return text
+
+
+_LONGEST = 2_000
+"""Characters of a message: what a run says of itself may be quoted in it."""
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
 
 
 class UsageError(DivergenceError):

@@ -7,7 +7,7 @@ text of a run can add a line.
 
 from __future__ import annotations
 
-from divergence.words import printable
+from divergence.words import printable, shortened
 
 __all__ = [
     "ConfigError", "DivergenceError", "DumpError", "EndpointError", "FaultError",
@@ -25,7 +25,7 @@ class DivergenceError(Exception):
     def __init__(
         self, message: str, *, where: str | None = None, hint: str | tuple[str, ...] | None = None
     ) -> None:
-        message = _cut(printable(message))
+        message = shortened(printable(message), _LONGEST)
         super().__init__(message)
         self.message = message
         self.where = where
@@ -34,7 +34,7 @@ class DivergenceError(Exception):
     def __str__(self) -> str:
         text = self.message
         if self.where:
-            text += f"\n  where: {_cut(printable(self.where))}"
+            text += f"\n  where: {shortened(printable(self.where), _LONGEST)}"
         if self.hint:
             lines = (self.hint,) if isinstance(self.hint, str) else self.hint
             text += "\n  try:   " + "\n         ".join(map(printable, lines))
@@ -43,10 +43,6 @@ class DivergenceError(Exception):
 
 _LONGEST = 2_000
 """Characters of a message: what a run says of itself may be quoted in it."""
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
 
 
 class UsageError(DivergenceError):

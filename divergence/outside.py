@@ -166,9 +166,12 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
     ``error``."""
     # each value but the first begins behind one of these, so there are no more than that
     opening = data.count(b"[") + data.count(b"{")
-    if opening + data.count(b",") > MAX_VALUES and _structure(data)[0] > MAX_VALUES:
-        raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
-    if opening > MAX_DEPTH and _structure(data)[1] > MAX_DEPTH:
+    if opening + data.count(b",") > MAX_VALUES:
+        bare = _STRING.sub(b"", data)
+        if sum(map(bare.count, (b"[", b"{", b","))) >= MAX_VALUES:
+            raise error(f"it holds more than {MAX_VALUES:,} values", where=where)
+        del bare
+    if opening > MAX_DEPTH and _depth(data) > MAX_DEPTH:
         raise error(f"it is nested more than {MAX_DEPTH} deep", where=where)
     try:
         return json.loads(data)
@@ -178,17 +181,16 @@ def json_value(data: bytes, *, where: str, error: Failure = DumpError,
 
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_OTHERS = bytes(set(range(256)) - set(b"[]{},"))
+_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def _structure(data: bytes) -> tuple[int, int]:
-    """(values, how deep) of a JSON text by its brackets and commas outside strings."""
+def _depth(data: bytes) -> int:
+    """Of a JSON text, by its brackets outside strings."""
     import numpy as np
 
     marks = np.frombuffer(_STRING.sub(b"", data).translate(None, _OTHERS), np.uint8)
-    begins, ends = np.isin(marks, list(b"[{")), np.isin(marks, list(b"]}"))
-    level = np.cumsum(begins.astype(np.int64) - ends)
-    return len(marks) - int(ends.sum()) + 1, int(level.max(initial=0))
+    steps = np.isin(marks, list(b"[{")).astype(np.int8) * 2 - 1
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 
 def check_value(value: Any, *, where: str, error: Failure = DumpError) -> None:

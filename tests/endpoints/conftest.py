@@ -23,7 +23,8 @@ class Stub:
 
     ``troubles``: by the number of a request to the completions route (the probe's are 0 and, where
     prompts are not scored, 1), what goes wrong. ``shorter``: tokens by which every second answer
-    is shorter. ``change``: of each answer, before it is sent. ``machine``: another one draws others with the same seed.
+    is shorter. ``change``: of each answer, before it is sent. ``machine``: another one draws others
+    with the same seed.
     """
 
     def __init__(self) -> None:

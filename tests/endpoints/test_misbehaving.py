@@ -189,7 +189,7 @@ def test_a_server_that_never_comes_to_its_answer_is_given_up(name):
                     connection, _ = listening.accept()
                     with connection:
                         connection.sendall(ENDLESS[name])
-                        for count in range(2000):
+                        for _ in range(2000):
                             more = ENDLESS[name] if name == "go on" else b"0"
                             connection.sendall(more)
                             if over.wait(0.02):

@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TextIO
 
-from divergence.words import printable
+from divergence.words import printable, shortened
 
 __all__ = [
     "BLANK", "MAX_WIDTH", "Line", "Span", "bar", "columns", "count", "cut", "decimal", "fixed",
@@ -222,8 +222,12 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None, whole: boo
     write_text(capture.get(), file=file)
 
 
+_LONGEST = 10_000
+"""Characters of a piece of a line: a run may say of itself more than anybody reads."""
+
+
 def _printable(span: Span) -> Span:
-    return span._replace(text=printable(span.text))
+    return span._replace(text=shortened(printable(span.text), _LONGEST))
 
 
 def _forced() -> bool:

@@ -55,11 +55,15 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+_NOT_PLAIN = re.compile(r"[^ -~]")
+"""Looked at one by one; of the rest there may be megabytes."""
+
+
 def printable(text: str) -> str:
     """``text`` on one line, each character that does not print written out; words are untouched."""
     if text.isprintable():
         return text
-    return "".join(char if _prints(char) else _written(char) for char in text)
+    return _NOT_PLAIN.sub(lambda at: at[0] if _prints(at[0]) else _written(at[0]), text)
 
 
 def printable_lines(text: str) -> str:
@@ -72,7 +76,9 @@ def printable_json(text: str) -> str:
     characters stand in strings alone; line breaks between values stay)."""
     if text.isprintable():
         return text
-    return "".join(char if _prints(char) or char == "\n" else _in_json(char) for char in text)
+    return _NOT_PLAIN.sub(
+        lambda at: at[0] if _prints(at[0]) or at[0] == "\n" else _in_json(at[0]), text
+    )
 
 
 def _prints(char: str) -> bool:

@@ -18,6 +18,9 @@ from divergence.errors import EndpointError
 
 __all__ = ["ask"]
 
+_MORE, _LONGEST = 64, 1_000
+"""Tokens beyond those that were asked for, and characters of a token, that no answer has."""
+
 
 def ask(client: Client, caps: Capabilities, asked: Asked) -> ServerAnswer:
     """What the server says to one prompt. Raises EndpointError."""
@@ -40,6 +43,12 @@ def _post(client: Client, caps: Capabilities, question: Question) -> ServerAnswe
     protocol = PROTOCOLS[caps.protocol]
     body = protocol.request(replace(question, model=caps.model))
     answer = protocol.answer(client.post(protocol.path, body))
+    asked = question.num_tokens + (len(question.prompt) if "echo" in question.extras else 0)
+    if len(answer.tokens) > asked + _MORE or len(answer.text) > _LONGEST * (asked + _MORE):
+        raise EndpointError(
+            f"the answer has {len(answer.tokens):,} tokens and {len(answer.text):,} characters, "
+            f"and {asked:,} tokens were asked for"
+        )
     if None not in (answer.model, caps.answers_as) and answer.model != caps.answers_as:
         raise EndpointError(f"{answer.model} answered, others were answered by {caps.answers_as}")
     return answer

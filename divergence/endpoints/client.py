@@ -219,14 +219,14 @@ def _read(response: Any, request: _Request, most: int) -> bytes:
     parts, size = [], 0
     while True:
         part = response.read1(_CHUNK)
+        if request.is_late:  # a broken connection reads like an end
+            raise TimeoutError
         if not part:
             break
         size += len(part)
         if size > most:
             raise _Failed(f"the answer is longer than {most:,} bytes", status=None,
                           again=False, hint="ask for fewer --top-logprobs")  # fmt: skip
-        if request.is_late:
-            raise TimeoutError
         parts.append(part)
     data = b"".join(parts)
     length = response.headers.get("Content-Length", "")

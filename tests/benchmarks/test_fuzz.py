@@ -35,7 +35,8 @@ def test_foreign_forms_that_were_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr("logging.raiseExceptions", False)
     forms = _fuzz_forms.build_forms(tmp_path / "forms", kinds=("import",))
     (tmp_path / "map.toml").write_text(_fuzz_forms.MAP)
-    for name, path in forms.items():
+    imported = {name: path for name, path in forms.items() if name.startswith("import")}
+    for name, path in imported.items():
         names = ["--map", f"{tmp_path}/map.toml"] if name.endswith("files") else []
         out = tmp_path / name.replace(" ", "-")
         code, text = fuzz.call(["import", str(path), "-o", f"{out}-run", *names])

@@ -55,7 +55,7 @@ def planted(kind: Any, value: Any, *, at: At, owner: tuple[str, str] = ("", ""))
     if origin in (typing.Union, types.UnionType):
         for one in arguments:
             if one is not type(None) and (value is None or isinstance(value, _plain(one))):
-                return planted(one, value, at=at, owner=owner)
+                return planted(one, value, at=at, owner=owner) or value
         return value
     if kind is str:
         return f"{value or ''}{EVIL}" if at(owner) else value
@@ -159,6 +159,8 @@ def commands(one: Path, two: Path) -> list[tuple[object, ...]]:
         ("repro", two, "--site", OPERATOR, "-o", "repro"),
         ("repro", two, "--against", one, "--site", OPERATOR, "-o", "repro2"),
         ("pack", two, "-o", "packed.tar"), ("compare", one, two, "-vv"),
+        ("sensitivity", one, "--candidate", two), ("sensitivity", two, "--candidate", one),
+        ("doctor", one, two),
     ]  # fmt: skip
 
 
@@ -168,6 +170,7 @@ def test_no_text_of_a_run_forges_a_line(runs, invoke, tmp_path, both):
     one = evil_run(runs / "a", tmp_path / "a") if both else runs / "a"
     two = evil_run(runs / "b", tmp_path / "b")
     assert EVIL in json.loads((two / "manifest.json").read_text())["environment"]["label"]
+    assert invoke("inspect", two)[0] == 0, "it is read, so that what it says is printed"
     for command in commands(one, two):
         code, out, err = invoke(*command)
         assert code in (0, 1, 2), (command, err)
@@ -204,7 +207,39 @@ def _with_pattern(value: dict) -> dict:
     return value
 
 
-HUGE = {"mesh": (_with_mesh, "a mesh of more than"), "pads": (_with_pads, "beyond any batch")}
+def _with_labels(value: dict) -> dict:
+    for sample in value["tokens"]["samples"]:
+        sample["labels"] = []
+    return value
+
+
+def _with(group: str, **changes: object):
+    return lambda value: value | {group: value[group] | changes}
+
+
+HUGE = {"mesh": (_with_mesh, "a mesh of more than"), "pads": (_with_pads, "beyond any batch"),
+        "labels": (_with_labels, "one label for each prompt id"),
+        "steps": (_with("settings", max_new_tokens=2**62), "more than 16777216 new tokens"),
+        "rate": (_with("training", learning_rate=-1e308), "training.learning_rate")}  # fmt: skip
+
+BOUNDED = {
+    "name": _with("plan", plants=["x" * 100_000], only_changed="y" * 100_000),
+    "steps": _with("plan", steps="1," * 100_000),
+    "repetitions": lambda value: value | {"repeatability": {"num_runs": 2**62}},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_long_text_or_a_large_number_is_shown_in_part(runs, invoke, tmp_path, name):
+    """Nobody reads 100,000 letters, and a terminal takes long to draw them."""
+    run = rewrite(runs / "b", tmp_path / "long", BOUNDED[name])
+    for command in (
+        ("inspect", run, "-v"), ("compare", runs / "a", run), ("truth", run, "-o", "t"),
+        ("capture", "--like", run, "--dry-run"), ("doctor", runs / "a", run),
+    ):  # fmt: skip
+        code, out, err = invoke(*command)
+        assert code in (0, 1, 2), (command, err[-300:])
+        assert max(map(len, f"{out}\n{err}".split("\n"))) < 15_000, command
 
 
 @pytest.mark.parametrize("name", HUGE)

@@ -8,6 +8,7 @@ import math
 import random
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -22,7 +23,8 @@ class Stub:
 
     ``troubles``: by the number of a request to the completions route (the probe's are 0 and, where
     prompts are not scored, 1), what goes wrong. ``shorter``: tokens by which every second answer
-    is shorter. ``machine``: another one draws others with the same seed.
+    is shorter. ``change``: of each answer, before it is sent. ``machine``: another one draws others
+    with the same seed.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class Stub:
         self.most_top = 20
         self.key: str | None = None
         self.answers_as = ""
+        self.change: Callable[[dict], object] | None = None
         self.speaks = "vllm"
         self.shorter = 0
         self.machine = 0
@@ -165,6 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
             found["choices"][0]["logprobs"]["token_logprobs"][1] = 0.7
         if trouble == "other tokenizer":
             found["choices"][0]["prompt_token_ids"] = [3, 3, 3]
+        if stub.change is not None:
+            stub.change(found)
         if stub.answers_as or trouble == "other model":
             found["model"] = "fallback" if trouble == "other model" else stub.answers_as
         data = json.dumps(found).encode()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import socket
 import threading
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from divergence import Run, capture, compare
 from divergence.endpoints import capture as endpoint_capture
 from divergence.endpoints.client import Client
-from divergence.errors import EndpointError, UsageError
+from divergence.errors import DivergenceError, EndpointError, UsageError
 
 PROMPTS = [f"prompt number {n}" for n in range(10)]
 FIRST = 1
@@ -154,6 +156,73 @@ def test_the_key_is_in_no_error(stub, serve, monkeypatch):
     with pytest.raises(EndpointError) as failed:
         serve("a")
     assert "secret" not in str(failed.value) and "***" in str(failed.value)
+
+
+def test_the_key_is_in_nothing_that_is_recorded(stub, serve, monkeypatch):
+    """A server that calls its model by the key it was sent; a placeholder is a word as any."""
+    for key, recorded in (("sk-secret-key", "***"), ("EMPTY", "EMPTY")):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        stub.answers_as = key
+        run = serve(key.lower())
+        assert run.manifest.engine.facts["answers as"] == recorded
+        assert "secret" not in (run.path / "manifest.json").read_text()
+
+
+ENDLESS = {
+    "headers": b"HTTP/1.1 200 OK\r\nX-Slow: ",
+    "status": b"HTTP/1.1 200 ",
+    "go on": b"HTTP/1.1 100 Continue\r\n\r\n",
+    "a chunk's length": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_server_that_never_comes_to_its_answer_is_given_up(name):
+    """A byte now and then begins every time-out of the standard library anew; the deadline is of
+    the request as a whole."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    connection, _ = listening.accept()
+                    with connection:
+                        connection.sendall(ENDLESS[name])
+                        for _ in range(2000):
+                            more = ENDLESS[name] if name == "go on" else b"0"
+                            connection.sendall(more)
+                            if over.wait(0.02):
+                                break
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        client = Client(url, timeout_s=0.3, sleep=lambda _: None)
+        with pytest.raises(EndpointError, match=r"no answer within 0\.3 s \(6 tries\)"):
+            client.post("/v1/completions", {})
+        over.set()
+    thread.join(10)
+
+
+BEYOND = {
+    "an id beyond 64 bits": ("tokens", [f"token_id:{2**63}", "token_id:1"]),
+    "an id of 5,000 digits": ("tokens", ["token_id:" + "9" * 5000, "token_id:1"]),
+    "an id of other digits": ("tokens", ["token_id:\u0663", "token_id:\u00b2"]),
+    "a negative id": ("tokens", ["token_id:-1", "token_id:1"]),
+    "a number beyond all floats": ("token_logprobs", ["9" * 5000, -1.0]),
+    "more tokens than were asked for": ("tokens", ["token_id:1"] * 1000),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_numbers_that_no_server_means_break_nothing(stub, serve, name):
+    """Each is refused by name or taken for what is not told: never a fault of the tool."""
+    field, values = BEYOND[name]
+    stub.change = lambda answer: answer["choices"][0]["logprobs"].update({field: values})
+    stub.lacks = {"ids", "prompt_logprobs"}
+    with contextlib.suppress(DivergenceError):
+        serve("a", prompts=PROMPTS[:2])
 
 
 def test_redirects_are_not_followed(stub, serve):

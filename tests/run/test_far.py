@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 import time
+import zlib
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -519,6 +520,7 @@ def lying(monkeypatch):
     monkeypatch.setattr("divergence.run.storage.web.SILENCE_S", 0.2)
     monkeypatch.setattr("divergence.run.storage.web.REQUEST_S", 0.6)
     monkeypatch.setattr("divergence.run.storage.web.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("divergence.run.storage.web.MAX_PAGE_BYTES", 1 << 20)
     over = threading.Event()
     servers = []
 
@@ -542,6 +544,115 @@ def lying(monkeypatch):
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+def _sending_to(place):
+    def answer(handler, over):
+        handler.send_response(302)
+        handler.send_header("Location", place(handler) if callable(place) else place)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    return answer
+
+
+def _page(make):
+    """A page of links at every address."""
+
+    def answer(handler, over):
+        body = "".join(f'<a href="{link}">x</a>' for link in make(handler)).encode()
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/html")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(body)
+
+    return answer
+
+
+def _bomb(handler, over):
+    """1,000 times as large as it comes."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    body = packer.compress(bytes(4 << 20)) + packer.flush()
+    handler.send_response(200)
+    for name, value in (("Type", "text/html"), ("Encoding", "gzip"), ("Length", str(len(body)))):
+        handler.send_header(f"Content-{name}", value)
+    handler.end_headers()
+    if handler.command == "GET":
+        handler.wfile.write(body)
+
+
+SHARDS = [f"tensors/{number}.safetensors" for number in range(10_001)]
+HOSTILE = {
+    "a file": (_sending_to("file:///etc/passwd"), "redirects lead nowhere"),
+    "another scheme": (_sending_to("ftp://127.0.0.1/x"), "redirects lead nowhere"),
+    "a loop": (_sending_to(lambda handler: handler.path), "redirects lead nowhere"),
+    "no address": (_sending_to("http://[::1"), "redirects lead nowhere"),
+    "a metadata service": (_sending_to("http://169.254.169.254/"), "sends on to 169.254.169.254"),
+    "the same, hidden": (_sending_to("http://[::ffff:a9fe:a9fe]/"), "nearer to this machine"),
+    "links elsewhere": (
+        _page(lambda _: ["http://192.0.2.1/run/manifest.json", "//x/run/manifest.json", "../../x",
+                         "/etc/passwd", "file:///etc/passwd", "http://[", "manifest.json/", "%00"]),
+        "neither a tar nor a zip",
+    ),
+    "more files than a run has": (_page(lambda _: SHARDS), "over 10,000 files"),
+    "a page without an end": (_page(lambda _: ["x" * 1000] * 2_000), "over 1 MiB"),
+    "a bomb": (_bomb, "over 1 MiB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_web_server_is_refused(lying, name):
+    """Whatever it answers: nothing is fetched from elsewhere, and the error is one sentence."""
+    answer, message = HOSTILE[name]
+    with pytest.raises(RunFormatError, match=message):
+        Run.open(lying(answer).removesuffix(".tar"))
+
+
+def test_a_size_that_a_web_server_claims_takes_no_memory(lying):
+    """Of a manifest, and of the tensors that a comparison would read."""
+    with pytest.raises(RunFormatError, match="which no run needs"):
+        Run.open(lying(_claiming).removesuffix(".tar"))
+    from divergence.run.storage.ranges import Ranges
+
+    def fail(*_):
+        raise RunFormatError("gone")
+
+    ranges = Ranges(fail)
+    with pytest.raises(RunFormatError, match="more than this machine has memory for"):
+        ranges.get("shard", 0, 1 << 60)
+
+
+def _claiming(handler, over):
+    if not handler.path.endswith("manifest.json"):
+        return _page(lambda _: ["manifest.json"])(handler, over)
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(1 << 60))
+    handler.end_headers()
+    return None
+
+
+def test_a_redirect_to_a_place_as_far_is_followed(lying, tmp_path, large_run):
+    """As a hub does that sends to its store."""
+    pack(large_run, out=tmp_path / "run.tar")
+    data = (tmp_path / "run.tar").read_bytes()
+
+    def answer(handler, over):
+        if handler.path == "/run.tar":
+            return _sending_to("/elsewhere")(handler, over)
+        begin, end = 0, len(data) - 1
+        if "Range" in handler.headers:
+            begin, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        part = data[begin : end + 1]
+        handler.send_response(206)
+        handler.send_header("Content-Length", str(len(part)))
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(part)
+        return None
+
+    assert Run.open(lying(answer)).verify() == []
 
 
 def _silent(handler, over):

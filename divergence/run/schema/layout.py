@@ -15,9 +15,9 @@ from divergence.outside import inside
 
 __all__ = [
     "COMMON_SHARD_DTYPES", "MANIFEST", "MAX_FORWARD_TOKENS", "MAX_LINE_BYTES",
-    "MAX_MANIFEST_BYTES", "MAX_NUMEL", "MAX_RANKS", "RECORDS", "SHARD_DTYPES", "SHARD_PATTERN",
-    "TENSORS", "checked_file", "checked_name", "checked_shard_name", "expanded", "is_records_name",
-    "is_run_name", "records_name", "shard_name",
+    "MAX_MANIFEST_BYTES", "MAX_NEW_TOKENS", "MAX_NUMEL", "MAX_RANKS", "RECORDS", "SHARD_DTYPES",
+    "SHARD_PATTERN", "TENSORS", "checked_file", "checked_name", "checked_shard_name", "expanded",
+    "is_records_name", "is_run_name", "records_name", "shard_name",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -35,6 +35,8 @@ MAX_MANIFEST_BYTES = 1 << 30
 """Digests take some 100 bytes a parameter tensor; 1 GiB is beyond any model."""
 MAX_RANKS = 100_000
 """The names of their records have five digits."""
+MAX_NEW_TOKENS = 1 << 24
+"""Beyond any context: a step for each is counted."""
 MAX_FORWARD_TOKENS = 1 << 28
 """Of all prompts of a batch with their padding: far beyond what any device runs at once."""
 MAX_NUMEL = (1 << 59) - 1

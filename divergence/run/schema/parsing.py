@@ -21,6 +21,7 @@ from divergence.run.schema.layout import (
     MAX_FORWARD_TOKENS,
     MAX_LINE_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_NEW_TOKENS,
     MAX_RANKS,
     SHARD_DTYPES,
     records_name,
@@ -149,6 +150,8 @@ def _broken_manifest(manifest: Manifest) -> str | None:
             return f"samples {group} ran together but are not equally long with their padding{at}"
         if len({len(s.generated_ids) for s in members}) > 1:
             return f"samples {group} ran together but have not equally many generated ids{at}"
+    if manifest.settings.max_new_tokens > MAX_NEW_TOKENS:
+        return f"more than {MAX_NEW_TOKENS} new tokens - at `$.settings.max_new_tokens`"
     if manifest.num_ranks > MAX_RANKS:
         return f"a mesh of more than {MAX_RANKS} ranks - at `$.mesh`"
     if manifest.model.dtype not in FORMATS:

@@ -3,7 +3,7 @@ computes, as a manifest has them."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -222,6 +222,10 @@ _TOLD_ELSEWHERE = ("precision_policy", "precision")
 """Not settings of a step: the analysis of precision tells them."""
 
 
+Factor = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+"""A number that a step multiplies by; its square is a number as well."""
+
+
 class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The training step that was recorded in place of decoding."""
 
@@ -235,11 +239,11 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The model's own was kept."""
     optimizer: str | None = None
     """``adamw`` or ``sgd``, of which one step was made. None: without a step."""
-    learning_rate: float | None = None
-    weight_decay: float | None = None
-    clip_grad_norm: float | None = None
+    learning_rate: Factor | None = None
+    weight_decay: Factor | None = None
+    clip_grad_norm: Factor | None = None
     """The norm to which the gradients were scaled down. None: not clipped."""
-    loss_scale: float | None = None
+    loss_scale: Factor | None = None
     """By what the loss was multiplied before the backward. None: by nothing."""
     reduce_dtype: str | None = None
     """In which the micro-batches' gradients were added up, as ranks would send them. None: torch

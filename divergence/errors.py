@@ -53,10 +53,6 @@ class DivergenceError(Exception):
         return text
 
 
-_LONGEST = 2_000
-"""Characters of a message: what a run says of itself may be quoted in it."""
-
-
 class UsageError(DivergenceError):
     """A request that cannot be carried out as it was put."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import UsageError
-from divergence.words import Progress, printable, printable_lines
+from divergence.words import Progress, printable, printable_lines, shortened
 
 if TYPE_CHECKING:
     from divergence.options.commands import Output
@@ -22,6 +22,7 @@ __all__ = [
 
 ARGUMENTS = "divergence.arguments"
 """Context key: the command line as it was given."""
+_LONGEST = 2_000
 VERBOSE = "divergence.verbose"
 """Context key: whether errors print their traceback."""
 
@@ -123,12 +124,12 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
 
     def message(event: str, detail: str) -> str | None:
         if event == "note":
-            return f"warning: {printable(detail)}"
+            return f"warning: {shortened(printable(detail), _LONGEST)}"
         run = detail.partition(": ")[0]
         if event != "taken" or quiet or run in named:
             return None
         named.add(run)
-        return printable(detail)
+        return shortened(printable(detail), _LONGEST)
 
     if quiet or not sys.stderr.isatty():
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from divergence.words import Progress, printable, printable_lines
+from divergence.words import Progress, printable, printable_lines, shortened
 
 if TYPE_CHECKING:
     from divergence.options.commands import Output
@@ -23,6 +23,7 @@ __all__ = [
 
 ARGUMENTS = "divergence.arguments"
 """Context key: the command line as it was given."""
+_LONGEST = 2_000
 VERBOSE = "divergence.verbose"
 """Context key: whether errors print their traceback."""
 
@@ -135,12 +136,12 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
 
     def message(event: str, detail: str) -> str | None:
         if event == "note":
-            return f"warning: {printable(detail)}"
+            return f"warning: {shortened(printable(detail), _LONGEST)}"
         run = detail.partition(": ")[0]
         if event != "taken" or quiet or run in named:
             return None
         named.add(run)
-        return printable(detail)
+        return shortened(printable(detail), _LONGEST)
 
     if quiet or not sys.stderr.isatty():
 

@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_MAX_LETTERS = 4_000
+_MAX_LETTERS = 2_000
 """Of each part of an error: names that it quotes may be of any length."""
 
 

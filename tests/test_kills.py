@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -74,6 +75,9 @@ def sources(tmp_path_factory, llama):
     capture(str(llama), out=folder / "a", prompts=["hi"], max_new_tokens=2, probe=False)
     shutil.copytree(folder / "a", folder / "old")
     shutil.copytree(llama, folder / "model")
+    rollout = {"prompt_ids": [1, 2], "response_ids": [3, 4], "response_mask": [1, 1],
+               "rollout_log_probs": [-1.0, -2.0]}  # fmt: skip
+    (folder / "rollouts.jsonl").write_text(json.dumps(rollout) + "\n")
     return folder
 
 
@@ -89,6 +93,7 @@ def state(folder: Path) -> dict[str, bytes]:
 COMMANDS = {
     "capture": ("capture model -o out --prompt hi --max-new-tokens 2 -q", "out"),
     "truth": ("truth a -o out -q", "out"),
+    "import": ("import rollouts.jsonl -o out -q", "out"),
     "pack": ("pack a -o out.tar -q", "out.tar"),
     "unpack": ("unpack a -o out -q", "out"),
     "bless": ("check out a --bless -q", "out"),

@@ -33,6 +33,7 @@ MEANT = {
     ("Place", "shard"), ("Place", "key"), ("Record", "dtype"), ("Operand", "dtype"),
     ("Operand", "site"), ("Operand", "origin"), ("Operand", "weight"), ("Call", "operator"),
     ("Plan", "anchored_to"), ("Plan", "plants"), ("Plan", "steps"), ("Plan", "positions"),
+    ("Manifest", "digest"), ("Manifest", "record_digests"),
 }  # fmt: skip
 """Words that make the run another one, or none: planted one by one."""
 

@@ -1,8 +1,8 @@
 """The norm of all gradients, and the error that all clipped ones have in common.
 
-Each clipped one is multiplied by limit / norm, so the rounding of one number, the norm of all gradients, is in
-all that an optimizer gets and in all moments. It is no small one: some kernels add millions of
-squares one after the other in float32, and lose a share of them once the sum is large.
+Each clipped one is multiplied by limit / norm, so the rounding of that one number is in all that an
+optimizer gets and in all moments. It is no small one: some kernels add millions of squares one
+after the other in float32, and lose a share of them once the sum is large.
 """
 
 from __future__ import annotations

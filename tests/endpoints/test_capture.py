@@ -165,6 +165,21 @@ def test_a_server_of_text_alone(stub, serve):
     assert "0 of 12 answers" in report.verdict.summary
 
 
+@pytest.mark.parametrize("lacks", [
+    {"logprobs"}, {"logprobs", "prompt_logprobs"}, {"ids", "logprobs", "prompt_logprobs"},
+])  # fmt: skip
+def test_what_a_server_does_not_tell_is_no_nan(lacks, stub, serve, monkeypatch):
+    """Its answer's characters are the other side's tokens by text, and have no number there."""
+    monkeypatch.setattr("tests.endpoints.conftest.token_text", lambda number: chr(97 + number))
+    stub.lacks = {"ids"}
+    a = serve("a")
+    stub.lacks = lacks
+    b = serve("b")
+    for report in (compare(a, b), compare(b, a)):
+        assert report.verdict.kind == "undetermined", report.verdict
+        assert "12 of 12 answers are the same text" in report.verdict.summary
+
+
 def test_the_command_line(stub, tmp_path, capsys):
     """As the documents have it, and what it says in the end."""
     from divergence.cli.main import app

@@ -1,4 +1,4 @@
-"""One number made of many is held to what its additions lose, and to the terms that cancel in it."""
+"""One number made of many is held to what its additions lose, and to the terms that cancel."""
 
 from __future__ import annotations
 

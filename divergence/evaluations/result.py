@@ -94,8 +94,8 @@ class BandResult(msgspec.Struct, frozen=True, kw_only=True):
     """The test would show it, but only few clusters differ, as a whole and nearly all in one
     direction: of such data it is wrong more often than it says."""
     needed: int | None = None
-    """Documents that would settle it, in four of five such evaluations, to two digits. None where it is settled,
-    or no number would."""
+    """Documents that would settle it, in four of five such evaluations, to two digits. None where
+    it is settled, or no number would."""
 
 
 class FlipCauses(msgspec.Struct, frozen=True, kw_only=True):

@@ -206,6 +206,22 @@ def test_a_model_scores_what_a_server_answered(stub, serve, llama, tmp_path):
     assert report.verdict.kind == "undetermined"  # two prompts, and another model
 
 
+@pytest.mark.parametrize("lacks", [
+    {"ids"}, {"ids", "prompt_logprobs"}, {"ids", "logprobs", "prompt_logprobs"},
+])  # fmt: skip
+def test_what_a_server_told_without_ids_is_not_forced(lacks, stub, serve, llama, tmp_path):
+    """It says that the server gave none, and the way that is left works."""
+    stub.lacks = lacks | {"usage"}  # whose tokenizer is another
+    served = serve("a", prompts=PROMPTS[:2], max_new_tokens=3)
+    with pytest.raises(UsageError, match="no token ids to be forced") as caught:
+        capture(llama, like=served, out=tmp_path / "b", device="cpu", probe=False)
+    hint = str(caught.value.hint)
+    assert "--prompts FILE" in hint and "return_token_ids" in hint
+    own = capture(llama, prompts=PROMPTS[:2], max_new_tokens=3, out=tmp_path / "b", device="cpu",
+                  sites="modules", probe=False)  # fmt: skip
+    assert compare(served, own).verdict.kind == "undetermined"
+
+
 def test_a_doctor_needs_models(serve):
     from divergence.checklist.doctor import doctor
 

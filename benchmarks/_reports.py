@@ -18,8 +18,8 @@ from __future__ import annotations
 import random
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from divergence.experiments.result import Localization
 from divergence.report.localization import localization_lines
 
 __all__ = [
-    "CLASSES", "GRADES", "Answer", "Case", "Grade", "Outcome", "Runs", "of_report", "play",
+    "CLASSES", "GRADES", "Answer", "Case", "Grade", "Runs", "grades_of", "overall", "play",
     "prompts_of",
 ]  # fmt: skip
 
@@ -87,12 +87,14 @@ class Case:
     kinds: tuple[str, ...] = ("localized", "systematic")
     """Verdicts that are right."""
     place: str = ""
-    """Of the onset, or of the operator that localize names."""
+    """Of the onset's site, or of the operator that localize names."""
+    unit: str = ""
+    """Of the onset's prompt, step and token: ``prompt 1, step 0, token 9``."""
+    alone: tuple[str, ...] = ()
+    """Verdicts that are right too of two runs alone, of what is as small as rounding."""
     side: str | None = "candidate"
     words: tuple[str, ...] = ()
     """Each is in what is said, anywhere."""
-    never: tuple[str, ...] = ()
-    """None is in a headline."""
 
     @property
     def is_quiet(self) -> bool:
@@ -118,27 +120,13 @@ class Answer:
     way: str
     kind: str
     place: str = ""
+    unit: str = ""
     side: str | None = None
     confidence: str = ""
     headline: str = ""
     text: str = ""
     is_correct_operator: bool = False
     """The operator that is named computes correctly on both sides, from other operands."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """A case's line of the file."""
-
-    name: str
-    grade: Grade
-    grades: dict[str, tuple[Grade, str]]
-    """By way: the grade, and why."""
-    answers: list[Answer]
-
-    def as_json(self) -> dict[str, Any]:
-        answers = [{k: v for k, v in asdict(a).items() if k != "text"} for a in self.answers]
-        return {**asdict(self), "answers": answers}
 
 
 def prompts_of(case: Case) -> list[list[int]]:
@@ -149,20 +137,22 @@ def prompts_of(case: Case) -> list[list[int]]:
     return [[draw.randrange(3, PAIRED_VOCABULARY) for _ in range(n)] for n in case.lengths]
 
 
-def play(case: Case, folder: Path) -> Outcome:
-    """The runs are made in ``folder``, and every answer is graded."""
+def play(case: Case, folder: Path) -> list[Answer]:
+    """What the tool says of the runs, which are made in ``folder``."""
     try:
         runs = (case.runs or _captured)(case, folder)
-        answers = list(_asked(case, runs, folder))
     except DivergenceError as error:
-        answers = [Answer(way="capture", kind="refused", headline=str(error), text=str(error))]
+        return [_failed("alone", "refused", error)]
     except Exception as error:
-        traceback.print_exc()
-        told = f"{type(error).__name__}: {error}"
-        answers = [Answer(way="capture", kind="crashed", headline=told, text=told)]
-    text = "\n".join(answer.text for answer in answers)
-    grades = {answer.way: _graded(case, answer, text) for answer in answers}
-    return Outcome(name=case.name, grade=_overall(grades), grades=grades, answers=answers)
+        return [_failed("alone", "crashed", error)]
+    return list(_asked(runs, folder))
+
+
+def _failed(way: str, kind: str, error: Exception) -> Answer:
+    text = str(error) if kind == "refused" else f"{type(error).__name__}: {error}"
+    if kind == "crashed":
+        traceback.print_exception(error)
+    return Answer(way=way, kind=kind, headline=text, text=text)
 
 
 def _captured(case: Case, folder: Path) -> Runs:
@@ -187,7 +177,7 @@ def _captured(case: Case, folder: Path) -> Runs:
     return Runs(a, b, right, prepare)
 
 
-def _asked(case: Case, runs: Runs, folder: Path) -> Iterator[Answer]:
+def _asked(runs: Runs, folder: Path) -> Iterator[Answer]:
     def descent() -> Answer:
         done = localize(
             runs.a, runs.b, truth=runs.truth, out=folder / "localized", here="both",
@@ -204,7 +194,9 @@ def _asked(case: Case, runs: Runs, folder: Path) -> Iterator[Answer]:
         try:
             yield ask()
         except DivergenceError as error:
-            yield Answer(way=way, kind="refused", headline=str(error), text=str(error))
+            yield _failed(way, "refused", error)
+        except Exception as error:
+            yield _failed(way, "crashed", error)
 
 
 def of_report(way: str, report: Report) -> Answer:
@@ -218,30 +210,30 @@ def of_report(way: str, report: Report) -> Answer:
         if line.status != "same"
     ]
     lines += report.notes
-    place = ""
+    place = unit = ""
     if onset is not None:
         token = "" if onset.position is None else f", token {onset.position}"
-        place = f"{onset.site}, prompt {onset.sample}, step {onset.step}{token}"
-        if onset.pass_ != "free":
-            place += f", {onset.pass_}"
+        place = onset.site
+        unit = f"prompt {onset.sample}, step {onset.step}{token}"
     return Answer(
-        way=way, kind=verdict.kind, place=place, side=verdict.side, confidence=verdict.confidence,
-        headline=verdict.summary, text="\n".join([*lines, place]),
+        way=way, kind=verdict.kind, place=place, unit=unit, side=verdict.side,
+        confidence=verdict.confidence, headline=verdict.summary, text="\n".join([*lines, place, unit]),
     )  # fmt: skip
 
 
 def _of_localization(done: Localization) -> Answer:
     text = [line.text for line in localization_lines(done)]
     kind = text[0].partition(":")[0].strip().lower()
-    deepest = next((v.site for v in reversed(done.levels) if v.site is not None), None)
-    side = done.side
-    if done.operator is None and done.levels and done.levels[-1].site:
-        side = done.levels[-1].side  # type: ignore[assignment]
+    deepest = next((level for level in reversed(done.levels) if level.site is not None), None)
+    side, place = done.side, "" if deepest is None else deepest.site or ""
+    if done.operator is not None:
+        place = done.operator.site
+    elif deepest is not None:
+        side = deepest.side
     alone = done.alone
     return Answer(
         way="localize", kind=kind, side=side, headline=text[0].partition(":")[2].strip(),
-        place=done.operator.site if done.operator is not None else deepest or "",
-        text="\n".join(text),
+        place=place, text="\n".join(text),
         is_correct_operator=len(alone) == 2 and all(own.times < _NEAR for own in alone),
     )  # fmt: skip
 
@@ -249,14 +241,22 @@ def _of_localization(done: Localization) -> Answer:
 # ── grades ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def grades_of(case: Case, answers: Sequence[Answer]) -> dict[str, tuple[Grade, str]]:
+    """Of each way: the grade, and why it is no better."""
+    text = "\n".join(answer.text for answer in answers)
+    return {answer.way: _graded(case, answer, text) for answer in answers}
+
+
+def overall(grades: Mapping[str, tuple[Grade, str]]) -> Grade:
+    """A case's grade."""
+    ranked = [grade for grade, _ in grades.values()]
+    return "wrong" if "wrong" in ranked else min(ranked[-2:], key=GRADES.index)
+
+
 def _graded(case: Case, answer: Answer, everything: str) -> tuple[Grade, str]:
     if answer.kind in ("refused", "crashed"):
         return ("abstains" if answer.kind == "refused" else "wrong"), answer.headline
-    for words in case.never:
-        if re.search(words, answer.headline, re.IGNORECASE):
-            return "wrong", f"says {words!r}"
-    graded = _of_localize if answer.way == "localize" else _of_compare
-    grade, why = graded(case, answer)
+    grade, why = (_of_localize if answer.way == "localize" else _of_compare)(case, answer)
     if grade == "right":
         lacking = [w for w in case.words if not re.search(w, everything, re.IGNORECASE)]
         if lacking:
@@ -265,20 +265,23 @@ def _graded(case: Case, answer: Answer, everything: str) -> tuple[Grade, str]:
 
 
 def _of_compare(case: Case, answer: Answer) -> tuple[Grade, str]:
-    if answer.kind not in case.kinds:
+    kinds = (*case.kinds, *(case.alone if answer.way == "alone" else ()))
+    expected = " or ".join(kinds)
+    if answer.kind not in kinds:
         if answer.kind in ("undetermined", "incomparable"):
             return "abstains", answer.headline
-        if case.is_quiet or answer.kind in QUIET or case.kinds == ("incomparable",):
-            return "wrong", f"{answer.kind} where {' or '.join(case.kinds)} is right"
+        if case.is_quiet or answer.kind in QUIET or kinds == ("incomparable",):
+            return "wrong", f"{answer.kind} where {expected} is right"
         if answer.kind == "drift":
             return "vague", "drift names no place"
-    if case.place and answer.kind in _ALARMS:
+    if answer.kind in _ALARMS and (case.place or case.unit):
         if not answer.place:
             return "vague", "names no place"
-        if not re.search(case.place, answer.place, re.IGNORECASE):
-            return "wrong", f"names {answer.place}"
-    if answer.kind not in case.kinds:
-        return "vague", f"{answer.kind} where {' or '.join(case.kinds)} is right"
+        for pattern, place in ((case.place, answer.place), (case.unit, answer.unit)):
+            if not re.search(pattern, place, re.IGNORECASE):
+                return "wrong", f"names {place}"
+    if answer.kind not in kinds:
+        return "vague", f"{answer.kind} where {expected} is right"
     if answer.way == "truth" and answer.kind in _ALARMS and answer.kind != "drift":
         return _of_side(case, answer)
     return "right", ""
@@ -305,10 +308,3 @@ def _of_side(case: Case, answer: Answer) -> tuple[Grade, str]:
     if answer.side is None:
         return ("right", "") if case.is_code else ("abstains", "the side is not named")
     return "wrong", f"the {answer.side} is said to be wrong"
-
-
-def _overall(grades: Mapping[str, tuple[Grade, str]]) -> Grade:
-    ranked = [grade for grade, _ in grades.values()]
-    if "wrong" in ranked:
-        return "wrong"
-    return min(ranked[-2:], key=GRADES.index)

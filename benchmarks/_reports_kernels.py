@@ -282,7 +282,7 @@ def _stale_convolution(model: nn.Module) -> None:
 
 
 def _cases() -> Iterator[Case]:
-    first = r"layers\.0\.|\.h\.0\.|layers\.0:"
+    first = r"layers\.0\b|\.h\.0\b"
     window = {
         "report": "huggingface/transformers#39408", "letter": "C", "is_code": True,
         "cause": "the attention kernel's window is inclusive: one key too many",
@@ -337,7 +337,7 @@ def _cases() -> Iterator[Case]:
     }  # fmt: skip
     yield Case(
         name="half-input-long", **half, lengths=(80, 16), new_tokens=2,
-        kinds=("nonfinite",), place=r"layers\.2\b.*down_proj|down_proj",
+        kinds=("nonfinite",), place=r"layers\.2\b", unit="prompt 0",
         words=("prompt 0", "down_proj", r"input|comes in"),
     )  # fmt: skip
     yield Case(
@@ -362,11 +362,13 @@ def _cases() -> Iterator[Case]:
             name=f"gelu-{dtype}", report=gemma, letter="C", model="gemma2", dtype=dtype,
             cause="the exact GELU in place of the one by tanh", plant=_exact_gelu, is_code=True,
             place=first, words=("gelu|act_fn|mlp",),
+            alone=("within_floor",) if dtype == "bfloat16" else (),
         )  # fmt: skip
     yield Case(
         name="norm-16-bits", report=gemma, letter="C", model="gemma2", dtype="bfloat16",
         cause="1 + w of the norms is computed in 16 bits", plant=_norm_in_16_bits, is_code=True,
-        place="norm|layers.0", words=("norm",),
+        place="norm|layers.0", words=("norm.*(bfloat16|16 bits)",),
+        kinds=("localized", "systematic", "within_floor"),  # as small as rounding
     )  # fmt: skip
     for dtype in ("float32", "bfloat16"):
         yield Case(
@@ -396,19 +398,19 @@ def _cases() -> Iterator[Case]:
         plant=_one_row_of_positions(decode_only=False),
     )  # fmt: skip
     yield Case(
-        name="positions-rotary-decode", **positions, place=r"rotary.*step [12]|step [12]",
+        name="positions-rotary-decode", **positions, place="rotary", unit="step [12]",
         plant=_one_row_of_positions(decode_only=True), words=("rotary|position", "decode|step"),
     )  # fmt: skip
     mamba = {"report": "huggingface/transformers#31540, #48256", "letter": "C", "model": "mamba"}
     yield Case(
         name="mamba-pads", **mamba, cause="pads enter the convolution and the state",
         lengths=(24, 16, 9), options={"batch": True}, plant=_pads_enter, is_code=True,
-        place=r"layers\.0\b.*prompt [12]|layers\.0.*mixer",
+        place=r"layers\.0\b", unit="prompt [12]",
     )  # fmt: skip
     yield Case(
         name="mamba-stale-state", **mamba, cause="the cached state of the convolution is of pads",
         plant=_stale_convolution, is_code=True, kinds=("localized", "systematic", "drift"),
-        place=r"step 1", words=("decode|step 1|state",),
+        place=r"layers\.0\b", unit="step 1", words=("decode|step 1|state",),
     )  # fmt: skip
     yield Case(
         name="no-cache-no-mask", report="meta-pytorch/torchtune#959", letter="C",
@@ -425,7 +427,8 @@ def _cases() -> Iterator[Case]:
     )  # fmt: skip
     yield Case(
         name="nan-spreads", **rows, cause="rows that see nothing are NaN, and spread as 0 x NaN",
-        plant=_nan_rows(0), kinds=("nonfinite",), place=r"layers\.[01]\b.*prompt [12]",
+        plant=_nan_rows(0), kinds=("nonfinite",), place=r"layers\.[01]\b",
+        unit="prompt [12]",
         words=("prompt [12]",),
     )  # fmt: skip
     yield Case(

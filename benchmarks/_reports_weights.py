@@ -292,7 +292,7 @@ def _cases() -> Iterator[Case]:
             cause="after sleep and wake the rotary table is zeros, "
             + ("from prompt 4 on" if first else "from the first prompt on"),
             prompts=tuple((start, *range(20, 33)) for start in starts), new_tokens=2,
-            plant=_lost_from_prompt_four, place=f"rotary.*prompt {first}|rotary",
+            plant=_lost_from_prompt_four, place="rotary", unit=f"prompt {first},",
             words=(r"prompts? 4\b",) if first else ("rotary",),
         )  # fmt: skip
     state = {"report": "ml-explore/mlx-lm#565", "letter": "W", "model": "mamba"}

@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks._reports import CLASSES, GRADES, Case, play
+from benchmarks._reports import CLASSES, GRADES, Answer, Case, Grade, grades_of, overall, play
 from benchmarks._reports_kernels import KERNELS
 from benchmarks._reports_tokens import TOKENS
 from benchmarks._reports_weights import WEIGHTS
@@ -58,13 +59,24 @@ is; else its best answer with a truth counts. A side is left open, rightly, wher
 differs: no truth can tell whose code is meant."""
 
 
+class Result:
+    """A case's answers, and their grades."""
+
+    def __init__(self, line: dict[str, Any]) -> None:
+        self.case = CASES[line["name"]]
+        self.answers = {line["way"]: Answer(**line) for line in line["answers"]}
+        self.grades = grades_of(self.case, list(self.answers.values()))
+        self.grade: Grade = overall(self.grades)
+
+
 def played(name: str) -> dict[str, Any]:
-    """One case's outcome, in a process of its own or in this one."""
+    """A case's line of the file: all answers. They are graded when they are read."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="report-") as folder:
-        outcome = play(CASES[name], Path(folder))
-        return json.loads(json.dumps(outcome.as_json()).replace(f"{folder}/", ""))
+        answers = [asdict(answer) for answer in play(CASES[name], Path(folder))]
+        line = json.dumps({"name": name, "answers": answers})
+        return json.loads(line.replace(f"{folder}/", ""))
 
 
 def main() -> None:
@@ -76,23 +88,23 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print every answer")
     options = parser.parse_args()
     wanted = [n for n in CASES if not options.only or any(map(n.startswith, options.only))]
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, Result] = {}
     if options.out is not None and options.out.exists():
         lines = map(json.loads, options.out.read_text().splitlines())
-        results = {line["name"]: line for line in lines if line["name"] in CASES}
-    for result in _results([name for name in wanted if name not in results], options.jobs):
-        results[result["name"]] = result
-        _print(result, verbose=options.verbose)
+        results = {line["name"]: Result(line) for line in lines if line["name"] in CASES}
+    for line in _played([name for name in wanted if name not in results], options.jobs):
+        results[line["name"]] = Result(line)
+        _print(results[line["name"]], verbose=options.verbose)
         if options.out is not None:
             with options.out.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+                file.write(json.dumps(line) + "\n")
     ordered = [results[name] for name in CASES if name in results]
     print("\n" + totals(ordered))
     if options.write is not None:
         options.write.write_text(page(ordered), encoding="utf-8")
 
 
-def _results(names: list[str], jobs: int) -> Iterable[dict[str, Any]]:
+def _played(names: list[str], jobs: int) -> Iterable[dict[str, Any]]:
     if jobs == 1:
         return map(played, names)
     # As many cases as a process can hold: torch and transformers are loaded once.
@@ -100,22 +112,22 @@ def _results(names: list[str], jobs: int) -> Iterable[dict[str, Any]]:
     return pool.map(played, names)
 
 
-def _print(result: dict[str, Any], *, verbose: bool) -> None:
-    print(f"{result['grade']:9} {result['name']}", flush=True)
-    for answer in result["answers"]:
-        grade, why = result["grades"][answer["way"]]
+def _print(result: Result, *, verbose: bool) -> None:
+    print(f"{result.grade:9} {result.case.name}", flush=True)
+    for way, answer in result.answers.items():
+        grade, why = result.grades[way]
         if verbose or grade != "right":
-            said = f"{answer['kind']} {answer['side']} {answer['place']} | {answer['headline']}"
-            print(f"    {answer['way']:9} {grade:9} {said[:230]}\n        {why[:230]}", flush=True)
+            said = f"{answer.kind} {answer.side} {answer.place}, {answer.unit} | {answer.headline}"
+            print(f"    {way:9} {grade:9} {said[:230]}\n        {why[:230]}", flush=True)
 
 
-def totals(results: list[dict[str, Any]]) -> str:
-    count = Counter(result["grade"] for result in results)
+def totals(results: list[Result]) -> str:
+    count = Counter(result.grade for result in results)
     told = ", ".join(f"{count[grade]} {grade}" for grade in GRADES)
     return f"{len(results)} of {len(CASES)} cases: {told}"
 
 
-def page(results: list[dict[str, Any]]) -> str:
+def page(results: list[Result]) -> str:
     """docs/reports.md."""
     lines = [
         _HEAD,
@@ -125,12 +137,12 @@ def page(results: list[dict[str, Any]]) -> str:
         "|---|---|" + "---|" * len(GRADES),
     ]
     for letter, title in CLASSES.items():
-        mine = [r for r in results if CASES[r["name"]].letter == letter]
-        count = Counter(result["grade"] for result in mine)
+        mine = [r for r in results if r.case.letter == letter]
+        count = Counter(result.grade for result in mine)
         cells = " | ".join(str(count[grade]) for grade in GRADES)
         lines.append(f"| {title} | {len(mine)} | {cells} |")
     for way, title in WAYS.items():
-        count = Counter(r["grades"][way][0] for r in results if way in r["grades"])
+        count = Counter(r.grades[way][0] for r in results if way in r.grades)
         cells = " | ".join(str(count[grade]) for grade in GRADES)
         lines.append(f"| *answers: {title}* | {sum(count.values())} | {cells} |")
     lines += [
@@ -138,7 +150,7 @@ def page(results: list[dict[str, Any]]) -> str:
         _GRADES,
     ]
     for letter, title in CLASSES.items():
-        mine = [r for r in results if CASES[r["name"]].letter == letter]
+        mine = [r for r in results if r.case.letter == letter]
         if not mine:
             continue
         lines += [
@@ -152,25 +164,21 @@ def page(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(result: dict[str, Any]) -> str:
-    case = CASES[result["name"]]
-    answers = {answer["way"]: answer for answer in result["answers"]}
-    answers.setdefault("alone", answers.get("capture", {}))
-    cells = [_cell(answers.get(way)) for way in WAYS]
-    why = ""
-    if result["grade"] != "right":
-        reasons = {text for grade, text in result["grades"].values() if grade == result["grade"]}
+def _row(result: Result) -> str:
+    case, why = result.case, ""
+    if result.grade != "right":
+        reasons = {text for grade, text in result.grades.values() if grade == result.grade}
         why = f": {_short('; '.join(sorted(reasons)))}"
     about = f"{case.cause} (`{case.name}`: {case.model}, {case.dtype})"
-    return f"| {case.report} | {about} | {' | '.join(cells)} | **{result['grade']}**{why} |"
+    cells = " | ".join(_cell(result.answers.get(way)) for way in WAYS)
+    return f"| {case.report} | {about} | {cells} | **{result.grade}**{why} |"
 
 
-def _cell(answer: dict[str, Any] | None) -> str:
-    if not answer:
+def _cell(answer: Answer | None) -> str:
+    if answer is None:
         return "-"
     side = {"candidate": "by B", "reference": "by A", "both": "by both", "neither": "by neither"}
-    parts = [answer["kind"], _short(answer["headline"]), side.get(answer["side"] or "", "")]
-    parts.append(answer["confidence"])
+    parts = [answer.kind, answer.headline, side.get(answer.side or "", ""), answer.confidence]
     return _short(", ".join(part for part in parts if part), _WIDTH + 40)
 
 

@@ -62,8 +62,8 @@ lint: $(STAMP) docs
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
-SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py localize_health.py \
-	operator_localization.py shown_output.py trained.py trust.py)
+SLOW_BENCHMARKS := $(addprefix benchmarks/,architectures.py localization.py localize_health.py \
+	operator_localization.py reports.py shown_output.py trained.py trust.py)
 
 bench: $(STAMP)
 	@set -e; for program in $(filter-out $(SLOW_BENCHMARKS),$(wildcard benchmarks/[!_]*.py)); do \
@@ -82,6 +82,14 @@ bench-operators: $(STAMP)
 # Ten minutes: what once misled the tool; fails if any answer is wrong.
 bench-trust: $(STAMP)
 	$(BIN)/python benchmarks/trust.py
+
+# Twenty minutes: public reports on tiny models; writes the page of them anew.
+bench-reports: $(STAMP)
+	$(BIN)/python benchmarks/reports.py --out .cache/reports.jsonl --write docs/reports.md
+
+# An hour: every causal architecture that can be made small, healthy and planted.
+bench-architectures: $(STAMP)
+	$(BIN)/python benchmarks/architectures.py --out .cache/architectures.jsonl
 
 # Hours, in pieces: trials are kept and gone on with. The first run downloads 100 MB.
 bench-trained: $(STAMP)

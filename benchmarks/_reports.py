@@ -217,7 +217,8 @@ def of_report(way: str, report: Report) -> Answer:
         unit = f"prompt {onset.sample}, step {onset.step}{token}"
     return Answer(
         way=way, kind=verdict.kind, place=place, unit=unit, side=verdict.side,
-        confidence=verdict.confidence, headline=verdict.summary, text="\n".join([*lines, place, unit]),
+        confidence=verdict.confidence, headline=verdict.summary,
+        text="\n".join([*lines, place, unit]),
     )  # fmt: skip
 
 

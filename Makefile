@@ -1,7 +1,7 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
-.PHONY: bench bench-localization bench-operators bench-trained bench-trust clean demo \
-	demo-trained docs lint setup test test-slow test-vllm
+.PHONY: bench bench-architectures bench-localization bench-operators bench-reports bench-trained \
+	bench-trust clean demo demo-trained docs lint setup test test-slow test-vllm
 
 PYTHON ?= python3
 VENV := .venv
@@ -83,7 +83,8 @@ bench-operators: $(STAMP)
 bench-trust: $(STAMP)
 	$(BIN)/python benchmarks/trust.py
 
-# Twenty minutes: public reports on tiny models; writes the page of them anew.
+# Ten minutes and more: public reports on tiny models, and the page of them. Cases are kept and gone
+# on with: remove .cache/reports.jsonl to play them all again.
 bench-reports: $(STAMP)
 	$(BIN)/python benchmarks/reports.py --out .cache/reports.jsonl --write docs/reports.md
 

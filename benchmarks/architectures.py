@@ -278,6 +278,7 @@ def main() -> None:
         print(f"{name} {dtype}: {line['state']} {said} {line.get('error', '')[:200]}",
               file=sys.stderr, flush=True)  # fmt: skip
         if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
             with options.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
     for machine in machines or ():

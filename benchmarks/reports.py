@@ -96,6 +96,7 @@ def main() -> None:
         results[line["name"]] = Result(line)
         _print(results[line["name"]], verbose=options.verbose)
         if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
             with options.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
     ordered = [results[name] for name in CASES if name in results]

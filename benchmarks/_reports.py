@@ -292,7 +292,7 @@ def _of_localize(case: Case, answer: Answer) -> tuple[Grade, str]:
     if answer.kind == "contradiction":
         return "abstains", answer.headline
     if answer.kind == "stopped":
-        stops = case.is_quiet or "incomparable" in case.kinds
+        stops = not {*QUIET, "incomparable"}.isdisjoint(case.kinds)
         return ("right" if stops else "abstains"), answer.headline
     if case.is_quiet:
         return "wrong", f"names {answer.place}"

@@ -119,6 +119,8 @@ class Answer:
 
     way: str
     kind: str
+    verdict: str = ""
+    """Of localize: the kind of the verdict that it went on from."""
     place: str = ""
     unit: str = ""
     side: str | None = None
@@ -233,7 +235,9 @@ def _of_localization(done: Localization) -> Answer:
         side = deepest.side
     alone = done.alone
     return Answer(
-        way="localize", kind=kind, side=side, headline=text[0].partition(":")[2].strip(),
+        way="localize", kind=kind, side=side,
+        verdict=done.levels[0].verdict if done.levels else "",
+        headline=text[0].partition(":")[2].strip(),
         place=place, text="\n".join(text),
         is_correct_operator=len(alone) == 2 and all(own.times < _NEAR for own in alone),
     )  # fmt: skip
@@ -292,8 +296,9 @@ def _of_localize(case: Case, answer: Answer) -> tuple[Grade, str]:
     if answer.kind == "contradiction":
         return "abstains", answer.headline
     if answer.kind == "stopped":
-        stops = not {*QUIET, "incomparable"}.isdisjoint(case.kinds)
-        return ("right" if stops else "abstains"), answer.headline
+        if answer.verdict in case.kinds:
+            return "right", ""
+        return ("wrong" if answer.verdict in QUIET else "abstains"), answer.headline
     if case.is_quiet:
         return "wrong", f"names {answer.place}"
     if case.place and not re.search(case.place, answer.place, re.IGNORECASE):

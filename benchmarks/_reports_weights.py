@@ -315,7 +315,7 @@ def _cases() -> Iterator[Case]:
     yield Case(
         name="merge-bfloat16", report=merged, letter="R", dtype="bfloat16", **other,
         cause="merging an adapter in bfloat16 rounds in another order",
-        plant=_merged_in_bfloat16, words=("q_proj", "round|last bit|merg"),
+        plant=_merged_in_bfloat16, words=("q_proj", "round|last bit|units"),
     )  # fmt: skip
     yield Case(
         name="float16-overflow", report="QwenLM/Qwen3#761, huggingface/transformers#33312",

@@ -24,6 +24,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,28 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 256),
     "qk_rope_head_dim": 8, "vocab_size": 512, "vocab_size_per_layer_input": 512,
     "hidden_size_per_layer_input": 16, "initializer_range": 0.08,
+    "attn_layer_indices": [1, 3], "attn_layer_period": 2, "attn_layer_offset": 1,
+    "num_kv_shared_layers": 0, "attention_types": [[["global", "local"], 2]],
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
 """What each name of a size becomes."""
+OTHER_SIZES: tuple[dict[str, Any], ...] = (
+    {}, {"num_key_value_heads": 4}, {"num_experts_per_tok": 1},
+    {"layer_types": ["mamba", "attention"] * 2},
+    {"layer_types": ["linear_attention", "full_attention"] * 2},
+)  # fmt: skip
+"""What is tried where a config refuses those."""
 
 
-def smaller(model_type: str) -> Any:
-    """Its config with small sizes. Raises whatever the config's code does."""
+def smaller(model_type: str, other: Mapping[str, Any]) -> Any:
+    """Its config with small sizes, and ``other`` ones. Raises whatever the config's code does."""
     kind = transformers.AutoConfig.for_model(model_type).__class__
     names = kind().to_dict()
-    values = {name: size for name, size in SIZES.items() if name in names}
+    values = {name: size for name, size in SIZES.items() if name in names} | other
+    if "qk_rope_head_dim" in names:  # of latent attention; its heads are not grouped
+        values |= {"num_key_value_heads": 4, "head_dim": 8}
+    if {"expand", "num_heads", "head_dim"} <= names.keys():  # of Mamba 2: of 2 x 64 channels
+        values["num_heads"] = 8
     if (
         isinstance(names.get("rope_parameters"), dict)
         and "mrope_section" in names["rope_parameters"]
@@ -98,7 +111,16 @@ def smaller(model_type: str) -> Any:
 
 def built(model_type: str, folder: Path) -> nn.Module:
     """The model, saved. Raises ValueError where it is not small, and what its code raises."""
-    config = smaller(model_type)
+    errors: list[Exception] = []
+    for other in OTHER_SIZES:
+        try:
+            return _built(smaller(model_type, other), folder)
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _built(config: Any, folder: Path) -> nn.Module:
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(config)
     count = sum(parameter.numel() for parameter in empty.parameters())
@@ -118,7 +140,7 @@ def built(model_type: str, folder: Path) -> nn.Module:
 
 
 def planted_at(model: nn.Module) -> tuple[str, str] | None:
-    """(the middle block, the last Linear in it that stands for itself)."""
+    """(the middle block, the last Linear in it that every token goes through and that shows)."""
     notes = describe_modules(model)
     blocks = [path for path, note in notes.items() if note.role == "block"]
     if not blocks:
@@ -129,8 +151,19 @@ def planted_at(model: nn.Module) -> tuple[str, str] | None:
         for path, part in model.get_submodule(block).named_modules()
         if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
     ]
-    always = [path for path in linears if "expert" not in path and "gate" not in path]
-    return (block, f"{block}.{always[-1]}") if always else None
+    ids = torch.arange(3, 3 + LENGTHS[1])[None]
+    for path in reversed([path for path in linears if "expert" not in path]):
+        with torch.no_grad():
+            healthy = model(input_ids=ids).logits
+            part = model.get_submodule(f"{block}.{path}")
+            handle = part.register_forward_hook(
+                lambda module, args, out: out + torch.rand_like(out)
+            )
+            shown = not torch.equal(healthy, model(input_ids=ids).logits)
+            handle.remove()
+        if shown:
+            return block, f"{block}.{path}"
+    return None
 
 
 def tried(model_type: str, dtype: str, folder: Path, machines: tuple[Machine, Machine]) -> dict:

@@ -179,7 +179,8 @@ def _cell(answer: Answer | None) -> str:
     if answer is None:
         return "-"
     side = {"candidate": "by B", "reference": "by A", "both": "by both", "neither": "by neither"}
-    parts = [answer.kind, answer.headline, side.get(answer.side or "", ""), answer.confidence]
+    by = side.get(answer.side or "", "")
+    parts = [answer.kind, answer.headline, "" if by in answer.headline else by, answer.confidence]
     return _short(", ".join(part for part in parts if part), _WIDTH + 40)
 
 

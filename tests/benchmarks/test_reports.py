@@ -67,7 +67,9 @@ def test_an_answer_with_a_truth_is_graded(case, said, grade):
     ("said", "grade"),
     [
         ({}, "right"),
-        ({"kind": "stopped"}, "abstains"),
+        ({"kind": "stopped", "verdict": "incomparable"}, "abstains"),
+        ({"kind": "stopped", "verdict": "within_floor"}, "wrong"),
+        ({"kind": "stopped", "verdict": "localized"}, "right"),
         ({"kind": "contradiction"}, "abstains"),
         ({"is_correct_operator": True, "headline": "the error is made at it"}, "wrong"),
         ({"is_correct_operator": True, "headline": "the error comes into it"}, "right"),

@@ -93,8 +93,8 @@ class Case:
     alone: tuple[str, ...] = ()
     """Verdicts that are right too of two runs alone, of what is as small as rounding."""
     side: str | None = "candidate"
-    words: tuple[str, ...] = ()
-    """Each is in what is said, anywhere."""
+    words: tuple[str | tuple[str, str], ...] = ()
+    """Each is in what is said, anywhere: a pattern, or what it stands for and the pattern."""
 
     @property
     def is_quiet(self) -> bool:
@@ -263,9 +263,10 @@ def _graded(case: Case, answer: Answer, everything: str) -> tuple[Grade, str]:
         return ("abstains" if answer.kind == "refused" else "wrong"), answer.headline
     grade, why = (_of_localize if answer.way == "localize" else _of_compare)(case, answer)
     if grade == "right":
-        lacking = [w for w in case.words if not re.search(w, everything, re.IGNORECASE)]
+        words = [(word, word) if isinstance(word, str) else word for word in case.words]
+        lacking = [what for what, w in words if not re.search(w, everything, re.IGNORECASE)]
         if lacking:
-            return "vague", "does not say " + ", ".join(repr(word) for word in lacking)
+            return "vague", f"does not say {', '.join(lacking)}"
     return grade, why
 
 

@@ -147,19 +147,19 @@ def _cases() -> Iterator[Case]:
             name=f"temperature-{name}", **scored,
             report="huggingface/trl#4159, modelscope/ms-swift#8427",
             cause="the engine's log-probabilities are raw, the trainer divides by the temperature",
-            runs=_rollouts(_temperature, noise), words=(r"temperature 0\.6|by 0\.6",),
+            runs=_rollouts(_temperature, noise), words=(("temperature 0.6", r"temperature 0\.6|by 0\.6"),),
         )  # fmt: skip
         yield Case(
             name=f"top-p-{name}", **scored,
             report="huggingface/trl#6789, vllm-project/vllm#42259, verl-project/verl#6240",
             cause="the engine renormalises over the likeliest tokens, the trainer does not",
-            runs=_rollouts(_renormalised, noise), words=(r"top[-_ ]p",),
+            runs=_rollouts(_renormalised, noise), words=(("top-p", r"top[-_ ]p"),),
         )  # fmt: skip
     yield Case(
         name="one-token-too-many", report="ml-explore/mlx-lm#1855", letter="M", side=None,
         cause="documents shorter than the longest count one pad's log-probability",
         runs=_one_token_too_many, kinds=("incomparable", "within_floor"),
-        words=(r"pad|one (more )?token|longer|21.*22",),
+        words=(("that one token more is counted", r"pad|one (more )?token|21.*22"),),
     )  # fmt: skip
     template = {
         "letter": "T", "kinds": ("incomparable",), "side": None,
@@ -167,17 +167,17 @@ def _cases() -> Iterator[Case]:
     }  # fmt: skip
     yield Case(
         name="bos-twice", **template, cause="template and tokenizer both write the first token",
-        runs=_beginning(1, 1), words=(r"BOS|first (id|token)|begins", "twice|double|two"),
+        runs=_beginning(1, 1), words=(("that BOS stands twice", r"(BOS|first|begin).*(twice|double|two)")),
     )  # fmt: skip
     yield Case(
         name="bos-missing", **template, cause="neither template nor tokenizer writes it",
-        runs=_beginning(), words=(r"BOS|first (id|token)|begins", "missing|without|lacks|no "),
+        runs=_beginning(), words=(("that BOS is missing", r"(BOS|first|begin).*(missing|without|lacks)")),
     )  # fmt: skip
     yield Case(
         name="tokenizer", report="huggingface/transformers#42299, #42589, #45444", letter="T",
         cause="another regular expression splits the text before the merges",
         runs=_other_tokenizer, kinds=("incomparable",), side=None,
-        words=("tokenizer|same text", "prompt 1"),
+        words=(("that the tokenizers differ", "tokenizer|same text"), "prompt 1"),
     )  # fmt: skip
 
 

@@ -146,23 +146,22 @@ def planted_at(model: nn.Module) -> tuple[str, str] | None:
     if not blocks:
         return None
     block = blocks[len(blocks) // 2]
-    linears = [
-        path
+    linears = {
+        f"{block}.{path}".rstrip("."): part
         for path, part in model.get_submodule(block).named_modules()
-        if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
-    ]
+        if (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D") and "expert" not in path
+    }
     ids = torch.arange(3, 3 + LENGTHS[1])[None]
-    for path in reversed([path for path in linears if "expert" not in path]):
+    for path, part in reversed(linears.items()):
         with torch.no_grad():
             healthy = model(input_ids=ids).logits
-            part = model.get_submodule(f"{block}.{path}")
             handle = part.register_forward_hook(
                 lambda module, args, out: out + torch.rand_like(out)
             )
-            shown = not torch.equal(healthy, model(input_ids=ids).logits)
+            is_shown = not torch.equal(healthy, model(input_ids=ids).logits)
             handle.remove()
-        if shown:
-            return block, f"{block}.{path}"
+        if is_shown:
+            return block, path
     return None
 
 

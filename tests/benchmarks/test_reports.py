@@ -20,13 +20,13 @@ def test_a_case_says_where_it_comes_from_and_what_is_right(case):
     assert case.letter in CLASSES and case.model in MODELS and case.cause
     assert {*case.kinds, *case.alone} <= {*get_args(VerdictKind)}
     for pattern in (case.place, case.unit, *case.words):
-        re.compile(pattern)
+        re.compile(pattern if isinstance(pattern, str) else pattern[1])
     assert case.place or not {"localized", "systematic", "nonfinite"} & {*case.kinds} or case.runs
 
 
 FAULT = Case(
     name="fault", report="a/b#1", letter="K", cause="", place=r"layers\.2\b", unit="prompt 1",
-    words=("window",),
+    words=("window", ("its width", r"of \d")),
 )  # fmt: skip
 QUIET = Case(
     name="quiet", report="a/b#1", letter="R", cause="", kinds=("within_floor",), side="neither"

@@ -291,7 +291,9 @@ def _cases() -> Iterator[Case]:
     for dtype in ("float32", "bfloat16"):
         yield Case(
             name=f"window-{dtype}", **window, dtype=dtype, plant=_window(5),
-            lengths=(32,), place=first, words=(("attention", r"attention|attn"), ("from which token on", r"token [4-9]\b|from token 4")),
+            lengths=(32,), place=first,
+            words=(("attention", r"attention|attn"),
+                   ("from which token on", r"token [4-9]\b|from token 4")),
         )  # fmt: skip
     yield Case(
         name="window-not-reached", **window, plant=_window(5), lengths=(3,), new_tokens=1,
@@ -303,7 +305,8 @@ def _cases() -> Iterator[Case]:
             name=f"window-forgotten-{model}", report="huggingface/transformers#35924", letter="C",
             cause="layers with a sliding window attend to everything", model=model, is_code=True,
             plant=_window_forgotten, place=layers,
-            words=(("that it is every second layer", r"2 of 4|every second|layers\.(2|3)\b|sliding"),),
+            words=(("that it is every second layer",
+                    r"2 of 4|every second|layers\.(2|3)\b|sliding"),),
         )  # fmt: skip
     for model, dtype in (("llama", "float32"), ("gpt2", "float32"), ("llama", "bfloat16")):
         yield Case(
@@ -320,7 +323,8 @@ def _cases() -> Iterator[Case]:
         yield Case(
             name=f"strides-{dtype}", report="ROCm/pytorch#3230, pytorch/pytorch#161640",
             letter="K", cause="a product reads a strided weight as if it were contiguous",
-            dtype=dtype, plant=_strided, place=r"layers\.2\b", words=("down_proj", ("that the weight is not contiguous", "contiguous")),
+            dtype=dtype, plant=_strided, place=r"layers\.2\b",
+            words=("down_proj", ("that the weight is not contiguous", "contiguous")),
         )  # fmt: skip
     for everywhere, place in ((False, r"layers\.2\b"), (True, first)):
         yield Case(
@@ -367,7 +371,8 @@ def _cases() -> Iterator[Case]:
     yield Case(
         name="norm-16-bits", report=gemma, letter="C", model="gemma2", dtype="bfloat16",
         cause="1 + w of the norms is computed in 16 bits", plant=_norm_in_16_bits, is_code=True,
-        place="norm|layers.0", words=(("that norms are computed in 16 bits", "norm.*(bfloat16|16 bits)"),),
+        place="norm|layers.0",
+        words=(("that norms are computed in 16 bits", "norm.*(bfloat16|16 bits)"),),
         kinds=("localized", "systematic", "within_floor"),  # as small as rounding
     )  # fmt: skip
     for dtype in ("float32", "bfloat16"):
@@ -380,7 +385,8 @@ def _cases() -> Iterator[Case]:
         yield Case(
             name=f"bias-twice-{name}", report="huggingface/text-generation-inference#1036",
             letter="C", cause=f"two ranks both add a row-parallel bias, {name}", model="gpt2",
-            plant=_bias_again(blocks), is_code=True, words=("c_proj", ("the bias", "bias|constant|add")),
+            plant=_bias_again(blocks), is_code=True,
+            words=("c_proj", ("the bias", "bias|constant|add")),
             place=r"\.h\.0\b" if name == "everywhere" else r"\.h\.1\b",
         )  # fmt: skip
     positions = {
@@ -399,7 +405,8 @@ def _cases() -> Iterator[Case]:
     )  # fmt: skip
     yield Case(
         name="positions-rotary-decode", **positions, place="rotary", unit="step [12]",
-        plant=_one_row_of_positions(decode_only=True), words=(("positions", "rotary|position"), ("that it is in steps", "decode|step")),
+        plant=_one_row_of_positions(decode_only=True),
+        words=(("positions", "rotary|position"), ("that it is in steps", "decode|step")),
     )  # fmt: skip
     mamba = {"report": "huggingface/transformers#31540, #48256", "letter": "C", "model": "mamba"}
     yield Case(
@@ -410,7 +417,8 @@ def _cases() -> Iterator[Case]:
     yield Case(
         name="mamba-stale-state", **mamba, cause="the cached state of the convolution is of pads",
         plant=_stale_convolution, is_code=True, kinds=("localized", "systematic", "drift"),
-        place=r"layers\.0\b", unit="step 1", words=(("that it is in steps", "decode|step 1|state"),),
+        place=r"layers\.0\b", unit="step 1",
+        words=(("that it is in steps", "decode|step 1|state"),),
     )  # fmt: skip
     yield Case(
         name="no-cache-no-mask", report="meta-pytorch/torchtune#959", letter="C",

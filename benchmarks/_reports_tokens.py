@@ -147,7 +147,8 @@ def _cases() -> Iterator[Case]:
             name=f"temperature-{name}", **scored,
             report="huggingface/trl#4159, modelscope/ms-swift#8427",
             cause="the engine's log-probabilities are raw, the trainer divides by the temperature",
-            runs=_rollouts(_temperature, noise), words=(("temperature 0.6", r"temperature 0\.6|by 0\.6"),),
+            runs=_rollouts(_temperature, noise),
+            words=(("temperature 0.6", r"temperature 0\.6|by 0\.6"),),
         )  # fmt: skip
         yield Case(
             name=f"top-p-{name}", **scored,
@@ -167,11 +168,13 @@ def _cases() -> Iterator[Case]:
     }  # fmt: skip
     yield Case(
         name="bos-twice", **template, cause="template and tokenizer both write the first token",
-        runs=_beginning(1, 1), words=(("that BOS stands twice", r"(BOS|first|begin).*(twice|double|two)")),
+        runs=_beginning(1, 1),
+        words=(("that BOS stands twice", r"(BOS|first|begin).*(twice|double|two)"),),
     )  # fmt: skip
     yield Case(
         name="bos-missing", **template, cause="neither template nor tokenizer writes it",
-        runs=_beginning(), words=(("that BOS is missing", r"(BOS|first|begin).*(missing|without|lacks)")),
+        runs=_beginning(),
+        words=(("that BOS is missing", r"(BOS|first|begin).*(missing|without|lacks)"),),
     )  # fmt: skip
     yield Case(
         name="tokenizer", report="huggingface/transformers#42299, #42589, #45444", letter="T",

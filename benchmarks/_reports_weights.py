@@ -259,7 +259,8 @@ def _cases() -> Iterator[Case]:
     yield Case(
         name="centred-head", report="TransformerLensOrg/TransformerLens#693", letter="R",
         cause="the unembedding is centred: one constant a token, equal probabilities",
-        plant=_centred_weights, **other, words=("lm_head", ("that probabilities are equal", "constant|shift|probabilit")),
+        plant=_centred_weights, **other,
+        words=("lm_head", ("that probabilities are equal", "constant|shift|probabilit")),
     )  # fmt: skip
     for dtype in ("float32", "bfloat16"):
         yield Case(
@@ -310,12 +311,14 @@ def _cases() -> Iterator[Case]:
     yield Case(
         name="merge-four-bits", report=merged, letter="W", **other,
         cause="merging an adapter quantises the weights to 4 bits again",
-        plant=_parameters("q_proj.weight", _four_bits), words=("q_proj", ("that it is quantised", "quanti|levels|4 bits")),
+        plant=_parameters("q_proj.weight", _four_bits),
+        words=("q_proj", ("that it is quantised", "quanti|levels|4 bits")),
     )  # fmt: skip
     yield Case(
         name="merge-bfloat16", report=merged, letter="R", dtype="bfloat16", **other,
         cause="merging an adapter in bfloat16 rounds in another order",
-        plant=_merged_in_bfloat16, words=("q_proj", ("that it is rounding", "round|last bit|units")),
+        plant=_merged_in_bfloat16,
+        words=("q_proj", ("that it is rounding", "round|last bit|units")),
     )  # fmt: skip
     yield Case(
         name="float16-overflow", report="QwenLM/Qwen3#761, huggingface/transformers#33312",
@@ -342,7 +345,8 @@ def _cases() -> Iterator[Case]:
     yield Case(
         name="packed", report="alex-hh/profam#495, huggingface/nanoVLM#204", letter="C",
         cause="packed documents see each other: the kernel takes no mask of documents",
-        runs=_packed, place=r"layers\.0\b", side=None, words=(("from which token on", r"token (1[2-9]|2\d)"),),
+        runs=_packed, place=r"layers\.0\b", side=None,
+        words=(("from which token on", r"token (1[2-9]|2\d)"),),
     )  # fmt: skip
 
 

@@ -155,14 +155,17 @@ def planted_at(model: nn.Module) -> tuple[str, str] | None:
     for path, part in reversed(linears.items()):
         with torch.no_grad():
             healthy = model(input_ids=ids).logits
-            handle = part.register_forward_hook(
-                lambda module, args, out: out + torch.rand_like(out)
-            )
+            handle = part.register_forward_hook(_raised)
             is_shown = not torch.equal(healthy, model(input_ids=ids).logits)
             handle.remove()
         if is_shown:
             return block, path
     return None
+
+
+def _raised(module: nn.Module, args: Any, out: Any) -> Any:
+    """None, which changes nothing, of a router that gives several tensors."""
+    return out + torch.rand_like(out) if isinstance(out, torch.Tensor) else None
 
 
 def tried(model_type: str, dtype: str, folder: Path, machines: tuple[Machine, Machine]) -> dict:

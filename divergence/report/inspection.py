@@ -74,9 +74,9 @@ def run_lines(
         ),
     ]
     if manifest.digest is None:
-        lines.append(
-            prose("", "recorded before digests of manifest and records: changes to them go unseen")
-        )
+        before = "recorded before digests" if manifest.schema_version < 8 else "without digests"
+        text = f"{before} of manifest and records: changes to them go unseen"
+        lines.append(prose("", text))
     if manifest.command:
         lines.append(prose("command", requoted(manifest.command)))
     if manifest.like:

@@ -73,7 +73,8 @@ def is_plain(name: str) -> bool:
 
 
 def inside(root: Path, name: str, *, error: Failure = DumpError, hint: str | None = None) -> Path:
-    """``root/name``, a regular file that is reached through no link. Raises ``error``."""
+    """Returns ``root/name`` if it is a regular file that is reached through no link. Raises
+    ``error``."""
     if not is_plain(name):
         raise error(f"{name[:80]!r} is a name that leads out of its folder", where=str(root))
     path, mode = root, 0
@@ -109,8 +110,8 @@ def _kind(mode: int) -> str:
 def opened(
     path: str | os.PathLike[str], *, error: Failure = DumpError, hint: str | None = None
 ) -> BinaryIO:
-    """A regular file, opened for reading: a pipe or a device is refused, never waited for. A link
-    is followed: the path is the user's. Raises ``error``."""
+    """Opens a regular file for reading. A pipe or a device is refused, never waited for; a link is
+    followed, since the path is the user's. Raises ``error``."""
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except (OSError, ValueError) as failure:  # ValueError: a name with NUL
@@ -127,7 +128,8 @@ def opened(
 
 
 def disk_bytes(path: str | os.PathLike[str]) -> int:
-    """What a file takes on disk: less than its size where it has holes. Raises OSError."""
+    """Returns the bytes that a file takes on disk: fewer than its size where it has holes. Raises
+    OSError."""
     status = os.stat(path)
     return min(status.st_size, getattr(status, "st_blocks", status.st_size) * 512)
 
@@ -136,7 +138,7 @@ def read_bytes(
     path: str | os.PathLike[str], *, most: int = MAX_TEXT_BYTES, error: Failure = DumpError,
     hint: str | None = None,
 ) -> bytes:  # fmt: skip
-    """A whole regular file of at most so many bytes. Raises ``error``."""
+    """Reads a whole regular file of at most ``most`` bytes. Raises ``error``."""
     with opened(path, error=error, hint=hint) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= most:
@@ -155,7 +157,8 @@ def lines(
     path: str | os.PathLike[str], *, most: int = MAX_LINE_BYTES, error: Failure = DumpError,
     hint: str | None = None,
 ) -> Iterator[bytes]:  # fmt: skip
-    """The lines of a regular file, with their ends; none longer than ``most``. Raises ``error``."""
+    """Yields the lines of a regular file, with their ends; none may be longer than ``most`` bytes.
+    Raises ``error``."""
     with opened(path, error=error, hint=hint) as file:
         while line := file.readline(most + 1):
             if len(line) > most:
@@ -168,8 +171,8 @@ def lines(
 
 def json_value(data: bytes, *, where: str, error: Failure = DumpError,
                hint: str | None = None) -> Any:  # fmt: skip
-    """JSON as Python writes it (NaN included), bounded before anything is made of it. Raises
-    ``error``."""
+    """Decodes JSON as Python writes it (NaN included). The number of values and the depth are
+    checked before any object is made. Raises ``error``."""
     try:
         if 0 in data[:4] or data[:1] > b"~":  # brackets are counted as bytes
             data = data.decode(json.detect_encoding(data)).encode()

@@ -33,9 +33,12 @@ os.environ |= {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# A job in a shell's background has Ctrl-C ignored, and so have its children; tests send it.
+# A job in a shell's background has Ctrl-C ignored, one under nohup the end of its terminal, and so
+# have their children; tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # One thread is fastest for tensors this small, and it leaves the other cores alone.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -21,7 +21,7 @@ from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
-from divergence.comparison.results.findings import Check, Evidence, Finding, figure
+from divergence.comparison.results.findings import Check, Evidence, Finding, figure, some_of
 from divergence.comparison.results.sites import onset_at, order_of
 from divergence.words import SideOrBoth, letter
 
@@ -261,23 +261,15 @@ def only_in(*units: Unit) -> str:
     steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
     parts = []
     if samples != all_samples:
-        parts.append(_some("prompt", samples, len(all_samples), alone=alone))
+        parts.append(some_of("prompt", samples, len(all_samples), alone=alone))
     since = ""
     if steps != all_steps:
         if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
             since = f" from decode step {min(steps)} on"
         else:
-            parts.append(_some("decode step", steps, len(all_steps), alone=alone))
+            parts.append(some_of("decode step", steps, len(all_steps), alone=alone))
     where = (f" in {' and '.join(parts)}" if parts else "") + since
     return where if alone or not where else f" seen{where}"
-
-
-def _some(what: str, numbers: set[int], total: int, *, alone: bool) -> str:
-    shown = [str(number) for number in sorted(numbers)]
-    if len(shown) == 1:
-        return f"{what} {shown[0]}{' alone' if alone else ''} (of {total})"
-    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
-    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
 
 
 def unit_evidence(unit: Unit) -> Evidence:

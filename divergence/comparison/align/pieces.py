@@ -230,7 +230,8 @@ class Pieces:
     ) -> tuple[int | None, int | None]:
         """(sample, token index) of a row, where rows are tokens: pads are not counted."""
         if row is None or len(shape) < 3:
-            return None, None
+            members = [] if row is None else self.members(piece, shape)
+            return (members[row], None) if members else (None, None)
         record, tokens = piece.record, self.reference.manifest.tokens
         inner = max(math.prod(shape[2:-1]), 1)
         member, token = row // (inner * shape[1]), row // inner % shape[1]

@@ -31,7 +31,6 @@ from divergence.comparison.measure.site_fields import (
     ModuleFields,
     SitePlace,
     identical_site,
-    nonfinite_in,
     nonfinite_of,
     shared_fields,
 )
@@ -46,6 +45,7 @@ from divergence.comparison.results.sites import (
 )
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.pairs.pair import measure_pair
 from divergence.run.reader import Run
 from divergence.run.schema.site import BACKWARD, is_gradient, module_of, of_parameter
 
@@ -284,10 +284,16 @@ class Judge:
         result = identical_site(record, self._place(pair))
         num_rerouted = 0 if self._routing.is_known(pair) else None
         more: dict[str, Any] = {"num_rerouted": num_rerouted, "truth": truth}
-        if result.nonfinite is not None and self._reference.has_bytes(record):
-            mask = self._pieces.row_mask(pair.reference, record.shape)
-            if mask is not None:  # the statistics count rows of padding, too
-                more["nonfinite"] = nonfinite_in(self._reference.read(record), mask)
+        bad, pieces = result.nonfinite, self._pieces
+        if bad is not None and self._reference.has_bytes(record):
+            mask = pieces.row_mask(pair.reference, record.shape)
+            # the statistics count rows of padding too, and tell no place
+            if mask is not None or bad.reference_nan or bad.reference_inf > bad.reference_neginf:
+                tensor = self._reference.read(record)
+                metrics, rows_ = measure_pair(tensor, tensor, row_mask=mask)
+                more["nonfinite"] = nonfinite_of(
+                    metrics, rows_, pieces, pair.reference, record.shape
+                )
         if result.ulp_format is not None:
             members = self._pieces.members(pair.reference, result.shape)
             rows = num_rows(result) // max(1, len(members))
@@ -326,7 +332,10 @@ class Judge:
         fields |= more
         result = SiteResult(
             shape=shape, worst_sample=sample, worst_position=position,
-            nonfinite=nonfinite_of(judged.metrics), logits=numbers.logits,
+            nonfinite=nonfinite_of(
+                judged.metrics, numbers.rows, self._pieces, pair.reference, rows
+            ),
+            logits=numbers.logits,
             estimated=numbers.estimate, at_least=numbers.least, **fields,
         )  # fmt: skip
         if routed is not None and ratios is not None and routed.experts is not None:

@@ -335,7 +335,7 @@ def _unmeasured(
         token_rel_l2_p99=None, token_rel_l2_max=None, worst_row=None, channel_rel_l2_max=None,
         worst_channel=None, update_rel_l2=None, update_norm=None, num_sink_tokens=0,
         rel_l2_without_sinks=None, pad_rel_l2=None, reference_nan=0, reference_inf=0,
-        candidate_nan=0, candidate_inf=0, first_nonfinite_row=None,
+        candidate_nan=0, candidate_inf=0,
     )  # fmt: skip
     nothing = np.zeros(0)
     rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)

@@ -97,7 +97,10 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
     if not any(reader.functions for reader in seen.values()):
         return None  # a container: no forward of its own
     digests = {path: reader.digest for path, reader in readers.items()}
-    usual = Counter(digests.values()).most_common(1)[0][0]
+    own = [reader.digest for reader in readers.values() if not reader.replaced]
+    usual = Counter(own or digests.values()).most_common(1)[0][0]
+    # where nothing runs the class' own code, and not all the same, none is like most
+    mixed = not own and len(set(digests.values())) > 1
     first = next(reader for reader in seen.values() if reader.digest == usual)
     places: dict[str, list[str]] = {}
     for path, reader in readers.items():
@@ -117,7 +120,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
         compiled="; ".join(_of_all(text, n, len(modules)) for text, n in compiled.items()) or None,
         places=sorted({starred(path) for path in modules}),
         attributes=attributes_of(modules),
-        odd={path: digest for path, digest in digests.items() if digest != usual},
+        odd={path: digest for path, digest in digests.items() if mixed or digest != usual},
     )
 
 

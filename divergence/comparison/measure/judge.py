@@ -32,6 +32,7 @@ from divergence.comparison.measure.site_fields import (
     SitePlace,
     identical_site,
     nonfinite_of,
+    placed,
     shared_fields,
 )
 from divergence.comparison.measure.truth import SamplesBySite
@@ -45,7 +46,6 @@ from divergence.comparison.results.sites import (
 )
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
-from divergence.numerics.pairs.pair import measure_pair
 from divergence.run.reader import Run
 from divergence.run.schema.site import BACKWARD, is_gradient, module_of, of_parameter
 
@@ -284,16 +284,8 @@ class Judge:
         result = identical_site(record, self._place(pair))
         num_rerouted = 0 if self._routing.is_known(pair) else None
         more: dict[str, Any] = {"num_rerouted": num_rerouted, "truth": truth}
-        bad, pieces = result.nonfinite, self._pieces
-        if bad is not None and self._reference.has_bytes(record):
-            mask = pieces.row_mask(pair.reference, record.shape)
-            # the statistics count rows of padding too, and tell no place
-            if mask is not None or bad.reference_nan or bad.reference_inf > bad.reference_neginf:
-                tensor = self._reference.read(record)
-                metrics, rows_ = measure_pair(tensor, tensor, row_mask=mask)
-                more["nonfinite"] = nonfinite_of(
-                    metrics, rows_, pieces, pair.reference, record.shape
-                )
+        if result.nonfinite is not None and self._reference.has_bytes(record):
+            more["nonfinite"] = placed(result.nonfinite, self._pieces, pair.reference)
         if result.ulp_format is not None:
             members = self._pieces.members(pair.reference, result.shape)
             rows = num_rows(result) // max(1, len(members))

@@ -13,10 +13,11 @@ from divergence.comparison.align.pieces import Piece, Pieces
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.metrics import PairMetrics, RowMetrics
+from divergence.numerics.pairs.pair import measure_pair
 from divergence.run.schema.record import Record, Summary
 
-__all__ = ["ModuleFields", "SitePlace", "identical_site", "nonfinite_of", "shared_fields",
-           "without_floor"]  # fmt: skip
+__all__ = ["ModuleFields", "SitePlace", "identical_site", "nonfinite_of", "placed",
+           "shared_fields", "without_floor"]  # fmt: skip
 
 
 class ModuleFields(TypedDict):
@@ -108,6 +109,19 @@ def nonfinite_of(
     of_members = worst.reshape(len(members), -1).any(axis=1) if members else []
     prompts = [member for member, holds in zip(members, of_members, strict=True) if holds]
     return msgspec.structs.replace(counts, sample=sample, position=position, prompts=prompts)
+
+
+def placed(counts: NonfiniteCount, pieces: Pieces, piece: Piece) -> NonfiniteCount | None:
+    """``counts`` of a tensor of the reference that both sides have, without rows of padding, which
+    the statistics count, and with the place, which they do not tell."""
+    record = piece.record
+    mask = pieces.row_mask(piece, record.shape)
+    only_masked = not counts.reference_nan and counts.reference_inf == counts.reference_neginf
+    if mask is None and only_masked:
+        return counts
+    tensor = pieces.reference.read(record)
+    metrics, rows = measure_pair(tensor, tensor, row_mask=mask)
+    return nonfinite_of(metrics, rows, pieces, piece, record.shape)
 
 
 def without_floor(sites: Sequence[SiteResult]) -> list[SiteResult]:

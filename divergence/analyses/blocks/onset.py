@@ -150,16 +150,23 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
 
 def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Unit | None:
     """The rotary table that makes a whole kind differ: it is off itself, and an input of a block
-    on one side, which the other does not show, so that no anchored pass could replace it."""
+    that no anchored pass replaced, as the other side does not show it or has it in another shape.
+    """
     block, side = family.members[0].results[0].block, family.members[0].side
-    unseen = [lone for lone in measured.alignment.unmatched if lone.site.startswith(f"{block}:in.")]
+    read = f"{block}:in."
+    unseen = [(lone.side, lone.sample, lone.step, lone.site)
+              for lone in measured.alignment.unmatched if lone.site.startswith(read)]  # fmt: skip
+    unseen += [("candidate", result.sample, result.step, result.candidate_site or result.site)
+               for result in measured.sites
+               if result.site.startswith(read) and result.pass_ == "anchored"
+               and not result.identical]  # fmt: skip
     for unit in sorted(flagged, key=lambda unit: order_of(unit.first)):
         if TABLES not in (unit.results[0].kind or "").lower() or unit.side != side:
             continue
-        for lone in unseen:
-            run = measured.reference if lone.side == "reference" else measured.candidate
-            sites = (unit.site, lone.site)
-            records = [run.find(("free", lone.sample, lone.step, site)) for site in sites]
+        for holder, sample, step, input_ in unseen:
+            run = measured.reference if holder == "reference" else measured.candidate
+            sites = (unit.site, input_)
+            records = [run.find(("free", sample, step, site)) for site in sites]
             digests = {record and (record.xxh3 or record.fold) for record in records}
             if len(digests) == 1 and None not in digests:
                 return unit

@@ -97,7 +97,8 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
     if not any(reader.functions for reader in seen.values()):
         return None  # a container: no forward of its own
     digests = {path: reader.digest for path, reader in readers.items()}
-    usual = Counter(digests.values()).most_common(1)[0][0]
+    own = [reader.digest for reader in readers.values() if not (reader.replaced or reader.hooked)]
+    usual = Counter(own or digests.values()).most_common(1)[0][0]
     first = next(reader for reader in seen.values() if reader.digest == usual)
     places: dict[str, list[str]] = {}
     for path, reader in readers.items():
@@ -117,7 +118,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
         compiled="; ".join(_of_all(text, n, len(modules)) for text, n in compiled.items()) or None,
         places=sorted({starred(path) for path in modules}),
         attributes=attributes_of(modules),
-        odd={path: digest for path, digest in digests.items() if digest != usual},
+        odd={path: digest for path, digest in digests.items() if not own or digest != usual},
     )
 
 
@@ -152,7 +153,9 @@ class _Reader:
         forward = original_forward(module)
         if forward is not None or _has_forward(kind):
             self._method("forward", forward)
-        for name, hook in hooks_of(module).items():
+        hooks = hooks_of(module)
+        self.hooked = bool(hooks)
+        for name, hook in hooks.items():
             self._outside(name, hook)
         # which implementation of attention was asked for is a setting: no other code of the class
         chosen = {n: d for n, d in self.functions.items() if not n.endswith("]")}

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from divergence.comparison.routers import Flips
 
 __all__ = [
-    "Routed", "Routes", "Routing", "Unexplained", "choices_in", "kept_rows", "route_key", "routed_blocks",
+    "Routed", "Routes", "Routing", "Unexplained", "choices_in", "kept_rows", "route_key",
+    "routed_blocks",
 ]  # fmt: skip
 
 

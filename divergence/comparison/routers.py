@@ -25,7 +25,7 @@ _WITNESSES = 10
 """That logits decide is known from tokens chosen for alike, and from a side that follows its own on
 every token. Something else that decides, a bias say, and overrules a lead of this size would have
 overruled half of the smaller leads: not one of ten is a chance of 1 in 1,000."""
-_CHANCE = 1e-9
+_CHANCE = 1e-8
 """That rounding made as many flips: for each router of some hundred blocks."""
 
 
@@ -94,7 +94,7 @@ def explained_choices(
     rows: Sequence[torch.Tensor],
     logits: Sequence[torch.Tensor | None],
     usual: Callable[[], Sequence[torch.Tensor | None]] = tuple,
-    flips: Callable[[], Flips] | None = None,
+    flips: Callable[[], Flips] = lambda: Flips.together([]),
 ) -> tuple[torch.Tensor, float | None]:
     """(T,) whether rounding explains a choice that differs, and the widest gap that it decided.
     ``usual()``: each side's leads in all forwards, which are read where this one leaves a doubt;
@@ -116,16 +116,18 @@ def explained_choices(
     witnesses = [lead for lead, side in zip(leads, follow, strict=True) if bool(side.all())]
     if all(bool(side[alike].all()) for side in follow):
         witnesses.append(leads[0][alike])
-    if not witnesses:  # not the logits alone decide: a bias, groups
-        if flips is not None and flips().beyond_chance:
-            explained &= same_experts(rows)
-        return explained, None
     behind = -torch.minimum(*leads)
-    if bool((~alike & explained & (behind > -behind_at_most)).any()):
+    if witnesses and bool((~alike & explained & (behind > -behind_at_most)).any()):
         witnesses += [lead for lead in usual() if lead is not None]
     for lead in witnesses:
         closer = torch.searchsorted(lead.sort().values, behind)
         explained &= alike | (behind <= -behind_at_most) | (closer < _WITNESSES)
+    # what is left: not the logits alone decide (a bias, groups), or there are too few to know
+    untold = ~same_experts(rows) & explained & (behind > -behind_at_most)
+    if bool(untold.any()) and flips().beyond_chance:
+        explained &= ~untold
+    if not witnesses:
+        return explained, None
     gaps = [
         _gap(rows[0][t], rows[1][t], sides[0][t]) for t in (~alike & explained).nonzero().flatten()
     ]

@@ -45,8 +45,8 @@ def find(measured: Measured) -> AnalysisResult:
     total = sum(choice.num_tokens for _, choice in choices)
     experts = [chosen[0].tolist() for chosen in first.experts]
     fact = Evidence(
-        text=f"{count} of {total} tokens went to other experts, far from any tie of the router: the "
-        f"first is token {first.tokens[0]} of prompt {behind.sample}, step {behind.step}, to "
+        text=f"{count} of {total} tokens went to other experts, far from any tie: the first "
+        f"is token {first.tokens[0]} of prompt {behind.sample}, step {behind.step}, to "
         f"{experts[0]} in A and {experts[1]} in B",
         values={"num_different": count, "num_compared": total},
     )

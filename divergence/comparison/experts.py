@@ -69,13 +69,15 @@ class Routed:
 @dataclass(frozen=True, slots=True)
 class Unexplained:
     """A choice of one forward that no rounding explains at ``tokens``, rows of ``num_tokens``:
-    ``site`` has it, ``router`` made it (of unknown name: None), ``experts`` are both sides'."""
+    ``site`` has it, ``router`` made it (of unknown name: None), ``experts`` are both sides';
+    ``follows``: does a side's every token go to the largest of its own logits?"""
 
     site: str
     router: str | None
     tokens: list[int]
     num_tokens: int
     experts: tuple[torch.Tensor, torch.Tensor]
+    follows: tuple[bool, bool]
 
 
 _ALL = Routed(None, 0, None, None)
@@ -108,7 +110,7 @@ class Routing:
 
         import torch
 
-        from divergence.comparison.routers import explained_choices, same_experts
+        from divergence.comparison.routers import explained_choices, follows, same_experts
 
         if BACKWARD in pair.reference.record.site:
             return self._of_backward(pair, num_rows, truth)
@@ -144,6 +146,7 @@ class Routing:
                 unexplained = Unexplained(
                     choice[0].site, None if router is None else router.site, tokens, len(alike),
                     (rows[0][tokens], rows[1][tokens]),
+                    (follows(rows[0], logits[0]), follows(rows[1], logits[1])),
                 )  # fmt: skip
             alike = alike | ~explained
             kept = alike if kept is None else kept & alike
@@ -283,14 +286,13 @@ class Routing:
 
     def _leads_of(self, run: Run, choice: Record) -> torch.Tensor | None:
         """Of one forward, if all follow."""
-        from divergence.comparison.routers import lead_of, tie
+        from divergence.comparison.routers import follows, lead_of
 
         whole = Piece(choice, choice.sample, None, 0, 0, 0)
         chosen, logits = self._rows(run, choice, whole), self._logits(run, choice, whole)
-        if chosen is None or logits is None or len(chosen) != len(logits):
+        if chosen is None or logits is None or not follows(chosen, logits):
             return None
-        lead = lead_of(chosen, logits.double())
-        return lead if bool((lead >= tie(logits)).all()) else None
+        return lead_of(chosen, logits.double())
 
     def _tensor(self, run: Run, record: Record) -> torch.Tensor | None:
         key = (id(run), record.pass_, record.sample, record.step, record.site)

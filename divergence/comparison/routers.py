@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Flips", "explained_choices", "lead_of", "same_experts", "tie"]
+__all__ = ["Flips", "explained_choices", "follows", "lead_of", "same_experts", "tie"]
 
 _TIE = 8 * 2.0**-24
 """Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there. Two
@@ -144,6 +144,13 @@ def lead_of(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     least = values.masked_fill(~mine, float("inf")).amin(-1)
     most = values.masked_fill(mine, float("-inf")).amax(-1)
     return least - most
+
+
+def follows(chosen: torch.Tensor, logits: torch.Tensor | None) -> bool:
+    """Are every token's experts the largest of its logits?"""
+    if logits is None or len(chosen) != len(logits):
+        return False
+    return bool((lead_of(chosen, logits.double()) >= tie(logits)).all())
 
 
 def tie(logits: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,10 @@ from divergence.words import Side, letter
 __all__ = ["explain", "find"]
 
 
+_FEW = 10
+"""Tokens: that a side follows its logits is known from no fewer."""
+
+
 def find(measured: Measured) -> AnalysisResult:
     """The first choice of experts that rounding does not explain: its router is where the error
     comes in, whatever the experts make of it."""
@@ -71,7 +75,10 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def _side(measured: Measured, behind: SiteResult, choice: Unexplained) -> Side | None:
-    """The side whose experts the truth does not have, where it has the other's for most tokens."""
+    """The side that does not choose the largest of its own logits, where the other does for every
+    token of a prompt; else that whose experts the truth does not have, if it has the other's."""
+    if len(set(choice.follows)) == 2 and choice.num_tokens >= _FEW:
+        return "candidate" if choice.follows[0] else "reference"
     if measured.truth is None:
         return None
     truth = measured.truth.run

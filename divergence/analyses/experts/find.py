@@ -16,6 +16,7 @@ from divergence.comparison.experts import Routes, Unexplained, route_key, routed
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.comparison.routers import same_experts
+from divergence.numerics.formats import format_named
 from divergence.run.schema.site import module_of
 from divergence.words import Side, letter
 
@@ -33,9 +34,18 @@ def find(measured: Measured) -> AnalysisResult:
     if not choices:
         return AnalysisResult()
     behind, first = choices[0]
-    results = {(s.pass_, s.of, s.sample, s.step, s.site): s for s in measured.sites}
     router = first.router or first.site
-    seen = results.get((behind.pass_, behind.of, behind.sample, behind.step, router), behind)
+    seen = max(
+        (
+            s for s in measured.sites
+            if (s.pass_, s.of, s.sample, s.step)
+            == (behind.pass_, behind.of, behind.sample, behind.step)
+            and (s.site == router or (module_of(s.site) == module_of(router) and not s.identical
+                 and format_named(s.reference_dtype).kind == "int"))
+        ),  # what it chose, where that was recorded, else the logits that it was made of
+        key=order_of,
+        default=behind,
+    )  # fmt: skip
     side = _side(measured, behind, first)
     blocks = {result.block for result, _ in choices}
     num_routed = len(routed_blocks(measured.reference.manifest))

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Flips", "explained_choices", "follows", "lead_of", "same_experts", "tie"]
+    from divergence.run.schema.manifest import Manifest
+
+__all__ = [
+    "Flips",
+    "explained_choices",
+    "follows",
+    "lead_of",
+    "logits_decide",
+    "same_experts",
+    "tie",
+]
 
 _TIE = 8 * 2.0**-24
 """Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there. Two
@@ -76,6 +86,23 @@ class Flips:
         if count <= expected:
             return False
         return count - expected - count * math.log(count / expected) < math.log(_CHANCE)
+
+
+def logits_decide(manifest: Manifest, router: str) -> bool:
+    """Is nothing known that chooses beside the logits of this router (a module's path): no
+    parameter next to it but its matrix, as of a bias, and no groups of experts?"""
+    parent = router.rpartition(".")[0] + "."
+    beside = (
+        name.rpartition(".")[2] for name in manifest.model.digests
+        if name.startswith(parent) and "expert" not in name.removeprefix(parent).partition(".")[0]
+    )  # fmt: skip
+    groups = (
+        value for key, value in manifest.model.config.items()
+        if key.rpartition(".")[2].endswith(("n_group", "topk_group", "expert_group"))
+    )  # fmt: skip
+    return all(leaf == "weight" for leaf in beside) and all(
+        value in (None, 0, 1) for value in groups
+    )
 
 
 def same_experts(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.experts import Routes, Unexplained, route_key, routed_blocks
+from divergence.comparison.experts import routed_blocks
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.comparison.routers import same_experts
+from divergence.comparison.routers import logits_decide, same_experts
+from divergence.comparison.routes import Routes, Unexplained, route_key
 from divergence.numerics.formats import format_named
 from divergence.run.schema.site import module_of
 from divergence.words import Side, letter
@@ -54,6 +55,8 @@ def find(measured: Measured) -> AnalysisResult:
     what = f"{len(blocks)} of {num_routed} routers, from {name} on, send" if many else (
         f"{name} sends"
     )  # fmt: skip
+    scores = len(set(first.follows)) == 2
+    than = "its own scores say" if scores and not many else "rounding explains"
     by = f", by {letter(side)}" if side else ""
     count = sum(len(choice.tokens) for _, choice in choices)
     total = sum(choice.num_tokens for _, choice in choices)
@@ -70,7 +73,7 @@ def find(measured: Measured) -> AnalysisResult:
             Finding(
                 claim="integers_differ",
                 kind="systematic" if many else "localized",
-                summary=f"{what} tokens to other experts than rounding explains{by}",
+                summary=f"{what} tokens to other experts than {than}{by}",
                 onset=replace(onset_at(seen), position=position, sample=behind.sample),
                 place=order_of(seen),
                 equal_inputs=behind.pass_ != "free",
@@ -85,9 +88,13 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def _side(measured: Measured, behind: SiteResult, choice: Unexplained) -> Side | None:
-    """The side that does not choose the largest of its own logits, where the other does for every
-    token of a prompt; else that whose experts the truth does not have, if it has the other's."""
-    if len(set(choice.follows)) == 2 and choice.num_tokens >= _FEW:
+    """The side that does not choose the largest of its own logits, where these decide and the other
+    does for every token of a prompt; else that whose experts the truth does not have, if it has the
+    other's."""
+    decide = choice.router and logits_decide(
+        measured.reference.manifest, module_of(choice.router)
+    )  # else a side without its bias follows them
+    if decide and len(set(choice.follows)) == 2 and choice.num_tokens >= _FEW:
         return "candidate" if choice.follows[0] else "reference"
     if measured.truth is None:
         return None

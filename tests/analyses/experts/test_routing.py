@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -51,6 +52,16 @@ def recorded(tmp_path_factory):
     return make
 
 
+def without(module, forward, field, value, *args):
+    """What the router makes with another value of one of its fields, which is put back."""
+    before = getattr(module, field)
+    setattr(module, field, value)
+    try:
+        return forward(*args)
+    finally:
+        setattr(module, field, before)
+
+
 def deepseek(folder, field, value):
     """Runs of a small DeepSeek with a trained bias in its routers, of one whose routers have
     ``field`` = ``value``, and the first's truth."""
@@ -73,8 +84,8 @@ def deepseek(folder, field, value):
 
     def prepare(loaded):
         for name, module in loaded.named_modules():
-            if name.endswith(".mlp.gate") and hasattr(module, field):
-                setattr(module, field, value)
+            if name.endswith(".mlp.gate"):
+                module.forward = partial(without, module, module.forward, field, value)
 
     b = capture(like=a, out=folder / "b", prepare=prepare, probe=False)
     return a, b, make_truth(a, out=folder / "truth")
@@ -423,16 +434,22 @@ def test_a_router_with_a_bias_that_chooses_otherwise_is_the_onset(decode_alone, 
     other = third_with_bias if decode_alone else lambda logits, experts: experts
     b = capture(like=a, out=tmp_path / "b", prepare=wrong_choice(other))
     verdict = compare(a, b).verdict
-    assert (verdict.kind, verdict.side) == ("localized", None)
+    assert verdict.kind == "localized"
     assert verdict.onset.site == f"{BLOCK}.mlp.gate:out"
     assert verdict.onset.step == (1 if decode_alone else 0)
-    assert "to other experts than rounding explains" in verdict.summary
+    assert "to other experts than " in verdict.summary
 
 
-def test_a_router_without_its_groups_is_the_onset(tmp_path):
-    """DeepSeek chooses among the experts of the best groups, with a bias: forgetting the groups
-    sends tokens far from any tie elsewhere, in every block, and the truth names the side."""
-    a, b, truth = deepseek(tmp_path, "num_group", 1)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_group", 1), ("topk_group", 2), ("e_score_correction_bias", torch.zeros(8))],
+)
+def test_a_router_without_its_groups_or_its_bias_is_the_onset(field, value, tmp_path):
+    """DeepSeek chooses among the experts of the best groups, with a bias: forgetting either sends
+    tokens far from any tie elsewhere, in every block. That a side follows its logits says nothing
+    of it; the truth names it."""
+    a, b, truth = deepseek(tmp_path, field, value)
+    assert compare(a, b, force=True).verdict.side is None
     verdict = compare(a, b, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("systematic", "candidate")
     assert verdict.onset.site == "model.layers.1.mlp.gate:out"

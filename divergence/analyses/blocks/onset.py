@@ -79,7 +79,7 @@ def made_at(
         kind="localized" if family is None else "systematic",
         summary=summary,
         onset=onset_at(first.first),
-        place=min(order_of(unit.first) for unit in flagged),
+        place=order_of(first.first),
         equal_inputs=any(unit.pass_ != "free" for unit in flagged),
         side=side,
         rests_on=checks_of(first),

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Pieces
-from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
+from divergence.comparison.experts import Routing, kept_rows
 from divergence.comparison.measure.floors import (
     Floor,
     Ratios,
@@ -44,6 +44,7 @@ from divergence.comparison.results.sites import (
     TruthDiff,
     num_rows,
 )
+from divergence.comparison.routes import Routed, Routes
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
@@ -316,6 +317,9 @@ class Judge:
         routed = judged.routed
         if routed is not None:
             more["num_rerouted"] = routed.num_rerouted
+            real = self._pieces.row_mask(pair.reference, shape)
+            if routed.kept is not None and real is not None and len(real) == len(routed.kept):
+                more["num_rerouted"] = int((~routed.kept & real).sum())  # pads go anywhere
             if routed.kept is not None and bool(routed.kept.any()):
                 worst = int(np.nan_to_num(judged.rows.rel_l2, nan=-1.0).argmax())
                 sample, position = self._pieces.locate(pair.reference, shape, worst)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import xxhash
 
+from divergence.run.schema.parameters import ParameterNote
 from divergence.run.schema.provenance import (
     ArithmeticFact,
     Calibration,
@@ -86,6 +87,8 @@ class ModelIdentity(_Strict, kw_only=True):
     rounded_digests: dict[str, str] = {}
     """By narrower dtype: the overall digest of the same weights rounded to it. So a float32 run and
     a bfloat16 run of one checkpoint can be recognised as such."""
+    parameters: dict[str, ParameterNote] = {}
+    """Of floating-point ones, what else tells how two that differ belong together."""
     dequantized: dict[str, str] = {}
     """Of modules whose codes were dequantised as they were loaded: the digest of the weight."""
     quantization: QuantizationNote | None = None

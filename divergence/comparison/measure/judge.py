@@ -20,11 +20,10 @@ from divergence.comparison.measure.floors import (
     Ratios,
     gradient_format,
     row_floor,
-    share_of_usual,
-    size_of_terms,
     small_rows,
     stacked,
     storage_format,
+    usual_norm,
     work_dtype,
 )
 from divergence.comparison.measure.site_fields import (
@@ -48,7 +47,7 @@ from divergence.comparison.routes import Routed, Routes
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
-from divergence.run.schema.site import BACKWARD, is_gradient, module_of, of_parameter
+from divergence.run.schema.site import BACKWARD, LOSS, is_gradient, module_of, of_parameter
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
@@ -149,7 +148,7 @@ class Judge:
         rows = numbers.rows
         assert rows is not None
         if self._cancels(pair.reference.record.site):
-            rows = small_rows(rows, size_of_terms(self._reference, pair.reference.record))
+            rows = small_rows(rows, self._usual(pair, rows.norm))
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
             return judged
@@ -237,6 +236,11 @@ class Judge:
         if self._sums is self._work or not is_gradient(pair.reference.record.site):
             return form, self._work
         return max(form, self._sums, key=lambda format_: format_.unit_roundoff), self._sums
+
+    def _usual(self, pair: Pair, norm: np.ndarray) -> float:
+        """What errors are held against where a row's terms cancelled."""
+        form = max(self._formats(pair), key=lambda form: form.unit_roundoff)
+        return usual_norm(self._reference, pair.reference.record, norm, form, self._role(pair))
 
     def _role(self, pair: Pair) -> str:
         return self._site_fields(pair.reference.record.site)["role"] or "inner"
@@ -367,10 +371,12 @@ class Judge:
             if row_floors is None:
                 continue
             if self._cancels(result.site):
-                records = (pair.reference.record for _, (pair, _, _) in alike)
-                terms = (size_of_terms(self._reference, record) for record in records)
-                shares = map(share_of_usual, (row.norm for row in rows), terms)
-                row_floors = row_floors / np.stack(list(shares))
+                norms = np.maximum(np.stack([row.norm for row in rows]), 1e-300)
+                usual = [
+                    self._usual(pair, row.norm) or 1.0
+                    for (_, (pair, _, _)), row in zip(alike, rows, strict=True)
+                ]
+                row_floors = row_floors * np.maximum(1.0, np.array(usual)[:, None] / norms)
             floors |= {number: floor for (number, _), floor in zip(alike, row_floors, strict=True)}
         for number, (_, result, row) in judged:
             floor = floors.get(number)
@@ -393,9 +399,13 @@ class Judge:
         )  # fmt: skip
 
     def _cancels(self, site: str) -> bool:
-        """Is it a gradient whose terms may cancel, of a parameter or inside a block?"""
+        """May its terms cancel, as those of the loss, and of gradients of parameters, inside blocks
+        and behind the last one do?"""
+        if module_of(site) == LOSS:
+            return site.endswith(":out")
         note = self._notes.get(module_of(site)) if BACKWARD in site else None
-        return of_parameter(site) or (note is not None and note.role == "inner")
+        trunk = site.endswith(f"{BACKWARD}:out") and note is not None and note.role == "trunk"
+        return trunk or of_parameter(site) or (note is not None and note.role == "inner")
 
 
 def _last(shape: tuple[int, ...]) -> int:

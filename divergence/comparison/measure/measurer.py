@@ -383,7 +383,7 @@ class _Operands:
 
 def _shared(runs: Sequence[Run]) -> Callable[[str], float]:
     """By site, the rounding that all of its rows have in common."""
-    if all(run.manifest.training.clip_grad_norm is None for run in runs):
+    if all(run.manifest.training.optimizer is None for run in runs):
         return _nothing_shared
     from divergence.comparison.measure.clipping import SharedRounding
 

@@ -246,8 +246,10 @@ class Pieces:
         self, piece: Piece, shape: Sequence[int], row: int | None
     ) -> tuple[int | None, int | None]:
         """(sample, token index) of a row, where rows are tokens: pads are not counted."""
-        if row is None or len(shape) < 3:
-            members = [] if row is None else self.members(piece, shape)
+        if row is None:
+            return None, None
+        if len(shape) < 3:
+            members = self.members(piece, shape)
             return (members[row], None) if members else (None, None)
         record, tokens = piece.record, self.reference.manifest.tokens
         inner = max(math.prod(shape[2:-1]), 1)

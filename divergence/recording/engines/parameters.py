@@ -26,7 +26,8 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     own = format_of(tensor.dtype).name
     forms: tuple[ValuesForm, ...] = get_args(ValuesForm)
     rounded: dict[ValuesForm, str] = {}
-    form, values = own, digest
+    form: ValuesForm = own
+    values = digest
     for target in forms[: forms.index(own) if own in forms else 0]:
         narrow = tensor.to(format_named(target).torch_dtype)
         told = digest_tensor(narrow)

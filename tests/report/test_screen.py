@@ -7,7 +7,8 @@ import pytest
 
 from divergence.comparison.results.findings import PreflightLine
 from divergence.layout import fold
-from divergence.report.screen import WIDTH, screen_lines, settings_lines, smallest_visible
+from divergence.report.screen import WIDTH, screen_lines, settings_lines
+from divergence.report.summary import smallest_visible
 from divergence.words import HEADLINES
 
 

@@ -140,6 +140,8 @@ def _values(values: torch.Tensor) -> str:
         return shown if values.ndim == 0 else f"[{shown}]"
     if not values.is_floating_point():
         return f"{int((values != 0).sum())} of {values.numel()} set"
+    if not values.any():
+        return f"{values.numel()} zeros"
     if _is_mask(values):
         return f"{int((values != 0).sum())} of {values.numel()} masked"
     return f"{values.numel()} values of norm {float(values.double().norm()):.6g}"

@@ -172,7 +172,7 @@ def token_lines(report: Report) -> list[Line]:
     how = "B continued A's text" if tokens.forced else "each continued its own text"
     text = f"next-token choice agrees in {tokens.num_equal} of {tokens.num_tokens} steps ({how})"
     if tokens.num_missing:
-        text += f"; {tokens.num_missing} more in one run alone"
+        text += f"; {tokens.num_missing} more in A alone"
     first = tokens.first_difference
     if first is not None:
         token_a, token_b = (

@@ -156,9 +156,14 @@ def _relative(mine: object, other: object) -> float | None:
     return abs(other - mine) / abs(mine) if mine else float("inf")
 
 
-def operands_text(items: list[OtherOperand]) -> str:
-    """``other=0.13125 (A 0.125)``."""
-    return " and ".join(f"{arg.argument}={arg.candidate} (A {arg.reference})" for arg in items[:3])
+def operands_text(items: list[OtherOperand], side: str = "candidate") -> str:
+    """``other=0.13125 (A 0.125)``: a side's own first."""
+    return " and ".join(
+        f"{arg.argument}={arg.candidate} (A {arg.reference})"
+        if side == "candidate"
+        else f"{arg.argument}={arg.reference} (B {arg.candidate})"
+        for arg in items[:3]
+    )
 
 
 def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[OtherInput]:

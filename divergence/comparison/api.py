@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace as replaced
 
 from divergence._version import __version__
-from divergence.comparison.advice import Advice
+from divergence.comparison.advice import advise
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.analysis import (
     AnalysisResult,
@@ -240,7 +240,7 @@ def _incomparable(
             Evidence(text=f"{line.check}: {text}")
             for line, text in zip(blocking, texts, strict=True)
         ],
-        next=Advice(a, b).made_alike(
+        next=advise(a, b).made_alike(
             other_model=any(line.check != "prompt ids" for line in blocking)
         ),
     )

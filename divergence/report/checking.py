@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from divergence.gate.result import Blessing, CheckResult
 from divergence.layout import BLANK, Line, count, line, prose, size
 from divergence.report.screen import screen_lines
@@ -73,5 +75,6 @@ def blessing_lines(blessing: Blessing) -> list[Line]:
         text = f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}"
         lines.append(prose(name, text))
     if blessing.report is not None:
-        lines += [BLANK, *screen_lines(blessing.report)]
+        verdict = replace(blessing.report.verdict, next=[])  # the old golden is gone
+        lines += [BLANK, *screen_lines(replace(blessing.report, verdict=verdict))]
     return lines

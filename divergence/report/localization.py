@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from divergence.analyses.operators.show import show as operator_lines
@@ -126,11 +127,13 @@ def proof_lines(result: Localization) -> list[Line]:
     """What was captured again, the causal check, each side's operator by itself, the reproducer."""
     lines = _repeated(result)
     if result.causal is not None and result.causal.num_after:
+        usages = result.causal.largest_limit_usage, result.causal.before
+        after, before = (times(u) if math.isfinite(u) else "not finite" for u in usages)
         lines.append(
             prose(
                 "  cause",
                 "after the substitution, the largest share of a limit behind it is "
-                f"{result.causal.largest_limit_usage:.2g} (before {result.causal.before:.2g})",
+                f"{after} (before {before})",
                 width=12,
             )
         )

@@ -66,7 +66,10 @@ def find_nonfinite(measured: Measured) -> Finding | None:
         flags=[site.key for site in (*flagged, first)],
         side=side,
         evidence=[_counts(first, counts)],
-        next=measured.advice.look_at(first.site),
+        next=[
+            *(measured.advice.descent() if measured.anchored else []),
+            *measured.advice.look_at(first.site),
+        ],
     )
 
 

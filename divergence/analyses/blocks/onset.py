@@ -124,7 +124,7 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
     first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
     side = escalation.side
     by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
-    below = "below the floor of the runs' own dtype, but far above float32's"
+    below = "within the limits of the runs' own dtype, but far above float32's"
     return Finding(
         claim="error_below_floor",
         kind="systematic" if family else "localized",
@@ -187,7 +187,7 @@ def _side(flagged: list[Unit]) -> SideOrBoth | None:
 
 
 def _family_evidence(family: Family) -> Evidence:
-    low = min(unit.limit_usage for unit in family.members)
+    low = min(unit.margin for unit in family.members)
     return Evidence(
         text=f"{len(family.members)} of {family.num_all} {family.name} are beyond their limit, "
         f"the least by {low:.1f} ×",
@@ -295,7 +295,8 @@ def unit_evidence(unit: Unit) -> Evidence:
             what, ratio = ("one sink token", unit.sink)
         return Evidence(
             text=f"{unit.site}: {what}'s error is {figure(ratio)} × what rounding "
-            f"makes (limit {unit.worst_limit:.1f} ×), token {worst.worst_position}",
+            f"makes (limit {unit.worst_limit:.1f} ×)"
+            + ("" if worst.worst_position is None else f", token {worst.worst_position}"),
             values={"ratio": ratio, "limit": unit.worst_limit},
         )
     if unit.why == "forward":

@@ -132,7 +132,7 @@ def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation)
     commands = measured.advice.judged()
     block = standouts[0].unit.results[0].block if standouts else None
     if block is not None:
-        commands += measured.advice.inside(block)
+        commands += measured.advice.descent(block)
     commands += next_commands(measured, None, escalation)
     if measured.anchored and measured.truth_samples is None and not commands:
         commands += measured.advice.judged() or measured.advice.truth()

@@ -15,6 +15,7 @@ from divergence.comparison.preflight.code import (
     difference_texts,
     other_code,
     replaced_in,
+    truth_tells,
 )
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.run.reader import Run
@@ -89,9 +90,9 @@ def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str |
 def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> str | None:
     """Why a truth of A's code does not blame B where ``block`` is off; None where it does: the code
     there is the same, or was replaced on B alone."""
-    names, mine = other_code(a, b, block), replaced_in(a, block)
-    if not names or (replaced_in(b, block) and not mine):
+    if truth_tells(a, b, block):
         return None
+    names, mine = other_code(a, b, block), replaced_in(a, block)
     return (
         f"the sides run different code ({', '.join(names[:4])}), and the truth has "
         "A's: by it B is off, but whose code is right it cannot tell"

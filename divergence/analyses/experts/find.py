@@ -148,7 +148,7 @@ def _shared(results: Sequence[SiteResult], routes: Routes) -> Evidence | None:
     there = sum(any(e in chosen for e in named) for chosen in fine)
     tokens = "token" if len(off) == 1 else f"{len(off)} tokens"
     all_ = "" if len(off) == 1 else "all "
-    text = f"the {tokens} beyond the limit {all_}went to expert" + (
+    text = f"the {tokens} beyond the typical token's limit {all_}went to expert" + (
         f" {named[0]}" if len(named) == 1 else f"s {', '.join(map(str, named))}"
     )
     text += f"; of the {len(fine)} that are fine, {there or 'none'} did"

@@ -18,7 +18,7 @@ from divergence.words import letter
 
 __all__ = [
     "CodeDifference", "code_differences", "code_line", "difference_texts", "other_code",
-    "replaced_in",
+    "replaced_in", "truth_tells",
 ]  # fmt: skip
 
 _MOST = 3
@@ -202,6 +202,13 @@ def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
         if odd or (not note.odd and _concerns(note, name, manifest, block)):
             texts += note.replaced or [f"{name} in {path}" for path in odd]
     return texts
+
+
+def truth_tells(a: Manifest, b: Manifest, block: str | None) -> bool:
+    """May a truth, which has A's code, tell the side? Not where the code differs, unless some was
+    replaced on B alone."""
+    replaced = bool(replaced_in(b, block)) and not replaced_in(a, block)
+    return replaced or not other_code(a, b, block)
 
 
 def _differing(a: CodeNote, b: CodeNote) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 
@@ -26,7 +26,7 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     own = format_of(tensor.dtype).name
     forms: tuple[ValuesForm, ...] = get_args(ValuesForm)
     rounded: dict[ValuesForm, str] = {}
-    form: ValuesForm = own
+    form: ValuesForm = cast(ValuesForm, own)
     values = digest
     for target in forms[: forms.index(own) if own in forms else 0]:
         narrow = tensor.to(format_named(target).torch_dtype)

@@ -15,15 +15,14 @@ import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.experts import Routing, kept_rows
+from divergence.comparison.measure.cancelling import cancels, small_rows, usual_norm
 from divergence.comparison.measure.floors import (
     Floor,
     Ratios,
     gradient_format,
     row_floor,
-    small_rows,
     stacked,
     storage_format,
-    usual_norm,
     work_dtype,
 )
 from divergence.comparison.measure.site_fields import (
@@ -47,7 +46,7 @@ from divergence.comparison.routes import Routed, Routes
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
-from divergence.run.schema.site import BACKWARD, LOSS, is_gradient, module_of, of_parameter
+from divergence.run.schema.site import is_gradient, module_of, of_parameter
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
@@ -145,9 +144,9 @@ class Judge:
     def _entered(self, pair: Pair, numbers: PairNumbers, metrics: PairMetrics) -> _Judged:
         """A pair with what came into its module, in the order of the alignment. In the free pass a
         block answers only for what it adds."""
-        rows = numbers.rows
+        rows, site = numbers.rows, pair.reference.record.site
         assert rows is not None
-        if self._cancels(pair.reference.record.site):
+        if cancels(site, self._site_fields(site)["role"]):
             rows = small_rows(rows, self._usual(pair, rows.norm))
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
@@ -162,7 +161,6 @@ class Judge:
         judged.members = [] if estimated else self._pieces.members(pair.reference, numbers.shape)
         if pair.pass_ != "free":
             return judged
-        site = pair.reference.record.site
         path, _, port = site.partition(":")
         sample = pair.reference.sample
         if of_parameter(site):  # made of what entered the block, forward and backward
@@ -370,7 +368,7 @@ class Judge:
             )  # fmt: skip
             if row_floors is None:
                 continue
-            if self._cancels(result.site):
+            if cancels(result.site, result.role):
                 norms = np.maximum(np.stack([row.norm for row in rows]), 1e-300)
                 usual = [
                     self._usual(pair, row.norm) or 1.0
@@ -395,17 +393,8 @@ class Judge:
             return None
         return (
             self._formats(pair)[0].name, _last(result.shape), self._role(pair), against.num_rows,
-            against.update is None, self._cancels(result.site), self._shared(result.site),
+            against.update is None, cancels(result.site, result.role), self._shared(result.site),
         )  # fmt: skip
-
-    def _cancels(self, site: str) -> bool:
-        """May its terms cancel, as those of the loss, and of gradients of parameters, inside blocks
-        and behind the last one do?"""
-        if module_of(site) == LOSS:
-            return site.endswith(":out")
-        note = self._notes.get(module_of(site)) if BACKWARD in site else None
-        trunk = site.endswith(f"{BACKWARD}:out") and note is not None and note.role == "trunk"
-        return trunk or of_parameter(site) or (note is not None and note.role == "inner")
 
 
 def _last(shape: tuple[int, ...]) -> int:

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from divergence.comparison.measure.floors import ModelFloor, small_rows
+from divergence.comparison.measure.cancelling import small_rows
+from divergence.comparison.measure.floors import ModelFloor
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.metrics import RowMetrics
 

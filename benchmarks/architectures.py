@@ -149,7 +149,11 @@ def planted_at(model: nn.Module) -> tuple[str, str] | None:
     linears = {
         f"{block}.{path}".rstrip("."): part
         for path, part in model.get_submodule(block).named_modules()
-        if (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D") and "expert" not in path
+        if (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D")
+        and "expert" not in path
+        and bool(
+            part.weight.any()
+        )  # noise is a share of what comes out: a router's zeros have none
     }
     ids = torch.arange(3, 3 + LENGTHS[1])[None]
     for path, part in reversed(linears.items()):

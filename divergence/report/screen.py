@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from divergence.analyses.blocks.rows import main_pass, worst_rows
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results.findings import PreflightLine, list_names
 from divergence.comparison.results.sites import SiteResult
 from divergence.layout import (
     BLANK,
@@ -109,10 +109,17 @@ def smallest_visible(report: Report) -> float | None:
 
 def visible_lines(report: Report) -> list[Line]:
     """What this comparison could have seen; where it found an error that is not the question."""
-    seen = smallest_visible(report)
-    if seen is None or report.verdict.kind not in ("within_floor", "drift", "undetermined"):
+    if report.verdict.kind not in ("identical", "within_floor", "drift", "undetermined"):
         return []
-    return [prose("not seen", f"errors of a block below about {share(seen)} of its output")]
+    seen = None if report.verdict.kind == "identical" else smallest_visible(report)
+    unseen = [] if seen is None else [f"errors of a block below about {share(seen)} of its output"]
+    if report.not_exercised:
+        parts = list_names([part.text for part in report.not_exercised], _MOST_PARTS, "; ")
+        unseen.append(f"not exercised: {parts}")
+    return [prose("" if number else "not seen", text) for number, text in enumerate(unseen)]
+
+
+_MOST_PARTS = 3
 
 
 def _why_lines(report: Report) -> list[Line]:

@@ -1,7 +1,7 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
-.PHONY: bench bench-localization bench-operators bench-trained bench-trust clean demo \
-	demo-trained docs lint setup test test-slow test-vllm
+.PHONY: bench bench-architectures bench-localization bench-operators bench-reports bench-trained \
+	bench-trust clean demo demo-trained docs lint setup test test-slow test-vllm
 
 PYTHON ?= python3
 VENV := .venv
@@ -62,8 +62,8 @@ lint: $(STAMP) docs
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
-SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py localize_health.py \
-	operator_localization.py shown_output.py trained.py trust.py)
+SLOW_BENCHMARKS := $(addprefix benchmarks/,architectures.py localization.py localize_health.py \
+	operator_localization.py reports.py shown_output.py trained.py trust.py)
 
 bench: $(STAMP)
 	@set -e; for program in $(filter-out $(SLOW_BENCHMARKS),$(wildcard benchmarks/[!_]*.py)); do \
@@ -82,6 +82,15 @@ bench-operators: $(STAMP)
 # Ten minutes: what once misled the tool; fails if any answer is wrong.
 bench-trust: $(STAMP)
 	$(BIN)/python benchmarks/trust.py
+
+# Ten minutes and more: public reports on tiny models, and the page of them. Cases are kept and gone
+# on with: remove .cache/reports.jsonl to play them all again.
+bench-reports: $(STAMP)
+	$(BIN)/python benchmarks/reports.py --out .cache/reports.jsonl --write docs/reports.md
+
+# An hour: every causal architecture that can be made small, healthy and planted.
+bench-architectures: $(STAMP)
+	$(BIN)/python benchmarks/architectures.py --out .cache/architectures.jsonl
 
 # Hours, in pieces: trials are kept and gone on with. The first run downloads 100 MB.
 bench-trained: $(STAMP)

@@ -25,7 +25,9 @@ _MAX_LETTERS = 2_000
 
 
 def _cut(text: str) -> str:
-    return printable(text if len(text) <= _MAX_LETTERS else text[:_MAX_LETTERS] + "...")
+    if len(text) > _MAX_LETTERS:  # what is wrong mostly stands behind the name
+        text = f"{text[: _MAX_LETTERS // 2]} ... {text[-_MAX_LETTERS // 2 :]}"
+    return printable(text)
 
 
 class DivergenceError(Exception):

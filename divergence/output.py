@@ -81,8 +81,8 @@ def check_output(
         folder = None if target is None else target.parent
         if make_folder and folder is not None and not folder.exists():
             return
-        if folder is not None and not stat.S_ISDIR(os.stat(folder).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if folder is not None and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"there is no folder {Path(path).parent}")
         if folder is None or not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

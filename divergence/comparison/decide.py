@@ -154,7 +154,9 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     for finding in findings:
         if finding.role == "abstains":
             summary = verdict.summary.replace(f", by {letter(verdict.side)}", "")
-            verdict = _unsure(verdict, *finding.rests_on, side=None, summary=summary)
+            verdict = replace(verdict, side=None, summary=summary)
+        if finding.rests_on:
+            verdict = _unsure(verdict, *finding.rests_on)
         if finding.clause:
             verdict = replace(verdict, summary=verdict.summary + finding.clause)
         known = {fact.text for fact in finding.evidence}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from divergence.endpoints.capabilities import Capabilities
@@ -59,7 +58,7 @@ def scores_of(
         raise EndpointError("the answer has no log-probabilities, as others have")
     if not answer.tokens and caps.logprobs:
         raise EndpointError("the answer has no tokens")
-    tokens = answer.tokens or [Token(None, char, math.nan) for char in answer.text]
+    tokens = answer.tokens or [Token(None, char, None) for char in answer.text]
     ids = [vocabulary.id_of(token) for token in tokens]
     if None in ids:
         raise EndpointError("the answer has a token without an id, as others have")

@@ -53,8 +53,8 @@ def shift_of(a: ScoreRow, b: ScoreRow) -> float | None:
 
 
 def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
-    """None without likelihoods, or where no score flipped."""
-    if not pairs.single or not (pairs.reference != pairs.candidate).any():
+    """None without likelihoods, and where no score flipped and rounding explains the margins."""
+    if not pairs.single:
         return None
     shifts = [shift_of(a, b) for a, b in pairs.rows]
     judged = np.array([shift is not None for shift in shifts])
@@ -63,6 +63,8 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
     values = np.array([math.nan if shift is None else shift for shift in shifts])
     limit, of = _limit(values[judged], dtypes)
     diff = pairs.candidate - pairs.reference
+    if not diff.any() and np.median(values[judged]) <= limit:
+        return None
     flips = judged & (diff != 0)
     ties, real = flips & (values <= limit), flips & ~(values <= limit)
     return FlipCauses(

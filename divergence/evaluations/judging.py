@@ -62,9 +62,10 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     """All numbers of one task; the verdict is made by ``adjusted``, which knows the other tasks."""
     diff = pairs.candidate - pairs.reference
     sums, sizes = cluster_sums(diff, pairs.clusters)
+    graded = pairs.clusters is None and not (pairs.binary and pairs.single)
     span = float(np.ptp(np.concatenate([pairs.reference, pairs.candidate]))) or 1.0
     reference, _ = cluster_sums(pairs.reference, pairs.clusters)
-    held = _Sums(sums, reference, sizes, padding(sums, sizes, span))
+    held = _Sums(sums, reference, sizes, padding(sums, sizes, span, graded=graded))
     plain, padded = mean_of(sums, sizes), mean_of(sums, sizes, pad=held.pad)
     low, high = interval(padded, 1 - LEVEL)
     inner = interval(padded, 1 - 2 * LEVEL)
@@ -91,6 +92,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
         shown_band=float(max(abs(inner[0]), abs(inner[1]))), p_value=p_value, test=test,
         smallest_difference=least if least <= span else None,
         num_gained=gained, num_lost=lost, num_changed=_num_changed(pairs),
+        graded=not (pairs.binary and pairs.single),
     )  # fmt: skip
 
 
@@ -109,9 +111,9 @@ def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
     if not shown:
         spread = 0.0 if np.isnan(plain.error) else float(plain.error) * num**0.5
         per_document = float(sums.pad.far * np.sqrt(sums.pad.weight) / sums.sizes.mean())
-        needed = documents_needed(
+        needed = _round_up(documents_needed(
             spread, per_document, difference=float(plain.mean), band=width, num=int(num)
-        )
+        ))  # fmt: skip
     return BandResult(limit=band.limit, relative=band.relative, width=width, p_value=p_value,
                       equal=shown and not few, few_clusters=few, needed=needed)  # fmt: skip
 
@@ -167,6 +169,12 @@ def summary_of(task: TaskScores) -> str:
     words = band_text(band)
     left = 0 if task.pairing is None else task.pairing.num_left_out
     rest = f"; {count(left, 'document')} {'is' if left == 1 else 'are'} in no pair" if left else ""
+    causes = task.causes
+    if causes is not None and causes.median_shift > causes.limit:
+        rest += (
+            f"; margins moved by {causes.median_shift:.2g} nats (median), and {causes.limit_of} "
+            f"explains {causes.limit:.2g}"
+        )
     if task.verdict == "equal":
         real = ", a difference beyond chance" if (task.p_adjusted or 1) <= LEVEL else ""
         return f"equal within {words}{real}{rest}"
@@ -181,13 +189,13 @@ def summary_of(task: TaskScores) -> str:
         )
     if band.needed is None:
         return f"undecided: a score of {task.reference:.3g} leaves a band of no width{rest}"
-    return (
-        f"undecided within {words}: some {_round_up(band.needed):,} documents would be needed{rest}"
-    )
+    return f"undecided within {words}: some {band.needed:,} documents would be needed{rest}"
 
 
-def _round_up(number: int) -> int:
+def _round_up(number: int | None) -> int | None:
     """To two digits, upwards: it is an estimate."""
+    if number is None:
+        return None
     step: int = 10 ** max(0, len(str(number)) - 2)
     return -(-number // step) * step
 

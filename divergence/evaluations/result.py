@@ -94,8 +94,8 @@ class BandResult(msgspec.Struct, frozen=True, kw_only=True):
     """The test would show it, but only few clusters differ, as a whole and nearly all in one
     direction: of such data it is wrong more often than it says."""
     needed: int | None = None
-    """Documents that would settle it, in four of five such evaluations. None where it is settled,
-    or no number would."""
+    """Documents that would settle it, in four of five such evaluations, to two digits. None where
+    it is settled, or no number would."""
 
 
 class FlipCauses(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,11 +205,15 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     """Documents that the candidate scores higher."""
     num_lost: int = 0
     """Documents that the candidate scores lower."""
+    graded: bool = False
+    """Scores are more than right and wrong of one answer: a document that scores otherwise did not
+    flip, it changed."""
     num_changed: int | None = None
     """Documents that were answered differently, right or wrong. None where answers are not known,
     or a document has several."""
     causes: FlipCauses | None = None
-    """None without likelihoods of choices, or without flips."""
+    """None without likelihoods of choices, or without flips where margins moved by no more than
+    rounding explains."""
     run_causes: RunCauses | None = None
     """None unless runs were named that hold prompts of this task's flips."""
     notes: list[str] = []

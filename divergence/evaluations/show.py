@@ -160,7 +160,12 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     changed = "" if task.num_changed is None else (
         f"; {task.num_changed:,} of {held.num_paired:,} answers changed"
     )  # fmt: skip
-    yield "flips", f"{task.num_lost:,} lost, {task.num_gained:,} gained{changed}"
+    if task.graded:
+        # of a better score that is lower, num_lost counts those that rose
+        fell, rose = (task.num_lost, task.num_gained)[:: 1 if task.higher_is_better else -1]
+        yield "changes", f"{fell:,} scores fell, {rose:,} rose{changed}"
+    else:
+        yield "flips", f"{task.num_lost:,} lost, {task.num_gained:,} gained{changed}"
     if task.causes is not None:
         yield "why", _why(task)
     if task.run_causes is not None:

@@ -288,6 +288,15 @@ def _check_recorded(run: Run) -> None:
     """What a run by another writer may hold and no capture can repeat."""
     manifest = run.manifest
     empty = [n for n, sample in enumerate(manifest.tokens.samples) if not sample.prompt_ids]
+    if empty and manifest.plan.sites == [LOGPROBS]:
+        raise UsageError(
+            f"{run.path} holds no token ids to be forced through a model: its source, "
+            f"{manifest.engine.name if manifest.engine else 'a file'}, gave texts alone",
+            where=str(run.path),
+            hint=("capture the model with the same prompts, and compare its answers as text: "
+                  "divergence capture MODEL --prompts FILE -o RUN",
+                  "or capture the server where it tells ids (vLLM's return_token_ids, sglang)"),
+        )  # fmt: skip
     if empty or not manifest.tokens.samples:
         raise RunFormatError(
             f"{run.path} cannot be repeated: "

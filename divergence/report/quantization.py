@@ -38,9 +38,14 @@ def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[L
     """One screen; ``verbose``: every matrix."""
     lines = [answer_line(result), BLANK, prose("scheme", f"{result.scheme}: {result.says}")]
     lines.append(prose("model", f"{result.model}, {result.dtype}"))
-    kept = f"; kept: {_few(result.kept)}" if result.kept else ""
+    # the cost is that of the whole scheme; what the policy keeps, and costs, stands below it
+    later = [] if result.policy is None else result.policy.keep
+    before = [name for name in result.kept if name not in later]
+    kept = f"; kept: {_few(before)}" if before else ""
     what = "keys and values" if result.scheme_as_run.weights is None else (
-        _matrices(result.num_quantized))  # fmt: skip
+        _matrices(result.num_quantized + len(later)))  # fmt: skip
+    if later:
+        what += f" ({result.num_quantized:,} with the policy below)"
     lines.append(prose("quantised", f"{what}{kept}"))
     if result.cost is not None:
         lines += _cost_lines(result.cost)
@@ -157,7 +162,11 @@ def _policy_lines(policy: QuantizationPolicy) -> list[Line]:
         return lines
     fewer = ""
     if policy.one_fewer is not None:
-        fewer = f"; with any one fewer, {_nats(policy.one_fewer)} or more"
+        group = "of them"
+        if policy.num_groups < len(policy.keep):
+            groups = count(policy.num_groups, "group")
+            group = f"of their {groups} (what engines fuse stays together)"
+        fewer = f"; with any one {group} quantised, {_nats(policy.one_fewer)} or more"
     lines.append(prose("", (
         f"{_kept(policy)}: measured {_nats(policy.measured)}, predicted "
         f"{_nats(policy.predicted)}{fewer} ({count(policy.num_runs, 'model')} run)"

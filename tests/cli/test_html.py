@@ -114,8 +114,8 @@ def test_check_writes_a_page_where_it_had_to_stop(runs, invoke, tmp_path, llama)
     [
         (("a", "b", "--html", "nowhere/x.html"), "there is no folder nowhere"),
         (("a", "b", "c", "--svg", "x.svg"), "--svg and --png are the picture of two runs"),
-        (("a", "b", "--svg", "nowhere/x.svg"), "--svg: there is no folder nowhere"),
-        (("a", "b", "--png", "nowhere/x.png"), "--png: there is no folder nowhere"),
+        (("a", "b", "--svg", "nowhere/x.svg"), "there is no folder nowhere"),
+        (("a", "b", "--png", "nowhere/x.png"), "there is no folder nowhere"),
     ],
 )
 def test_bad_input_is_told_before_the_work(words, said, invoke):

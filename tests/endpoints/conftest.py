@@ -18,6 +18,10 @@ from tests.endpoints import speakers
 VOCABULARY = 40
 
 
+def token_text(number: int) -> str:
+    return f"<{number}>"
+
+
 class Stub:
     """``model``: (ids) → log-probabilities of the next token. The rest: how it behaves.
 
@@ -91,8 +95,8 @@ class Stub:
         seed = body["seed"] if body["temperature"] else None
         tokens, rows = self.go_on(ids, body["max_tokens"], seed)
         named = body.get("return_tokens_as_token_ids") and "ids" not in self.lacks
-        name = (lambda n: f"token_id:{n}") if named else (lambda n: f"<{n}>")
-        choice: dict = {"text": "".join(f"<{n}>" for n in tokens), "finish_reason": "length"}
+        name = (lambda n: f"token_id:{n}") if named else token_text
+        choice: dict = {"text": "".join(map(token_text, tokens)), "finish_reason": "length"}
         if count is not None and "logprobs" not in self.lacks:
             choice["logprobs"] = {
                 "tokens": [name(n) for n in tokens],
@@ -147,8 +151,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(401, said.encode())
         if trouble.isdecimal():
             return self._send(int(trouble), b"no", Retry_After="0")
+        if trouble == "slow":
+            time.sleep(0.5)
         if trouble == "late":
-            time.sleep(1.0)
+            self.rfile.read(1)  # until the client gives up
         if trouble == "echoes the key":
             return self._send(500, str(self.headers.get("Authorization")).encode())
         if trouble == "elsewhere":

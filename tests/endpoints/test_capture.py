@@ -165,6 +165,21 @@ def test_a_server_of_text_alone(stub, serve):
     assert "0 of 12 answers" in report.verdict.summary
 
 
+@pytest.mark.parametrize("lacks", [
+    {"logprobs"}, {"logprobs", "prompt_logprobs"}, {"ids", "logprobs", "prompt_logprobs"},
+])  # fmt: skip
+def test_what_a_server_does_not_tell_is_no_nan(lacks, stub, serve, monkeypatch):
+    """Its answer's characters are the other side's tokens by text, and have no number there."""
+    monkeypatch.setattr("tests.endpoints.conftest.token_text", lambda number: chr(97 + number))
+    stub.lacks = {"ids"}
+    a = serve("a")
+    stub.lacks = lacks
+    b = serve("b")
+    for report in (compare(a, b), compare(b, a)):
+        assert report.verdict.kind == "undetermined", report.verdict
+        assert "12 of 12 answers are the same text" in report.verdict.summary
+
+
 def test_the_command_line(stub, tmp_path, capsys):
     """As the documents have it, and what it says in the end."""
     from divergence.cli.main import app
@@ -189,6 +204,22 @@ def test_a_model_scores_what_a_server_answered(stub, serve, llama, tmp_path):
     report = compare(served, own)
     assert report.logprobs.num_equal == 6 and report.logprobs.delta.num_tokens == 6
     assert report.verdict.kind == "undetermined"  # two prompts, and another model
+
+
+@pytest.mark.parametrize("lacks", [
+    {"ids"}, {"ids", "prompt_logprobs"}, {"ids", "logprobs", "prompt_logprobs"},
+])  # fmt: skip
+def test_what_a_server_told_without_ids_is_not_forced(lacks, stub, serve, llama, tmp_path):
+    """It says that the server gave none, and the way that is left works."""
+    stub.lacks = lacks | {"usage"}  # whose tokenizer is another
+    served = serve("a", prompts=PROMPTS[:2], max_new_tokens=3)
+    with pytest.raises(UsageError, match="no token ids to be forced") as caught:
+        capture(llama, like=served, out=tmp_path / "b", device="cpu", probe=False)
+    hint = str(caught.value.hint)
+    assert "--prompts FILE" in hint and "return_token_ids" in hint
+    own = capture(llama, prompts=PROMPTS[:2], max_new_tokens=3, out=tmp_path / "b", device="cpu",
+                  sites="modules", probe=False)  # fmt: skip
+    assert compare(served, own).verdict.kind == "undetermined"
 
 
 def test_a_doctor_needs_models(serve):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from divergence.evaluations.band import DEFAULT_BANDS
 from divergence.evaluations.flips import causes_of, flips_of, shift_of
+from divergence.evaluations.judging import adjusted, measured
 from divergence.evaluations.pairing import pair
 from divergence.evaluations.rows import ScoreRow, Series, SeriesName
 
@@ -62,6 +65,23 @@ def test_a_fault_everywhere_is_no_rounding():
     assert causes.num_shifts > 0.9 * (causes.num_shifts + causes.num_ties)
     assert "for want of a dtype" in causes_of(pairs, ("bfloat16", None)).limit_of
     assert causes_of(pairs, ("float32", "float32")).limit < 0.001
+
+
+@pytest.mark.parametrize(("moved", "dtype", "is_told"), [
+    (0.26, "float32", True), (2.0, "bfloat16", True), (1e-5, "float32", False),
+    (0.02, "bfloat16", False), (0.26, None, False),
+])  # fmt: skip
+@pytest.mark.parametrize("lost", [0, 3])
+def test_margins_beyond_rounding_stand_in_the_first_line(moved, dtype, is_told, lost):
+    """Whether or not a score flipped: the score may be the same by luck."""
+    a = np.stack([np.full(200, -1.0), np.full(200, -9.0)], axis=1)
+    b = a + np.array([0.0, moved])
+    right = np.arange(200) >= lost
+    series = side(a, np.ones(200))
+    pairs = pair(series, side(b, right * 1.0))
+    task = replace(measured(series, pairs, DEFAULT_BANDS), causes=causes_of(pairs, (dtype, dtype)))
+    summary = adjusted([task])[0].summary
+    assert ("margins moved by" in summary) == is_told, summary
 
 
 def test_nothing_is_said_where_nothing_is_known():

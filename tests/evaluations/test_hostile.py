@@ -310,10 +310,10 @@ def test_prompts_of_a_file_that_changed(tmp_path, monkeypatch):
 
 
 def test_a_file_with_holes(tmp_path):
-    """40 GiB that take nothing on disk are one line that is too long."""
+    """40 GiB that take nothing on disk are not read."""
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.truncate(40 << 30)
     assert outside.disk_bytes(path) == 0
-    with pytest.raises(DumpError, match="longer than"):
+    with pytest.raises(DumpError, match="more than is unpacked"):
         scores(path, tmp_path / "b.jsonl", format="plain")

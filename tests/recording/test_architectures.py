@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from divergence.comparison.api import compare
+from divergence.recording.engines.load import resolve_task
 from divergence.run.schema.site import module_of
 from tests.models import tiny
 
@@ -115,3 +118,11 @@ def test_routed_blocks_are_known(captured):
         run = captured(architecture)
         notes = run.manifest.plan.modules
         assert {notes[block].routed for block in blocks_of(run)} == {routed}
+
+
+@pytest.mark.parametrize("name", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
+def test_what_transformers_takes_for_a_causal_model_is(name):
+    """The name alone tells it, also where it is of no usual form."""
+    config = PreTrainedConfig(architectures=[name])
+    config.is_encoder_decoder = False
+    assert resolve_task(config) == "causal-lm"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pieces import Pair, Pieces
+from divergence.comparison.align.pieces import Pair, Pieces, is_repeated, repeated
 from divergence.comparison.analysis import Measured
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.routers import logits_decide
@@ -109,7 +109,9 @@ def _given(
     reference, candidate = pair.reference.record, pair.candidate.record
     x, y = pieces.tensor(a, pair.reference), pieces.tensor(b, pair.candidate)
     if x.shape != y.shape:
-        return None  # some positions of the other's
+        if not is_repeated(pair.reference, pair.candidate):
+            return None  # some positions of the other's
+        x, y = repeated(x, y)
     other = x.long() != y.long()
     real = _real_tokens(pair, a.manifest, x.shape, mask=is_mask(reference.site))
     if real is not None:

@@ -143,7 +143,7 @@ def _of_pattern(
         case "shifted":
             return _finding(
                 "systematic",
-                f"{text}, {_direction(result, far=pattern.far)}{spread}: another model, "
+                f"{text}, {_direction(result)}{spread}: another model, "
                 "temperature or prompt, no precision",
                 prompts,
                 beyond,
@@ -282,9 +282,9 @@ def _finding(
     return Finding(claim="logprobs", kind=kind, summary=summary, rests_on=list(checks), onset=onset)
 
 
-def _direction(result: LogprobsResult, *, far: bool) -> str:
+def _direction(result: LogprobsResult) -> str:
     shift = result.shift
-    if shift is None or shift.low is None or shift.low <= 0 <= (shift.high or 0):
+    if shift is None or (shift.low is not None and shift.low <= 0 <= (shift.high or 0)):
         return "farther than any precision in use"
     word = "below" if shift.mean < 0 else "above"
     return f"B {decimal(abs(shift.mean))} nats {word} A"

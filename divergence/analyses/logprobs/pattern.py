@@ -34,6 +34,8 @@ _LEAST_ANSWER = 12
 """Tokens of an answer whose beginning and end can be told apart."""
 _GROWS = 2.0
 _LEAST_APART = 3
+_LEAST_TOKENS, _MOST_OTHER = 30, 0.05
+"""Of 30 coins, one falls the other way in 1 of 17 million cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     far = mean > FAR * max(scale.value, WIDEST)
     odd, rest = _odd_prompts(held, sizes, scale)
     enough = shift.num_prompts >= LEAST_PROMPTS
+    one_sided = mean > scale.value and _one_sided(np.concatenate([pair.delta for pair in held]))
     if enough and odd:
         return Pattern(name="sequences", shift=shift, odd=odd, rest=rest)
     growth, grows = _growth(held, scale)
@@ -75,16 +78,24 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
         return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     if mean <= scale.value:
         return Pattern(name="within", shift=shift, growth=growth)
-    if not enough:
+    if not enough and not one_sided:
         return Pattern(name="few", shift=shift, growth=growth, far=far)
     if experts is not False:
         odd, rest = _tail(held, sizes, scale)
         if odd:
             return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
-    one_way = abs(shift.mean) >= 0.5 * mean and shift.excludes_zero
+    one_way = abs(shift.mean) >= 0.5 * mean and (shift.excludes_zero or one_sided)
     if one_way or far:
         return Pattern(name="shifted", shift=shift, growth=growth, far=far)
     return Pattern(name="everywhere", shift=shift, growth=growth)
+
+
+def _one_sided(delta: np.ndarray) -> bool:
+    """Do nearly all tokens lie on one side? However few prompts they are of, rounding and other
+    precisions move each token one way or the other: the sign of each is a coin."""
+    num = len(delta)
+    fewer = min(int((delta > 0).sum()), int((delta < 0).sum()))
+    return num >= _LEAST_TOKENS and fewer <= _MOST_OTHER * num
 
 
 def beyond_of(pairs: Sequence[PromptPair], scale: Scale) -> tuple[int, int, str]:

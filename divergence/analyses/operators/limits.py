@@ -149,12 +149,13 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         torch.cat([getattr(errors, name) for errors in measured])
         for name in ("reference", "candidate", "between", "floor")
     )
-    widths = {len(errors.column_floor) for errors in measured if len(errors.reference)}
+    finite = [errors for errors in measured if len(errors.reference)]  # the others have no columns
+    widths = {len(errors.column_floor) for errors in finite}
     columns = None
     if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
-        base = sum(errors.column_floor for errors in measured)
+        base = sum(errors.column_floor for errors in finite)
         columns = tuple(
-            (sum(getattr(errors, f"column_{side}") for errors in measured) + base).sqrt()
+            (sum(getattr(errors, f"column_{side}") for errors in finite) + base).sqrt()
             for side in ("reference", "candidate")
         )
     weight = max(1, sum(len(errors.reference) for errors in measured))
@@ -176,8 +177,8 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         raw=(median(reference), median(candidate)),
         columns=columns,
         wide=torch.cat([errors.counts for errors in measured]) >= _ENOUGH_COLUMNS,
-        slices=slices_of([e for e in measured if len(e.reference)], least=_ENOUGH_ROWS),
-        num_values=sum(len(e.reference) * len(e.column_floor) for e in measured),
+        slices=slices_of(finite, least=_ENOUGH_ROWS),
+        num_values=sum(len(e.reference) * len(e.column_floor) for e in finite),
         num_columns=min(widths, default=0),
         nonfinite=(num_nonfinite(0), num_nonfinite(1)),
         over_1_ulp=(over_1_ulp(0), over_1_ulp(1)),

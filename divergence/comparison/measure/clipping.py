@@ -1,8 +1,8 @@
-"""Clipped gradients: the error that all of them have in common.
+"""The norm of all gradients, and the error that all clipped ones have in common.
 
-Each is multiplied by limit / norm, so the rounding of one number, the norm of all gradients, is in
-all that an optimizer gets and in all moments. It is no small one: some kernels add millions of
-squares one after the other in float32, and lose a share of them once the sum is large.
+Each clipped one is multiplied by limit / norm, so the rounding of that one number is in all that an
+optimizer gets and in all moments. It is no small one: some kernels add millions of squares one
+after the other in float32, and lose a share of them once the sum is large.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ class SharedRounding:
         given = [
             record for run in runs for record in run.records if f"{OPTIMIZER}:in." in record.site
         ]
-        self._rounding = norm_floor(max((record.numel for record in given), default=0))
+        self._rounding = max(
+            (norm_floor(record.numel, lanes=8 if record.dtype in ("float32", "float64") else 1)
+             for record in given), default=0.0,
+        )  # fmt: skip
         norms = _last_norms(runs)
         apart = max(norms) / min(norms) - 1 if norms and min(norms) > 0 else 0.0
         self._error = max(self._rounding, apart)
         training = runs[0].manifest.training
+        self._clipped = any(run.manifest.training.clip_grad_norm is not None for run in runs)
         self._rate = (training.learning_rate or 0.0) * max(1.0, training.clip_grad_norm or 0.0)
         self._sizes = {
             record.site: record.summary.rms
@@ -45,6 +49,8 @@ class SharedRounding:
             return 0.0
         if is_norm(site):
             return self._rounding
+        if not self._clipped:
+            return 0.0
         if port[:3] == "out" and port.count(".") == 1:  # a new value: its step, in shares of it
             return self._error * self._rate / (self._sizes.get(site) or 1.0)
         return self._error * (2 if port.endswith("_sq") else 1)

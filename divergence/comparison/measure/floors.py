@@ -43,19 +43,25 @@ import numpy as np
 
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
+from divergence.numerics.floor import (
+    ACCUMULATOR_ROUNDOFF,
+    THRESHOLDS,
+    Thresholds,
+    floor_weights,
+)
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.numerics.pairs.pair import SINK_FACTOR
 from divergence.run.reader import Run
+from divergence.run.schema.contents import num_labels
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import BACKWARD, of_parameter
+from divergence.run.schema.site import BACKWARD, LOSS, module_of, of_parameter
 
 __all__ = [
     "Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "gradient_format", "main_path",
-    "row_floor", "share_of_usual", "size_of_terms", "small_rows", "stacked",
-    "storage_format", "work_dtype", "work_format",
+    "row_floor", "size_of_terms", "small_rows", "stacked", "storage_format", "usual_norm",
+    "work_dtype", "work_format",
 ]  # fmt: skip
 
 
@@ -271,13 +277,13 @@ def zero_rows(rows: RowMetrics, form: Format, num_features: int) -> RowMetrics:
     )  # fmt: skip
 
 
-def small_rows(rows: RowMetrics, least: float = 0.0) -> RowMetrics:
-    """Of a gradient whose terms may cancel: errors are held against the median row, or ``least``,
-    where that is more. Without any such measure they stay as they are."""
-    if not least and not (rows.norm > 0).any():
+def small_rows(rows: RowMetrics, usual: float) -> RowMetrics:
+    """Of what is made of terms that may cancel: errors are held against ``usual``, where a row is
+    less. Where it is 0, no such measure is known, and they stay as they are."""
+    if not usual:
         return rows
     with np.errstate(all="ignore"):
-        held = np.maximum(rows.norm, _usual(rows.norm, least))
+        held = np.maximum(rows.norm, usual)
         return msgspec.structs.replace(
             rows,
             rel_l2=np.where(np.isnan(rows.rel_l2), math.nan, rows.diff / held),
@@ -285,14 +291,41 @@ def small_rows(rows: RowMetrics, least: float = 0.0) -> RowMetrics:
         )
 
 
-def share_of_usual(norm: np.ndarray, least: float = 0.0) -> np.ndarray:
-    """Each row's norm over the median one, or over ``least`` where that is more; 1 at most."""
-    return np.asarray(np.minimum(1.0, np.maximum(norm, 1e-300) / _usual(norm, least)))
-
-
-def _usual(norm: np.ndarray, least: float) -> float:
+def usual_norm(run: Run, record: Record, norm: np.ndarray, form: Format, role: str) -> float:
+    """What errors are held against in rows of ``norm`` (T,) whose terms cancelled. Of a gradient,
+    the median row or the terms of a bias; outside blocks, its terms. Of the loss its terms, which
+    are computed in float32, in roundings of ``form``."""
+    if module_of(record.site) == LOSS:
+        return _loss_terms(run, record) * min(1.0, ACCUMULATOR_ROUNDOFF / form.unit_roundoff)
+    if role == "trunk" and record.site.endswith(f"{BACKWARD}:out"):
+        return _gradient_terms(run, record)
     middle = float(np.median(norm[norm > 0])) if (norm > 0).any() else 0.0
-    return max(middle, least) or 1.0
+    return max(middle, size_of_terms(run, record))
+
+
+def _gradient_terms(run: Run, record: Record) -> float:
+    """A module that makes its input k times as large makes a gradient that passes it so, too. Less
+    is left where terms cancel: a norm takes the part along its input away, and where a prediction
+    is good but not sure that is nearly all. 0 where it is not known."""
+    path = module_of(record.site)
+    sizes = []
+    for site in (f"{path}{BACKWARD}:in", f"{path}:out", f"{path}:in"):
+        beside = run.find((record.pass_, record.sample, record.step, site)) or run.find(
+            ("free", record.sample, record.step, site)
+        )
+        if beside is None or beside.summary is None or not beside.summary.rms:
+            return 0.0
+        sizes.append(beside.summary.rms)
+    gradient, made, given = sizes
+    return gradient * made / given * math.sqrt(record.shape[-1] if record.shape else 1)
+
+
+def _loss_terms(run: Run, record: Record) -> float:
+    """A token that is predicted well makes a loss of log(1 + ε) over the number of labels, and a
+    gradient of (p - 1) over that, both from terms of 1: these are what rounds."""
+    labels = [num_labels(sample) for sample in run.manifest.tokens.samples]
+    share = 1 if BACKWARD in record.site else max(labels, default=1)
+    return share / max(1, sum(labels))
 
 
 def size_of_terms(run: Run, record: Record) -> float:

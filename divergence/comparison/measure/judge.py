@@ -20,19 +20,18 @@ from divergence.comparison.measure.floors import (
     Ratios,
     gradient_format,
     row_floor,
-    share_of_usual,
-    size_of_terms,
     small_rows,
     stacked,
     storage_format,
+    usual_norm,
     work_dtype,
 )
 from divergence.comparison.measure.site_fields import (
     ModuleFields,
     SitePlace,
     identical_site,
-    nonfinite_in,
     nonfinite_of,
+    placed,
     shared_fields,
 )
 from divergence.comparison.measure.truth import SamplesBySite
@@ -47,7 +46,7 @@ from divergence.comparison.results.sites import (
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
-from divergence.run.schema.site import BACKWARD, is_gradient, module_of, of_parameter
+from divergence.run.schema.site import BACKWARD, LOSS, is_gradient, module_of, of_parameter
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
@@ -148,7 +147,7 @@ class Judge:
         rows = numbers.rows
         assert rows is not None
         if self._cancels(pair.reference.record.site):
-            rows = small_rows(rows, size_of_terms(self._reference, pair.reference.record))
+            rows = small_rows(rows, self._usual(pair, rows.norm))
         judged = _Judged(pair, numbers, metrics, rows)
         if metrics.rel_l2 is None:
             return judged
@@ -237,6 +236,11 @@ class Judge:
             return form, self._work
         return max(form, self._sums, key=lambda format_: format_.unit_roundoff), self._sums
 
+    def _usual(self, pair: Pair, norm: np.ndarray) -> float:
+        """What errors are held against where a row's terms cancelled."""
+        form = max(self._formats(pair), key=lambda form: form.unit_roundoff)
+        return usual_norm(self._reference, pair.reference.record, norm, form, self._role(pair))
+
     def _role(self, pair: Pair) -> str:
         return self._site_fields(pair.reference.record.site)["role"] or "inner"
 
@@ -285,9 +289,7 @@ class Judge:
         num_rerouted = 0 if self._routing.is_known(pair) else None
         more: dict[str, Any] = {"num_rerouted": num_rerouted, "truth": truth}
         if result.nonfinite is not None and self._reference.has_bytes(record):
-            mask = self._pieces.row_mask(pair.reference, record.shape)
-            if mask is not None:  # the statistics count rows of padding, too
-                more["nonfinite"] = nonfinite_in(self._reference.read(record), mask)
+            more["nonfinite"] = placed(result.nonfinite, self._pieces, pair.reference)
         if result.ulp_format is not None:
             members = self._pieces.members(pair.reference, result.shape)
             rows = num_rows(result) // max(1, len(members))
@@ -329,7 +331,10 @@ class Judge:
         fields |= more
         result = SiteResult(
             shape=shape, worst_sample=sample, worst_position=position,
-            nonfinite=nonfinite_of(judged.metrics), logits=numbers.logits,
+            nonfinite=nonfinite_of(
+                judged.metrics, numbers.rows, self._pieces, pair.reference, rows
+            ),
+            logits=numbers.logits,
             estimated=numbers.estimate, at_least=numbers.least, **fields,
         )  # fmt: skip
         if routed is not None and ratios is not None and routed.experts is not None:
@@ -365,10 +370,12 @@ class Judge:
             if row_floors is None:
                 continue
             if self._cancels(result.site):
-                records = (pair.reference.record for _, (pair, _, _) in alike)
-                terms = (size_of_terms(self._reference, record) for record in records)
-                shares = map(share_of_usual, (row.norm for row in rows), terms)
-                row_floors = row_floors / np.stack(list(shares))
+                norms = np.maximum(np.stack([row.norm for row in rows]), 1e-300)
+                usual = [
+                    self._usual(pair, row.norm) or 1.0
+                    for (_, (pair, _, _)), row in zip(alike, rows, strict=True)
+                ]
+                row_floors = row_floors * np.maximum(1.0, np.array(usual)[:, None] / norms)
             floors |= {number: floor for (number, _), floor in zip(alike, row_floors, strict=True)}
         for number, (_, result, row) in judged:
             floor = floors.get(number)
@@ -391,9 +398,13 @@ class Judge:
         )  # fmt: skip
 
     def _cancels(self, site: str) -> bool:
-        """Is it a gradient whose terms may cancel, of a parameter or inside a block?"""
+        """May its terms cancel, as those of the loss, and of gradients of parameters, inside blocks
+        and behind the last one do?"""
+        if module_of(site) == LOSS:
+            return site.endswith(":out")
         note = self._notes.get(module_of(site)) if BACKWARD in site else None
-        return of_parameter(site) or (note is not None and note.role == "inner")
+        trunk = site.endswith(f"{BACKWARD}:out") and note is not None and note.role == "trunk"
+        return trunk or of_parameter(site) or (note is not None and note.role == "inner")
 
 
 def _last(shape: tuple[int, ...]) -> int:

@@ -1,4 +1,4 @@
-"""Measuring the pairs: reads both tensors, calls numerics.
+"""Measuring the pairs: reads both tensors ahead and checks them, calls numerics.
 
 Equal checksums are equal tensors: their bytes are checked against them, not measured.
 A pair of tensors that occurs at several sites (one block's output is the next one's
@@ -8,6 +8,7 @@ token positions. Small tensors of one shape are measured many at a time.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -15,11 +16,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.comparison.align.pieces import Pair, Pieces, same_positions
+from divergence.comparison.align.pieces import Pair, Pieces, is_repeated, repeated, same_positions
 from divergence.comparison.experts import Routing
 from divergence.comparison.measure.floors import Floor, work_format
 from divergence.comparison.measure.judge import Judge, PairNumbers
-from divergence.comparison.measure.reading import Reading, equal_by_record
 from divergence.comparison.measure.truth import Truth
 from divergence.comparison.results.sites import LogitsDiff
 from divergence.errors import RunFormatError
@@ -37,11 +37,97 @@ if TYPE_CHECKING:
 
     from divergence.numerics.pairs.against import AgainstTruth
 
-__all__ = ["Measurer", "PairNumbers"]
+__all__ = ["Measurer", "PairNumbers", "Reading", "equal_by_record"]
 
 _REMEMBERED = 256  # recent pairs: an output returns as the next input soon, or not at all
 
 _Key = tuple[object, ...]
+BaseOf = Callable[[Pair], tuple[Run, Record] | None]
+
+
+class Reading:
+    """The bytes of two runs' pairs, and of the truth. ``base_of``: what a pair needs besides."""
+
+    def __init__(
+        self, reference: Run, candidate: Run, truth: Truth | None, base_of: BaseOf
+    ) -> None:
+        self._reference, self._candidate = reference, candidate
+        self._truth, self._base_of = truth, base_of
+
+    def read_ahead(self, pair: Pair) -> None:
+        """Bring a pair's bytes into memory and check them; ``look`` says what is wrong."""
+        with contextlib.suppress(RunFormatError):
+            self.check(pair)
+
+    def prefetch(self, pairs: Sequence[Pair]) -> None:
+        """Say to runs that are far away what will be read of them, in which order."""
+        if not any(run.far for run in (self._reference, self._candidate)):
+            return
+        wanted: dict[int, tuple[Run, list[Record]]] = {}
+        for pair in pairs:
+            in_truth = self._right(pair)
+            if equal_by_record(pair) and in_truth is None:
+                continue
+            reference, candidate = pair.reference.record, pair.candidate.record
+            parts = [(self._reference, reference), (self._candidate, candidate)]
+            if in_truth is not None:
+                parts.append(in_truth)
+            base = self._base_of(pair)
+            parts += [] if base is None else [base]
+            for run, record in parts:
+                wanted.setdefault(id(run), (run, []))[1].append(record)
+        for run, records in wanted.values():
+            run.expect(records)
+
+    def fetch(self, pair: Pair) -> None:
+        """Have the system fetch what is on this machine's disks of a pair."""
+        for run, record in self.reads(pair):
+            if not run.far:
+                run.will_read(record)
+
+    def check(self, pair: Pair) -> None:
+        """Both sides' bytes are what their records say; each tensor is looked at once. Of a run
+        that is far away, what is equal by its record is not fetched to be looked at."""
+        sides = (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
+        for run, record in sides:
+            if run.far and equal_by_record(pair):
+                continue
+            run.check(record)
+
+    def has_both(self, pair: Pair) -> bool:
+        """Are the bytes of both sides at hand?"""
+        return self._reference.has_bytes(pair.reference.record) and self._candidate.has_bytes(
+            pair.candidate.record
+        )
+
+    def release(self, pairs: Sequence[Pair]) -> None:
+        """What was read of the pairs may leave memory."""
+        self._reference.release([pair.reference.record for pair in pairs])
+        self._candidate.release([pair.candidate.record for pair in pairs])
+        if self._truth is not None:
+            self._truth.run.release_read(sum(8 * pair.reference.record.numel for pair in pairs))
+
+    def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
+        """What of which run is read for a pair, a block's input apart."""
+        reference, candidate = pair.reference.record, pair.candidate.record
+        parts = [(self._reference, reference), (self._candidate, candidate)]
+        in_truth = self._right(pair)
+        return parts if in_truth is None else [*parts, in_truth]
+
+    def _right(self, pair: Pair) -> tuple[Run, Record] | None:
+        """What the truth has of a pair."""
+        record = None if self._truth is None else self._truth.record(pair)
+        return None if self._truth is None or record is None else (self._truth.run, record)
+
+
+def equal_by_record(pair: Pair) -> bool:
+    """Are the two equal bit for bit, by what was recorded of them?"""
+    ref, cand = pair.reference.record, pair.candidate.record
+    return (
+        ref.xxh3 == cand.xxh3 is not None and ref.dtype == cand.dtype and ref.shape == cand.shape
+        and ref.positions == cand.positions
+        and pair.reference.row is None and pair.candidate.row is None
+    )  # fmt: skip
 
 
 class Measurer:
@@ -209,10 +295,13 @@ class Measurer:
         pieces, run = self._pieces, self._truth.run
         a = pieces.tensor(self._reference, pair.reference)
         b = pieces.tensor(self._candidate, pair.candidate)
+        if is_repeated(pair.reference, pair.candidate):
+            a, b = repeated(a, b)
         if not (a.is_floating_point() and a.shape == b.shape):
             return None
         own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
         truth = pieces.rows_of(run.read(true_record), own)
+        truth = truth if truth.shape == a.shape else repeated(truth, a)[0]
         base = pieces.base(pair) if is_block and true_record.site.endswith(":out") else None
         if base is not None and base.shape != a.shape:
             base = None
@@ -232,8 +321,8 @@ class Measurer:
         # what has no digest (a tensor in parts) cannot be told from another like it
         whole = whole and None not in (ref.xxh3, cand.xxh3)
         key = (
-            ref.xxh3, ref.dtype, cand.xxh3, cand.dtype, ref.shape, logits, ref.positions,
-            cand.positions, base is not None, ref.step == 0,
+            ref.xxh3, ref.dtype, cand.xxh3, cand.dtype, ref.shape, cand.shape, logits,
+            ref.positions, cand.positions, base is not None, ref.step == 0,
         )  # fmt: skip
         known = self._cache.get(key) if whole else None
         if known is not None:
@@ -246,6 +335,8 @@ class Measurer:
         if base is not None and ref.positions is None and cand.positions is not None:
             base = same_positions(base, ref, b, cand)[0]
         a, b = same_positions(a, ref, b, cand)
+        if base is not None and base.shape != a.shape:
+            base = repeated(base, a)[0]
         mask = self._pieces.row_mask(pair.reference, tuple(a.shape))
         metrics, rows = measure_pair(
             a, b, row_mask=mask, base=base, threads=threads, kernel=self.kernel, device=self.device
@@ -292,7 +383,7 @@ class _Operands:
 
 def _shared(runs: Sequence[Run]) -> Callable[[str], float]:
     """By site, the rounding that all of its rows have in common."""
-    if all(run.manifest.training.clip_grad_norm is None for run in runs):
+    if all(run.manifest.training.optimizer is None for run in runs):
         return _nothing_shared
     from divergence.comparison.measure.clipping import SharedRounding
 

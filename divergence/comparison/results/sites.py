@@ -44,6 +44,13 @@ class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True):
     mask_alike: int = 0
     """How many of ``differ`` are -inf against a number below -10,000. In a mask both mean the
     same."""
+    sample: int | None = None
+    """Prompt of the first row at which the sides disagree; of the first row with nan or inf, where
+    they agree everywhere. None where the rows are not known, or not of one prompt."""
+    position: int | None = None
+    """Token index of that row, where rows are tokens."""
+    prompts: list[int] = []
+    """All prompts with such a row, of a forward that holds several."""
 
     @property
     def total(self) -> int:

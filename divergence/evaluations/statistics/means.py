@@ -14,10 +14,10 @@ flip at all its width would be 0. So two made-up clusters are added for interval
 of mean size, whose sums lie as far to either side as the mean of fourth powers of the sums that are
 not 0, ⁴√(Σ S⁴ / k): large ones weigh more, as in the variance. For unclustered binary scores that
 is the error of Bonett and Price (Statistics in Medicine 31, 2012); their interval is another,
-``significance.score_interval``. Of clusters, made-up ones fade as more than a third of the G
-differ, for then the set itself says how they do: their squares have the weight
+``significance.score_interval``. Of clusters, and of graded scores, made-up ones fade as more than a
+third of the G differ, for then the set itself says how they do: their squares have the weight
 
-    w = 3/2 (1 - k / (G - 1)),   at least 1/G and at most 1
+    w = 3/2 (1 - k / (G - 1)),   at most 1, and at least 1/G, of graded scores 0: the paired t test
 
 And where clusters flip in one direction, a few of them as a whole, a set that misses those has too
 small a mean and too small an error at once. So of clusters t is taken through Hall's transformation
@@ -72,17 +72,19 @@ def cluster_sums(values: Floats, clusters: Floats | None) -> tuple[Floats, Float
     return np.bincount(clusters, weights=values), sizes
 
 
-def padding(sums: Floats, sizes: Floats, span: float) -> Padding:
+def padding(sums: Floats, sizes: Floats, span: float, *, graded: bool = False) -> Padding:
     """The made-up clusters. ``span``: how much one document's score could change, where no cluster
-    changed at all."""
+    changed at all. ``graded``: of documents alone, whose scores are more than right and wrong."""
     largest, changed = np.abs(sums).max(-1, initial=0.0), (sums != 0).sum(-1)
     shares = sums / np.where(largest > 0, largest, 1.0)[..., None]  # whose powers stay in range
     power_mean = largest * ((shares**4).sum(-1) / np.maximum(changed, 1)) ** 0.25
     far: Floats = np.where(changed > 0, power_mean, span * sizes.mean())
     num = sums.shape[-1]
-    if sizes.max() == 1:
+    alone = sizes.max() == 1
+    if alone and not graded:
         return Padding(far, np.ones_like(far))
-    return Padding(far, np.clip(1.5 * (1 - changed / max(num - 1, 1)), 1 / num, 1.0))
+    fading = 1.5 * (1 - changed / max(num - 1, 1))
+    return Padding(far, np.clip(fading, 0.0 if alone else 1 / num, 1.0))
 
 
 def lopsided(sums: Floats) -> Floats:

@@ -96,7 +96,7 @@ def find_policy(
     by_name = {matrix.name: matrix for matrix in matrices}
     rest = [matrix for matrix in matrices if matrix.by_default and matrix.name not in names]
     return QuantizationPolicy(
-        measure=measure, target=target, keep=names,
+        measure=measure, target=target, keep=names, num_groups=len(kept),
         num_kept_weights=sum(by_name[name].num_weights for name in names),
         predicted=sum(value_of(matrix.cost, measure) for matrix in rest),
         measured=value_of(cost, measure),
@@ -188,4 +188,7 @@ def _lines(what: str, scope: str, quantizer: Quantizer) -> str:
     dtype = "fp8_e4m3" if quantizer.is_float else quantizer.format
     inner = {"scope": f'"{scope}"', "dtype": f'"{dtype}"', "symmetric": quantizer.symmetric,
              "method": '"minmax"'}  # fmt: skip
-    return f"        {what}:\n" + "".join(f"          {k}: {v}\n" for k, v in inner.items())
+    lines = [f"          {key}: {value}\n" for key, value in inner.items()]
+    if quantizer.per == "group":
+        lines.append(f"          ext:\n            group_size: {quantizer.group}\n")
+    return f"        {what}:\n{''.join(lines)}"

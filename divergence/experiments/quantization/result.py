@@ -97,13 +97,15 @@ class QuantizationPolicy(msgspec.Struct, kw_only=True, frozen=True):
     target: float
     keep: list[str]
     """Matrices, in order of what each costs alone; those that engines fuse stay together."""
+    num_groups: int
+    """How many there are where those that engines fuse count as one."""
     num_kept_weights: int
     predicted: float
     """Sum of what the quantised matrices cost alone."""
     measured: float
     """With just these kept."""
     one_fewer: float | None
-    """The least measured with one (fused) matrix fewer, which misses the target; None where none is
+    """The least measured with one group fewer, which misses the target; None where none is
     kept, or not each was tried."""
     num_runs: int
     """Whole models that were run to find it."""

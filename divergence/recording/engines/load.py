@@ -124,10 +124,8 @@ def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder"
     names = config.architectures or []
-    if any(
-        "CausalLM" in name or "LMHead" in name or name.endswith("ForConditionalGeneration")
-        for name in names
-    ):
+    causal = re.compile("CausalLM|LMHead|ForConditionalGeneration$|GenerationDecoder$")
+    if any(causal.search(name) for name in names):
         return "causal-lm"
     if names:
         return "encoder"
@@ -373,6 +371,12 @@ def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
             f"cannot load {source!r}: {first_line(error, most=300)}",
             where="a package that transformers imports here",
             hint=f"pip install '{asked[1]}'" if asked and not error.name else by_itself,
+        )
+    if "Unrecognized configuration class" in text:
+        return ModelError(
+            f"cannot load {source!r}: {first_line(error, most=300)}",
+            where="config.json, whose class no auto class of transformers takes for this task",
+            hint="another --task; or in Python load the model and capture(model, inputs=[...])",
         )
     if expanded(source).exists():
         return ModelError(

@@ -46,7 +46,7 @@ def device_map_of(given: DeviceMap) -> str | dict[str, str | int]:
         return dict(given)
     if given in _WORDS or not (given.endswith(".json") or given.startswith("{")):
         return given
-    hint = 'for example {"": "cpu"}, or {"model.layers.0": 0, "model.layers.1": "disk"}'
+    hint = '--device-map {"": "cpu"}, or {"model.layers.0": 0, "model.layers.1": "disk"}'
     data = (
         given.encode() if given.startswith("{")
         else read_bytes(expanded(given), error=UsageError, hint=hint)

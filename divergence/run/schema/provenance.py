@@ -77,7 +77,8 @@ class CodeNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     compiled: str | None = None
     """What compiled it."""
     odd: dict[str, str] = {}
-    """Modules of this class that run other code than most, each with its digest."""
+    """Modules of this class that run other code than the class' own, each with its digest: all of
+    them where none runs that."""
     places: list[str] = []
     """Paths of the modules, with ``*`` for the numbers in them."""
     attributes: dict[str, str] = {}

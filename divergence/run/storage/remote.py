@@ -203,7 +203,7 @@ class Remote:
                 raise
             # Each store's package has exceptions of its own, many of them no OSError.
             except Exception as failure:
-                error = _meant(failure)
+                error = _meant(failure) if self.url.scheme in _WEB else failure
                 if isinstance(error, FileNotFoundError | DivergenceError):
                     raise error from failure
                 known = _known_refusal(error)

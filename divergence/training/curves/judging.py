@@ -3,8 +3,8 @@
 The bands are a rule of thumb of the field, not statistics: a mean relative error of the loss above
 1 to 2% is called misaligned. What is known beside it, whether the difference is noise about 0, is
 said with it: a trend that leaves the noise and ends above the first band is no pass, however small
-the mean still is; one that ends below it is a place to look; and a mean error that is the noise of
-single steps is no failure.
+the mean still is, nor is a step at which logs that agreed go apart; a trend that ends below the
+band is a place to look; and a mean error that is the noise of single steps is no failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import numpy as np
 from divergence.layout import count
 from divergence.training.curves.reading import Curves
 from divergence.training.curves.result import CurveDiff, LossReport, LossVerdict, Trend
-from divergence.training.curves.trend import MIN_STEPS, block_means, successive_noise, trend_of
+from divergence.training.curves.trend import (
+    MIN_BEFORE,
+    MIN_STEPS,
+    block_means,
+    jump_of,
+    successive_noise,
+    trend_of,
+)
 
 __all__ = ["BANDS", "judge"]
 
@@ -45,7 +52,7 @@ def judge(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossRepor
         notes.append(f"{name} is in {'A' if name in a.metrics else 'B'} alone")
     notes += _coverage(a.metrics["loss"], b.metrics["loss"], common)
     loss = metrics[0]
-    verdict = _verdict(loss, a.metrics["loss"], b.metrics["loss"], common)
+    verdict = _with_jump(_verdict(loss, a.metrics["loss"], b.metrics["loss"], common), loss)
     return LossReport(
         reference=a.path,
         candidate=b.path,
@@ -62,10 +69,13 @@ def _measure(name: str, a: dict[int, float], b: dict[int, float], first: int) ->
     bad_b = next((step for step, value in b.items() if not math.isfinite(value)), None)
     ends = [step for step in (bad_a, bad_b) if step is not None]
     last = min(ends, default=None)  # what follows a nan is no curve
-    steps = [
+    every = [
         step for step in sorted(a.keys() & b.keys())
-        if step >= first and (last is None or step < last) and a[step] != 0
+        if (last is None or step < last) and a[step] != 0
     ]  # fmt: skip
+    jump = jump_of(np.array([a[step] for step in every]), np.array([b[step] for step in every]))
+    jump_at = None if jump is None else every[jump[0]]
+    steps = [step for step in every if step >= first]
     left = np.array([a[step] for step in steps])
     right = np.array([b[step] for step in steps])
     with np.errstate(over="ignore"):
@@ -92,6 +102,10 @@ def _measure(name: str, a: dict[int, float], b: dict[int, float], first: int) ->
         nonfinite_a=bad_a,
         nonfinite_b=bad_b,
         trend=trend_of(numbers, diffs),
+        jump_at=jump_at,
+        jump_from=None if jump is None else jump[1],
+        jump_to=None if jump_at is None else abs(b[jump_at] / a[jump_at] - 1),
+        jump_before=0 if jump is None else jump[0],
     )
 
 
@@ -184,6 +198,26 @@ def _verdict(
         return _misaligned(loss, f"{said}, {_signed(bias)} ± {_size(se)} with its sign")
     return _open(
         f"{said}, between the bands or not apart from noise: {_signed(bias)} ± {_size(se)}"
+    )
+
+
+def _with_jump(verdict: LossVerdict, loss: CurveDiff) -> LossVerdict:
+    """A first step that is named. However small it is, it is no pass where the logs agreed before;
+    of few steps before it, it is a place to look."""
+    if loss.jump_at is None or verdict.kind == "nonfinite":
+        return verdict
+    before = f"the {count(loss.jump_before, 'step')} before it"
+    agreed = f"agree to {_size(loss.jump_from)}" if loss.jump_from else "are equal"
+    text = f"step {loss.jump_at} is off by {_size(loss.jump_to or 0)}, where {before} {agreed}"
+    if verdict.kind in ("misaligned", "drift"):
+        return LossVerdict(kind=verdict.kind, summary=f"{verdict.summary}; {text}")
+    if loss.jump_before < MIN_BEFORE:
+        return LossVerdict(kind=verdict.kind, summary=f"{verdict.summary}; a place to look: {text}")
+    mean = "unknown" if loss.mean_error is None else _size(loss.mean_error)
+    return LossVerdict(
+        kind="drift",
+        summary=f"{text}: no rounding goes apart at one step. The mean error is {mean} over "
+        f"{count(loss.num_steps, 'step')}",
     )
 
 

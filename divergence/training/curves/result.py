@@ -50,6 +50,15 @@ class CurveDiff(msgspec.Struct, frozen=True, kw_only=True):
     """The first step with nan or inf in A."""
     nonfinite_b: int | None
     trend: Trend
+    jump_at: int | None = None
+    """The first step, of the warm-up's too, that is off by far more than any before it; those
+    behind it stay so."""
+    jump_from: float | None = None
+    """The largest relative difference of a step before it."""
+    jump_to: float | None = None
+    """Its own relative difference."""
+    jump_before: int = 0
+    """How many steps are before it."""
 
 
 class LossVerdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ def loss_lines(report: LossReport) -> list[Line]:
         heading("relative difference of a step", "(B - A) / |A|"),
     ]  # fmt: skip
     titles = ("metric", "steps", "mean error", "with sign", "at the end", "largest", "at step",
-              "noise", "leaves the noise")  # fmt: skip
+              "noise", "leaves the noise", "first beyond")  # fmt: skip
     return [*lines, *columns([titles, *map(_row, report.metrics)])]
 
 
@@ -61,6 +61,7 @@ def _row(curve: CurveDiff) -> tuple[str, ...]:
         {"parts": f"near step {curve.trend.parts_at}", "within_noise": "no"}.get(
             curve.trend.state, "not told"
         ),
+        "-" if curve.jump_at is None else f"step {curve.jump_at}",
     )
 
 

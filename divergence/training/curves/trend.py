@@ -20,6 +20,9 @@ squared error. It is an estimate, and early steps of a slow drift are within the
 
 It refuses to tell with fewer than 64 steps, and looks at no part of fewer than 256. Differences
 that stay alike for longer than a block (a thirty-second of the steps) are no noise to it.
+
+A jump needs no noise to stand out of: where two logs agree to 1e-7 for 150 steps and to 1e-3 from
+then on, no rounding did that. Rounding errors grow, and from one step to the next not tenfold.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import numpy as np
 
 from divergence.training.curves.result import Trend
 
-__all__ = ["MIN_STEPS", "block_means", "successive_noise", "trend_of"]
+__all__ = ["MIN_BEFORE", "MIN_STEPS", "block_means", "jump_of", "successive_noise", "trend_of"]
 
 MIN_STEPS = 64
 MIN_PART = 256
@@ -38,6 +41,13 @@ MIN_PART = 256
 LIMITS = {16: 6.042, 32: 4.707}
 """Number of blocks → x with 4 P(T > x) = 0.001 / 4, for Student's t with 10 and 20.7 degrees of
 freedom (scipy.stats.t.ppf)."""
+
+MIN_BEFORE = 16
+"""Steps whose agreement is taken for that of the logs, whatever it is. Of fewer, an agreement to
+the last digit is."""
+_JUMP, _STAYS, _MIN_AFTER = 10.0, 3.0, 8
+_RESOLUTION = 4 * 2.0**-23
+"""Relative: a loss is computed in float32, where healthy kernels were seen 3e-7 apart."""
 
 
 def block_means(values: np.ndarray, num_blocks: int) -> np.ndarray:
@@ -50,6 +60,33 @@ def successive_noise(values: np.ndarray) -> float:
     if len(values) < 2:
         return math.nan
     return float(np.sqrt(np.mean(np.diff(values) ** 2) / 2))
+
+
+def jump_of(a: np.ndarray, b: np.ndarray) -> tuple[int, float] | None:
+    """(index, relative agreement before it) of the first step that is ten times farther off than
+    any before it, and the logs' last digit, where the median of it and the 15 behind it stays three
+    times so. ``a``, ``b`` (n,): finite, ``a`` not 0."""
+    n = len(a)
+    if n < 2 + _MIN_AFTER:
+        return None
+    error = np.abs(b - a) / np.abs(a)
+    before = np.concatenate([[0.0], np.maximum.accumulate(error)[:-1]])
+    digit = np.maximum(_RESOLUTION, max(_last_digit(a), _last_digit(b)) / np.abs(a))
+    allowed = np.maximum(before, digit)
+    agrees = (np.arange(n) >= MIN_BEFORE) | ((np.arange(n) >= 2) & (before <= digit))
+    for index in np.flatnonzero(agrees & (error > _JUMP * allowed))[: n - _MIN_AFTER]:
+        after = error[index : index + 16]
+        if len(after) >= _MIN_AFTER and np.median(after) > _STAYS * allowed[index]:
+            return int(index), float(before[index])
+    return None
+
+
+def _last_digit(values: np.ndarray) -> float:
+    """Of decimal numbers, as logs write them; 0 where they have all digits."""
+    for digits in range(7):
+        if np.allclose(np.round(values, digits), values, rtol=1e-10, atol=0):
+            return float(10.0**-digits)
+    return 0.0
 
 
 def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:

@@ -48,6 +48,23 @@ def test_few_prompts_tell_no_kind(pair, cause):
     assert report.logprobs.shift.p_value is None
 
 
+@pytest.mark.parametrize(("change", "kind"), [
+    pytest.param(lambda v, r: v / 1.3 + r.gauss(0, 0.02), "systematic", id="temperature above"),
+    pytest.param(lambda v, r: v / 0.7 + r.gauss(0, 0.02), "systematic", id="temperature below"),
+    pytest.param(lambda v, r: v - 0.4 - 0.1 * r.random(), "systematic", id="another template"),
+    pytest.param(lambda v, r: v + r.gauss(0.1, 0.35), "undetermined", id="quantised"),
+    pytest.param(lambda v, r: v - 0.01 * r.random(), "within_floor", id="within rounding"),
+])  # fmt: skip
+def test_tokens_that_all_lie_on_one_side_need_no_many_prompts(pair, change, kind):
+    """No precision moves all tokens one way, and of how many prompts they are does not matter."""
+    for num in (4, 12):
+        report = pair(lambda s, n, v, r: change(v, r), num=num, length=24)
+        expected = "drift" if (kind, num) == ("undetermined", 12) else kind
+        assert report.verdict.kind == expected, report.verdict
+    if kind == "systematic":
+        assert "farther than any precision" not in report.verdict.summary
+
+
 def test_names_and_limits_of_trainers(pair):
     """Each number by the name and the limit of its framework, and bad ones in the evidence."""
     report = pair(CAUSES["quantised"][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -392,3 +393,17 @@ def test_a_wrong_addition_is_found_without_a_truth(judged):
 
     result = judged(adds(0.0), adds(1e-3), [X])
     assert result.onset == "./aten.add"
+
+
+@pytest.mark.parametrize("bad", [{0}, {1}, {0, 2}])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_forwards_without_a_finite_row_beside_finite_ones_are_judged(judged, bad, value):
+    """A result that is nan or inf in some forwards alone is the side's that has it; the others
+    have columns, which these lack."""
+
+    def product(faulty):
+        forwards = itertools.count()
+        return lambda x: x.sin() * (value if next(forwards) in bad and faulty else 1.5)
+
+    result = judged(product(False), product(True), [X], right=product(False), steps=3)
+    assert result.onset == "./aten.mul" and result.side == "candidate"

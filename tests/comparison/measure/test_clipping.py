@@ -19,7 +19,8 @@ def run_of(norm):
     training = SimpleNamespace(learning_rate=0.5, clip_grad_norm=0.1)
     return SimpleNamespace(
         manifest=SimpleNamespace(training=training),
-        records=[SimpleNamespace(site=site, numel=numel, pass_="free", summary=summary)
+        records=[SimpleNamespace(site=site, numel=numel, pass_="free", summary=summary,
+                                 dtype="float32")
                  for site, numel in sites.items()],
     )  # fmt: skip
 

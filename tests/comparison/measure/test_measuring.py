@@ -14,9 +14,8 @@ from divergence.comparison.align.pairs import align
 from divergence.comparison.api import compare
 from divergence.comparison.measure import pipeline as measuring
 from divergence.comparison.measure.floors import ModelFloor
-from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.measurer import Measurer, Reading
 from divergence.comparison.measure.pipeline import measure_all, measure_pairs, results_of_pairs
-from divergence.comparison.measure.reading import Reading
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet.many import compare_many
 from divergence.numerics.kernels import has_compiled

@@ -106,6 +106,14 @@ def test_a_policy_holds_when_it_is_run(plain, each, tmp_path):
     fused = [name for name in policy.keep if name.endswith("q_proj")]
     assert all(name.replace("q_proj", "k_proj") in policy.keep for name in fused)
     assert any(policy.keep[0] in line.text for line in quantization_lines(found))
+    text = "\n".join(line.text for line in quantization_lines(found))
+    # the KL above is that of the whole scheme
+    assert f"{each.num_quantized} matrices ({found.num_quantized} with the policy below)" in text
+    groups = {name.replace("q_proj", "qkv").replace("k_proj", "qkv").replace("v_proj", "qkv")
+              .replace("gate_proj", "gate_up").replace("up_proj", "gate_up")
+              for name in policy.keep}  # fmt: skip
+    assert policy.num_groups == len(groups) < len(policy.keep)
+    assert f"with any one of their {len(groups)} group" in text
 
 
 def test_a_target_that_holds_anyway_keeps_nothing(plain):
@@ -132,8 +140,17 @@ def test_lists_that_quantisers_read():
     assert slim["qconfig"]["act"] == {
         "scope": "per_token", "dtype": "int8", "symmetric": True, "method": "minmax",
     }  # fmt: skip
+    assert "ext" not in slim["qconfig"]["weight"]
     off = yaml.safe_load(written["modelopt.yaml"])["quant_cfg"]
     assert [one["enable"] for one in off] == [False, False]
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("w4a16", 128), ("w4a16-g32", 32), ("w4a8", 128)])
+def test_a_group_has_its_size(scheme, size):
+    """Without it msmodelslim groups otherwise than what was measured."""
+    slim = yaml.safe_load(forms(["lm_head"], scheme_named(scheme))["msmodelslim.yaml"])
+    weight = slim["spec"]["process"][0]["qconfig"]["weight"]
+    assert (weight["scope"], weight["ext"]) == ("per_group", {"group_size": size})
 
 
 def test_a_model_is_captured_first(plain, tmp_path):

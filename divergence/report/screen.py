@@ -33,7 +33,7 @@ from divergence.run.schema.site import of_parameter
 
 __all__ = [
     "WIDTH", "compared_lines", "screen_lines", "settings_lines", "smallest_visible", "token_lines",
-    "visible_lines",
+    "unseen", "visible_lines",
 ]  # fmt: skip
 
 WIDTH, HEIGHT = 80, 25
@@ -109,14 +109,19 @@ def smallest_visible(report: Report) -> float | None:
 
 def visible_lines(report: Report) -> list[Line]:
     """What this comparison could have seen; where it found an error that is not the question."""
+    return [prose("" if number else "not seen", text) for number, text in enumerate(unseen(report))]
+
+
+def unseen(report: Report) -> list[str]:
+    """What this comparison could not see, where it found no error."""
     if report.verdict.kind not in ("identical", "within_floor", "drift", "undetermined"):
         return []
     seen = None if report.verdict.kind == "identical" else smallest_visible(report)
-    unseen = [] if seen is None else [f"errors of a block below about {share(seen)} of its output"]
+    texts = [] if seen is None else [f"errors of a block below about {share(seen)} of its output"]
     if report.not_exercised:
         parts = list_names([part.text for part in report.not_exercised], _MOST_PARTS, "; ")
-        unseen.append(f"not exercised: {parts}")
-    return [prose("" if number else "not seen", text) for number, text in enumerate(unseen)]
+        texts.append(f"not exercised: {parts}")
+    return texts
 
 
 _MOST_PARTS = 3

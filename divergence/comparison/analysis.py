@@ -24,12 +24,12 @@ from divergence.run.schema.contents import call_passes
 if TYPE_CHECKING:
     from divergence.comparison.advice import Advice
     from divergence.comparison.align.pairs import Alignment
+    from divergence.comparison.experts import Routes
     from divergence.comparison.measure.truth import SamplesBySite, Truth
     from divergence.comparison.result import ReplicaCheck
     from divergence.comparison.results.operators import AuditResult, OperatorsResult
     from divergence.comparison.results.sites import Coverage, PassCoverage, SiteResult
     from divergence.comparison.results.tokens import TokensResult
-    from divergence.comparison.routes import Routes
     from divergence.run.reader import Run
     from divergence.run.schema.manifest import Manifest
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.experts import choices_in, routed_blocks
+from divergence.comparison.experts import Routes, choices_in, routed_blocks
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.routers import same_experts
-from divergence.comparison.routes import Routes
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from divergence.analyses.blocks.rows import main_pass
 from divergence.comparison import analysis
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import PreflightLine, Verdict
+from divergence.comparison.results.findings import PreflightLine, Verdict, list_names
 from divergence.comparison.results.sites import PassCoverage
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
 from divergence.report.environment import changed_lines
@@ -28,6 +28,7 @@ __all__ = [
     "report_lines",
     "shown_analyses",
     "smallest_visible",
+    "unseen",
     "verdict_lines",
     "visible_lines",
 ]
@@ -112,10 +113,22 @@ def smallest_visible(report: Report) -> float | None:
 
 def visible_lines(report: Report) -> list[Line]:
     """What this comparison could have seen; where it found an error that is not the question."""
-    seen = smallest_visible(report)
-    if seen is None or report.verdict.kind not in ("within_floor", "drift", "undetermined"):
+    return [prose("" if number else "not seen", text) for number, text in enumerate(unseen(report))]
+
+
+def unseen(report: Report) -> list[str]:
+    """What this comparison could not see, where it found no error."""
+    if report.verdict.kind not in ("identical", "within_floor", "drift", "undetermined"):
         return []
-    return [prose("not seen", f"errors of a block below about {share(seen)} of its output")]
+    seen = None if report.verdict.kind == "identical" else smallest_visible(report)
+    texts = [] if seen is None else [f"errors of a block below about {share(seen)} of its output"]
+    if report.not_exercised:
+        parts = list_names([part.text for part in report.not_exercised], _MOST_PARTS, "; ")
+        texts.append(f"not exercised: {parts}")
+    return texts
+
+
+_MOST_PARTS = 3
 
 
 def _run_lines(report: Report) -> list[Line]:

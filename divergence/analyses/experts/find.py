@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.experts import routed_blocks
+from divergence.comparison.experts import Routes, Unexplained, route_key, routed_blocks
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.comparison.routers import logits_decide, same_experts
-from divergence.comparison.routes import Routes, Unexplained, route_key
 from divergence.numerics.formats import format_named
 from divergence.run.schema.site import module_of
 from divergence.words import Side, letter

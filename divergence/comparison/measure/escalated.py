@@ -9,11 +9,11 @@ import msgspec
 
 from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.align.pieces import Pair, pieces_in, why_no_pair
+from divergence.comparison.experts import Routes
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import Truth, inputs_of
 from divergence.comparison.results.sites import SiteResult
-from divergence.comparison.routes import Routes
 from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Pieces
-from divergence.comparison.experts import Routing, kept_rows
+from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
 from divergence.comparison.measure.cancelling import cancels, small_rows, usual_norm
 from divergence.comparison.measure.floors import (
     Floor,
@@ -42,7 +42,6 @@ from divergence.comparison.results.sites import (
     TruthDiff,
     num_rows,
 )
-from divergence.comparison.routes import Routed, Routes
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run

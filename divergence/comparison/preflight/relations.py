@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from divergence.comparison.results.findings import PreflightStatus, list_names
 from divergence.run.schema.manifest import ModelIdentity
-from divergence.run.schema.parameters import NUM_SUMS, ParameterNote
+from divergence.run.schema.provenance import NUM_SUMS, ParameterNote
 from divergence.run.schema.site import starred
 from divergence.words import letter
 

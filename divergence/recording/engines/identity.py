@@ -30,7 +30,7 @@ from divergence.recording.model.code import code_notes
 from divergence.recording.model.quantization import quantization_of
 from divergence.run.schema.fingerprint import digest_json, digest_many, digest_tensor, digest_text
 from divergence.run.schema.manifest import CodeNote, ConfigValue, ModelIdentity
-from divergence.run.schema.parameters import ParameterNote
+from divergence.run.schema.provenance import ParameterNote
 
 __all__ = ["MAX_CONFIG_BYTES", "chat_example", "config_values", "identify", "tokenizer_digest",
            "usual_dtype", "without_home"]  # fmt: skip

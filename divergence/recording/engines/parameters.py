@@ -1,4 +1,4 @@
-"""What is recorded of a parameter beside its digest (run.schema.parameters), from one reading."""
+"""What is recorded of a parameter beside its digest (run.schema.provenance), from one reading."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from divergence.numerics.formats import format_named, format_of
 from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.parameters import NUM_SUMS, ParameterNote, ValuesForm
+from divergence.run.schema.provenance import NUM_SUMS, ParameterNote, ValuesForm
 
 __all__ = ["parameter_note"]
 

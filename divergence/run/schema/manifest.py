@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import xxhash
 
-from divergence.run.schema.parameters import ParameterNote
 from divergence.run.schema.provenance import (
     ArithmeticFact,
     Calibration,
@@ -21,6 +20,7 @@ from divergence.run.schema.provenance import (
     CompiledNote,
     EngineNote,
     EngineValue,
+    ParameterNote,
     QuantizationNote,
     Training,
 )
@@ -289,6 +289,8 @@ class Plan(_Strict, kw_only=True):
     """Number of calls that were not recorded or not run again, by reason."""
     modules: dict[str, ModuleNote] = {}
     """Every hooked module, by path."""
+    not_called: dict[str, Count] = {}
+    """Outermost modules that the free pass never called, with their number of parameters."""
     compiled: dict[str, CompiledNote] = {}
     """Modules that were given to ``torch.compile``, by path."""
 

@@ -140,7 +140,8 @@ def _built(config: Any, folder: Path) -> nn.Module:
 
 
 def planted_at(model: nn.Module) -> tuple[str, str] | None:
-    """(the middle block, the last Linear in it that every token goes through and that shows)."""
+    """(the middle block, the last Linear in it that every token goes through and that shows).
+    Noise is a share of what comes out: a router whose weights are zeros has none."""
     notes = describe_modules(model)
     blocks = [path for path, note in notes.items() if note.role == "block"]
     if not blocks:
@@ -151,9 +152,7 @@ def planted_at(model: nn.Module) -> tuple[str, str] | None:
         for path, part in model.get_submodule(block).named_modules()
         if (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D")
         and "expert" not in path
-        and bool(
-            part.weight.any()
-        )  # noise is a share of what comes out: a router's zeros have none
+        and bool(part.weight.any())
     }
     ids = torch.arange(3, 3 + LENGTHS[1])[None]
     for path, part in reversed(linears.items()):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.digests import without_digests
 
@@ -607,3 +608,17 @@ def test_maps_csv_and_sites_that_cannot_be_used(refused, runs, tmp_path):
         refused("compare", *pair, "--csv", place, said=("cannot write the CSV", place))
     refused("inspect", runs / "a", "--site", "model.layer.0:out", said="did you mean")
     refused("inspect", runs / "a", "--site", "re:(", said="regular expression")
+
+
+def test_a_model_whose_code_mixes_dtypes(refused, tmp_path):
+    """XLNet in bfloat16: its -1 positions are no limit, and float32 is what is left."""
+    sizes = {"vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
+    model = transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes))
+    model.save_pretrained(tmp_path / "xlnet")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"input_ids": [5, 6, 7]}\n')
+    refused(
+        "capture", tmp_path / "xlnet", "-o", "x", "--dtype", "bfloat16", "--prompts", prompts,
+        said=("the forward pass failed", "mixes dtypes", "--dtype float32"),
+        leaves=("x",),
+    )  # fmt: skip

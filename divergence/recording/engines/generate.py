@@ -154,7 +154,9 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
         config: Any = loaded.module.config
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         hint = None
-        if limit is not None and length + count > limit:
+        if "dtype" in str(error) or "scalar type" in str(error):
+            hint = "the model's own code mixes dtypes: --dtype float32"
+        if limit is not None and 0 <= limit < length + count:  # XLNet has -1: no limit
             hint = (
                 f"the prompt has {length} tokens and {count} are to follow; "
                 f"the model has {limit} positions"

@@ -138,13 +138,14 @@ def read_bytes(
 ) -> bytes:  # fmt: skip
     """A whole regular file of at most so many bytes. Raises ``error``."""
     with opened(path, error=error, hint=hint) as file:
-        if os.fstat(file.fileno()).st_size <= most:
+        size = os.fstat(file.fileno()).st_size
+        if size <= most:
             try:
-                data = file.read(most + 1)
+                data = file.read(size + 1)  # all that may be asked for would take memory at once
             except OSError as failure:
                 raise error(f"cannot be read: {failure.strerror}", where=os.fspath(path),
                             hint=hint) from failure  # fmt: skip
-            if len(data) <= most:  # it may grow meanwhile
+            if len(data) <= size:  # it may grow meanwhile
                 return data
     raise error(f"the file has over {most:,} bytes, more than is read as a whole",
                 where=os.fspath(path))  # fmt: skip

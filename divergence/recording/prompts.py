@@ -242,6 +242,13 @@ def _tokenize(prompt: Prompt, tokenizer: Any, chat: bool, number: int) -> Sample
         messages = (Message(role="user", content=text or ""),)
     if messages is not None:
         text = _render(tokenizer, [msgspec.structs.asdict(message) for message in messages], number)
+    try:
+        str(text).encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"prompt {number} holds half of a character, which no tokenizer takes",
+            hint="write the whole character, or its two halves behind each other",
+        ) from error
     ids = list(tokenizer(text, add_special_tokens=messages is None)["input_ids"])
     if not ids:
         raise PromptError(f"prompt {number} has no tokens: {text!r}")

@@ -354,6 +354,7 @@ WRONG_HEADERS = {
     "nan": lambda e: e.update(data_offsets=[0, float("nan")]),
     "shape of text": lambda e: e.update(shape="134"),
     "no dtype": lambda e: e.update(dtype=None),
+    "half of a character": lambda e: e.update(dtype="\ud800"),
     "other dtype": lambda e: e.update(dtype="I32"),
     "other shape": lambda e: e.update(shape=[12]),
     "fewer bytes": lambda e: e.update(data_offsets=[0, 44]),

@@ -213,7 +213,11 @@ class _Guarded(io.BufferedReader):
         size = -1 if size is None else size
         if size > MAX_INDEX_READ_BYTES:
             raise ValueError(f"a header of {size} bytes")
-        return super().read(MAX_INDEX_READ_BYTES if size < 0 else size)
+        if size < 0:
+            begin = self.tell()
+            size = min(MAX_INDEX_READ_BYTES, self.seek(0, io.SEEK_END) - begin)
+            self.seek(begin)
+        return super().read(size)
 
 
 class _Inflating(io.RawIOBase):

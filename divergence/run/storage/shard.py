@@ -363,7 +363,7 @@ def _entries(
     for key, value in header.items():
         try:
             its = msgspec.convert(value, _HeaderEntry)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise damaged(f"entry {key!r} is malformed: {error}") from error
         entry = Entry(its.dtype, its.shape, its.data_offsets)
         begin, end = its.data_offsets

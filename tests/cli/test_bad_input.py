@@ -341,7 +341,7 @@ def test_a_prompts_file_that_cannot_be_used(refused, llama, tmp_path, name):
 
 def test_half_of_a_character_is_no_prompt(refused, llama, tmp_path):
     """JSON may hold one, and no tokenizer takes it."""
-    (tmp_path / "half.json").write_text('["whole", "\\ud800"]')
+    (tmp_path / "half.json").write_text('[{"text": "whole"}, {"text": "\\ud800"}]')
     said = "prompt 1 holds half of a character"
     refused("capture", llama, "-o", "x", "--prompts", "half.json", said=said)
 

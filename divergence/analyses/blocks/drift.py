@@ -1,7 +1,7 @@
 """Drift: the free run ends farther off than its parts explain, though none is beyond its limit.
 
 Looked at in every sample and step, at the last block's output and behind it up to the logits. There
-the blocks' and modules' errors are added as squares (measure.floors); what blocks make of each
+the blocks' and modules' errors are added as squares (results.sites); what blocks make of each
 other's is left room for by ``drift``, what the final norm and the head make of what reaches them by
 ``free_gain``. With a truth the two sides' distances from it are compared instead, over the rows of
 a prefill or for the one row of a decode step. Where a model routes tokens, one row may have gone
@@ -17,9 +17,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from divergence.comparison.measure.floors import allowed_errors, main_path
 from divergence.comparison.results.findings import Evidence, figure
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results.sites import SiteResult, allowed_errors, main_path
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.schema.site import ROOT, module_of
 from divergence.words import Side, letter

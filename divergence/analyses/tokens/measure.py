@@ -26,8 +26,8 @@ import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.analysis import Measured
-from divergence.comparison.measure.floors import Allowed, allowed_errors
 from divergence.comparison.measure.pipeline import num_threads
+from divergence.comparison.results.sites import Allowed, allowed_errors
 from divergence.comparison.results.tokens import TokenDifference, TokensResult
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named

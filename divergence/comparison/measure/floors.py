@@ -4,22 +4,32 @@ The seam for judging: a Floor turns the rows of pairs into ratios (error made he
 ModelFloor uses the rounding model of numerics.floor. With a truth, errors against it are judged as
 well (blocks.blame), in units of the same model.
 
-``allowed_errors``: what the blocks together may make of the logits by rounding, forward by forward.
-Each block and each trunk module behind the last block makes an error of its floor (numerics.floor);
-what is rounding adds as squares, so the free run's logits may differ by the root of their sum, as a
-relative L2. That is a scale which no fault moves: it is made of formats, widths and norms, not of
-the two sides' difference. It leaves out what one block makes of another's error, so it is no limit
-by itself; limits are stated multiples of it (``drift`` in numerics.floor).
-
 A row that is zero on the reference's side alone has an infinite relative error, and may still be
 next to nothing. It is held against the median row of its tensor. What lies below the format's
 smallest normal number may be flushed to zero, by right.
+
+Rows whose terms cancel: their own norm is no measure of their error, which is that of the terms.
+
+*A parameter's gradient* is a sum over tokens. Where its terms cancel the row is small and their
+rounding is not, so such a row is held against the median row. All rows of a bias's gradient may
+cancel: that of keys without rotary positions is zero, since what adds the same to all scores
+changes no softmax. The size of its terms is known from the weight's gradient of the same module:
+with g_t entering the module's backward at token t, and x_t its D inputs of rms 1 (as norms leave
+them),
+
+    ‖db‖ = ‖Σ g_t‖     ‖dW‖ = ‖Σ g_t x_tᵀ‖ ≈ √D √(Σ ‖g_t‖²)
+
+so ‖dW‖/√D is what the terms of db come to where they do not cancel. Smaller inputs make that too
+small, and the limit as narrow as without it; larger ones make the limit as much wider, for a bias
+whose terms cancel.
+
+*The loss*, and what passes the last norm backward, are small where a model predicts well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -27,16 +37,24 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair
-from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
+from divergence.numerics.floor import (
+    ACCUMULATOR_ROUNDOFF,
+    THRESHOLDS,
+    Thresholds,
+    floor_weights,
+)
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.numerics.pairs.pair import SINK_FACTOR
+from divergence.run.reader import Run
+from divergence.run.schema.contents import num_labels
 from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import BACKWARD, LOSS, module_of, of_parameter
 
 __all__ = [
-    "Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "gradient_format", "main_path",
-    "row_floor", "stacked", "storage_format", "work_dtype", "work_format",
+    "Floor", "ModelFloor", "Ratios", "cancels", "gradient_format", "row_floor", "small_rows",
+    "stacked", "storage_format", "usual_norm", "work_dtype", "work_format",
 ]  # fmt: skip
 
 
@@ -252,6 +270,79 @@ def zero_rows(rows: RowMetrics, form: Format, num_features: int) -> RowMetrics:
     )  # fmt: skip
 
 
+def cancels(site: str, role: str | None) -> bool:
+    """May its terms cancel, as those of the loss, and of gradients of parameters, inside blocks and
+    behind the last one do? ``role``: of its module; None where it is none of the model's."""
+    if module_of(site) == LOSS:
+        return site.endswith(":out")
+    trunk = role == "trunk" and site.endswith(f"{BACKWARD}:out")
+    return of_parameter(site) or trunk or (role == "inner" and BACKWARD in site)
+
+
+def small_rows(rows: RowMetrics, usual: float) -> RowMetrics:
+    """Of what is made of terms that may cancel: errors are held against ``usual``, where a row is
+    less. Where it is 0, no such measure is known, and they stay as they are."""
+    if not usual:
+        return rows
+    with np.errstate(all="ignore"):
+        held = np.maximum(rows.norm, usual)
+        return msgspec.structs.replace(
+            rows,
+            rel_l2=np.where(np.isnan(rows.rel_l2), math.nan, rows.diff / held),
+            norm=np.where(rows.diff > 0, held, rows.norm),  # a row of zeros on both sides is none
+        )
+
+
+def usual_norm(run: Run, record: Record, norm: np.ndarray, form: Format, role: str) -> float:
+    """What errors are held against in rows of ``norm`` (T,) whose terms cancelled. Of a gradient,
+    the median row or the terms of a bias; outside blocks, its terms. Of the loss its terms, which
+    are computed in float32, in roundings of ``form``."""
+    if module_of(record.site) == LOSS:
+        return _loss_terms(run, record) * min(1.0, ACCUMULATOR_ROUNDOFF / form.unit_roundoff)
+    if role == "trunk" and record.site.endswith(f"{BACKWARD}:out"):
+        return _gradient_terms(run, record)
+    middle = float(np.median(norm[norm > 0])) if (norm > 0).any() else 0.0
+    return max(middle, size_of_terms(run, record))
+
+
+def _gradient_terms(run: Run, record: Record) -> float:
+    """A module that makes its input k times as large makes a gradient that passes it so, too. Less
+    is left where terms cancel: a norm takes the part along its input away, and where a prediction
+    is good but not sure that is nearly all. 0 where it is not known."""
+    path = module_of(record.site)
+    sizes = []
+    for site in (f"{path}{BACKWARD}:in", f"{path}:out", f"{path}:in"):
+        beside = run.find((record.pass_, record.sample, record.step, site)) or run.find(
+            ("free", record.sample, record.step, site)
+        )
+        if beside is None or beside.summary is None or not beside.summary.rms:
+            return 0.0
+        sizes.append(beside.summary.rms)
+    gradient, made, given = sizes
+    return gradient * made / given * math.sqrt(record.shape[-1] if record.shape else 1)
+
+
+def _loss_terms(run: Run, record: Record) -> float:
+    """A token that is predicted well makes a loss of log(1 + ε) over the number of labels, and a
+    gradient of (p - 1) over that, both from terms of 1: these are what rounds."""
+    labels = [num_labels(sample) for sample in run.manifest.tokens.samples]
+    share = 1 if BACKWARD in record.site else max(labels, default=1)
+    return share / max(1, sum(labels))
+
+
+def size_of_terms(run: Run, record: Record) -> float:
+    """What the terms of a bias's gradient come to, by the weight's beside it; 0 where it is no
+    bias, or that is not known."""
+    path, _, port = record.site.partition(":")
+    if not of_parameter(record.site) or not path.endswith(BACKWARD) or not port.endswith(".bias"):
+        return 0.0
+    beside = f"{path}:{port.removesuffix('bias')}weight"
+    weight = run.find((record.pass_, record.sample, record.step, beside))
+    if weight is None or weight.summary is None or not weight.summary.rms:
+        return 0.0
+    return float(weight.summary.rms * math.sqrt(record.numel))
+
+
 def stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
     """(N, T) of N pairs."""
     updates = [row.update_norm for row in rows if row.update_norm is not None]
@@ -274,47 +365,3 @@ def medians(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
     middles = np.take_along_axis(ordered, middle[:, None], 1)[:, 0]
     middles[(keep & np.isnan(values)).any(axis=1)] = math.nan
     return middles
-
-
-Allowed = Mapping[tuple[int, int], float]
-"""By (sample, step)."""
-
-
-def main_path(sites: Sequence[SiteResult]) -> dict[tuple[int, int], list[SiteResult]]:
-    """The free pass' results that end in the logits, by forward: the first output of every block,
-    and of what comes after the last one, in execution order."""
-    by_forward: dict[tuple[int, int], list[SiteResult]] = {}
-    for site in sites:
-        if site.pass_ != "free" or site.phase not in ("prefill", "decode"):
-            continue
-        if site.site.endswith(":out") and site.rel_l2 is not None:
-            by_forward.setdefault((site.sample, site.step), []).append(site)
-    paths: dict[tuple[int, int], list[SiteResult]] = {}
-    for place, mine in by_forward.items():
-        mine = sorted(mine, key=order_of)
-        last = max((n for n, s in enumerate(mine) if s.role == "block"), default=None)
-        if last is not None:
-            paths[place] = [
-                s
-                for n, s in enumerate(mine)
-                if s.role == "block" or (n > last and s.role == "trunk")
-            ]
-    return paths
-
-
-def allowed_errors(sites: Sequence[SiteResult]) -> Allowed:
-    """The relative error of the last site of each forward that rounding explains."""
-    paths = main_path(sites)
-    allowed: dict[tuple[int, int], float] = {}
-    for (sample, step), path in paths.items():
-        square = sum(site.floor**2 for site in path if site.floor is not None)
-        if step:  # an encoder runs in the first forward, and its error is in all
-            here = {site.site for site in path}
-            square += sum(
-                site.floor**2
-                for site in paths.get((sample, 0), ())
-                if site.floor is not None and site.site not in here
-            )
-        if square:
-            allowed[sample, step] = math.sqrt(square)
-    return allowed

@@ -15,14 +15,16 @@ import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
-from divergence.comparison.measure.cancelling import cancels, small_rows, usual_norm
 from divergence.comparison.measure.floors import (
     Floor,
     Ratios,
+    cancels,
     gradient_format,
     row_floor,
+    small_rows,
     stacked,
     storage_format,
+    usual_norm,
     work_dtype,
 )
 from divergence.comparison.measure.site_fields import (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -13,8 +15,9 @@ from divergence.run.schema.site import of_parameter, phase_of
 from divergence.words import Side, SideOrBoth
 
 __all__ = [
-    "Coverage", "LogitsDiff", "NonfiniteCount", "PassCoverage", "PromptRatio", "SiteResult",
-    "Skipped", "TruthDiff", "Unexercised", "num_rows", "onset_at", "order_of",
+    "Allowed", "Coverage", "LogitsDiff", "NonfiniteCount", "PassCoverage", "PromptRatio",
+    "SiteResult", "Skipped", "TruthDiff", "Unexercised", "allowed_errors", "main_path", "num_rows",
+    "onset_at", "order_of",
 ]  # fmt: skip
 
 
@@ -389,3 +392,40 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
             num_compared=num_compared, num_only_reference=sides["reference"],
             num_only_candidate=sides["candidate"], num_skipped=sides["both"], unmatched=unmatched,
         )  # fmt: skip
+
+
+Allowed = Mapping[tuple[int, int], float]
+"""By (sample, step)."""
+
+
+def main_path(sites: Sequence[SiteResult]) -> dict[tuple[int, int], list[SiteResult]]:
+    """The free pass' results that end in the logits, by forward: the first output of every block,
+    and of what comes after the last one, in execution order."""
+    by_forward: dict[tuple[int, int], list[SiteResult]] = {}
+    for site in sorted(sites, key=order_of):
+        judged = site.pass_ == "free" and site.phase in ("prefill", "decode")
+        if judged and site.site.endswith(":out") and site.rel_l2 is not None:
+            by_forward.setdefault((site.sample, site.step), []).append(site)
+    paths: dict[tuple[int, int], list[SiteResult]] = {}
+    for place, path in by_forward.items():
+        blocks = [n for n, site in enumerate(path) if site.role == "block"]
+        if blocks:
+            rest = [site for site in path[blocks[-1] :] if site.role == "trunk"]
+            paths[place] = [*(path[n] for n in blocks), *rest]
+    return paths
+
+
+def allowed_errors(sites: Sequence[SiteResult]) -> Allowed:
+    """The relative error of the last site of each forward that rounding explains: the root of the
+    summed squares of the floors on its way (numerics.floor). No fault moves that scale: it is made
+    of formats, widths and norms. It leaves out what one block makes of another's error, so limits
+    are stated multiples of it (``drift``)."""
+    paths = main_path(sites)
+    allowed: dict[tuple[int, int], float] = {}
+    for (sample, step), path in paths.items():
+        here = {site.site for site in path}  # an encoder runs in the first forward alone
+        first = [site for site in paths.get((sample, 0), ()) if site.site not in here]
+        square = sum(site.floor**2 for site in [*path, *first] if site.floor is not None)
+        if square:
+            allowed[sample, step] = math.sqrt(square)
+    return allowed

@@ -5,7 +5,6 @@ A patch takes the part of a block that the fault needs and the strength of the b
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from benchmarks._hidden import hidden
 
 __all__ = ["PATCHES", "fast_silu", "tanh_gelu"]
 
@@ -40,7 +41,7 @@ def _replace(module: nn.Module, wrong: Callable[..., Any]) -> None:
     """``wrong(healthy, *args, **kwargs)`` in place of ``module.forward``; its signature stays."""
     healthy = module.forward
 
-    @functools.wraps(healthy)
+    @hidden(healthy)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return wrong(healthy, *args, **kwargs)
 

@@ -37,6 +37,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from benchmarks._hidden import hidden
+
 __all__ = ["FAULTS", "ROLES", "OperatorFault", "plant", "site_of"]
 
 ROLES: MappingProxyType[str, str] = MappingProxyType(
@@ -143,7 +145,7 @@ def plant(model: nn.Module, name: str, site: str, *, strength: float = 1.0) -> N
     )
     healthy = model.forward
 
-    @functools.wraps(healthy)
+    @hidden(healthy)
     def forward(*args: Any, **kwargs: Any) -> Any:
         mode.calls = 0
         with mode:
@@ -436,7 +438,7 @@ def _patched(module: nn.Module, name: str, wrong: Callable[..., Any]) -> None:
     """A function of the module's Python file is another one while the module runs."""
     file, healthy = sys.modules[type(module).__module__], module.forward
 
-    @functools.wraps(healthy)
+    @hidden(healthy)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(file, name, wrong):
             return healthy(*args, **kwargs)
@@ -471,7 +473,7 @@ def _gate_up(model: nn.Module, path: str, strength: float) -> None:
     if hasattr(mlp, "gate_up_proj"):
         healthy, chunk = mlp.forward, torch.Tensor.chunk
 
-        @functools.wraps(healthy)
+        @hidden(healthy)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with mock.patch.object(
                 torch.Tensor, "chunk", lambda t, *a, **k: chunk(t, *a, **k)[::-1]

@@ -133,11 +133,13 @@ def fixed(value: float | None, digits: int = 3) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio: ``<0.1x``, ``1.3x``, ``650x``, ``2.0e+05x``."""
-    if value is None:
+    """A ratio: ``<0.1x``, ``1.3x``, ``650x``, ``2.0e+05x``; more than a billion says no more."""
+    if value is None or math.isnan(value):
         return "-"
-    if not math.isfinite(value):
-        return f"{value:g}"
+    if math.isinf(value):
+        return "inf"
+    if value > 1e9:
+        return ">1e+09x"
     if value == 0:
         return "0x"
     if value < 0.05:

@@ -35,7 +35,9 @@ def test_decimal(value, text):
         (650, "650x"),
         (2e5, "2.0e+05x"),
         (1e-4, "<0.1x"),
+        (6.9e306, ">1e+09x"),
         (math.inf, "inf"),
+        (math.nan, "-"),
     ],
 )
 def test_times(value, text):

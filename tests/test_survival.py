@@ -61,17 +61,17 @@ def wait_for_shards(process: subprocess.Popen, run: Path, count: int = 2) -> Non
 
 
 def wait_for(process: subprocess.Popen, done: Callable[[], bool]) -> None:
-    for _ in range(1200):
+    for _ in range(6000):
         if done():
             return
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    raise AssertionError("no shard within a minute")
+    raise AssertionError("no shard within minutes")
 
 
 def stop(process: subprocess.Popen, number: int) -> tuple[int, str, str]:
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
@@ -238,7 +238,7 @@ def test_a_full_disk_ends_a_capture_with_a_clear_message(place, llama):
     """Exit code 2; earlier shards stay readable, and no temporary file is left."""
     # a limit on file size refuses a write half-way, as a full disk does
     process = start(place, llama, "full", file_bytes=4_000_000, shard_bytes=200_000)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (2, "")
     assert "error: writing failed" in err
     assert "free some space" in err

@@ -20,7 +20,7 @@ from divergence.run.schema.manifest import UNKNOWN, Manifest
 from divergence.run.schema.site import module_of
 from divergence.run.storage.location import ARCHIVES
 
-__all__ = ["Advice", "WithinAdvice", "beside"]
+__all__ = ["Advice", "WithinAdvice", "advise", "beside"]
 
 _MOST_SITES = 6
 """Named in one command."""
@@ -134,8 +134,9 @@ class Advice:
             command_line("compare", deep_a, deep_b, truth=truth),
         ]
 
-    def inside(self, block: str) -> list[str]:
-        """What looks inside a block that stands out; nothing where no descent is possible."""
+    def descent(self, block: str | None = None) -> list[str]:
+        """What looks for the operator, inside a block where one is given; nothing where no descent
+        is possible."""
         if self.divided or self._reference.mesh is not None or self._reference.plan.store != "full":
             return []
         return [
@@ -280,7 +281,7 @@ class WithinAdvice(Advice):
     def truth_beside(self) -> None:
         """Nothing: a truth repeats one of two runs."""
 
-    def inside(self, block: str) -> list[str]:
+    def descent(self, block: str | None = None) -> list[str]:
         """Nothing: a descent takes two runs."""
         return []
 
@@ -310,6 +311,47 @@ class WithinAdvice(Advice):
     def look_at(self, site: str) -> list[str]:
         """The tensors themselves: both passes are in the one run."""
         return super().look_at(site)[:1]
+
+
+class LookingAdvice(Advice):
+    """Commands for a pair that no command can capture again, as its inputs are no prompts."""
+
+    truth_beside = None
+
+    def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
+        """Nothing: an anchored pass takes another capture."""
+        return []
+
+    def in_full(self, flagged: Sequence[str] = ()) -> list[str]:
+        """Nothing: that takes another capture."""
+        return []
+
+    def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
+        """What the block hands on."""
+        return self.look_at(f"{block}:out")
+
+    def descent(self, block: str | None = None) -> list[str]:
+        """Nothing: a descent captures both runs again."""
+        return []
+
+    def truth(self, *, full: bool = False) -> list[str]:
+        """Nothing: a truth repeats a run."""
+        return []
+
+    def escalate(self) -> list[str]:
+        """Nothing: that takes another capture."""
+        return []
+
+    def made_alike(self, other_model: bool) -> list[str]:
+        """Measuring them all the same."""
+        return super().made_alike(other_model)[-1:]
+
+
+def advise(reference: Run, candidate: Run, truth: Run | None = None) -> Advice:
+    """Commands for two runs, such as can work with them."""
+    samples = reference.manifest.tokens.samples
+    can_repeat = bool(samples) and all(sample.prompt_ids for sample in samples)
+    return (Advice if can_repeat else LookingAdvice)(reference, candidate, truth)
 
 
 def _blocks(manifest: Manifest) -> set[str]:

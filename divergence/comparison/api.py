@@ -13,7 +13,8 @@ from pathlib import Path
 from msgspec.structs import replace as replaced
 
 from divergence._version import __version__
-from divergence.comparison.advice import Advice
+from divergence.comparison.advice import advise
+from divergence.comparison.align.coverage import not_exercised
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.analysis import (
     AnalysisResult,
@@ -29,7 +30,12 @@ from divergence.comparison.measure.pipeline import measured_where_asked
 from divergence.comparison.measure.runs import measure, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import Evidence, Finding, PreflightLine
+from divergence.comparison.results.findings import (
+    Evidence,
+    Finding,
+    PreflightLine,
+    list_names,
+)
 from divergence.comparison.results.sites import Coverage
 from divergence.errors import UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
@@ -171,6 +177,11 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         for finding in analysis.explain(measured, decision.verdict, answers[analysis.name])
     ]
     verdict = explained(decision.verdict, explanations)
+    unreached = not_exercised(measured.reference)
+    modules = [part.text for part in unreached if part.what == "module"]
+    if modules and verdict.kind in ("identical", "within_floor"):
+        summary = f"{verdict.summary} (not exercised: {list_names(modules, 2)})"
+        verdict = replaced(verdict, summary=summary)
     tokens, alignment = parts.get("tokens"), measured.alignment
     return Report(
         tool_version=__version__,
@@ -188,6 +199,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
             passes=list(measured.covered),
         ),
         sites=sites,
+        not_exercised=unreached,
         notes=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[claim for claim in (*findings, *explanations) if claim.says_something],
         operators=parts.get("operators"),
@@ -240,7 +252,7 @@ def _incomparable(
             Evidence(text=f"{line.check}: {text}")
             for line, text in zip(blocking, texts, strict=True)
         ],
-        next=Advice(a, b).made_alike(
+        next=advise(a, b).made_alike(
             other_model=any(line.check != "prompt ids" for line in blocking)
         ),
     )

@@ -148,13 +148,13 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
 
 
 def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
-    """The verdict with what explains it. An explanation changes neither kind nor onset; one that
-    abstains takes away a side that cannot be told."""
+    """The verdict with what explains it: of one kind and onset; side and certainty may go."""
     evidence = list(verdict.evidence)
     for finding in findings:
         if finding.role == "abstains":
             summary = verdict.summary.replace(f", by {letter(verdict.side)}", "")
-            verdict = _unsure(verdict, *finding.rests_on, side=None, summary=summary)
+            verdict = replace(verdict, side=None, summary=summary)
+        verdict = _unsure(verdict, *finding.rests_on) if finding.rests_on else verdict
         if finding.clause:
             verdict = replace(verdict, summary=verdict.summary + finding.clause)
         known = {fact.text for fact in finding.evidence}

@@ -11,9 +11,10 @@ is left out and counted, unless rounding does not explain it: where the recorded
 (each side's experts are its k largest on every token that is chosen for alike, or one side's on
 every token at all; ten closer ones among them: of this forward, or of all that this side's router
 made), a token whose experts are not the largest of its own side's L was sent elsewhere by the
-choice itself. It is kept, and convicts. That the logits
-themselves are no farther off than rounding is judged at the router, like any other result. Nor does
-rounding choose an expert twice.
+choice itself. It is kept, and convicts. So it is where something beside the logits decides, and
+more of the router's tokens went elsewhere than lie near a tie. That the logits themselves are no
+farther off than rounding is judged at the router, like any other result. Nor does rounding choose
+an expert twice.
 
 Known only where every side recorded the choice (recording.model.structure), else None.
 The free pass tells nothing: one rerouted token changes all later ones.
@@ -43,8 +44,11 @@ from divergence.words import Side
 if TYPE_CHECKING:
     import torch
 
+    from divergence.comparison.routers import Flips
+
 __all__ = [
-    "Routed", "Routes", "Routing", "choices_in", "kept_rows", "route_key", "routed_blocks",
+    "Routed", "Routes", "Routing", "Unexplained", "choices_in", "kept_rows", "route_key",
+    "routed_blocks",
 ]  # fmt: skip
 
 
@@ -53,12 +57,27 @@ class Routed:
     """One pair's tokens. ``kept`` (T,) bool: judged; None where all are. ``num_rerouted``: left
     out; ``margin``: the largest gap of the reference's logits that was decided the other way, None
     where none was or it is not known. ``experts``: (T, k) the reference's, None where the pair
-    comes before the choice."""
+    comes before the choice. ``unexplained``: the first choice that rounding does not explain."""
 
     kept: torch.Tensor | None
     num_rerouted: int
     margin: float | None
     experts: torch.Tensor | None
+    unexplained: Unexplained | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unexplained:
+    """A choice of one forward that no rounding explains at ``tokens``, rows of ``num_tokens``:
+    ``site`` has it, ``router`` made it (of unknown name: None), ``experts`` are both sides';
+    ``follows``: does a side's every token go to the largest of its own logits?"""
+
+    site: str
+    router: str | None
+    tokens: list[int]
+    num_tokens: int
+    experts: tuple[torch.Tensor, torch.Tensor]
+    follows: tuple[bool, bool]
 
 
 _ALL = Routed(None, 0, None, None)
@@ -76,6 +95,7 @@ class Routing:
         self._choices: dict[int, dict[_Choice, list[Record]]] = {}
         self._read: dict[tuple[int, str, int, int, str], torch.Tensor | None] = {}
         self._usual: dict[tuple[int, str, str], torch.Tensor | None] = {}
+        self._flips: dict[tuple[str, str], Flips] = {}
 
     def of(
         self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None = None
@@ -90,7 +110,7 @@ class Routing:
 
         import torch
 
-        from divergence.comparison.routers import explained_choices, same_experts
+        from divergence.comparison.routers import explained_choices, follows, same_experts
 
         if BACKWARD in pair.reference.record.site:
             return self._of_backward(pair, num_rows, truth)
@@ -104,7 +124,7 @@ class Routing:
         choices = [self._of_forward(run, piece.record) for run, piece in sides]
         if not all(choices) or len({len(records) for records in choices}) > 1:
             return None
-        kept = experts = margin = None
+        kept = experts = margin = unexplained = None
         for choice in zip(*choices, strict=True):
             if choice[0].order > pair.reference.record.order:
                 continue  # chosen later: it plays no part here
@@ -118,7 +138,16 @@ class Routing:
                       zip(sides[:2], choice[:2], strict=True)]  # fmt: skip
             made = [(run, record) for (run, _), record in zip(sides[:2], choice[:2], strict=True)]
             usual = partial(self._usual_leads, made)
-            explained, gap = explained_choices(alike, rows[:2], logits, usual)
+            flips = partial(self._flips_of, made, rows[:2], logits)
+            explained, gap = explained_choices(alike, rows[:2], logits, usual, flips)
+            tokens = (~explained & ~same_experts(rows[:2])).nonzero().flatten().tolist()
+            if tokens and unexplained is None:
+                router = self._router_of(self._reference, choice[0])
+                unexplained = Unexplained(
+                    choice[0].site, None if router is None else router.site, tokens, len(alike),
+                    (rows[0][tokens], rows[1][tokens]),
+                    (follows(rows[0], logits[0]), follows(rows[1], logits[1])),
+                )  # fmt: skip
             alike = alike | ~explained
             kept = alike if kept is None else kept & alike
             experts = rows[0]
@@ -132,7 +161,7 @@ class Routing:
                 if num_rerouted == 0
                 else Routed(torch.zeros(num_rows, dtype=torch.bool), num_rerouted, margin, None)
             )
-        return Routed(kept if num_rerouted else None, num_rerouted, margin, experts)
+        return Routed(kept if num_rerouted else None, num_rerouted, margin, experts, unexplained)
 
     def _of_backward(self, pair: Pair, num_rows: int, truth: tuple[Run, Record] | None) -> Routed:
         """All rows or none: attention carries a rerouted token's gradient to all before it, and a
@@ -192,12 +221,50 @@ class Routing:
 
     def _logits(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
         """(T, E) of the router beside the experts that were chosen."""
+        record = self._router_of(run, choice)
+        tensor = None if record is None else self._tensor(run, record)
+        if record is None or tensor is None:
+            return None
+        return _of_piece(tensor, record, run.manifest, piece)
+
+    def _router_of(self, run: Run, choice: Record) -> Record | None:
+        """The logits that the choice was made of."""
         parent = module_of(choice.site).rpartition(".")[0] + "."
-        for record in self._of_forward(run, choice, "logits"):
-            if module_of(record.site).startswith(parent):
-                tensor = self._tensor(run, record)
-                return None if tensor is None else _of_piece(tensor, record, run.manifest, piece)
-        return None
+        beside = (record for record in self._of_forward(run, choice, "logits")
+                  if module_of(record.site).startswith(parent))  # fmt: skip
+        return next(beside, None)
+
+    def _flips_of(
+        self, made: Sequence[tuple[Run, Record]], rows: Sequence[torch.Tensor],
+        logits: Sequence[torch.Tensor | None],
+    ) -> Flips:  # fmt: skip
+        """What this router sent elsewhere in all forwards of the pass that both sides batched
+        alike; where that is none, in the one of these ``rows``."""
+        from divergence.comparison.routers import Flips
+
+        (a, choice_a), (b, choice_b) = made
+        key = choice_a.pass_, choice_a.site
+        if key not in self._flips:
+            theirs = {
+                (record.sample, record.step): record
+                for records in self._choices[id(b)].values()
+                for record in records
+                if (record.pass_, record.site) == (choice_b.pass_, choice_b.site)
+            }
+            forwards = []
+            for records in self._choices[id(a)].values():
+                for record in records:
+                    other = theirs.get((record.sample, record.step))
+                    if (record.pass_, record.site) != key or other is None:
+                        continue
+                    pieces = [(run, own, Piece(own, own.sample, None, 0, 0, 0))
+                              for run, own in ((a, record), (b, other))]  # fmt: skip
+                    chosen = [rows for rows in (self._rows(*side) for side in pieces)
+                              if rows is not None]  # fmt: skip
+                    if len(chosen) == 2 and chosen[0].shape == chosen[1].shape:
+                        forwards.append(Flips.of(chosen, [self._logits(*side) for side in pieces]))
+            self._flips[key] = Flips.together(forwards or [Flips.of(rows, logits)])
+        return self._flips[key]
 
     def _usual_leads(self, made: Sequence[tuple[Run, Record]]) -> list[torch.Tensor | None]:
         """Of each run's choice the leads of all tokens that this router chose for in this pass, in
@@ -219,14 +286,13 @@ class Routing:
 
     def _leads_of(self, run: Run, choice: Record) -> torch.Tensor | None:
         """Of one forward, if all follow."""
-        from divergence.comparison.routers import lead_of, tie
+        from divergence.comparison.routers import follows, lead_of
 
         whole = Piece(choice, choice.sample, None, 0, 0, 0)
         chosen, logits = self._rows(run, choice, whole), self._logits(run, choice, whole)
-        if chosen is None or logits is None or len(chosen) != len(logits):
+        if chosen is None or logits is None or not follows(chosen, logits):
             return None
-        lead = lead_of(chosen, logits.double())
-        return lead if bool((lead >= tie(logits)).all()) else None
+        return lead_of(chosen, logits.double())
 
     def _tensor(self, run: Run, record: Record) -> torch.Tensor | None:
         key = (id(run), record.pass_, record.sample, record.step, record.site)
@@ -315,10 +381,14 @@ RouteKey = tuple[Side | None, str, int, int, str]
 class Routes:
     """By (whose, pass, sample, step, site), of what lies behind a choice: each token's ratio (T,),
     nan where it is not judged, and its experts (T, k); ``margin``: the widest gap of logits that
-    rounding decided. Whose: the side of an escalated pass, else None."""
+    rounding decided; ``unexplained``: by the first result behind it, a choice that it did not.
+    Whose: the side of an escalated pass, else None."""
 
     found: dict[RouteKey, tuple[np.ndarray, torch.Tensor]] = field(default_factory=dict)
     margin: float | None = None
+    unexplained: dict[tuple[int, int, str], tuple[SiteResult, Unexplained]] = field(
+        default_factory=dict
+    )
 
     def take(self, other: Routes, of: Side | None) -> None:
         """Those of an escalated pass."""
@@ -327,6 +397,9 @@ class Routes:
     def add(self, result: SiteResult, routed: Routed, ratio: np.ndarray | None) -> None:
         if routed.margin is not None:
             self.margin = max(routed.margin, self.margin or 0.0)
+        if routed.unexplained is not None:
+            place = result.sample, result.step, routed.unexplained.site
+            self.unexplained.setdefault(place, (result, routed.unexplained))
         if ratio is not None and routed.experts is not None and len(ratio) == len(routed.experts):
             self.found[route_key(result)] = ratio, routed.experts
 

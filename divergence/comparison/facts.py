@@ -135,7 +135,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     line = PreflightLine(
         check="arithmetic",
         status="differs" if differ else "same",
-        reference=facts,
+        reference=facts if len(names) == len(ref) else f"{len(names)} of {len(ref)} facts",
         candidate=f"{len(differ)} of {facts} differ{weight}" if differ else facts,
         detail="; ".join(filter(None, (told, f"{unsure} not verified" if unsure else ""))) or None,
     )

@@ -17,7 +17,7 @@ import msgspec
 
 from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
 from divergence.comparison.results.operators import AuditResult, OperatorsResult
-from divergence.comparison.results.sites import Coverage, SiteResult
+from divergence.comparison.results.sites import Coverage, SiteResult, Unexercised
 from divergence.comparison.results.suites import (
     CollectivesResult,
     SuiteCase,
@@ -118,6 +118,8 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
     coverage: Coverage
     sites: list[SiteResult]
     notes: list[str] = []
+    not_exercised: list[Unexercised] = []
+    """What no prompt reached on the reference."""
     operators: OperatorsResult | None = None
     """None unless both sides recorded operators."""
     audit: AuditResult | None = None

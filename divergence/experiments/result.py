@@ -5,12 +5,13 @@ Rendering lives in divergence.report. The JSON forms are stable and versioned.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from divergence.comparison.result import Answer, JsonAnswer, Report, RunSummary
-from divergence.comparison.results.findings import Verdict, VerdictKind
+from divergence.comparison.results.findings import Finding, Verdict, VerdictKind
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.comparison.results.sites import SiteResult
 from divergence.run.schema.manifest import Environment, Switch
@@ -18,9 +19,16 @@ from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = [
-    "Confirmation", "FaultSize", "Level", "Localization", "OwnError", "Repetition", "SelfcheckLine",
-    "SelfcheckResult", "SelfcheckStatus", "Selftest", "Sensitivity", "Step", "StepStatus",
+    "NEAR", "Confirmation", "FaultSize", "Level", "Localization", "OwnError", "Repetition",
+    "SelfcheckLine", "SelfcheckResult", "SelfcheckStatus", "Selftest", "Sensitivity", "Step",
+    "StepStatus", "is_right_alone",
 ]  # fmt: skip
+
+
+NEAR = 3.0
+"""Times an ideal operator's error: nearer than that, an operator is right by itself."""
+_IDEAL = 1.5
+"""Of two that are near, the farther may be so many times as far."""
 
 
 class Level(msgspec.Struct, kw_only=True, frozen=True):
@@ -35,15 +43,14 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
     """The first piece of evidence."""
 
     @classmethod
-    def of_report(cls, level: Literal["block", "operator"], report: Report) -> Level:
-        """From a whole report."""
-        verdict = report.verdict
+    def of(cls, level: Literal["block", "operator"], told: Verdict | Finding) -> Level:
+        """From a verdict, or from what operators show."""
         return cls(
             level=level,
-            verdict=verdict.kind,
-            site=None if verdict.onset is None else verdict.onset.site,
-            side=verdict.side,
-            why=verdict.evidence[0].text if verdict.evidence else verdict.summary,
+            verdict=told.kind or "undetermined",
+            site=None if told.onset is None else told.onset.site,
+            side=told.side,
+            why=told.evidence[0].text if told.evidence else told.summary,
         )
 
     @classmethod
@@ -65,16 +72,6 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
         first = min(flagged, key=lambda s: (s.step, s.sample, s.order))
         return cls(level="module", verdict="localized", site=first.site, why=_module_text(first))
 
-    @classmethod
-    def of_operators(cls, report: Report) -> Level | None:
-        """From the operators of a report; None where none were compared."""
-        operators = report.operators
-        if operators is None:
-            return None
-        if operators.onset is None:
-            return cls(level="operator", verdict="within_floor", site=None)
-        return cls.of_report("operator", report)
-
 
 def _module_text(site: SiteResult) -> str:
     if site.rel_l2 is None:
@@ -94,6 +91,12 @@ class OwnError(msgspec.Struct, kw_only=True, frozen=True):
     """The error that a correct operator makes."""
     times: float
     """``error`` over ``ideal``, each with the operator's floor added in quadrature."""
+
+
+def is_right_alone(errors: Sequence[OwnError]) -> bool:
+    """Is an operator on its own inputs about as near to float64 on both sides as an ideal one?"""
+    times = sorted(own.times for own in errors)
+    return len(times) == 2 and times[1] <= _IDEAL * max(1.0, times[0]) and times[1] < NEAR
 
 
 class Repetition(msgspec.Struct, kw_only=True, frozen=True):
@@ -154,8 +157,7 @@ class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
     doubt: str | None = None
     """Why no side is named although an operator is."""
     code: str | None = None
-    """Where the two sides' code is not the same: the first site that float64 tells apart, or, where
-    no truth can be made of a side's code, the classes of modules."""
+    """The first site at which float64 runs by the two sides' own code differ."""
     causal: CausalCheck | None = None
     repetitions: list[Repetition] = []
     """For each run that was captured again: does it repeat the one it stands for?"""
@@ -177,7 +179,12 @@ class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
     again: str = ""
     """The command that continues after that."""
     report: Report | None = None
-    """The last comparison."""
+    """The last comparison. Where an operator was reached its verdict is that of the descent."""
+
+    @property
+    def is_right_alone(self) -> bool:
+        """Is the operator right by itself on both sides, so that what it is given tells?"""
+        return is_right_alone(self.alone)
 
 
 class FaultSize(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ import msgspec
 
 from divergence.comparison.measure.runs import NO_PREFILL
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Verdict, VerdictKind
+from divergence.comparison.results.findings import PreflightLine, Verdict, VerdictKind
 from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
@@ -197,9 +197,28 @@ def _row_text(row: PassCoverage) -> str:
     return " and ".join(parts) + (f" ({row.reason})" if row.reason else "")
 
 
+_OF_MACHINES = (
+    "code", "weights", "prompt ids", "labels", "tokenizer", "chat template", "generated ids",
+    "dtype", "batch shape", "determinism", "repeatability", "driver", "runtime", "cpu", "cpu model",
+    "architecture", "torch build", "threads", "environment variables", "planted faults",
+    "completeness",
+)  # fmt: skip
+"""Checks whose difference gives a model's modules no other code and no other constants."""
+
+
+def _unexplained_code(report: Report) -> PreflightLine | None:
+    """The line of code, where it differs at otherwise equal settings and versions."""
+    differ = [line for line in report.preflight if line.status == "differs"]
+    if any(line.check not in _OF_MACHINES for line in differ):
+        return None
+    return next((line for line in differ if line.check == "code"), None)
+
+
 def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
+    code = _unexplained_code(report) if policy.preflight.code == "fail" else None
     for line in report.preflight:
         allowed = line.status != "blocking" and policy.preflight.allows(line.check)
+        allowed = allowed and line is not code
         if report.logprobs is not None and line.status == "unknown":
             continue  # nobody tells it of a server, or of a file
         if line.status != "same" and not allowed:
@@ -208,7 +227,11 @@ def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
                 allowed="the same",
                 found=f"{line.reference} / {line.candidate}",
                 text=f"{line.check} {'is' if line.status == 'unknown' else 'differs'}: "
-                f"{line.reference} in the golden, {line.candidate} in the new run",
+                + (
+                    line.detail
+                    if line.reference == line.candidate and line.detail
+                    else f"{line.reference} in the golden, {line.candidate} in the new run"
+                ),
             )
 
 
@@ -327,6 +350,9 @@ def _notes(report: Report, policy: Policy) -> list[str]:
     """Names of preflight checks in the policy that this comparison lacks: misspelt, perhaps."""
     checks = [line.check for line in report.preflight]
     notes = [note for note in report.notes if note == NO_PREFILL]
+    code = _unexplained_code(report) if policy.preflight.code == "warn" else None
+    if code is not None:
+        notes.append(f"WARNING: other code or constants at equal settings: {code.detail}")
     for key in ("allow", "refuse"):
         for pattern in getattr(policy.preflight, key):
             if not fnmatch.filter(checks, pattern):

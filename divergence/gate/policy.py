@@ -172,6 +172,9 @@ class PreflightPolicy(_Strict, frozen=True, kw_only=True):
     refuse: tuple[str, ...] = ()
     """Checks that may not; stronger than ``allow``. "Everything but these" is allow ``*`` and
     refuse these."""
+    code: Literal["fail", "warn", "allow"] = "fail"
+    """What other code or constants do that no version, kernel or setting explains: ``warn`` says it
+    beside PASSED."""
 
     def allows(self, check: str) -> bool:
         allowed, refused = (

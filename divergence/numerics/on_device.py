@@ -30,7 +30,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.formats import Format
 from divergence.numerics.pairs.blocks import Grid, Rows
-from divergence.numerics.pairs.sums import Sums, count_nonfinite
+from divergence.numerics.pairs.sums import Sums
 from divergence.numerics.pairs.ulp import byte_keys
 from divergence.numerics.pairs.ulp_counts import MOST_STEPS, Tail
 from divergence.numerics.summaries.sketch import sum_dtype_name
@@ -151,10 +151,9 @@ class OnDevice:
         keep = a.isfinite() & b.isfinite()
         num_finite = int(keep.sum())
         if num_finite < a.numel():
-            _count_nonfinite(sums.nonfinite, a, b)
-            bad = int(rows[int((~keep.all(1)).to(torch.uint8).argmax())])
-            if sums.first_nonfinite_row < 0 or bad < sums.first_nonfinite_row:
-                sums.first_nonfinite_row = bad
+            bad = ~keep.all(1)  # mostly few rows
+            x, y, bad = a[bad].cpu(), b[bad].cpu(), bad.cpu()
+            sums.count_nonfinite(rows[bad.numpy()], x.numpy(), y.numpy())
             a, b = a.masked_fill(~keep, 0.0), b.masked_fill(~keep, 0.0)
         d = a - b
         squares, d_squares, products = a.square(), d.square(), a * d
@@ -182,14 +181,6 @@ class OnDevice:
         """The counting of their distances in ``form``, for divergence.numerics.pairs.ulp_counts."""
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return _OnDeviceCounts(self, form, rows=numbers, smallest_key=smallest_key, check=check)
-
-
-def _count_nonfinite(counts: dict[str, int], a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds what numerics.pairs.sums counts."""
-    bad = ~(a.isfinite() & b.isfinite())
-    a, b = a[bad], b[bad]  # mostly few; what is finite on both sides counts as nothing
-    for name, count in count_nonfinite(a.cpu().numpy(), b.cpu().numpy()).items():
-        counts[name] += count
 
 
 class _OnDeviceCounts:

@@ -28,6 +28,7 @@ from divergence.recording.hooks.plant import check_fired, check_places
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
+from divergence.recording.model.calls import noting_calls
 from divergence.recording.model.compiled import CompiledWatch
 from divergence.recording.model.structure import inside, output_paths
 from divergence.recording.new_run import probed, provenance, unlike
@@ -365,7 +366,7 @@ class Execution:
         if pass_.whole:
             run_whole(self.session, recorder, self.samples, self.own_groups)
             return
-        with widened(pass_, self.loaded, self.training) as wide:
+        with widened(pass_, self.loaded, self.training) as wide, noting_calls(self.loaded, writer):
             run_pass(
                 self.session,
                 recorder,

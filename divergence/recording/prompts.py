@@ -221,10 +221,11 @@ def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[str, str]:
         try:
             text = tokenizer.decode([token])
             if not text or "\ufffd" in text:
-                text = str(tokenizer.convert_ids_to_tokens(token))
+                text = tokenizer.convert_ids_to_tokens(token)
         except Exception:  # an id beyond the tokenizer's own vocabulary, library by library
             continue
-        texts[str(token)] = text
+        if text is not None:  # the same
+            texts[str(token)] = str(text)
     return texts
 
 

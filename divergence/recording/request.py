@@ -302,6 +302,8 @@ def _check_recorded(run: Run) -> None:
             f"{run.path} cannot be repeated: "
             + (f"prompt {empty[0]} has no tokens" if empty else "it has no prompts"),
             where=str(run.path / MANIFEST),
+            hint="it was made of tensors (inputs=) or by another program: capture it again from "
+            "prompts, or call capture() with the same inputs on both sides",
         )
     try:
         step_selected(manifest.plan.steps, 0)

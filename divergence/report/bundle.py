@@ -21,7 +21,7 @@ from divergence.layout import cut
 from divergence.report.redaction import Redaction
 from divergence.report.screen import screen_lines
 from divergence.run.schema.manifest import Environment
-from divergence.words import HEADLINES, markdown_code, markdown_text
+from divergence.words import HEADLINES, markdown_code, printable
 
 __all__ = ["bundle_files", "redacted_report", "zipped"]
 
@@ -83,10 +83,11 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 def _markdown(report: Report, machines: Mapping[str, Environment], files: list[str]) -> str:
     lines = [f"# {HEADLINES[report.verdict.kind]}", "", _code(report.verdict.summary), ""]
-    lines += ["## The comparison", "", "<pre>"]
     screen = [item.text for item in screen_lines(report, more="report.json")]
-    lines += [markdown_text(_short(text)) for text in screen[:_MOST_LINES]]
-    lines += ["</pre>", "", "## The machines", ""]
+    texts = [printable(_short(text)) for text in screen[:_MOST_LINES]]
+    # as text, in a fence that no word of a run can end
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
+    lines += ["## The comparison", "", fence, *texts, fence, "", "## The machines", ""]
     lines += _machine_table(machines)
     lines += ["", "## In this bundle", ""]
     lines += [f"- {_code(name)}" for name in files]

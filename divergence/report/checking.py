@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from divergence.gate.result import Blessing, CheckResult
 from divergence.layout import BLANK, Line, count, line, prose, size
 from divergence.report.screen import screen_lines
-from divergence.report.summary import VERDICT_STYLES, report_lines
+from divergence.report.summary import VERDICT_STYLES, report_lines, unseen
 
 __all__ = ["blessing_lines", "check_lines"]
 
@@ -18,7 +20,10 @@ def check_lines(result: CheckResult, *, verbose: bool = False, brief: bool = Fal
     name = f"policy {result.policy.name or 'given'}"
     failures = count(len(result.failures), "failure")
     lines = [line(("PASSED", "bold green"), f": {name} is met")]
-    if not result.passed:
+    if result.passed:  # what such a golden cannot see
+        seen = "; ".join(unseen(result.report))
+        lines += [prose("  not seen: ", seen, width=4)] if seen else []
+    else:
         lines = [line(("FAILED", "bold red"), f": {failures} of {name}")]
     shown = result.failures if verbose else result.failures[:MAX_LISTED]
     lines += [prose(f"  {item.rule}: ", item.text, width=4) for item in shown]
@@ -73,5 +78,6 @@ def blessing_lines(blessing: Blessing) -> list[Line]:
         text = f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}"
         lines.append(prose(name, text))
     if blessing.report is not None:
-        lines += [BLANK, *screen_lines(blessing.report)]
+        verdict = replace(blessing.report.verdict, next=[])  # the old golden is gone
+        lines += [BLANK, *screen_lines(replace(blessing.report, verdict=verdict))]
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from divergence.analyses.operators.show import show as operator_lines
@@ -50,34 +51,27 @@ def _answer(result: Localization) -> list[Line]:
         deepest = next((v for v in reversed(result.levels) if v.site is not None), None)
         stopped = deepest is None or result.commands or result.refused
         word = "STOPPED" if stopped else "LOCALIZED"
-        where = "" if deepest is None or result.refused else f"at {deepest.level} {deepest.site}: "
+        by = f", by {letter(result.side)}" if result.side else ""
+        where = "" if deepest is None else f"at {deepest.level} {deepest.site}{by}: "
+        where = "" if result.refused else where
         there = f"; run there: {result.commands[0]}" if result.refused and result.commands else ""
         style = "bold yellow" if word == "STOPPED" else "bold red"
         answer = line((f"{word}: ", style), f"{where}{result.stopped}{there}")
         return [answer if there else answer._replace(hang=2)]  # a command is not folded
-    by = f", by {letter(result.side)}" if result.side else ""
     assert result.report is not None
     verdict = result.report.verdict
-    summary = verdict.summary
-    if operator.site not in summary or result.contradiction:
-        # of a whole family of blocks, this one was gone into
-        summary = f"the error is made at {operator.site}{by}"
-    elif result.side is None:
-        summary = summary.removesuffix(f", by {letter(verdict.side)}")
     if result.contradiction:
         lines = [
             line(("CONTRADICTION: ", "bold yellow"),
                  f"the levels blame different sides: {result.contradiction}; no side is named"),
-            prose("confidence", "low"),
+            prose("confidence", verdict.confidence),
         ]  # fmt: skip
     else:
-        lines = [line(("LOCALIZED: ", "bold red"), summary)._replace(hang=2)]
+        lines = [line(("LOCALIZED: ", "bold red"), verdict.summary)._replace(hang=2)]
     if result.doubt:
         lines.append(prose("side", f"not named: {result.doubt}"))
     elif result.code:
-        apart = f"the code differs from {result.code} on, in float64 as well"
-        if ":" not in result.code:  # classes of modules, and no site
-            apart = f"the two sides' code is not the same ({result.code})"
+        apart = f"the sides differ from {result.code} on, in float64 as well"
         lines.append(prose("side", f"{letter(result.side)}, by A's code; {apart}"))
     if operator.called_at:
         lines.append(prose("called at", operator.called_at))
@@ -133,11 +127,13 @@ def proof_lines(result: Localization) -> list[Line]:
     """What was captured again, the causal check, each side's operator by itself, the reproducer."""
     lines = _repeated(result)
     if result.causal is not None and result.causal.num_after:
+        usages = result.causal.largest_limit_usage, result.causal.before
+        after, before = (times(u) if math.isfinite(u) else "not finite" for u in usages)
         lines.append(
             prose(
                 "  cause",
                 "after the substitution, the largest share of a limit behind it is "
-                f"{result.causal.largest_limit_usage:.2g} (before {result.causal.before:.2g})",
+                f"{after} (before {before})",
                 width=12,
             )
         )
@@ -146,7 +142,7 @@ def proof_lines(result: Localization) -> list[Line]:
             f"{letter(own.side)} {times(own.times)} of an ideal one's error" for own in result.alone
         ]
         text = f"on its own inputs, against float64: {', '.join(parts)}"
-        if len(result.alone) == 2 and all(own.times < 3 for own in result.alone):
+        if result.is_right_alone:
             given = _given(result)
             name = result.operator.operator if result.operator is not None else "the operator"
             text += f"; {name} is correct on both sides"

@@ -6,10 +6,9 @@ left out stands in the whole report (``report_lines``), behind ``-v``.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 
-from divergence.analyses.blocks.rows import main_pass, worst_rows
+from divergence.analyses.blocks.rows import worst_rows
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results.findings import PreflightLine
@@ -24,16 +23,14 @@ from divergence.layout import (
     heading,
     line,
     prose,
-    share,
     times,
 )
 from divergence.report.environment import changed_lines
-from divergence.report.summary import report_lines, verdict_lines
+from divergence.report.summary import report_lines, verdict_lines, visible_lines
 from divergence.run.schema.site import of_parameter
 
 __all__ = [
-    "WIDTH", "compared_lines", "screen_lines", "settings_lines", "smallest_visible", "token_lines",
-    "visible_lines",
+    "WIDTH", "compared_lines", "screen_lines", "settings_lines", "token_lines",
 ]  # fmt: skip
 
 WIDTH, HEIGHT = 80, 25
@@ -94,25 +91,6 @@ def _answer_lines(report: Report) -> list[Line]:
 def _command(text: str) -> Line:
     """To be copied, so it stays one line."""
     return line(" " * 12 + text)
-
-
-def smallest_visible(report: Report) -> float | None:
-    """The relative L2 of a block's typical token from which on an error is flagged, in the middle
-    block: its limit times its floor. None where no block was judged."""
-    for of in ("escalated", main_pass(report.sites)):
-        judged = [site for site in report.sites if site.pass_ == of and site.role == "block"]
-        sizes = [s.limit * s.floor for s in judged if s.limit is not None and s.floor is not None]
-        if sizes:
-            return statistics.median(sizes)
-    return None
-
-
-def visible_lines(report: Report) -> list[Line]:
-    """What this comparison could have seen; where it found an error that is not the question."""
-    seen = smallest_visible(report)
-    if seen is None or report.verdict.kind not in ("within_floor", "drift", "undetermined"):
-        return []
-    return [prose("not seen", f"errors of a block below about {share(seen)} of its output")]
 
 
 def _why_lines(report: Report) -> list[Line]:
@@ -191,9 +169,10 @@ def token_lines(report: Report) -> list[Line]:
     tokens = report.tokens
     if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
         return []
-    total = tokens.num_tokens + tokens.num_missing
     how = "B continued A's text" if tokens.forced else "each continued its own text"
-    text = f"next-token choice agrees in {tokens.num_equal} of {total} steps ({how})"
+    text = f"next-token choice agrees in {tokens.num_equal} of {tokens.num_tokens} steps ({how})"
+    if tokens.num_missing:
+        text += f"; {tokens.num_missing} more in A alone"
     first = tokens.first_difference
     if first is not None:
         token_a, token_b = (
@@ -246,12 +225,15 @@ def _worst_lines(report: Report, num_rows: int) -> list[Line]:
     if not rows:
         return []
     judged = any(site.worst.limit_usage for site in rows)
+    anchored = any(site.worst.pass_ == "anchored" for site in rows)
     table = [("error", "of its limit" if judged else "", "where", "")]
     for row in rows[:num_rows]:
         site = row.worst
         used = "not finite" if _num_bad(site) else _used(site.limit_usage) if judged else ""
         error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
-        table.append((error, used, cut(site.site, 40) + ("  !" if row.flagged else ""), _at(site)))
+        free = ", free pass" if anchored and site.pass_ == "free" and site.role == "block" else ""
+        name = cut(site.site, 40) + ("  !" if row.flagged else "")
+        table.append((error, used, name, _at(site) + free))
     same = "the others are equal bit for bit" if len(rows) <= num_rows < len(every) else ""
     return [heading(f"worst of {len(every)} places", same), *columns(table, widest=44)]
 

@@ -6,15 +6,17 @@ in as it is; a decoded token is quoted, since it may hold a newline.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 
+from divergence.analyses.blocks.rows import main_pass
 from divergence.comparison import analysis
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import PreflightLine, Verdict
+from divergence.comparison.results.findings import PreflightLine, Verdict, list_names
 from divergence.comparison.results.sites import PassCoverage
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose
+from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
 from divergence.report.environment import changed_lines
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import of_parameter
@@ -25,7 +27,10 @@ __all__ = [
     "headline",
     "report_lines",
     "shown_analyses",
+    "smallest_visible",
+    "unseen",
     "verdict_lines",
+    "visible_lines",
 ]
 
 VERDICT_STYLES = {
@@ -45,6 +50,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
     """The whole report. ``all_sites``: nothing is elided; ``verbose``: also what was the same."""
     return [
         *verdict_lines(report),
+        *visible_lines(report),
         BLANK,
         *_run_lines(report),
         BLANK,
@@ -92,6 +98,37 @@ def verdict_lines(report: Report) -> list[Line]:
     why = f": {'; '.join(lacking)}" if lacking else ""
     lines.append(prose("confidence", verdict.confidence + why))
     return lines
+
+
+def smallest_visible(report: Report) -> float | None:
+    """The relative L2 of a block's typical token from which on an error is flagged, in the middle
+    block: its limit times its floor. None where no block was judged."""
+    for of in ("escalated", main_pass(report.sites)):
+        judged = [site for site in report.sites if site.pass_ == of and site.role == "block"]
+        sizes = [s.limit * s.floor for s in judged if s.limit is not None and s.floor is not None]
+        if sizes:
+            return statistics.median(sizes)
+    return None
+
+
+def visible_lines(report: Report) -> list[Line]:
+    """What this comparison could have seen; where it found an error that is not the question."""
+    return [prose("" if number else "not seen", text) for number, text in enumerate(unseen(report))]
+
+
+def unseen(report: Report) -> list[str]:
+    """What this comparison could not see, where it found no error."""
+    if report.verdict.kind not in ("identical", "within_floor", "drift", "undetermined"):
+        return []
+    seen = None if report.verdict.kind == "identical" else smallest_visible(report)
+    texts = [] if seen is None else [f"errors of a block below about {share(seen)} of its output"]
+    if report.not_exercised:
+        parts = list_names([part.text for part in report.not_exercised], _MOST_PARTS, "; ")
+        texts.append(f"not exercised: {parts}")
+    return texts
+
+
+_MOST_PARTS = 3
 
 
 def _run_lines(report: Report) -> list[Line]:

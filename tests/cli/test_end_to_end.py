@@ -105,5 +105,5 @@ def test_a_closed_pipe_is_no_divergence(words):
     )
     os.close(writing)
     os.close(reading)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=300)[1]
     assert (process.returncode, said) == (2, b"")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 import types
 import typing
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import pytest
 
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
+from tests.counting import lines_of_python
 from tests.digests import without_digests
 
 EVIL = "x\nFORGED: the runs agree\r\x1b[2J\x1b[31m\u202e\u2028\x85\x07|`<b>y"
@@ -249,14 +249,13 @@ def test_a_few_bytes_ask_for_no_endless_work(runs, invoke, tmp_path, name):
     change, said = HUGE[name]
     run = rewrite(runs / "b", tmp_path / "huge", change)
     for command in (("inspect", run), ("compare", runs / "a", run), ("capture", "--like", run)):
-        start = time.perf_counter()
-        code, out, err = invoke(*command, *(["-o", "x"] if command[0] == "capture" else []))
+        with lines_of_python(1_000_000):
+            code, out, err = invoke(*command, *(["-o", "x"] if command[0] == "capture" else []))
         assert (code, out) == (2, ""), err
         assert said in err
-        assert time.perf_counter() - start < 2
 
 
-def test_a_pattern_of_a_run_takes_no_longer_than_another(runs, invoke, tmp_path):
+def test_a_pattern_of_a_run_is_no_more_work_than_another(runs, invoke, tmp_path):
     """Each of 41 characters doubled the time; ``--like`` uses the same matcher."""
     run = rewrite(runs / "a", tmp_path / "slow", _with_pattern)
     more = rewrite(
@@ -264,7 +263,6 @@ def test_a_pattern_of_a_run_takes_no_longer_than_another(runs, invoke, tmp_path)
         lambda value: value | {"plan": value["plan"] | {"modules": value["plan"]["modules"] | {
             "a" * 200 + ".x": {"kind": "X", "role": "block"}}}},
     )  # fmt: skip
-    start = time.perf_counter()
-    assert invoke("compare", run, more)[0] == 0
-    assert invoke("capture", "--like", run, "-o", "x")[0] == 2
-    assert time.perf_counter() - start < 10
+    with lines_of_python(3_000_000):
+        assert invoke("compare", run, more)[0] == 0
+        assert invoke("capture", "--like", run, "-o", "x")[0] == 2

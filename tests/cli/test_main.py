@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -34,20 +33,10 @@ def failing(error: BaseException):
     return compare
 
 
-def test_help_answers_at_once():
-    """Half the point of a command line is that --help is there before one has looked up."""
-    elapsed = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert python("-m", "divergence", "--help").returncode == 0
-        elapsed.append(time.perf_counter() - start)
-    # 0.25 s on an idle machine; loose, since CI machines are shared
-    assert min(elapsed) < 1.0
-
-
 @pytest.mark.parametrize("command", ["", "capture", "compare", "check", "inspect", "env"])
 def test_help_loads_nothing_heavy(command):
-    """Neither torch nor transformers nor numpy is needed to say what a command does."""
+    """Neither torch nor transformers nor numpy is needed to say what a command does, nor many
+    modules of any kind: --help is there before one has looked up."""
     code = (
         "import sys\n"
         "from divergence.cli.main import app\n"
@@ -55,6 +44,7 @@ def test_help_loads_nothing_heavy(command):
         "except SystemExit as end: assert end.code == 0\n"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+        "assert len(sys.modules) < 600, len(sys.modules)\n"
     )
     result = python("-c", code, *filter(None, [command]))
     assert result.returncode == 0, result.stderr

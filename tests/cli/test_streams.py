@@ -29,7 +29,7 @@ def shell(runs: Path, command: str, redirected: str) -> subprocess.CompletedProc
     """One command with its streams redirected by a shell."""
     return subprocess.run(
         ["sh", "-c", f"cd {runs}; {' '.join(PYTHON)} {command} {redirected}"],
-        env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ builtins.__import__ = interrupted
 run()
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=runs, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", program], cwd=runs, capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": str(HERE)},
     )  # fmt: skip
     assert done.returncode == 130, done.stderr

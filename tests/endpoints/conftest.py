@@ -151,8 +151,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(401, said.encode())
         if trouble.isdecimal():
             return self._send(int(trouble), b"no", Retry_After="0")
+        if trouble == "slow":
+            time.sleep(0.5)
         if trouble == "late":
-            time.sleep(1.0)
+            self.rfile.read(1)  # until the client gives up
         if trouble == "echoes the key":
             return self._send(500, str(self.headers.get("Authorization")).encode())
         if trouble == "elsewhere":

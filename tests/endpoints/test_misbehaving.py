@@ -20,10 +20,17 @@ FIRST = 1
 
 
 @pytest.fixture
-def pauses(monkeypatch):
-    """Pauses between tries, which are not made; and a deadline that a test can wait for."""
+def pauses(monkeypatch, stub):
+    """Pauses between tries, which are not made; and a deadline that a test can wait for, of the
+    requests that run into it."""
     found: list[float] = []
-    client = functools.partial(Client, timeout_s=0.4, sleep=found.append)
+
+    class Asking(Client):
+        def _once(self, path, payload, *, timeout_s):
+            is_late = stub.troubles.get(stub.num) in ("late", "drip")
+            return super()._once(path, payload, timeout_s=0.4 if is_late else timeout_s)
+
+    client = functools.partial(Asking, sleep=found.append)
     monkeypatch.setattr(endpoint_capture, "Client", client)
     return found
 
@@ -234,7 +241,7 @@ def test_redirects_are_not_followed(stub, serve):
 def test_many_at_a_time(stub, serve):
     """In whatever order answers come, each is its own prompt's."""
     one = serve("one")
-    stub.num, stub.troubles = 0, {FIRST + 1: "late", FIRST + 3: "503"}
+    stub.num, stub.troubles = 0, {FIRST + 1: "slow", FIRST + 3: "503"}
     many = serve("many", concurrency=5)
     assert compare(one, many).verdict.kind == "identical"
     assert threading.active_count() < 40

@@ -268,6 +268,70 @@ def test_what_was_put_in_place_is_named(case, plugin, model, healthy, monkeypatc
     assert name not in healthy or note.digest != healthy[name].digest
 
 
+def hide_in_instance(plugin, model, patch):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = plugin.wrapped(mlp.forward, 1.02)
+    return "LlamaMLP"
+
+
+def hide_in_whole_model(plugin, model, patch):
+    model.forward = plugin.wrapped(plugin.wrapped(model.forward, 1.0), 1.02)
+    return "LlamaForCausalLM"
+
+
+def hide_in_bound_argument(plugin, model, patch):
+    norm = model.model.norm
+    norm.forward = functools.partial(norm.forward, eps=1e-3)
+    return "LlamaRMSNorm"
+
+
+def hide_in_argument_of_function(plugin, model, patch):
+    rotary = functools.partial(modeling_llama.apply_rotary_pos_emb, unsqueeze_dim=2)
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary)
+    return "LlamaAttention"
+
+
+def hide_in_compiled_function(plugin, model, patch):
+    rotate = torch.compile(modeling_llama.rotate_half, backend="eager")
+    patch.setattr(modeling_llama, "rotate_half", rotate)
+    return "LlamaAttention"
+
+
+def hide_in_proxy(plugin, model, patch):
+    original = modeling_llama.repeat_kv
+
+    class Proxy:
+        """Passes for a function, as wrapt's do."""
+
+        __class__ = property(lambda self: types.FunctionType)
+        __wrapped__ = original
+        __code__ = original.__code__
+
+        def __call__(self, *args):
+            return original(*args) * 1.02
+
+    patch.setattr(modeling_llama, "repeat_kv", Proxy())
+    return "LlamaAttention"
+
+
+HIDDEN = [value for name, value in list(globals().items()) if name.startswith("hide_")]
+
+
+@pytest.mark.parametrize("hide", HIDDEN, ids=lambda hide: hide.__name__[5:])
+def test_what_hides_behind_the_original_is_seen(hide, plugin, model, healthy, monkeypatch):
+    """A wrapper that says what it wraps is no less other code."""
+    name = hide(plugin, model, monkeypatch)
+    note = code_notes(model)[name]
+    assert note.digest != healthy[name].digest or note.odd
+
+
+def test_a_forward_that_is_bound_once_more_is_the_same(model, healthy):
+    """Libraries do so; nothing else runs."""
+    for module in [layer.mlp for layer in model.model.layers] + [model.model.norm]:
+        module.forward = functools.partial(type(module).forward, module)
+    assert code_notes(model) == healthy
+
+
 def test_one_instance_is_named_by_its_path(plugin, model, healthy):
     """The other modules of the class keep their digest."""
     mlp = model.model.layers[1].mlp

@@ -6,8 +6,12 @@ import msgspec
 import pytest
 
 from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results.tokens import TokensResult
+from divergence.gate.result import Blessing
 from divergence.layout import fold
-from divergence.report.screen import WIDTH, screen_lines, settings_lines, smallest_visible
+from divergence.report.checking import blessing_lines
+from divergence.report.screen import WIDTH, screen_lines, settings_lines
+from divergence.report.summary import report_lines, smallest_visible
 from divergence.words import HEADLINES
 
 
@@ -88,3 +92,63 @@ def test_a_setting_whose_values_look_alike_says_what_differs():
         detail="other tokens on each side",
     )  # fmt: skip
     assert settings_lines([ids])[0].text == "settings    generated ids other tokens on each side"
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (0, "agrees in 3 of 3 steps (each"),
+        (9, "3 of 3 steps (each continued its own text); 9 more"),
+    ],
+)
+def test_steps_that_one_run_lacks_do_not_disagree(reports, missing, said):
+    """They are counted beside those that were compared."""
+    tokens = TokensResult(num_tokens=3, num_equal=3, num_missing=missing, forced=False)
+    text = " ".join(item.text for item in screen_lines(reports.make_report(tokens=tokens)))
+    assert said in text and "of 12" not in text
+
+
+def test_the_whole_report_keeps_what_could_not_be_seen(reports):
+    """It stands on the first screen, and behind -v."""
+    report = reports.make_report()
+    sites = [
+        msgspec.structs.replace(site, role="block", limit=2.0, floor=1e-3) for site in report.sites
+    ]
+    seen = msgspec.structs.replace(report, sites=sites)
+    for lines in (screen_lines(seen), report_lines(seen, verbose=True)):
+        assert sum(item.text.startswith("not seen") for item in lines) == 1
+
+
+def test_a_row_of_the_free_pass_beside_anchored_ones_says_so(reports):
+    """What came in is in it, so it is no place where the error began."""
+    report = reports.make_report()
+    sites = [
+        msgspec.structs.replace(site, pass_=pass_, flagged=pass_ == "free", role="block")
+        for site, pass_ in zip(report.sites, ("free", "anchored", "anchored", "free"), strict=True)
+    ]
+    text = _text(msgspec.structs.replace(report, sites=sites))
+    rows = [row for row in text if "prompt" in row and row.startswith("  ")]
+    assert all(("free pass" in row) == ("!" in row) for row in rows) and len(rows) > 1
+
+
+@pytest.mark.parametrize(
+    ("summary", "title"),
+    [
+        ("the error is made at lm_head:out", "The error is made at lm_head:out"),
+        ("model.layers.8 is off", "model.layers.8 is off"),
+        ("arc_easy: 3 of 4", "arc_easy: 3 of 4"),
+        ("lm_head:out is off", "lm_head:out is off"),
+    ],
+)
+def test_names_begin_a_page_as_they_are_written(reports, summary, title):
+    """A sentence begins with a capital letter, a module or a task does not."""
+    report = reports.make_report(verdict=reports.make_verdict("localized", summary=summary))
+    assert f"<h1>{title}" in report.html().replace("<wbr>", "")
+
+
+def test_a_blessed_golden_is_in_no_command(reports):
+    """What is next about the old golden and the new one cannot be run any more."""
+    verdict = reports.make_verdict("localized", next=["divergence localize GOLDEN NEW"])
+    blessing = Blessing(golden="GOLDEN", verdict="localized", summary="x",
+                        report=reports.make_report(verdict=verdict))  # fmt: skip
+    assert not [line for line in blessing_lines(blessing) if "localize GOLDEN" in line.text]

@@ -115,7 +115,7 @@ def test_a_capture_that_failed_or_was_killed_holds_no_place(manifest, tmp_path):
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=300
     )
     assert done.stdout == "ready\n"
     with RunWriter(place, manifest(), force=True) as writer:

@@ -239,7 +239,7 @@ def test_an_old_shard_does_not_wait_for_more(tmp_path, manifest, monkeypatch):
     monkeypatch.setattr(writing, "SHARD_SECONDS", 0.0)
     writer = RunWriter(tmp_path / "r", manifest())
     put(writer, torch.ones(3))
-    for _ in range(100):
+    for _ in range(6000):
         if list((tmp_path / "r/tensors").glob("*.safetensors")):
             break
         writer._thread.join(0.05)

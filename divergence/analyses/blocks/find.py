@@ -155,6 +155,15 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
     return findings
 
 
+def _weights_evidence(measured: Measured) -> list[Evidence]:
+    """How the weights belong together, where they are not simply equal."""
+    return [
+        Evidence(text=f"weights: {line.detail}")
+        for line in measured.preflight
+        if (line.check, line.status) == ("weights", "differs") and line.detail
+    ]
+
+
 def _context(measured: Measured, judged: JudgedUnits) -> Finding:
     """What the reader must know beside the numbers."""
     return Finding(
@@ -165,6 +174,7 @@ def _context(measured: Measured, judged: JudgedUnits) -> Finding:
             *estimated_evidence(measured.sites),
             *unmeasured_evidence(measured.sites),
             *(Evidence(text=note) for note in measured.alignment.notes),
+            *_weights_evidence(measured),
             *(
                 Evidence(text=f"{line.detail}: differences include its own noise")
                 for line in measured.preflight
@@ -247,7 +257,7 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
         summary=summary + ("; both are far from the truth" if shared else ""),
         rests_on=[check("coverage", not missing, "not everything was compared")],
         side="both" if shared else "neither",
-        evidence=evidence,
+        evidence=[*evidence, *_weights_evidence(measured)],
     )
 
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from divergence.comparison.analysis import Measured
-from divergence.comparison.results.findings import Evidence, Finding
+from divergence.comparison.results.findings import Evidence, Finding, some_of
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
 from divergence.run.schema.contents import is_mask
 from divergence.run.schema.site import module_of
@@ -44,20 +46,30 @@ def find_nonfinite(measured: Measured) -> Finding | None:
     if not candidates:
         return None
     first = min(candidates, key=place)
-    assert first.nonfinite is not None
-    side, summary = (_both if first in shared else _unlike)(first, first.nonfinite)
+    counts = first.nonfinite
+    assert counts is not None
+    side, summary = (_both if first in shared else _unlike)(first, counts)
+    num_prompts = len(measured.reference.manifest.tokens.group_of(first.sample))
+    if 0 < len(counts.prompts) < num_prompts:
+        summary += f", in {some_of('prompt', counts.prompts, num_prompts)}"
+    onset = onset_at(first)
+    if counts.sample is not None:
+        onset = replace(onset, sample=counts.sample, position=counts.position)
     flagged = [site for site in apart if site.pass_ == first.pass_]
     return Finding(
         claim="nonfinite",
         kind="nonfinite",
         summary=summary,
-        onset=onset_at(first),
+        onset=onset,
         place=order_of(first),
         equal_inputs=first.pass_ == "anchored",
         flags=[site.key for site in (*flagged, first)],
         side=side,
-        evidence=[_counts(first, first.nonfinite)],
-        next=measured.advice.look_at(first.site),
+        evidence=[_counts(first, counts)],
+        next=[
+            *(measured.advice.descent() if measured.anchored else []),
+            *measured.advice.look_at(first.site),
+        ],
     )
 
 

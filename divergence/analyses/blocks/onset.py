@@ -21,7 +21,7 @@ from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
-from divergence.comparison.results.findings import Check, Evidence, Finding, figure
+from divergence.comparison.results.findings import Check, Evidence, Finding, figure, some_of
 from divergence.comparison.results.sites import onset_at, order_of
 from divergence.words import SideOrBoth, letter
 
@@ -79,7 +79,7 @@ def made_at(
         kind="localized" if family is None else "systematic",
         summary=summary,
         onset=onset_at(first.first),
-        place=min(order_of(unit.first) for unit in flagged),
+        place=order_of(first.first),
         equal_inputs=any(unit.pass_ != "free" for unit in flagged),
         side=side,
         rests_on=checks_of(first),
@@ -124,7 +124,7 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
     first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
     side = escalation.side
     by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
-    below = "below the floor of the runs' own dtype, but far above float32's"
+    below = "within the limits of the runs' own dtype, but far above float32's"
     return Finding(
         claim="error_below_floor",
         kind="systematic" if family else "localized",
@@ -150,16 +150,23 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
 
 def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Unit | None:
     """The rotary table that makes a whole kind differ: it is off itself, and an input of a block
-    on one side, which the other does not show, so that no anchored pass could replace it."""
+    that no anchored pass replaced, as the other side does not show it or has it in another shape.
+    """
     block, side = family.members[0].results[0].block, family.members[0].side
-    unseen = [lone for lone in measured.alignment.unmatched if lone.site.startswith(f"{block}:in.")]
+    read = f"{block}:in."
+    unseen = [(lone.side, lone.sample, lone.step, lone.site)
+              for lone in measured.alignment.unmatched if lone.site.startswith(read)]  # fmt: skip
+    unseen += [("candidate", result.sample, result.step, result.candidate_site or result.site)
+               for result in measured.sites
+               if result.site.startswith(read) and result.pass_ == "anchored"
+               and not result.identical]  # fmt: skip
     for unit in sorted(flagged, key=lambda unit: order_of(unit.first)):
         if TABLES not in (unit.results[0].kind or "").lower() or unit.side != side:
             continue
-        for lone in unseen:
-            run = measured.reference if lone.side == "reference" else measured.candidate
-            sites = (unit.site, lone.site)
-            records = [run.find(("free", lone.sample, lone.step, site)) for site in sites]
+        for holder, sample, step, input_ in unseen:
+            run = measured.reference if holder == "reference" else measured.candidate
+            sites = (unit.site, input_)
+            records = [run.find(("free", sample, step, site)) for site in sites]
             digests = {record and (record.xxh3 or record.fold) for record in records}
             if len(digests) == 1 and None not in digests:
                 return unit
@@ -180,7 +187,7 @@ def _side(flagged: list[Unit]) -> SideOrBoth | None:
 
 
 def _family_evidence(family: Family) -> Evidence:
-    low = min(unit.limit_usage for unit in family.members)
+    low = min(unit.margin for unit in family.members)
     return Evidence(
         text=f"{len(family.members)} of {family.num_all} {family.name} are beyond their limit, "
         f"the least by {low:.1f} ×",
@@ -261,23 +268,15 @@ def only_in(*units: Unit) -> str:
     steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
     parts = []
     if samples != all_samples:
-        parts.append(_some("prompt", samples, len(all_samples), alone=alone))
+        parts.append(some_of("prompt", samples, len(all_samples), alone=alone))
     since = ""
     if steps != all_steps:
         if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
             since = f" from decode step {min(steps)} on"
         else:
-            parts.append(_some("decode step", steps, len(all_steps), alone=alone))
+            parts.append(some_of("decode step", steps, len(all_steps), alone=alone))
     where = (f" in {' and '.join(parts)}" if parts else "") + since
     return where if alone or not where else f" seen{where}"
-
-
-def _some(what: str, numbers: set[int], total: int, *, alone: bool) -> str:
-    shown = [str(number) for number in sorted(numbers)]
-    if len(shown) == 1:
-        return f"{what} {shown[0]}{' alone' if alone else ''} (of {total})"
-    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
-    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
 
 
 def unit_evidence(unit: Unit) -> Evidence:
@@ -296,7 +295,8 @@ def unit_evidence(unit: Unit) -> Evidence:
             what, ratio = ("one sink token", unit.sink)
         return Evidence(
             text=f"{unit.site}: {what}'s error is {figure(ratio)} × what rounding "
-            f"makes (limit {unit.worst_limit:.1f} ×), token {worst.worst_position}",
+            f"makes (limit {unit.worst_limit:.1f} ×)"
+            + ("" if worst.worst_position is None else f", token {worst.worst_position}"),
             values={"ratio": ratio, "limit": unit.worst_limit},
         )
     if unit.why == "forward":

@@ -47,12 +47,16 @@ def within_rounding(
         )
     elif not judged:
         reason = "the runs differ, but nothing that rounds was compared"
+    elsewhere = _elsewhere(measured)
+    if reason is None and elsewhere is not None:
+        reason = f"most was not compared: {elsewhere}; what was differs by rounding alone"
     if reason is not None:
+        lacking = "measured" if elsewhere is None else "routed"
         return Finding(
             claim="not_known",
             kind="undetermined",
             summary=reason,
-            rests_on=[check("measured", False, "")],
+            rests_on=[check(lacking, False, elsewhere or "")],
             next=next_commands(measured, None, escalation),
         )
     sure = measured.anchored and not unanchored
@@ -97,22 +101,16 @@ def within_rounding(
         check("floor_trusted", not measured.widened_beyond, "a --floor run is beyond the limits "
               "itself"),
     ]  # fmt: skip
-    elsewhere = _elsewhere(measured)
-    if elsewhere is not None:
-        checks.append(check("routed", False, f"{elsewhere}: not judged"))
     if measured.narrow:
         checks.append(
             check("escalated", escalation.complete, _no_escalation(measured), made=False)
         )  # fmt: skip
     whence = "" if sure else ", as far as free runs tell"
-    same = "; both runs compute the same model"
-    if elsewhere is not None:
-        same = " where tokens went to the same experts; most did not"
-    healthy = told and elsewhere is None and not any(standout.side for standout in standouts)
+    healthy = told and not any(standout.side for standout in standouts)
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        summary=f"only rounding differs{whence}{same}",
+        summary=f"only rounding differs{whence}; both runs compute the same model",
         rests_on=checks,
         side="neither" if healthy else None,
         evidence=evidence,
@@ -134,7 +132,7 @@ def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation)
     commands = measured.advice.judged()
     block = standouts[0].unit.results[0].block if standouts else None
     if block is not None:
-        commands += measured.advice.inside(block)
+        commands += measured.advice.descent(block)
     commands += next_commands(measured, None, escalation)
     if measured.anchored and measured.truth_samples is None and not commands:
         commands += measured.advice.judged() or measured.advice.truth()

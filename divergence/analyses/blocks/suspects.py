@@ -21,6 +21,7 @@ import msgspec
 
 from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
 from divergence.comparison.analysis import Measured, Shown
+from divergence.comparison.preflight.code import truth_tells
 from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -226,7 +227,8 @@ def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation)
     """What to run next. ``unit``: the one that the verdict is about, if it is about one."""
     advice = measured.advice
     if not measured.anchored:
-        return advice.certainty(_outside_blocks(measured.sites))
+        more = advice.certainty(_outside_blocks(measured.sites))
+        return more or ([] if unit is None else advice.look_at(unit.site))
     commands: list[str] = []
     again: list[str] = []
     unmeasured = [site for site in measured.sites if site.is_unmeasured]
@@ -240,10 +242,11 @@ def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation)
         block = unit.results[0].block
         inside = block is not None and (made_before(measured, unit) or _of_block(unit.site, block))
         if block is None or not inside:
-            commands += advice.look_at(unit.site)
+            commands += [*advice.descent(), *advice.look_at(unit.site)]
         else:
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
-        if measured.truth_samples is None:
+        sides = measured.reference.manifest, measured.candidate.manifest
+        if measured.truth_samples is None and truth_tells(*sides, block):
             commands += advice.judged() or advice.truth(full=bool(again))
     if measured.narrow and not escalation.judged and unit is None:
         made = advice.escalated and measured.truth_samples is None  # and a truth judges it

@@ -15,14 +15,19 @@ from divergence.comparison.preflight.code import (
     difference_texts,
     other_code,
     replaced_in,
+    truth_tells,
 )
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["code_evidence", "explain", "why_no_side"]
+__all__ = ["CODE_NOT_TOLD", "code_evidence", "doubt_of_code", "explain", "why_no_side"]
 
 _MOST = 3
+CODE_NOT_TOLD = check(
+    "truth_of_reference_code", False, "the sides run different code, the truth A's", made=False
+)
+"""The check that no truth can make."""
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -40,14 +45,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
             Finding(
                 claim="side_not_told",
                 role="abstains",
-                rests_on=[
-                    check(
-                        "truth_of_reference_code",
-                        False,
-                        "the sides run different code, the truth A's",
-                        made=False,
-                    )
-                ],
+                rests_on=[CODE_NOT_TOLD],
                 evidence=[Evidence(text=reason)],
             )
         )
@@ -86,10 +84,15 @@ def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str |
         )
     if verdict.side != "candidate":
         return None
-    block = None if verdict.onset is None else verdict.onset.block
-    names, mine = other_code(a, b, block), replaced_in(a, block)
-    if not names or (replaced_in(b, block) and not mine):
+    return doubt_of_code(a, b, None if verdict.onset is None else verdict.onset.block)
+
+
+def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> str | None:
+    """Why a truth of A's code does not blame B where ``block`` is off; None where it does: the code
+    there is the same, or was replaced on B alone."""
+    if truth_tells(a, b, block):
         return None
+    names, mine = other_code(a, b, block), replaced_in(a, block)
     return (
         f"the sides run different code ({', '.join(names[:4])}), and the truth has "
         "A's: by it B is off, but whose code is right it cannot tell"

@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pieces import PromptStep, logits_row
+from divergence.comparison.align.pieces import Piece, PromptStep, logits_row, why_no_pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Evidence, Finding, Onset, figure
+from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict, figure
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
+from divergence.run.schema.site import module_of
 from divergence.words import Side, letter
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from divergence.analyses.ends.integers import Integers
     from divergence.analyses.ends.seams import Seam
 
-__all__ = ["find", "misfit_in"]
+__all__ = ["explain", "find", "misfit_in", "not_compared"]
 
 _SHOWN = 3
 
@@ -68,6 +69,52 @@ def find(measured: Measured) -> AnalysisResult:
     within = [seam for seam in seams if not seam.beyond]
     unjudged = [integer for integer in integers if integer.choice and not integer.judged]
     return AnalysisResult(findings=findings, notes=_notes(within, unjudged))
+
+
+def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
+    """What both sides hand on in shapes that cannot be held together: nothing is known of it, and
+    what uses it is not blamed with certainty."""
+    sites = not_compared(measured)
+    if not sites or verdict.kind == "incomparable":
+        return []
+    texts = [f"{site.removesuffix(':out')} was not compared: {' against '.join(shapes)}"
+             for site, shapes in sites.items()]  # fmt: skip
+    places = measured.reference.records
+    orders = {record.site: record.order for record in places if record.pass_ == "free"}
+    onset = None if verdict.onset is None else orders.get(verdict.onset.site)
+    before = onset is not None and any(orders[site] <= onset for site in sites)
+    more = f" and {len(texts) - 1} more" if texts[1:] else ""
+    return [
+        Finding(
+            claim="explanation", role="explains", clause=f"; {texts[0]}{more}",
+            rests_on=[check("fed_by_compared", False, "what comes before it was not all compared")]
+            if before else [],
+            evidence=[Evidence(text=text) for text in texts[:_SHOWN]],
+        )
+    ]  # fmt: skip
+
+
+def not_compared(measured: Measured) -> dict[str, tuple[str, str]]:
+    """Both shapes, by site, of what blocks and trunk modules take or give and both sides have,
+    where neither shape is that of the other's copies; in execution order."""
+    a, b = measured.reference, measured.candidate
+    sites: dict[str, tuple[str, str]] = {}
+    if not measured.alignment.skipped:
+        return sites
+    from divergence.analyses.ends.seams import is_passage
+
+    for item in measured.alignment.skipped:
+        place = item.sample, item.step
+        ours = a.find(("free", *place, item.site))
+        theirs = b.find(("free", *place, measured.rename(item.site)))
+        if ours is None or theirs is None or not is_passage(ours, a.manifest):
+            continue
+        if why_no_pair(Piece(ours, item.sample), Piece(theirs, item.sample)) is not None and (
+            ours.shape != theirs.shape
+        ):
+            shapes = ["x".join(map(str, record.shape)) or "scalar" for record in (ours, theirs)]
+            sites.setdefault(item.site, (shapes[0], shapes[1]))
+    return sites
 
 
 def _is_exact(site: SiteResult) -> bool:
@@ -119,6 +166,13 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
     sides = {seam.side for seam in broken}
     side = sides.pop() if len(sides) == 1 else None
     by = f", by {letter(side)}" if side else ""
+    notes = measured.candidate.manifest.plan.modules | measured.reference.manifest.plan.modules
+    outer = {path for path, note in notes.items() if note.role in ("block", "trunk")}
+    all_compared = not any(
+        (item.sample, item.step) == (first.result.sample, first.result.step)
+        and ":out" in item.site and module_of(item.site) in outer
+        for item in measured.alignment.unmatched
+    )  # fmt: skip
     made = "is made between" if first.way == "changed" else "seems to be made between"
     between = f"{first.before} and {first.site}"
     times = first.size / first.limit if first.limit else float("inf")
@@ -131,7 +185,8 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
         summary=f"the error {made} blocks, at {len(blocks)} of {len(entered)} places, from "
         f"{between} on{by}"
         if many
-        else f"the error {made} {between}{by}: outside the modules, which pass",
+        else f"the error {made} {between}{by}"
+        + (": outside the modules, which pass" if all_compared else ""),
         onset=onset_at(first.result),
         place=order_of(first.result),
         side=side,

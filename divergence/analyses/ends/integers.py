@@ -9,8 +9,7 @@ may decide it. It is right where it follows from the side's own scores, recorded
 of the same module: the k chosen are k largest, up to what is equal but for rounding. Where that
 holds for every token of the reference, it must hold for the candidate (and the other way round);
 what differs then is rounding in the scores, which are judged themselves. Where no scores were
-recorded, or they do not decide on either side (groups, added biases), it is only said how many
-tokens agree.
+recorded, or they do not decide (groups, added biases), it is only said how many tokens agree.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pieces import Pair, Pieces
+from divergence.comparison.align.pieces import Pair, Pieces, is_repeated, repeated
 from divergence.comparison.analysis import Measured
 from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.routers import logits_decide
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.contents import is_mask
@@ -109,7 +109,9 @@ def _given(
     reference, candidate = pair.reference.record, pair.candidate.record
     x, y = pieces.tensor(a, pair.reference), pieces.tensor(b, pair.candidate)
     if x.shape != y.shape:
-        return None  # some positions of the other's
+        if not is_repeated(pair.reference, pair.candidate):
+            return None  # some positions of the other's
+        x, y = repeated(x, y)
     other = x.long() != y.long()
     real = _real_tokens(pair, a.manifest, x.shape, mask=is_mask(reference.site))
     if real is not None:
@@ -185,7 +187,8 @@ def _choice(pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces) -> I
         return None  # the same ones, in another order
     follows = [_follows(a, pair.reference.record, x), _follows(b, pair.candidate.record, y)]
     side: Side | None = None
-    if set(follows) == {True, False}:
+    router = module_of(pair.reference.record.site)
+    if set(follows) == {True, False} and logits_decide(a.manifest, router):
         side = "candidate" if follows[0] else "reference"
     first = int(other.nonzero()[0])
     return Integers(

@@ -41,7 +41,7 @@ from divergence.words import Side
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Seam", "find_seams"]
+__all__ = ["Seam", "find_seams", "is_passage"]
 
 _CASTS = 2.0
 """Roundings to nearest that a tensor may pass on its way: to a narrower format, and back."""
@@ -103,14 +103,14 @@ def _forwards(pairs: Iterable[Pair], manifest: Manifest) -> Iterator[list[Pair]]
         record = pair.reference.record
         key = record.site, record.dtype
         if key not in known:
-            known[key] = _is_passage(record, manifest)
+            known[key] = is_passage(record, manifest)
         if known[key]:
             forwards.setdefault((pair.reference.sample, record.step), []).append(pair)
     for pairs_of_one in forwards.values():
         yield sorted(pairs_of_one, key=lambda pair: pair.reference.record.order)
 
 
-def _is_passage(record: Record, manifest: Manifest) -> bool:
+def is_passage(record: Record, manifest: Manifest) -> bool:
     """A float tensor that a block or trunk module takes or gives."""
     if is_operator_site(record.site) or "mask" in record.site.partition(":")[2]:
         return False

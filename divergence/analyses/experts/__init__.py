@@ -10,4 +10,4 @@ if TYPE_CHECKING:
 
 def applies(measured: Measured) -> bool:
     """Where tokens and their experts were seen."""
-    return bool(measured.routes.found)
+    return bool(measured.routes.found or measured.routes.unexplained)

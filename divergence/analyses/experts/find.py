@@ -1,4 +1,4 @@
-"""Experts: what the tokens that are far off have in common, where a block has experts.
+"""Experts: routers that choose otherwise than rounding may, and what tokens that are far off share.
 
 One expert of many that is wrong shows in the tokens that were sent to it, and in no other. So where
 all tokens beyond the limit share an expert, it is named; tokens that went there and are fine
@@ -9,12 +9,107 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.experts import Routes, route_key
-from divergence.comparison.results.findings import Evidence, Finding, Verdict
-from divergence.comparison.results.sites import SiteResult
+from msgspec.structs import replace
 
-__all__ = ["explain"]
+from divergence.comparison.analysis import AnalysisResult, Measured
+from divergence.comparison.experts import Routes, Unexplained, route_key, routed_blocks
+from divergence.comparison.results.findings import Evidence, Finding, Verdict
+from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.comparison.routers import logits_decide, same_experts
+from divergence.numerics.formats import format_named
+from divergence.run.schema.site import module_of
+from divergence.words import Side, letter
+
+__all__ = ["explain", "find"]
+
+
+_FEW = 10
+"""Tokens: that a side follows its logits is known from no fewer."""
+
+
+def find(measured: Measured) -> AnalysisResult:
+    """The first choice of experts that rounding does not explain: its router is where the error
+    comes in, whatever the experts make of it."""
+    choices = sorted(measured.routes.unexplained.values(), key=lambda pair: order_of(pair[0]))
+    if not choices:
+        return AnalysisResult()
+    behind, first = choices[0]
+    router = first.router or first.site
+    seen = max(
+        (
+            s for s in measured.sites
+            if (s.pass_, s.of, s.sample, s.step)
+            == (behind.pass_, behind.of, behind.sample, behind.step)
+            and (s.site == router or (module_of(s.site) == module_of(router) and not s.identical
+                 and format_named(s.reference_dtype).kind == "int"))
+        ),  # what it chose, where that was recorded, else the logits that it was made of
+        key=order_of,
+        default=behind,
+    )  # fmt: skip
+    side = _side(measured, behind, first)
+    blocks = {result.block for result, _ in choices}
+    num_routed = len(routed_blocks(measured.reference.manifest))
+    many = len(blocks) >= 3 and 2 * len(blocks) > num_routed
+    name = module_of(first.router) if first.router else f"the router of {behind.block}"
+    what = f"{len(blocks)} of {num_routed} routers, from {name} on, send" if many else (
+        f"{name} sends"
+    )  # fmt: skip
+    scores = len(set(first.follows)) == 2
+    than = "its own scores say" if scores and not many else "rounding explains"
+    by = f", by {letter(side)}" if side else ""
+    count = sum(len(choice.tokens) for _, choice in choices)
+    total = sum(choice.num_tokens for _, choice in choices)
+    experts = [chosen[0].tolist() for chosen in first.experts]
+    fact = Evidence(
+        text=f"{count} of {total} tokens went to other experts, far from any tie: the first "
+        f"is token {first.tokens[0]} of prompt {behind.sample}, step {behind.step}, to "
+        f"{experts[0]} in A and {experts[1]} in B",
+        values={"num_different": count, "num_compared": total},
+    )
+    position = first.tokens[0] if behind.step == 0 else seen.worst_position
+    return AnalysisResult(
+        findings=[
+            Finding(
+                claim="integers_differ",
+                kind="systematic" if many else "localized",
+                summary=f"{what} tokens to other experts than {than}{by}",
+                onset=replace(onset_at(seen), position=position, sample=behind.sample),
+                place=order_of(seen),
+                equal_inputs=behind.pass_ != "free",
+                side=side,
+                evidence=[fact],
+                beside=[fact],
+                next=measured.advice.look_at(first.site),
+                flags=[seen.key],
+            )
+        ]
+    )
+
+
+def _side(measured: Measured, behind: SiteResult, choice: Unexplained) -> Side | None:
+    """The side that does not choose the largest of its own logits, where these decide and the other
+    does for every token of a prompt; else that whose experts the truth does not have, if it has the
+    other's."""
+    decide = choice.router and logits_decide(
+        measured.reference.manifest, module_of(choice.router)
+    )  # else a side without its bias follows them
+    if decide and len(set(choice.follows)) == 2 and choice.num_tokens >= _FEW:
+        return "candidate" if choice.follows[0] else "reference"
+    if measured.truth is None:
+        return None
+    truth = measured.truth.run
+    record = truth.find((behind.pass_, behind.sample, behind.step, choice.site))
+    if record is None or not truth.has_bytes(record):
+        return None
+    rows = truth.read(record).flatten(0, -2)
+    if len(rows) != choice.num_tokens:
+        return None
+    shares = [
+        float(same_experts([rows[choice.tokens], own]).double().mean()) for own in choice.experts
+    ]
+    if max(shares) <= 2 * min(shares):
+        return None
+    return "candidate" if shares[0] > shares[1] else "reference"
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
@@ -52,7 +147,7 @@ def _shared(results: Sequence[SiteResult], routes: Routes) -> Evidence | None:
     there = sum(any(e in chosen for e in named) for chosen in fine)
     tokens = "token" if len(off) == 1 else f"{len(off)} tokens"
     all_ = "" if len(off) == 1 else "all "
-    text = f"the {tokens} beyond the limit {all_}went to expert" + (
+    text = f"the {tokens} beyond the typical token's limit {all_}went to expert" + (
         f" {named[0]}" if len(named) == 1 else f"s {', '.join(map(str, named))}"
     )
     text += f"; of the {len(fine)} that are fine, {there or 'none'} did"

@@ -17,7 +17,12 @@ from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, explain_arithmetic, is_about, sentences
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
-from divergence.comparison.results.operators import CausalCheck, OperatorResult, OperatorsResult
+from divergence.comparison.results.operators import (
+    CausalCheck,
+    OperatorResult,
+    OperatorsResult,
+    OtherInput,
+)
 from divergence.run.schema.provenance import ArithmeticFact
 from divergence.words import letter
 
@@ -37,8 +42,8 @@ def find(measured: Measured) -> AnalysisResult:
     return AnalysisResult(findings=[finding], parts={"operators": operators}, notes=notes)
 
 
-def finding_of(operators: OperatorsResult, advice: Advice) -> Finding:
-    """What operators that were held against their limits show."""
+def finding_of(operators: OperatorsResult, advice: Advice | None = None) -> Finding:
+    """What operators that were held against their limits show; ``advice``: to tell what is next."""
     first = onset_result(operators)
     return _fine(operators) if first is None else _off(first, operators, advice)
 
@@ -56,7 +61,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     return [Finding(claim="explanation", role="explains", about_onset=True, evidence=evidence)]
 
 
-def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice) -> Finding:
+def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice | None) -> Finding:
     site = f"{first.site}:out"
     side = operators.side
     by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
@@ -79,7 +84,7 @@ def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice) -> F
         rests_on=rests_on,
         evidence=operator_evidence(first, operators),
         beside=[Evidence(text=_BESIDE)],
-        next=_next(first, side, advice),
+        next=[] if advice is None else _next(first, side, advice),
     )  # fmt: skip
 
 
@@ -156,9 +161,16 @@ def _what_happens(first: OperatorResult, seems: str) -> str:
             f"{letter(first.fed_by_side)} calls: {names}"
         )
     for item in first.other_inputs:
-        how = "is looked at differently" if item.viewed else "comes from elsewhere"
-        return f"the error comes into {first.site}: its input {item.argument} {how}"
+        return f"the error comes into {first.site}: its input {item.argument} {_how(item)}"
     return f"the error {seems} {first.site}"
+
+
+def _how(item: OtherInput) -> str:
+    if item.viewed:
+        return "is looked at differently"
+    if item.reference == item.candidate and item.difference is not None:
+        return f"differs by {item.difference:.2g}"
+    return "comes from elsewhere"
 
 
 def onset_result(operators: OperatorsResult) -> OperatorResult | None:
@@ -194,9 +206,8 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         texts.append(f"what feeds it is fine: W at most {figure(first.w_entering)} there")
     for item in first.other_inputs:
         differ = "" if item.difference is None else f" (they differ by {item.difference:.2g})"
-        looked = "is looked at differently" if item.viewed else "comes from elsewhere"
         texts.append(
-            f"its input {item.argument} {looked}: {item.reference} in A, "
+            f"its input {item.argument} {_how(item)}: {item.reference} in A, "
             f"{item.candidate} in B{differ}"
         )
     if operators.frame == "operator":

@@ -94,8 +94,11 @@ def judge_operators(
             ("reference", unit.match.reference),
         )
         for side, node in ends:
-            if not result.fed_by and unit.region is None:
-                fed_by = _only_there(node, extra[side])
+            if not result.fed_by and result.region is None:
+                alone = extra[side]
+                if unit.region is not None:  # its copies are members
+                    alone = {other.path: other for other in measured.lone[side]}
+                fed_by = _only_there(node, alone)
                 result = replace(result, fed_by=fed_by, fed_by_side=side if fed_by else None)
         result = replace(result, other_inputs=_telling(unit, result, feeds, thresholds))
         results.append(result)
@@ -214,7 +217,7 @@ def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str])
         reference_dtype=reference.results[0].dtype,
         candidate_dtype=candidate.results[0].dtype,
         identical=unit.num_equal == len(unit.forwards),
-        region=None if unit.region is None else region_result(unit),
+        region=None if unit.region is None or unit.region.is_copied else region_result(unit),
     )
 
 

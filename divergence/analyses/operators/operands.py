@@ -140,6 +140,8 @@ def _values(values: torch.Tensor) -> str:
         return shown if values.ndim == 0 else f"[{shown}]"
     if not values.is_floating_point():
         return f"{int((values != 0).sum())} of {values.numel()} set"
+    if not values.any():
+        return f"{values.numel()} zeros"
     if _is_mask(values):
         return f"{int((values != 0).sum())} of {values.numel()} masked"
     return f"{values.numel()} values of norm {float(values.double().norm()):.6g}"
@@ -154,9 +156,14 @@ def _relative(mine: object, other: object) -> float | None:
     return abs(other - mine) / abs(mine) if mine else float("inf")
 
 
-def operands_text(items: list[OtherOperand]) -> str:
-    """``other=0.13125 (A 0.125)``."""
-    return " and ".join(f"{arg.argument}={arg.candidate} (A {arg.reference})" for arg in items[:3])
+def operands_text(items: list[OtherOperand], side: str = "candidate") -> str:
+    """``other=0.13125 (A 0.125)``: a side's own first."""
+    return " and ".join(
+        f"{arg.argument}={arg.candidate} (A {arg.reference})"
+        if side == "candidate"
+        else f"{arg.argument}={arg.reference} (B {arg.candidate})"
+        for arg in items[:3]
+    )
 
 
 def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[OtherInput]:

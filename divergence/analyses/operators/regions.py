@@ -47,6 +47,14 @@ class Region:
         return calls[0].operands[self.number], calls[1].operands[self.number]
 
     @property
+    def is_copied(self) -> bool:
+        """Do both sides but copy there, in one dtype? That makes no error: what is copied does."""
+        results = [result for node in (*self.reference, *self.candidate) for result in node.results]
+        return all(map(is_copy, (*self.reference, *self.candidate))) and (
+            len({result.dtype for result in results}) == 1
+        )
+
+    @property
     def text(self) -> str:
         """``8 products and 7 additions in place of one product``."""
         theirs, ours = in_words(self.candidate), in_words(self.reference)

@@ -18,23 +18,23 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from divergence.comparison.align.pairs import Alignment, NameMap, compared_passes
 from divergence.comparison.align.pieces import Piece, indexed, is_given, kinds_of
 from divergence.comparison.results.operators import OperatorsResult
-from divergence.comparison.results.sites import PassCoverage, SiteResult, Skipped
+from divergence.comparison.results.sites import PassCoverage, SiteResult, Skipped, Unexercised
 from divergence.comparison.results.tokens import TokensResult
 from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, ModuleNote
 from divergence.run.schema.record import Coordinates, Record
-from divergence.run.schema.site import BUILTIN_SITES, compile_patterns, module_of
+from divergence.run.schema.site import BUILTIN_SITES, compile_patterns, module_of, starred
 
-__all__ = ["account", "tokens_row"]
+__all__ = ["account", "not_exercised", "tokens_row"]
 
 _GIVEN = "inputs that the anchored pass puts in place"
 _CLOSER = "B's anchored pass got this run's own inputs instead"
@@ -329,3 +329,51 @@ def _key(pass_: str, piece: Piece) -> Coordinates:
 
 def _key_of(item: Skipped) -> Coordinates:
     return (item.pass_, item.sample, item.step, item.site)
+
+
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+
+
+def not_exercised(run: Run) -> list[Unexercised]:
+    """Of one run, the largest share of the parameters first."""
+    plan, total = run.manifest.plan, max(1, run.manifest.model.num_parameters)
+    shares: dict[str, int] = {}
+    for path, count in plan.not_called.items():
+        shares[starred(path)] = shares.get(starred(path), 0) + count
+    modules = [Unexercised(what="module", name=name, share=count / total)
+               for name, count in sorted(shares.items(), key=lambda item: -item[1])]  # fmt: skip
+    return [*modules, *_experts(run), *_windows(run)]
+
+
+def _experts(run: Run) -> Iterator[Unexercised]:
+    """By block. Where the choice and the router's logits were recorded."""
+    if not any(note.routed for note in run.manifest.plan.modules.values()):
+        return
+    from divergence.comparison.experts import choices_in
+
+    seen: dict[str, set[int]] = {}
+    total: dict[str, int] = {}
+    for key, records in choices_in(run).items():
+        block = str(key[-1])
+        for record in records:
+            if len(key) == 5:
+                total[block] = record.shape[-1]
+            elif run.has_bytes(record):
+                seen.setdefault(block, set()).update(run.read(record).flatten().tolist())
+    for block, experts in seen.items():
+        rest = total.get(block, 0) - len(experts)
+        if rest > 0:
+            yield Unexercised(what="experts", name=block, size=rest, of=total[block])
+
+
+def _windows(run: Run) -> Iterator[Unexercised]:
+    samples = run.manifest.tokens.samples
+    longest = max((len(s.prompt_ids) + len(s.generated_ids) for s in samples), default=0)
+    config = run.manifest.model.config
+    for key, size in config.items():
+        prefix, _, leaf = key.rpartition(".")
+        if leaf not in _WINDOWS or isinstance(size, bool) or not isinstance(size, int):
+            continue
+        used = config.get(f"{prefix}.use_{leaf}".lstrip("."), True)
+        if used and size > 0 and longest and longest <= size:
+            yield Unexercised(what="window", name=key, size=size, of=longest)

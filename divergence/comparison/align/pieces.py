@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Pair", "Piece", "Pieces", "PromptStep", "indexed", "is_given", "kinds_of", "logits_row",
-    "pieces_in", "same_positions", "why_no_pair",
+    "Pair", "Piece", "Pieces", "PromptStep", "indexed", "is_given", "is_repeated", "kinds_of",
+    "logits_row", "pieces_in", "repeated", "same_positions", "why_no_pair",
 ]  # fmt: skip
 
 
@@ -112,12 +112,14 @@ def _shape(piece: Piece) -> tuple[int, ...]:
 
 def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | None:
     """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
-    token positions picked out of one of them."""
+    token positions picked out of one of them, and none held against several."""
     record, other_record = piece.record, other.record
     if _shape(piece) != _shape(other):
         if not exactly and _selectable(piece, other):
             return None
-        return f"shapes differ: {list(_shape(piece))} and {list(_shape(other))}"
+        if exactly or not is_repeated(piece, other):
+            shapes = ("x".join(map(str, _shape(side))) or "scalar" for side in (piece, other))
+            return f"{' against '.join(shapes)}"
     if record.positions is not None and other_record.positions is not None:
         mine, theirs = (
             [position - half.pads for position in half.record.positions or ()]
@@ -126,6 +128,21 @@ def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | N
         if mine != theirs:
             return f"token positions differ: {mine} and {theirs}"
     return None
+
+
+def is_repeated(piece: Piece, other: Piece) -> bool:
+    """Does one side hold once what the other holds for each prompt or head: rows of tokens, or
+    integers for each token? It means the same as its copies (a table that all prompts share)."""
+    short, long = sorted((_shape(piece), _shape(other)), key=len)
+    whole = all(format_named(side.record.dtype).kind == "int" for side in (piece, other))
+    own = 1 if whole and len(long) == 2 else 2  # axes of one prompt's rows
+    return (
+        short != long
+        and len(short) >= own
+        and short[-own:] == long[-own:]
+        and all(1 in sizes or len(set(sizes)) == 1 for sizes in zip(short[::-1], long[::-1],
+                                                                    strict=False))
+    )  # fmt: skip
 
 
 def _selectable(piece: Piece, other: Piece) -> bool:
@@ -229,8 +246,11 @@ class Pieces:
         self, piece: Piece, shape: Sequence[int], row: int | None
     ) -> tuple[int | None, int | None]:
         """(sample, token index) of a row, where rows are tokens: pads are not counted."""
-        if row is None or len(shape) < 3:
+        if row is None:
             return None, None
+        if len(shape) < 3:
+            members = self.members(piece, shape)
+            return (members[row], None) if members else (None, None)
         record, tokens = piece.record, self.reference.manifest.tokens
         inner = max(math.prod(shape[2:-1]), 1)
         member, token = row // (inner * shape[1]), row // inner % shape[1]
@@ -254,13 +274,26 @@ class Pieces:
 def same_positions(
     a: torch.Tensor, record_a: Record, b: torch.Tensor, record_b: Record
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where one side holds all tokens and the other some, pick those out."""
-    if record_a.positions == record_b.positions or a.shape == b.shape:
+    """Where one side holds all tokens and the other some, pick those out; where one holds once
+    what the other repeats, repeat it."""
+    if a.shape == b.shape:
         return a, b
-    if record_a.positions is not None:
-        return a, b[:, list(record_a.positions)]
-    assert record_b.positions is not None  # they differ from those of the other side
-    return a[:, list(record_b.positions)], b
+    if record_a.positions != record_b.positions:
+        if record_a.positions is not None:
+            return a, b[:, list(record_a.positions)]
+        assert record_b.positions is not None  # they differ from those of the other side
+        return a[:, list(record_b.positions)], b
+    return repeated(a, b)
+
+
+def repeated(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the shape of the larger: what one side holds once stands for each of the other's."""
+    import torch
+
+    if a.shape == b.shape:
+        return a, b
+    x, y = torch.broadcast_tensors(a, b)
+    return x.contiguous(), y.contiguous()
 
 
 _DIGEST = re.compile("[0-9a-f]{32}")

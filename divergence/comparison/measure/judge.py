@@ -31,8 +31,8 @@ from divergence.comparison.measure.site_fields import (
     ModuleFields,
     SitePlace,
     identical_site,
-    nonfinite_in,
     nonfinite_of,
+    placed,
     shared_fields,
 )
 from divergence.comparison.measure.truth import SamplesBySite
@@ -289,9 +289,7 @@ class Judge:
         num_rerouted = 0 if self._routing.is_known(pair) else None
         more: dict[str, Any] = {"num_rerouted": num_rerouted, "truth": truth}
         if result.nonfinite is not None and self._reference.has_bytes(record):
-            mask = self._pieces.row_mask(pair.reference, record.shape)
-            if mask is not None:  # the statistics count rows of padding, too
-                more["nonfinite"] = nonfinite_in(self._reference.read(record), mask)
+            more["nonfinite"] = placed(result.nonfinite, self._pieces, pair.reference)
         if result.ulp_format is not None:
             members = self._pieces.members(pair.reference, result.shape)
             rows = num_rows(result) // max(1, len(members))
@@ -322,6 +320,9 @@ class Judge:
         routed = judged.routed
         if routed is not None:
             more["num_rerouted"] = routed.num_rerouted
+            real = self._pieces.row_mask(pair.reference, shape)
+            if routed.kept is not None and real is not None and len(real) == len(routed.kept):
+                more["num_rerouted"] = int((~routed.kept & real).sum())  # pads go anywhere
             if routed.kept is not None and bool(routed.kept.any()):
                 worst = int(np.nan_to_num(judged.rows.rel_l2, nan=-1.0).argmax())
                 sample, position = self._pieces.locate(pair.reference, shape, worst)
@@ -330,7 +331,10 @@ class Judge:
         fields |= more
         result = SiteResult(
             shape=shape, worst_sample=sample, worst_position=position,
-            nonfinite=nonfinite_of(judged.metrics), logits=numbers.logits,
+            nonfinite=nonfinite_of(
+                judged.metrics, numbers.rows, self._pieces, pair.reference, rows
+            ),
+            logits=numbers.logits,
             estimated=numbers.estimate, at_least=numbers.least, **fields,
         )  # fmt: skip
         if routed is not None and ratios is not None and routed.experts is not None:

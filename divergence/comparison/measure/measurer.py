@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.comparison.align.pieces import Pair, Pieces, same_positions
+from divergence.comparison.align.pieces import Pair, Pieces, is_repeated, repeated, same_positions
 from divergence.comparison.experts import Routing
 from divergence.comparison.measure.floors import Floor, work_format
 from divergence.comparison.measure.judge import Judge, PairNumbers
@@ -295,10 +295,13 @@ class Measurer:
         pieces, run = self._pieces, self._truth.run
         a = pieces.tensor(self._reference, pair.reference)
         b = pieces.tensor(self._candidate, pair.candidate)
+        if is_repeated(pair.reference, pair.candidate):
+            a, b = repeated(a, b)
         if not (a.is_floating_point() and a.shape == b.shape):
             return None
         own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
         truth = pieces.rows_of(run.read(true_record), own)
+        truth = truth if truth.shape == a.shape else repeated(truth, a)[0]
         base = pieces.base(pair) if is_block and true_record.site.endswith(":out") else None
         if base is not None and base.shape != a.shape:
             base = None
@@ -318,8 +321,8 @@ class Measurer:
         # what has no digest (a tensor in parts) cannot be told from another like it
         whole = whole and None not in (ref.xxh3, cand.xxh3)
         key = (
-            ref.xxh3, ref.dtype, cand.xxh3, cand.dtype, ref.shape, logits, ref.positions,
-            cand.positions, base is not None, ref.step == 0,
+            ref.xxh3, ref.dtype, cand.xxh3, cand.dtype, ref.shape, cand.shape, logits,
+            ref.positions, cand.positions, base is not None, ref.step == 0,
         )  # fmt: skip
         known = self._cache.get(key) if whole else None
         if known is not None:
@@ -332,6 +335,8 @@ class Measurer:
         if base is not None and ref.positions is None and cand.positions is not None:
             base = same_positions(base, ref, b, cand)[0]
         a, b = same_positions(a, ref, b, cand)
+        if base is not None and base.shape != a.shape:
+            base = repeated(base, a)[0]
         mask = self._pieces.row_mask(pair.reference, tuple(a.shape))
         metrics, rows = measure_pair(
             a, b, row_mask=mask, base=base, threads=threads, kernel=self.kernel, device=self.device

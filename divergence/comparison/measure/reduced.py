@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from divergence.comparison.align.pairs import Alignment
-from divergence.comparison.align.pieces import Pair, Piece, Pieces
+from divergence.comparison.align.pieces import Pair, Piece, Pieces, is_repeated, why_no_pair
 from divergence.comparison.results.sites import Skipped
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
@@ -94,6 +94,8 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None
     record_a, record_b = piece.record, other.record
     if a.has_bytes(record_a) and b.has_bytes(record_b):
         return None
+    if is_repeated(piece, other):
+        return f"{why_no_pair(piece, other, exactly=True)}, and one side keeps no bytes"
     if _sketch_of(a, piece, other) is not None and _sketch_of(b, other, piece) is not None:
         return None
     whole = piece.row is None and other.row is None and record_a.positions == record_b.positions
@@ -335,7 +337,7 @@ def _unmeasured(
         token_rel_l2_p99=None, token_rel_l2_max=None, worst_row=None, channel_rel_l2_max=None,
         worst_channel=None, update_rel_l2=None, update_norm=None, num_sink_tokens=0,
         rel_l2_without_sinks=None, pad_rel_l2=None, reference_nan=0, reference_inf=0,
-        candidate_nan=0, candidate_inf=0, first_nonfinite_row=None,
+        candidate_nan=0, candidate_inf=0,
     )  # fmt: skip
     nothing = np.zeros(0)
     rows = RowMetrics(rel_l2=nothing, diff=nothing, norm=nothing, update_norm=None)

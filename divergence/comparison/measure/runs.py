@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from divergence.comparison.advice import Advice
+from divergence.comparison.advice import advise
 from divergence.comparison.align.coverage import account, tokens_row
 from divergence.comparison.align.pairs import Alignment, NameMap, align, renaming, why_nothing
 from divergence.comparison.analysis import Measured, is_probe, numbers_of
@@ -114,7 +114,7 @@ def measure(
         covered=[*covered, *tokens_row(tokens)],
         missing=len(unmatched) + (0 if tokens is None else tokens.num_missing),
         notes=[*notes, *_truth_notes(against, sites)],
-        advice=Advice(a, b, against.run if against is not None and anchors else None),
+        advice=advise(a, b, against.run if against is not None and anchors else None),
     )
 
 
@@ -148,7 +148,7 @@ def measure_tensors(
         alignment=alignment,
         sites=sites,
         thresholds=thresholds,
-        advice=Advice(a, b),
+        advice=advise(a, b),
         routes=measurer.judge.routes,
         truth_samples=None if truth is None else measurer.judge.truth_samples,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),

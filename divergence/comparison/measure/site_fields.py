@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
+from divergence.comparison.align.pieces import Piece, Pieces
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.metrics import PairMetrics
+from divergence.numerics.pairs.metrics import PairMetrics, RowMetrics
 from divergence.numerics.pairs.pair import measure_pair
 from divergence.run.schema.record import Record, Summary
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["ModuleFields", "SitePlace", "identical_site", "nonfinite_in", "nonfinite_of",
+__all__ = ["ModuleFields", "SitePlace", "identical_site", "nonfinite_of", "placed",
            "shared_fields", "without_floor"]  # fmt: skip
 
 
@@ -84,17 +82,14 @@ def shared_fields(metrics: PairMetrics) -> dict[str, Any]:
     return fields
 
 
-def nonfinite_in(tensor: torch.Tensor, row_mask: torch.Tensor) -> NonfiniteCount | None:
-    """Counts of a tensor that is equal on both sides, in the rows of the mask."""
-    metrics, _ = measure_pair(tensor, tensor, row_mask=row_mask)
-    return nonfinite_of(metrics)
-
-
-def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
-    """Counts of both sides, where there is anything to count."""
+def nonfinite_of(
+    metrics: PairMetrics, rows: RowMetrics | None, pieces: Pieces, piece: Piece,
+    shape: tuple[int, ...],
+) -> NonfiniteCount | None:  # fmt: skip
+    """Counts of both sides, where there is anything to count, and the prompts that hold it."""
     if not any(_COUNTS(metrics)):
         return None
-    return NonfiniteCount(
+    counts = NonfiniteCount(
         reference_nan=metrics.reference_nan,
         reference_inf=metrics.reference_inf,
         candidate_nan=metrics.candidate_nan,
@@ -106,6 +101,27 @@ def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
         candidate_alone=metrics.candidate_alone,
         mask_alike=metrics.mask_alike,
     )
+    if rows is None or rows.nonfinite is None:
+        return counts
+    worst = rows.nonfinite == rows.nonfinite.max()
+    sample, position = pieces.locate(piece, shape, int(worst.argmax()))
+    members = pieces.members(piece, shape)
+    of_members = worst.reshape(len(members), -1).any(axis=1) if members else []
+    prompts = [member for member, holds in zip(members, of_members, strict=True) if holds]
+    return msgspec.structs.replace(counts, sample=sample, position=position, prompts=prompts)
+
+
+def placed(counts: NonfiniteCount, pieces: Pieces, piece: Piece) -> NonfiniteCount | None:
+    """``counts`` of a tensor of the reference that both sides have, without rows of padding, which
+    the statistics count, and with the place, which they do not tell."""
+    record = piece.record
+    mask = pieces.row_mask(piece, record.shape)
+    only_masked = not counts.reference_nan and counts.reference_inf == counts.reference_neginf
+    if mask is None and only_masked:
+        return counts
+    tensor = pieces.reference.read(record)
+    metrics, rows = measure_pair(tensor, tensor, row_mask=mask)
+    return nonfinite_of(metrics, rows, pieces, piece, record.shape)
 
 
 def without_floor(sites: Sequence[SiteResult]) -> list[SiteResult]:

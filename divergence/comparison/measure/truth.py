@@ -18,7 +18,6 @@ import msgspec
 from divergence.comparison.align.pairs import replayed_from
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.preflight.code import other_code
-from divergence.comparison.preflight.models import other_weights
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError, UsageError
 from divergence.run.command import command_line
@@ -66,6 +65,8 @@ class Truth:
                 hint=make,
             )
         repeated = a if manifest.like != b.id else b
+        from divergence.comparison.preflight.weights import other_weights
+
         if other_weights(repeated, manifest):
             raise IncomparableError(
                 "the truth was computed with other weights than the run it repeats",

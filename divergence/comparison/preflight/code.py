@@ -18,7 +18,7 @@ from divergence.words import letter
 
 __all__ = [
     "CodeDifference", "code_differences", "code_line", "difference_texts", "other_code",
-    "replaced_in",
+    "replaced_in", "truth_tells",
 ]  # fmt: skip
 
 _MOST = 3
@@ -95,7 +95,7 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
             CodeDifference(name=name, text=text, deliberate=deliberate, places=places, paths=paths)
         )
 
-    odd = _differing(a.odd, b.odd)
+    odd = _differing(a, b)
     only_odd = sorted(odd) if a.digest == b.digest else []
     for side, mine, other in (("reference", a, b), ("candidate", b, a)):
         for text in mine.replaced:
@@ -187,7 +187,7 @@ def other_code(a: Manifest, b: Manifest, block: str | None = None) -> list[str]:
         elif mine[name].digest != theirs[name].digest:
             differs = here
         else:
-            odd = _differing(mine[name].odd, theirs[name].odd)
+            odd = _differing(mine[name], theirs[name])
             differs = any(_lies_in(path, block) for path in odd)
         if differs:
             texts.append(name)
@@ -204,8 +204,17 @@ def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
     return texts
 
 
-def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    return [path for path in {**a, **b} if a.get(path) != b.get(path)]
+def truth_tells(a: Manifest, b: Manifest, block: str | None) -> bool:
+    """May a truth, which has A's code, tell the side? Not where the code differs, unless some was
+    replaced on B alone."""
+    replaced = bool(replaced_in(b, block)) and not replaced_in(a, block)
+    return replaced or not other_code(a, b, block)
+
+
+def _differing(a: CodeNote, b: CodeNote) -> list[str]:
+    """Modules that do not run the same code, of two notes on one class."""
+    paths = dict.fromkeys((*a.odd, *b.odd))
+    return [path for path in paths if a.odd.get(path, a.digest) != b.odd.get(path, b.digest)]
 
 
 def _lies_in(path: str, block: str | None) -> bool:

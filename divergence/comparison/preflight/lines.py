@@ -24,6 +24,7 @@ from divergence.comparison.preflight.models import (
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Switch
+from divergence.run.schema.site import starred
 
 __all__ = ["preflight"]
 
@@ -57,7 +58,7 @@ def preflight(
             template_cause(a, b),
         ),
         _generated_ids(a, b),
-        _same("dtype", _dtype(a), _dtype(b), dtypes),
+        _same("dtype", _dtype(a, b), _dtype(b, a), dtypes),
         _same("attention", attention_of(a), attention_of(b)),
         _same("batch shape", shape_of(a), shape_of(b)),
         _engines(a, b),
@@ -242,13 +243,22 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
     return _same("generated ids", shown[0], shown[1], detail, same=same)
 
 
-def _dtype(manifest: Manifest) -> str:
-    """A truth has the weights of one dtype and computes in another."""
+def _dtype(manifest: Manifest, other: Manifest) -> str:
+    """A truth has the weights of one dtype and computes in another. Parameters that have another
+    than the ``other`` run's, where most have the same, are named."""
     computed = manifest.settings.compute_dtype
     dtype = manifest.model.dtype
     if manifest.training.autocast is not None:
         dtype = f"{dtype} under autocast {manifest.training.autocast}"
-    return dtype if computed is None else f"{dtype} computed in {computed.removeprefix('torch.')}"
+    if computed is not None:
+        return f"{dtype} computed in {computed.removeprefix('torch.')}"
+    theirs = other.model.parameters if other.model.dtype == manifest.model.dtype else {}
+    odd = {
+        f"{starred(name)} {note.dtype}": None
+        for name, note in manifest.model.parameters.items()
+        if note.dtype != dtype and name in theirs and theirs[name].dtype != note.dtype
+    }
+    return ", ".join([dtype, *list(odd)[:3]])
 
 
 def _stands(switch: Switch) -> tuple[str, str]:

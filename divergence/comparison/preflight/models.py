@@ -32,7 +32,7 @@ from divergence.words import letter
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
-    "config_line", "first_difference", "match_parameters", "other_weights", "quantization_line",
+    "config_line", "first_difference", "match_parameters", "quantization_line",
     "shape_of", "tells_in_part", "template_cause", "tokenizer_cause", "weight_causes",
 ]  # fmt: skip
 
@@ -156,16 +156,6 @@ def as_far_as_told(
         return "blocking", f"{text}: {list_names(different)}"
     told = f"the {len(pairs)} parameters that both tell are equal" if pairs else "none can be told"
     return "unknown", f"{told}: not every engine tells its weights"
-
-
-def other_weights(a: Manifest, b: Manifest) -> bool:
-    """Have the two, in one dtype, weights that are not equal, as far as both tell?"""
-    ref, cand = a.model, b.model
-    if ref.dtype != cand.dtype or ref.digest == cand.digest:
-        return False
-    if not (tells_in_part(a) or tells_in_part(b)):
-        return True
-    return as_far_as_told(ref, cand, match_parameters(ref.digests, cand.digests))[0] == "blocking"
 
 
 def shape_of(manifest: Manifest) -> str:
@@ -292,9 +282,10 @@ _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _CONTEXT = 24
 
 
-def weight_causes(a: ModelIdentity, b: ModelIdentity) -> list[str]:
-    """What the names and digests of two models' weights look like."""
-    causes = (_adapters(a, b), _vocabulary(a, b), _tied(a, b), _trained(a, b))
+def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> list[str]:
+    """What the names and digests of two models' weights look like. ``guess``: what changed the
+    values is not known otherwise."""
+    causes = (_adapters(a, b), _vocabulary(a, b), _tied(a, b), _trained(a, b) if guess else None)
     return [text for text in causes if text is not None]
 
 

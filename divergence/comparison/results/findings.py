@@ -6,7 +6,7 @@ verdict of them. Everything here is frozen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,7 @@ from divergence.words import SideBothOrNeither
 __all__ = [
     "Check", "Claim", "Evidence", "Finding", "Onset", "PreflightLine", "PreflightStatus", "Role",
     "SiteKey", "Verdict", "VerdictKind", "behind_rank", "figure", "list_names", "schemes_apart",
+    "some_of",
 ]  # fmt: skip
 
 VerdictKind = Literal[
@@ -180,6 +181,15 @@ class PreflightLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _LONG = 9999.5
+
+
+def some_of(what: str, numbers: Collection[int], total: int, *, alone: bool = False) -> str:
+    """``prompts 1, 2 (of 3)``; ``alone``: a single number is so in words, too."""
+    shown = [str(number) for number in sorted(numbers)]
+    if len(shown) == 1:
+        return f"{what} {shown[0]}{' alone' if alone else ''} (of {total})"
+    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
 
 
 def figure(value: float, digits: int = 1) -> str:

@@ -16,8 +16,8 @@ from divergence.words import Side, SideOrBoth
 
 __all__ = [
     "Allowed", "Coverage", "LogitsDiff", "NonfiniteCount", "PassCoverage", "PromptRatio",
-    "SiteResult", "Skipped", "TruthDiff", "allowed_errors", "main_path", "num_rows", "onset_at",
-    "order_of",
+    "SiteResult", "Skipped", "TruthDiff", "Unexercised", "allowed_errors", "main_path", "num_rows",
+    "onset_at", "order_of",
 ]  # fmt: skip
 
 
@@ -47,6 +47,13 @@ class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True):
     mask_alike: int = 0
     """How many of ``differ`` are -inf against a number below -10,000. In a mask both mean the
     same."""
+    sample: int | None = None
+    """Prompt of the first row at which the sides disagree; of the first row with nan or inf, where
+    they agree everywhere. None where the rows are not known, or not of one prompt."""
+    position: int | None = None
+    """Token index of that row, where rows are tokens."""
+    prompts: list[int] = []
+    """All prompts with such a row, of a forward that holds several."""
 
     @property
     def total(self) -> int:
@@ -250,6 +257,31 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     def is_unmeasured(self) -> bool:
         """Do the two differ by nobody knows how much?"""
         return not self.identical and self.rel_l2 is None
+
+
+class Unexercised(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the model that no prompt reached, of which a comparison says nothing."""
+
+    what: Literal["module", "experts", "window"]
+    """A module that was never called; experts of a block that no token went to; a window of
+    attention that is longer than what was seen."""
+    name: str
+    """Of the module or block, or the key of the configuration."""
+    share: float | None = None
+    """Of a module: of all parameters of the model."""
+    size: int | None = None
+    """How many experts; the window's tokens."""
+    of: int | None = None
+    """Of how many experts; the tokens of the longest sequence."""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.what == "experts":
+            return f"{self.size} of {self.of} experts of {self.name}"
+        if self.what == "window":
+            return f"{self.name} {self.size:,} (the longest sequence has {self.of:,} tokens)"
+        return f"{self.name}, {100 * (self.share or 0):.2g}% of the parameters"
 
 
 def onset_at(site: SiteResult) -> Onset:

@@ -11,29 +11,32 @@ for, but not whose *code* is right. So a side is named only on evidence that doe
   second float64 run, made on the candidate's machine), or both sides were repeated on one machine.
 
 Where float64 tells the two sides' code apart, it names neither: by each side's code the other is
-wrong. The manifests may then name one (a forward that was replaced on one side alone). Levels that
-blame different sides contradict each other: no side.
+wrong. What the runs recorded of their code then decides as it does for ``compare``
+(analyses.code.doubt_of_code). Levels that blame different sides contradict each other: no side.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
-from divergence.comparison.preflight.code import other_code, replaced_in
+from divergence.analyses.code.find import CODE_NOT_TOLD, doubt_of_code
+from divergence.analyses.operators.find import finding_of
+from divergence.comparison.decide import RANK, check, confidence_of, decide
+from divergence.comparison.preflight.code import other_code
 from divergence.comparison.preflight.owner import TruthDisagreement, disagreement, without_pads
 from divergence.comparison.result import Report
+from divergence.comparison.results.findings import Verdict
+from divergence.comparison.results.operators import OperatorResult, OtherInput
 from divergence.experiments.localization.machine import Goal, Maker
-from divergence.experiments.result import OwnError
+from divergence.experiments.result import NEAR, OwnError, is_right_alone
 from divergence.run.reader import Run
 from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither, letter
 
-__all__ = ["NEAR", "BlamedSide", "blame", "without_side"]
+__all__ = ["BlamedSide", "blame", "decided"]
 
-NEAR = 3.0
-"""Times an ideal operator's error: nearer than that, an operator is right by itself."""
 _SIDES = ("reference", "candidate")
 _MUCH = 10.0  # times what the two codes differ by: then a tenth of the error at most is the code's
 
@@ -78,10 +81,8 @@ def blame(
     if off == blamed or (maker.one_machine and not apart):
         return BlamedSide(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
-        replaced = [bool(replaced_in(manifest, goal.block)) for manifest in (mine, theirs)]
-        return BlamedSide(
-            side=blamed, code=None if replaced == [False, True] else ", ".join(apart[:3])
-        )
+        doubt = doubt_of_code(mine, theirs, goal.block)
+        return BlamedSide(side=None if doubt else blamed, doubt=doubt)
     if blamed == "candidate":
         output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"
         return _by_both_codes(maker, goal, made, truth, output)
@@ -94,14 +95,33 @@ def blame(
     )
 
 
-def without_side(report: Report) -> Report:
-    """The last comparison names a side as well, by the truth: it is not to say more than this."""
-    verdict = report.verdict
-    if verdict.side not in _SIDES:
-        return report
-    summary = verdict.summary.replace(f", by {letter(verdict.side)}", "")
-    verdict = msgspec.structs.replace(verdict, side=None, summary=summary, confidence="low")
-    return msgspec.structs.replace(report, verdict=verdict)
+def decided(
+    deep: Report, first: OperatorResult, named: BlamedSide, *, alone: list[OwnError],
+    given: list[OtherInput],
+) -> Verdict:  # fmt: skip
+    """The verdict of the descent, which all that is printed of it says: the operator ``first`` of
+    the last comparison ``deep``, by the side that ``named`` leaves. Of an operator that is right
+    ``alone`` what it is ``given`` is the reason, where nothing else is known."""
+    operators, known = deep.operators, deep.verdict
+    assert operators is not None
+    inputs = [item for item in given[:1] if item.difference]
+    if is_right_alone(alone) and inputs and not (first.other_inputs or first.region):
+        first = replace(first, other_inputs=inputs)
+    side = operators.side if operators.side == "both" and named.side is None else named.side
+    results = [first if result.site == first.site else result for result in operators.results]
+    finding = finding_of(replace(operators, side=side, results=results))
+    verdict = decide([finding], deep.preflight).verdict
+    checks = verdict.checks
+    same_block = known.onset is not None and known.onset.block in (None, first.block)
+    if same_block and RANK[known.confidence] > RANK[verdict.confidence]:
+        checks = known.checks  # that the block is wrong is as sure as it was
+    if named.contradiction is not None:
+        checks = [*checks, check("agreement", False, "the levels blame different sides")]
+    elif named.doubt is not None:
+        checks = [*checks, CODE_NOT_TOLD]
+    texts = {fact.text for fact in finding.evidence}
+    evidence = [*finding.evidence, *(f for f in known.evidence if f.text not in texts)]
+    return replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)
 
 
 def _off_alone(errors: list[OwnError]) -> str | None:
@@ -129,17 +149,15 @@ def _by_both_codes(
     first = apart.first
     if first is None or _is_small(first, truth, other, made["candidate"], output):
         return BlamedSide(side="candidate")
-    notes = {side: replaced_in(made[side].manifest, goal.block) for side in _SIDES}
-    if notes["candidate"] and not notes["reference"]:
+    manifests = made["reference"].manifest, made["candidate"].manifest
+    doubt = doubt_of_code(*manifests, goal.block)
+    if doubt is None and all(manifest.model.code for manifest in manifests):
         return BlamedSide(side="candidate", code=first.site)
-    doubt = (
-        f"the two sides' code is not the same: in float64 {first}. By A's code "
-        "B is wrong, by B's A; which code is right no truth "
-        "can tell"
+    return BlamedSide(
+        doubt=f"the two sides' code is not the same: in float64 {first}. By A's code B is wrong, "
+        f"by B's A; {doubt or 'which code is right no truth can tell'}",
+        code=first.site,
     )
-    if notes["reference"]:
-        doubt += f". A's code was replaced: {', '.join(notes['reference'][:3])}"
-    return BlamedSide(doubt=doubt, code=first.site)
 
 
 def _is_small(apart: TruthDisagreement, truth: Run, other: Run, run: Run, output: str) -> bool:

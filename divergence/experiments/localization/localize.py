@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from divergence.analyses.operators.find import onset_result
+from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.comparison.api import compare
 from divergence.comparison.preflight.owner import TruthDisagreement, disagreement
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Onset, Verdict
 from divergence.comparison.results.operators import OperatorResult
 from divergence.errors import UsageError
-from divergence.experiments.localization.blamed import NEAR, blame, without_side
+from divergence.experiments.localization.blamed import blame, decided
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.localization.proof import (
     errors_alone,
@@ -37,7 +37,7 @@ from divergence.experiments.localization.proof import (
     reproduce,
     stands_alone,
 )
-from divergence.experiments.result import Level, Localization
+from divergence.experiments.result import NEAR, Level, Localization
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
@@ -148,7 +148,7 @@ def _descend(
         report = compare(a, b, truth=true_run, progress=maker.tell)
     done = replace(
         done,
-        levels=[Level.of_report("block", report)],
+        levels=[Level.of("block", report.verdict)],
         truth=None if true_run is None else str(true_run.path),
     )
     chosen, why = _choose(report, block)
@@ -189,9 +189,15 @@ def _descend(
         return replace(done, stopped=text)
     maker.tell("localize", 3, 4, "operators")
     deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=maker.tell)
-    levels = [*done.levels, Level.of_modules(deep, chosen), Level.of_operators(deep)]
-    done = replace(done, report=deep, levels=[level for level in levels if level is not None])
-    first = None if deep.operators is None else onset_result(deep.operators)
+    operators = deep.operators
+    levels = [*done.levels, Level.of_modules(deep, chosen)]
+    levels += [] if operators is None else [Level.of("operator", finding_of(operators))]
+    blamed = deep.verdict.side
+    done = replace(
+        done, report=deep, levels=[level for level in levels if level is not None],
+        side=blamed if blamed == "reference" or blamed == "candidate" else None,
+    )  # fmt: skip
+    first = None if operators is None else onset_result(operators)
     if first is not None:
         return _at_operator(done, maker, goal, made, ops_truth, deep, first, verdict=report.verdict)
     if not alike:
@@ -200,7 +206,7 @@ def _descend(
             "and are no pairs, so modules are as deep as this goes"
         )
         return replace(done, stopped=text)
-    notes = [] if deep.operators is None else deep.operators.notes
+    notes = [] if operators is None else operators.notes
     text = "; ".join([f"no operator of {chosen} is beyond its limit", *notes])
     if onset is not None and onset.phase == "backward" and of_parameter(onset.site):
         text += (
@@ -228,6 +234,7 @@ def _at_operator(
     causal = None
     if named.side is not None and repeated and whole:
         causal = prove(maker, goal, made, truth, deep, first, named.side)
+    given = given_to(made, first, deep.operators.pass_)
     guilty, other = _SIDES if (named.side or blamed) == "reference" else _SIDES[::-1]
     wrong = any(own.times > NEAR for own in alone) or not alone
     repro = repro_other = None
@@ -242,10 +249,10 @@ def _at_operator(
         contradiction=named.contradiction,
         doubt=named.doubt,
         code=named.code,
-        report=deep if named.side is not None else without_side(deep),
+        report=replace(deep, verdict=decided(deep, first, named, alone=alone, given=given)),
         alone=alone,
         causal=causal,
-        given=given_to(made, first, deep.operators.pass_),
+        given=given,
         repro=repro,
         repro_other=repro_other,
     )

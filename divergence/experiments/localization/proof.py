@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from divergence.analyses.operators.operands import given_inputs
+from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.api import compare
 from divergence.comparison.calls.graph import CallNode, forwards_of
 from divergence.comparison.result import Report
@@ -137,6 +137,7 @@ def reproduce(
         repro(
             made[side], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
             force=True, operators=maker.namespaces,
+            called=operands_text(first.other_operands, side),
         )  # fmt: skip
     except DivergenceError as error:
         maker.tell("note", 0, None, f"no reproducer of {path}: {error.message}")

@@ -183,7 +183,7 @@ class _Block:
             "numel": n, "num_finite": n, "num_rows": self.rows, "num_masked": 0,
             "ulp_format": None if form is None else form.name, "pad_rel_l2": None,
             "reference_nan": 0, "reference_inf": 0, "candidate_nan": 0, "candidate_inf": 0,
-            "first_nonfinite_row": None, "update_rel_l2": None, "update_norm": None,
+            "update_rel_l2": None, "update_norm": None,
         }  # fmt: skip
         lists = [x.tolist() if isinstance(x, np.ndarray) else x for x in columns.values()]
         names = tuple(columns)

@@ -21,13 +21,15 @@ class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
 
     ``rel_l2``: ‖d_t‖/‖a_t‖, nan where the row is masked or has no element finite on both
     sides. ``diff``: ‖d_t‖, which is known where ‖a_t‖ is 0. ``norm``: ‖a_t‖. ``update_norm``:
-    ‖a_t - base_t‖, None without base.
+    ‖a_t - base_t‖, None without base. ``nonfinite``: 0 where all of an unmasked row is finite, 1
+    where both sides agree at each nan and inf, 2 where they do not; None where no row has any.
     """
 
     rel_l2: np.ndarray
     diff: np.ndarray
     norm: np.ndarray
     update_norm: np.ndarray | None
+    nonfinite: np.ndarray | None = None
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,12 +67,11 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     update_rel_l2 = ‖d‖/‖a - base‖, update_norm = ‖a - base‖; None without base.
     Sinks: rows with ‖a_t‖ > 10 · median; rel_l2_without_sinks is None where there are none.
     pad_rel_l2: rel_l2 of the masked rows alone, None where none is masked (num_masked: rows).
-    reference_nan ... candidate_inf: counts in the unmasked rows; first_nonfinite_row: the
-    first row with any, on either side. Of the infinities ``*_neginf`` are those below;
-    nonfinite_differ: places where the sides do not agree in kind or sign, ``*_alone`` those of
-    them where the other side is finite, mask_alike those where -inf stands against a finite value
-    that means the same in a mask (numerics.pairs.sums). identical: same dtype, shape and bytes,
-    masked or not.
+    reference_nan ... candidate_inf: counts in the unmasked rows. Of the infinities ``*_neginf``
+    are those below; nonfinite_differ: places where the sides do not agree in kind or sign,
+    ``*_alone`` those of them where the other side is finite, mask_alike those where -inf stands
+    against a finite value that means the same in a mask (numerics.pairs.sums). identical: same
+    dtype, shape and bytes, masked or not.
     numel: elements of the unmasked rows; num_finite: those of them that were measured.
     What is estimated from sketches (numerics.summaries.estimate) leaves None what needs elements.
     Complex tensors are measured as their components; max_abs is a component's, the values
@@ -113,7 +114,6 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     reference_inf: int
     candidate_nan: int
     candidate_inf: int
-    first_nonfinite_row: int | None
     reference_neginf: int = 0
     candidate_neginf: int = 0
     nonfinite_differ: int = 0

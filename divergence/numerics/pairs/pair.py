@@ -124,9 +124,12 @@ class _Pair:
         self.block = block
         self.row_a, self.row_d, self.row_update = np.zeros((3, self.a.num_rows))
         self.row_finite = np.zeros(self.a.num_rows, bool)
+        self.row_nonfinite = np.zeros(self.a.num_rows, np.uint8)
 
     def _sums(self, rows: Rows) -> Sums:
-        arrays = (self.row_a, self.row_d, self.row_update, self.row_finite)
+        arrays = (
+            self.row_a, self.row_d, self.row_update, self.row_finite, self.row_nonfinite
+        )  # fmt: skip
         if self.there is not None:
             sums = Sums(self.a, self.b, self.base, dtype=self.dtype, rows=arrays)
             return self.there.gather(sums, rows)
@@ -153,6 +156,7 @@ class _Pair:
         pad_rel_l2 = None
         if len(self.row_a[self.padded]):
             self._sums(self.padded)
+            self.row_nonfinite[self.padded] = 0
             pad_rel_l2 = root_ratio(self.row_d[self.padded].sum(), self.row_a[self.padded].sum())
         row_a, row_d = self.row_a[self.real], self.row_d[self.real]
         a2, d2 = float(row_a.sum()), float(row_d.sum())
@@ -198,7 +202,6 @@ class _Pair:
             reference_alone=sums.nonfinite["a_alone"],
             candidate_alone=sums.nonfinite["b_alone"],
             mask_alike=sums.nonfinite["mask_alike"],
-            first_nonfinite_row=None if sums.first_nonfinite_row < 0 else sums.first_nonfinite_row,
             **self._largest(sums, shape),
             **self._ulp(sums, ulp_form, a2),
             **_token_metrics(per_row),
@@ -216,6 +219,7 @@ class _Pair:
             diff=np.where(np.isnan(rel_l2), math.nan, diff),
             norm=norm,
             update_norm=update,
+            nonfinite=self.row_nonfinite if self.row_nonfinite.any() else None,
         )
 
     def _angle(self, sums: Sums, a2: float, d2: float) -> tuple[float, float, float, float]:

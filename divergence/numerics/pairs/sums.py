@@ -27,8 +27,8 @@ import numpy as np
 
 from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, column_dots, row_dots
 
-__all__ = ["HIGH", "LOW", "NEVER", "NONFINITE", "TOP_HIGH", "TOP_LOW", "Sums", "channel_ratios",
-           "count_nonfinite", "gather", "ratio", "root_ratio", "root_ratios", "tiles"]  # fmt: skip
+__all__ = ["APART", "HIGH", "LOW", "NEVER", "NONFINITE", "TOP_HIGH", "TOP_LOW", "Sums",
+           "channel_ratios", "gather", "ratio", "root_ratio", "root_ratios", "tiles"]  # fmt: skip
 
 
 LOW, HIGH = 2.0**-70, 2.0**100
@@ -43,13 +43,12 @@ class Sums:
         self, a: Grid, b: Grid, base: Grid | None, *, dtype: type, rows: tuple[np.ndarray, ...]
     ) -> None:
         self.a, self.b, self.base = a, b, base
-        self.row_a, self.row_d, self.row_update, self.row_finite = rows
+        self.row_a, self.row_d, self.row_update, self.row_finite, self.row_nonfinite = rows
         self.col_a, self.col_d = np.zeros((2, a.num_cols))
         self.product = self.product_squares = 0.0  # P, Q
         self.max_abs, self.max_at = 0.0, -1  # -1: no difference yet
         self.nonfinite = dict.fromkeys(NONFINITE, 0)
         self.num_finite = 0
-        self.first_nonfinite_row = -1
         self._dtype = dtype
         self._buffers: np.ndarray = np.empty(
             (4, min(BLOCK, max(1, a.num_rows * a.num_cols))), dtype
@@ -106,11 +105,7 @@ class Sums:
         a, b = (grid.load(rows, cols, np.empty(BLOCK)).copy() for grid in (self.a, self.b))
         keep = np.isfinite(a) & np.isfinite(b)
         if not keep.all():
-            for name, count in count_nonfinite(a, b, scale=self.a.scale).items():
-                self.nonfinite[name] += count
-            bad = _numbers(rows)[~keep.all(axis=1)]
-            if self.first_nonfinite_row < 0 or bad[0] < self.first_nonfinite_row:
-                self.first_nonfinite_row = int(bad[0])
+            self.count_nonfinite(rows, a, b)
             a[~keep] = 0.0
             b[~keep] = 0.0
         self.num_finite += int(np.count_nonzero(keep))
@@ -125,6 +120,15 @@ class Sums:
             usable = keep & np.isfinite(base)
             update = np.where(usable, a - base, 0.0)
             self.row_update[rows] += row_dots(update, update)
+
+    def count_nonfinite(self, rows: Rows, a: np.ndarray, b: np.ndarray) -> None:
+        """Take in what is not finite in one block, and which of its rows hold it."""
+        counts, apart = _count_nonfinite(a, b, scale=self.a.scale)
+        for name, count in counts.items():
+            self.nonfinite[name] += count
+        finite = (np.isfinite(a) & np.isfinite(b)).all(axis=1)
+        seen = np.where(apart.any(axis=1), APART, np.where(finite, 0, ALIKE))
+        self.row_nonfinite[rows] = np.maximum(self.row_nonfinite[rows], seen)
 
     def _gather(
         self,
@@ -181,8 +185,6 @@ class Sums:
             self.nonfinite[name] += count
         if other.max_abs > self.max_abs:
             self.max_abs, self.max_at = other.max_abs, other.max_at
-        if self.first_nonfinite_row < 0:
-            self.first_nonfinite_row = other.first_nonfinite_row
 
 
 def tiles(rows: Rows, num_cols: int, *, block: int = BLOCK) -> list[tuple[Rows, slice]]:
@@ -228,11 +230,15 @@ NONFINITE = (
 places where the sides do not agree; ``a_alone``: of them, those where b is finite."""
 
 NEVER = -10_000.0
+ALIKE, APART = 1, 2
+"""Of a row that holds nan or inf: the sides agree at each, or not (``mask_alike`` is agreement)."""
 
 
-def count_nonfinite(a: np.ndarray, b: np.ndarray, *, scale: float = 1.0) -> dict[str, int]:
-    """The counts of one block, by the names of ``NONFINITE``; its values were multiplied by
-    ``scale``."""
+def _count_nonfinite(
+    a: np.ndarray, b: np.ndarray, *, scale: float
+) -> tuple[dict[str, int], np.ndarray]:
+    """The counts of one block by the names of ``NONFINITE``, and the elements at which the sides
+    do not agree; the block's values were multiplied by ``scale``."""
     counts: dict[str, int] = {}
     nan, low, high, finite = {}, {}, {}, {}
     for side, x in (("a", a), ("b", b)):
@@ -249,7 +255,7 @@ def count_nonfinite(a: np.ndarray, b: np.ndarray, *, scale: float = 1.0) -> dict
     with np.errstate(invalid="ignore"):
         never = (low["a"] & finite["b"] & (b <= most)) | (low["b"] & finite["a"] & (a <= most))
     counts["mask_alike"] = int(never.sum())
-    return counts
+    return counts, differ & ~never
 
 
 def ratio(x: float, y: float) -> float:

@@ -144,7 +144,6 @@ def estimate_pair(
         reference_inf=0,
         candidate_nan=0,
         candidate_inf=0,
-        first_nonfinite_row=None,
     )
     rows = RowMetrics(
         rel_l2=per_row,

@@ -41,10 +41,14 @@ def title_of(
     stores: Mapping[str, float | None] | None = None,
     *,
     shown: Callable[[str], str] = str,
+    called: str = "",
 ) -> str:
     """One line: the operator, its dtypes and shapes, and what is said of it. ``stores``: by port,
-    the error of storing the truth alone; ``shown``: how words of a run are written."""
+    the error of storing the truth alone; ``shown``: how words of a run are written; ``called``:
+    with which other arguments than on the other side."""
     what = f"{shown(call.operator)} ({shown(_signature(call))})"
+    if called:
+        return f"{what}: called with {shown(called)}"
     if len(sides) < 2:
         difference = sides[0].from_truth.get("out")
         store = (stores or {}).get("out")
@@ -71,10 +75,11 @@ def report_text(
     site: str,
     where: str,
     truth: str | None,
+    called: str = "",
 ) -> str:
     """The report. ``stores``: by port the error of storing the truth alone. ``truth``: what
-    computed it, as markdown, or None where there is none."""
-    title = title_of(call, sides, stores, shown=code_span)
+    computed it, as markdown, or None where there is none. ``called``: as in ``title_of``."""
+    title = title_of(call, sides, stores, shown=code_span, called=called)
     lines = [f"# {title}", "", *_summary(sides, truth), ""]
     called = "" if call.source is None else f", called from {code_span(call.source)}"
     lines += [

@@ -74,6 +74,7 @@ def repro(
     model: str | Path | None = None,
     trust_remote_code: bool = False,
     operators: Sequence[str] = (),
+    called: str = "",
     force: bool = False,
     progress: Progress | None = None,
 ) -> Reproducer:
@@ -82,7 +83,8 @@ def repro(
     ``against``: a run of the other machine, best a replay of ``run``; its figures stand beside
     this run's. ``truth``: a float64 replay of ``run``; else it is computed here. ``sample``,
     ``step``: which call; by default the one that differs most from ``against``, else the first.
-    ``model``, ``operators``: as in ``replay``.
+    ``model``, ``operators``: as in ``replay``. ``called``: for the title, what the call is given
+    that the other side's is not, where that is the fault.
 
     Raises UsageError for a site that is no operator's or not there, for operators that cannot run
     alone, for runs that do not belong together and where ``against`` was given other inputs or
@@ -115,7 +117,7 @@ def repro(
             sides.append(_other_side(source, other, call, operands, expected, true))
         sides = _told_apart(sides, source, other)
         stores = {port: store_error(true[port], expected[port].dtype) for port in true}
-        title = title_of(call.call, sides, stores)
+        title = title_of(call.call, sides, stores, called=called)
         device = (other or source).manifest.environment.device_type
         text = script_text(
             call.call, source.manifest, expected,
@@ -131,7 +133,7 @@ def repro(
         call.call, sides, stores,
         site=call.first.site,
         where=f"{pass_} pass, sample {call.first.sample}, step {call.first.step}",
-        truth=made_by,
+        truth=made_by, called=called,
     )  # fmt: skip
     inputs = dict(zip(operand_names(call.call), operands, strict=True))
     files = _write(out, text, report, inputs, expected, true)

@@ -24,11 +24,13 @@ import torch
 
 from divergence.numerics.formats import format_named, format_of
 from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.parameters import parameter_note
 from divergence.recording.engines.placement import weights_of
 from divergence.recording.model.code import code_notes
 from divergence.recording.model.quantization import quantization_of
 from divergence.run.schema.fingerprint import digest_json, digest_many, digest_tensor, digest_text
 from divergence.run.schema.manifest import CodeNote, ConfigValue, ModelIdentity
+from divergence.run.schema.provenance import ParameterNote
 
 __all__ = ["MAX_CONFIG_BYTES", "chat_example", "config_values", "identify", "tokenizer_digest",
            "usual_dtype", "without_home"]  # fmt: skip
@@ -56,6 +58,7 @@ def identify(
     state = dict(_stored(loaded))
     digests: dict[str, str] = {}
     narrowed: dict[str, dict[str, str]] = {}
+    notes: dict[str, ParameterNote] = {}
     sizes = {
         name: (format_of(tensor.dtype).name, tensor.numel())
         for name, tensor in state.items()
@@ -75,14 +78,23 @@ def identify(
         if silent:
             continue  # it took part in putting the weight together; the first rank's word counts
         digests[name] = digest_tensor(tensor)
+        note = parameter_note(tensor, digests[name])
+        if note is not None:
+            notes[name] = note
         for target in _NARROWER.get(dtype, ()):
             digest = digests[name]
             if tensor.is_floating_point() and not _stays_wide(module, name, target):
-                digest = digest_tensor(tensor.to(format_named(target).torch_dtype))
+                known: dict[str, str] = {}
+                if note is not None:
+                    known = {str(form): digest for form, digest in note.rounded.items()}
+                    known[note.form] = note.values
+                digest = known.get(target) or digest_tensor(
+                    tensor.to(format_named(target).torch_dtype)
+                )
             narrowed.setdefault(target, {})[name] = digest
     if ranks is not None and pipeline:
-        for theirs, wide, counts in ranks.gather((digests, narrowed, numels)):
-            digests = theirs | digests
+        for theirs, wide, counts, told in ranks.gather((digests, narrowed, numels, notes)):
+            digests, notes = theirs | digests, told | notes
             numels = counts | numels
             for target, values in wide.items():
                 narrowed[target] = values | narrowed.get(target, {})
@@ -103,6 +115,7 @@ def identify(
         num_parameters=sum(numels.values()),
         digest=digest_many(digests),
         digests=digests,
+        parameters=notes,
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
         dequantized=_dequantized(loaded),
         quantization=quantization_of(module, loaded.quantization),

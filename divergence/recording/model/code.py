@@ -36,6 +36,7 @@ from divergence.recording.model.replacement import (
     wrappers_of,
 )
 from divergence.recording.model.source import (
+    around,
     chains,
     digest_of,
     file_of,
@@ -97,7 +98,8 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
     if not any(reader.functions for reader in seen.values()):
         return None  # a container: no forward of its own
     digests = {path: reader.digest for path, reader in readers.items()}
-    usual = Counter(digests.values()).most_common(1)[0][0]
+    own = [reader.digest for reader in readers.values() if not (reader.replaced or reader.hooked)]
+    usual = Counter(own or digests.values()).most_common(1)[0][0]
     first = next(reader for reader in seen.values() if reader.digest == usual)
     places: dict[str, list[str]] = {}
     for path, reader in readers.items():
@@ -117,7 +119,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
         compiled="; ".join(_of_all(text, n, len(modules)) for text, n in compiled.items()) or None,
         places=sorted({starred(path) for path in modules}),
         attributes=attributes_of(modules),
-        odd={path: digest for path, digest in digests.items() if digest != usual},
+        odd={path: digest for path, digest in digests.items() if not own or digest != usual},
     )
 
 
@@ -152,7 +154,9 @@ class _Reader:
         forward = original_forward(module)
         if forward is not None or _has_forward(kind):
             self._method("forward", forward)
-        for name, hook in hooks_of(module).items():
+        hooks = hooks_of(module)
+        self.hooked = bool(hooks)
+        for name, hook in hooks.items():
             self._outside(name, hook)
         # which implementation of attention was asked for is a setting: no other code of the class
         chosen = {n: d for n, d in self.functions.items() if not n.endswith("]")}
@@ -164,8 +168,12 @@ class _Reader:
         declared_ = None if definer is None else definer.__dict__[name]
         value = own if name == "forward" else self._module.__dict__.get(name)
         on_instance = value is not None
-        if on_instance and innermost(value) is innermost(_plain(declared_)) is not None:
-            on_instance, value = False, None  # bound once more: the class' own
+        chain = layers(value)
+        own_chain = layers(_plain(declared_))
+        added = [layer for layer in chain if layer not in own_chain and not is_library(layer)]
+        is_own = bool(chain and own_chain) and chain[-1] is own_chain[-1]
+        if is_own and not (added or self._parts(name, value)):
+            on_instance = False  # bound once more: the class' own
         function = value if on_instance else _plain(declared_)
         chain = layers(function)
         if not chain:
@@ -177,10 +185,13 @@ class _Reader:
         inner = chain[-1]
         if name == "forward":
             self.origin = _origin(inner)
-        other = chain[0] if on_instance else put_in_place(chain, definer, name)
-        if other is not None:
+        if on_instance:
+            parts = " and ".join(self._parts(name, function))
+            self._say(name, parts if is_own and not added else put_by((added or chain)[0]))
+        elif (other := put_in_place(chain, definer, name)) is not None:
             self._say(name, put_by(other))
         self._read(name, chain, follow=True)
+        self._surround(name, function)
 
     def _say(self, name: str, by: str) -> None:
         self.replaced.append(f"{self._kind.__name__}.{name} was replaced by {by}")
@@ -198,6 +209,19 @@ class _Reader:
         self.functions[name] = digest_of(inner, node)
         if follow and node is not None:
             self._follow(inner, node)
+
+    def _surround(self, name: str, function: Any) -> None:
+        parts = self._parts(name, function)
+        self.functions |= {f"{name} ({by})": digest for by, digest in parts.items()}
+
+    @staticmethod
+    def _parts(name: str, function: Any) -> dict[str, str]:
+        """That a whole forward is compiled stands in a line of its own."""
+        return {
+            by: digest
+            for by, digest in around(function).items()
+            if (name, by) != ("forward", "torch.compile")
+        }
 
     def _outside(self, name: str, function: Any) -> None:
         chain = layers(function)
@@ -276,6 +300,7 @@ class _Reader:
             return  # torch's version tells
         same_file = inner.__code__.co_filename == self._file
         self._read(name, chain, follow=same_file or not is_library(inner))
+        self._surround(name, value)
 
 
 def _plain(value: Any) -> Any:

@@ -23,8 +23,8 @@ from typing import Any
 from divergence.run.schema.fingerprint import digest_text
 
 __all__ = [
-    "chains", "declared", "digest_of", "file_of", "innermost", "is_library", "layers", "place_of",
-    "syntax_of",
+    "around", "chains", "declared", "digest_of", "file_of", "innermost", "is_library", "layers",
+    "place_of", "syntax_of",
 ]  # fmt: skip
 
 _LIBRARIES = (
@@ -33,6 +33,7 @@ _LIBRARIES = (
 )  # fmt: skip
 """Packages whose files are named by module alone: version and module say which line."""
 _SKIPPED = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
+_PLAIN = (float, int, bool, str, type(None))
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -48,11 +49,33 @@ def layers(function: Any) -> list[types.FunctionType]:
         if compiled is not None:  # torch.compile(function): what was compiled
             function = compiled
             continue
-        if not isinstance(function, types.FunctionType):
+        if type(function) is not types.FunctionType:  # a proxy passes for what it wraps
             break
         functions.append(function)
         function = function.__dict__.get("__wrapped__")
     return functions
+
+
+def around(function: Any) -> dict[str, str]:
+    """What ``layers`` looks through and yet changes what runs, with a digest: plain arguments that
+    a partial binds, and compilation."""
+    parts: dict[str, str] = {}
+    for _ in range(20):
+        if isinstance(function, functools.partial):
+            bound = [*enumerate(function.args), *sorted(function.keywords.items())]
+            if texts := [f"{key}={value!r}" for key, value in bound if type(value) in _PLAIN]:
+                parts["functools.partial"] = digest_text(" ".join(texts))
+            function = function.func
+            continue
+        function = getattr(function, "__func__", function)
+        compiled = getattr(function, "_torchdynamo_orig_callable", None)
+        if compiled is None:
+            function = getattr(function, "__dict__", {}).get("__wrapped__")
+        else:
+            if not getattr(function, "_torchdynamo_disable", False):
+                parts["torch.compile"] = ""
+            function = compiled
+    return parts
 
 
 def innermost(function: Any) -> types.FunctionType | None:
@@ -151,8 +174,7 @@ def _plain_values(function: types.FunctionType) -> dict[str, str]:
         value = function.__globals__.get(name)
         if type(value) in kinds:
             values[f"global {name}"] = value
-    plain = (float, int, bool, str, type(None))
-    return {name: repr(value) for name, value in values.items() if type(value) in plain}
+    return {name: repr(value) for name, value in values.items() if type(value) in _PLAIN}
 
 
 @functools.lru_cache(maxsize=4096)

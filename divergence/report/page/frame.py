@@ -63,11 +63,18 @@ def opening(
     said = el(
         "div",
         el("p", mark, word, class_="badge") if word else None,
-        el("h1", name(title[:1].upper() + title[1:]), class_="long" if len(title) > 110 else None),
+        el("h1", name(_capital(title)), class_="long" if len(title) > 110 else None),
         facts(rows, class_="facts verdict-facts") if rows else None, *more,
     )  # fmt: skip
     content = said if beside is None else el("div", said, beside, class_="opening")
     return el("section", content, *below, class_=f"verdict {standing}", id=id, aria_label=label)
+
+
+def _capital(sentence: str) -> str:
+    """A sentence's first word begins with a capital letter, unless it is a name: of a module, a
+    task or a file."""
+    word = sentence.partition(" ")[0].rstrip(",:;")
+    return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
 
 
 def _word_and_sentence(line: Line) -> tuple[str, str]:

@@ -10,8 +10,8 @@ from divergence.html.element import Element, Node, el
 from divergence.html.parts import Section, facts, name, prose_block
 from divergence.layout import Line, count
 from divergence.report.page.frame import next_commands, opening
-from divergence.report.screen import compared_lines, settings_lines, token_lines, visible_lines
-from divergence.report.summary import headline, verdict_lines
+from divergence.report.screen import compared_lines, settings_lines, token_lines
+from divergence.report.summary import headline, verdict_lines, visible_lines
 from divergence.words import HEADLINES
 
 __all__ = ["STANDINGS", "findings_section", "policy", "verdict"]

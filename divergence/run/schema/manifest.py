@@ -20,6 +20,7 @@ from divergence.run.schema.provenance import (
     CompiledNote,
     EngineNote,
     EngineValue,
+    ParameterNote,
     QuantizationNote,
     Training,
 )
@@ -86,6 +87,8 @@ class ModelIdentity(_Strict, kw_only=True):
     rounded_digests: dict[str, str] = {}
     """By narrower dtype: the overall digest of the same weights rounded to it. So a float32 run and
     a bfloat16 run of one checkpoint can be recognised as such."""
+    parameters: dict[str, ParameterNote] = {}
+    """Of floating-point ones, what else tells how two that differ belong together."""
     dequantized: dict[str, str] = {}
     """Of modules whose codes were dequantised as they were loaded: the digest of the weight."""
     quantization: QuantizationNote | None = None
@@ -286,6 +289,8 @@ class Plan(_Strict, kw_only=True):
     """Number of calls that were not recorded or not run again, by reason."""
     modules: dict[str, ModuleNote] = {}
     """Every hooked module, by path."""
+    not_called: dict[str, Count] = {}
+    """Outermost modules that the free pass never called, with their number of parameters."""
     compiled: dict[str, CompiledNote] = {}
     """Modules that were given to ``torch.compile``, by path."""
 

@@ -10,8 +10,19 @@ import msgspec
 from divergence.run.schema.record import Count
 
 __all__ = [
-    "ArithmeticFact", "Calibration", "CodeNote", "CompiledNote", "EngineNote", "EngineValue",
-    "QuantizationNote", "QuantizedNumbers", "QuantizedScheme", "Training",
+    "NUM_SUMS",
+    "ArithmeticFact",
+    "Calibration",
+    "CodeNote",
+    "CompiledNote",
+    "EngineNote",
+    "EngineValue",
+    "ParameterNote",
+    "QuantizationNote",
+    "QuantizedNumbers",
+    "QuantizedScheme",
+    "Training",
+    "ValuesForm",
 ]  # fmt: skip
 
 EngineValue = bool | int | float | str | None
@@ -66,7 +77,8 @@ class CodeNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     compiled: str | None = None
     """What compiled it."""
     odd: dict[str, str] = {}
-    """Modules of this class that run other code than most, each with its digest."""
+    """Modules of this class that run other code than the class' own, each with its digest: all of
+    them where none runs that."""
     places: list[str] = []
     """Paths of the modules, with ``*`` for the numbers in them."""
     attributes: dict[str, str] = {}
@@ -348,3 +360,27 @@ class ArithmeticFact(
     def answer(self) -> tuple[str, str | None]:
         """Equal for equal findings."""
         return (self.value, self.digest)
+
+
+ValuesForm = Literal["bfloat16", "float16", "float32", "float64"]
+NUM_SUMS = 4
+"""Sums of each of three kinds in ``ParameterNote.sums``."""
+
+
+class ParameterNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One floating-point parameter or buffer."""
+
+    dtype: str
+    shape: list[Count]
+    form: ValuesForm
+    """The narrowest format that holds its values exactly, bfloat16 before float16."""
+    values: str
+    """xxh3-128 of the values in that format: equal for equal values, whatever their dtype."""
+    rounded: dict[ValuesForm, str] = {}
+    """By narrower format: xxh3-128 of the values rounded to it."""
+    norm: float
+    sums: Annotated[list[float], msgspec.Meta(min_length=3 * NUM_SUMS, max_length=3 * NUM_SUMS)]
+    """Sums with signs that are the same on every machine: four by column, four by row, four by
+    both. Those by column are the same for any order of rows, and the other way round."""
+    levels: Count | None = None
+    """Its first numbers are whole multiples of one step, up to so many: it was quantised."""

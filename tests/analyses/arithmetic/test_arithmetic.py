@@ -167,6 +167,8 @@ def test_formats_that_the_runs_do_not_use_are_left_out():
     """A bfloat16 model does not round in float16; probes compare everything."""
     one, two = (order(value, 1000, "float16") for value in ("a", "b"))
     assert explain_arithmetic(manifest(one, FULL), manifest(two, FULL)).num_differ == 0
+    (line,) = explain_arithmetic(manifest(one, FULL), manifest(two, FULL)).lines
+    assert (line.reference, line.candidate) == ("1 of 2 facts", "1 fact")  # inspect says 2
     probes = manifest(one, source="probe"), manifest(two, source="probe")
     assert explain_arithmetic(*probes).num_differ == 1
 

@@ -6,7 +6,10 @@ import itertools
 
 import pytest
 
+from divergence.analyses.blocks import onset
 from divergence.analyses.blocks.onset import checks_of
+from divergence.analyses.blocks.suspects import Family
+from divergence.analyses.blocks.units import Unit
 from divergence.comparison.decide import RANK, check, confidence_of
 from divergence.comparison.results.findings import Check
 
@@ -39,3 +42,16 @@ def test_a_truth_that_agrees_does_not_lower_the_confidence_of_a_fault():
     assert confidence_of(checks_of(unit)) == "high"
     unit.blame = Blame("both", "both", 7.0, 1.0, 6.0, None)
     assert confidence_of(checks_of(unit)) == "medium"
+
+
+@pytest.mark.parametrize("usage", [0.0, 0.8, 3.0])
+def test_what_is_beyond_its_limit_is_so_by_more_than_it(usage):
+    """A truth may use less of its limits than the two sides' difference does of its own."""
+    kind = ("block", "", "out", "Block", "prefill")
+    members = [
+        Unit(f"layers.{number}:out", "anchored", "prefill", kind,
+             limit_usage=usage, between=2.0 + number, why="typical")
+        for number in range(5)
+    ]  # fmt: skip
+    evidence = onset._family_evidence(Family("Block", members, 5))
+    assert evidence.text == "5 of 5 Block are beyond their limit, the least by 2.0 ×"

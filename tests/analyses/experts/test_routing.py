@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import functools
 import json
+from functools import partial
 
 import pytest
 import torch
+import transformers
 
 from divergence.analyses.blocks.show import prompt_usage
 from divergence.comparison.api import compare
 from divergence.comparison.rerouted import free_routes_differ
-from divergence.comparison.routers import explained_choices
+from divergence.comparison.routers import Flips, explained_choices
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -48,6 +50,45 @@ def recorded(tmp_path_factory):
         return made[key]
 
     return make
+
+
+def without(module, forward, field, value, *args):
+    """What the router makes with another value of one of its fields, which is put back."""
+    before = getattr(module, field)
+    setattr(module, field, value)
+    try:
+        return forward(*args)
+    finally:
+        setattr(module, field, before)
+
+
+def deepseek(folder, field, value):
+    """Runs of a small DeepSeek with a trained bias in its routers, of one whose routers have
+    ``field`` = ``value``, and the first's truth."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, intermediate_size=128, moe_intermediate_size=32, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=4, topk_group=1, n_shared_experts=1, first_k_dense_replace=1,
+        kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        initializer_range=0.08,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)
+    model.save_pretrained(folder / "model")
+    prompts = [[(7 * i * i + 3 * i + n * 11) % 500 + 6 for i in range(24)] for n in range(2)]
+    a = capture(str(folder / "model"), out=folder / "a", prompts=prompts, max_new_tokens=2,
+                dtype="float32", probe=False)  # fmt: skip
+
+    def prepare(loaded):
+        for name, module in loaded.named_modules():
+            if name.endswith(".mlp.gate"):
+                module.forward = partial(without, module, module.forward, field, value)
+
+    b = capture(like=a, out=folder / "b", prepare=prepare, probe=False)
+    return a, b, make_truth(a, out=folder / "truth")
 
 
 def one_expert(change):
@@ -384,16 +425,67 @@ def third_with_bias(logits, experts):
     return (logits + bias).topk(3, -1).indices[:, [0, 2] if len(logits) == 1 else [0, 1]]
 
 
-def test_where_most_tokens_went_elsewhere_nothing_is_claimed_with_confidence(recorded, tmp_path):
-    """Where not the logits decide, but a bias beside them, nothing tells a wrong choice from one of
-    rounding: most of a block was not judged, which is said."""
+@pytest.mark.parametrize("decode_alone", [True, False])
+def test_a_router_with_a_bias_that_chooses_otherwise_is_the_onset(decode_alone, recorded, tmp_path):
+    """Where not the logits decide, but a bias beside them, few tokens lie near a tie all the same:
+    more that went elsewhere are the router's, in four steps of one token as in all of a prompt."""
+    healthy, _ = recorded("mixtral", 8, "float32")
+    a = capture(like=healthy, out=tmp_path / "a", prepare=wrong_choice(with_bias))
+    other = third_with_bias if decode_alone else lambda logits, experts: experts
+    b = capture(like=a, out=tmp_path / "b", prepare=wrong_choice(other))
+    verdict = compare(a, b).verdict
+    assert verdict.kind == "localized"
+    assert verdict.onset.site == f"{BLOCK}.mlp.gate:out"
+    assert verdict.onset.step == (1 if decode_alone else 0)
+    assert "to other experts than " in verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_group", 1), ("topk_group", 2), ("e_score_correction_bias", torch.zeros(8))],
+)
+def test_a_router_without_its_groups_or_its_bias_is_the_onset(field, value, tmp_path):
+    """DeepSeek chooses among the experts of the best groups, with a bias: forgetting either sends
+    tokens far from any tie elsewhere, in every block. That a side follows its logits says nothing
+    of it; the truth names it."""
+    a, b, truth = deepseek(tmp_path, field, value)
+    assert compare(a, b, force=True).verdict.side is None
+    verdict = compare(a, b, truth=truth).verdict
+    assert (verdict.kind, verdict.side) == ("systematic", "candidate")
+    assert verdict.onset.site == "model.layers.1.mlp.gate:out"
+    assert "3 of 3 routers" in verdict.summary
+
+
+def test_where_most_tokens_went_elsewhere_nothing_is_said_to_be_right(recorded, tmp_path):
+    """A block of which most tokens were not compared is no answer, whatever the others say."""
     healthy, _ = recorded("mixtral", 8, "float32")
     a = capture(like=healthy, out=tmp_path / "a", prepare=wrong_choice(with_bias))
     b = capture(like=a, out=tmp_path / "b", prepare=wrong_choice(third_with_bias))
-    verdict = compare(a, b).verdict
-    assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", None, "low")
-    lacking = [check.detail for check in verdict.checks if check.name == "routed"]
-    assert lacking == [f"4 of 4 tokens of {BLOCK} (decode) went to other experts: not judged"]
+
+    def without(run):  # no router's logits: nobody knows its margin
+        return Run(run.path, run.manifest, [r for r in run.records if ".gate:" not in r.site])
+
+    verdict = compare(without(a), without(b)).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("undetermined", None, "low")
+    assert f"4 of 4 tokens of {BLOCK} (decode) went to other experts" in verdict.summary
+
+
+def test_tokens_near_a_tie_of_a_router_with_a_bias_are_left_out():
+    """As many flips as lie within the logits' own difference of a tie are rounding; the same token
+    behind the same beginning counts once."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 8, generator=generator)
+    bias = torch.randn(8, generator=generator)
+    for size, is_rounding in ((0.02, True), (1e-6, False)):
+        other = logits + size * torch.randn(400, 8, generator=generator)
+        chosen = [(values + bias).topk(2, -1).indices for values in (logits, other)]
+        if not is_rounding:
+            chosen[1][:6] = logits[:6].topk(2, -1, largest=False).indices
+        flips = Flips.of(chosen, (logits, other))
+        assert len(flips.places) >= 4
+        assert flips.beyond_chance != is_rounding
+        repeated = Flips.together([flips] * 50)
+        assert len(repeated.places) == len(flips.places)
 
 
 def test_what_lies_within_two_roundings_of_the_recorded_logits_is_a_tie():

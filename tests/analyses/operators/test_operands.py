@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from divergence.analyses.operators import operands
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.find import finding_of
 from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.decide import decide
 from divergence.comparison.results.findings import Finding
+from divergence.comparison.results.operators import OtherOperand
 from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.scalars import other_scalars
 
@@ -250,3 +252,29 @@ def test_a_small_buffer_is_a_constant(toy):
     result = judge_operators(measure_operators(*runs, PASSES), notes={})
     (item,) = result.results[0].other_operands
     assert (item.kind, item.reference, item.candidate) == ("constant", "[0.125]", "[0.126000002]")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (torch.zeros(4, 8), "32 zeros"),
+        (
+            torch.zeros(4, 8).masked_fill(torch.ones(4, 8).triu(1) > 0, -torch.inf),
+            "22 of 32 masked",
+        ),
+        (torch.zeros(4, 8, dtype=torch.bool), "0 of 32 set"),
+        (torch.full((4, 8), 2.0), "32 values of norm 11.3137"),
+    ],
+)
+def test_a_tensor_in_a_few_words(values, said):
+    """A tensor of zeros masks nothing, and need be no mask."""
+    assert operands._values(values) == said
+
+
+@pytest.mark.parametrize(
+    ("side", "said"), [("candidate", "eps=2 (A 1)"), ("reference", "eps=1 (B 2)")]
+)
+def test_a_sides_own_argument_comes_first(side, said):
+    """With the other side's behind it."""
+    item = OtherOperand(argument="eps", kind="scalar", reference="1", candidate="2")
+    assert operands.operands_text([item], side) == said

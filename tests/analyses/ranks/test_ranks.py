@@ -152,7 +152,7 @@ def launch(*words, cwd, launcher=TORCHRUN, **changes) -> subprocess.CompletedPro
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_", "MASTER_"))}
     return subprocess.run(
         [sys.executable, *launcher, *map(str, words)], cwd=cwd, text=True, capture_output=True,
-        timeout=100,
+        timeout=300,
         env={**keep, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes,
     )  # fmt: skip
 
@@ -253,7 +253,7 @@ class Wire:
             self.queues[rank, dst].put(pickle.dumps(objects))
 
         def receive(objects, src):
-            objects[:] = pickle.loads(self.queues[src, rank].get(timeout=60))
+            objects[:] = pickle.loads(self.queues[src, rank].get(timeout=300))
 
         return SimpleNamespace(
             get_rank=lambda: rank, get_world_size=lambda: self.size,
@@ -277,7 +277,7 @@ def three(monkeypatch):
     yield first
     first.dismiss()
     for thread in others:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
         assert not thread.is_alive()
     assert all(one.empty() for one in wire.queues.values())
 

@@ -168,7 +168,7 @@ def test_a_fault_below_the_floor_shows_in_the_escalated_pass(case):
     verdict = compare(one.a, bad, truth=one.truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
     assert verdict.onset.pass_ == "escalated"
-    assert "below the floor" in verdict.summary
+    assert "within the limits of the runs' own dtype" in verdict.summary
 
 
 def test_an_escalated_pass_tells_a_formula_from_coarse_kernels(case):

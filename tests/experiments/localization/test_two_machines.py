@@ -114,9 +114,9 @@ def test_code_that_differs_names_the_module_and_no_side(llama, tmp_path, side):
         assert there.side == "candidate"
         return
     assert (there.side, there.causal) == (None, None)
-    assert "which code is right no truth can tell" in there.doubt
+    assert "whose code is right it cannot tell" in there.doubt
     lines = [line.text for line in localization_lines(there)]
-    assert "by the" not in lines[0]
+    assert ", by " not in lines[0]
     assert any(line.startswith("side        not named: the two sides' code") for line in lines)
 
 

@@ -127,6 +127,17 @@ def test_the_worst_call_beside_another_run(record, tmp_path):
     assert "0.5" in report
 
 
+def test_the_title_says_what_the_call_is_given(record, tmp_path):
+    """A right operator with a wrong argument: its own error is not what matters."""
+    made = repro(
+        record(lambda: X * 0.5), site="block/aten.mul:out", out=tmp_path / "bug",
+        called="other=0.5 (A 0.25)",
+    )  # fmt: skip
+    assert made.title.endswith("called with other=0.5 (A 0.25)")
+    report = (made.path / "report.md").read_text()
+    assert "`other=0.5 (A 0.25)`" in report.splitlines()[0]
+
+
 def test_a_pair_with_other_inputs_is_refused(record, tmp_path):
     """Its result is no fault of its operator: the message says what differs and what to do."""
     run = record(lambda: X @ X.t())

@@ -1,0 +1,99 @@
+"""Tensors in another shape on the two sides: copies are held together, and the rest is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from divergence.comparison.api import compare
+from divergence.recording.api import capture, truth
+
+PROMPTS = [[7, 9, 11, 13, 15, 17, 19, 21], [23, 25, 27, 29], [31, 33, 35, 37, 39]]
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_model, tmp_path_factory):
+    """``batch("gpt2")`` → (a run of three prompts in one batch, its truth)."""
+    made = {}
+
+    def make(architecture):
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp(architecture)
+            a = capture(str(tiny_model(architecture, dtype="float32")), out=folder / "a",
+                        prompts=PROMPTS, batch=True, max_new_tokens=3, probe=False)  # fmt: skip
+            made[architecture] = a, truth(a, out=folder / "truth")
+        return made[architecture]
+
+    return make
+
+
+def one_row(path, change=lambda table: table, *, decode=False):
+    """A ``prepare`` under which a module gives the last prompt's row for all, changed."""
+
+    def prepare(model):
+        def hook(module, inputs, output):
+            tensors = output if isinstance(output, tuple) else (output,)
+            if decode and tensors[0].shape[1] > 1:
+                return None
+            rows = tuple(change(tensor[:1]) for tensor in tensors)
+            return rows if isinstance(output, tuple) else rows[0]
+
+        model.get_submodule(path).register_forward_hook(hook)
+
+    return prepare
+
+
+CASES = {
+    "positions of a padded batch": ("gpt2", "transformer.wpe", one_row("transformer.wpe")),
+    "a rotary table in decode steps": (
+        "llama", "model.rotary_emb", one_row("model.rotary_emb", decode=True)
+    ),
+    "a table of other values": (
+        "gpt2", "transformer.wpe", one_row("transformer.wpe", lambda table: table * 1.1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("with_truth", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_held_once_is_compared_with_each_copy(batch, tmp_path, case, with_truth):
+    """A table of one row for all prompts is wrong where their own rows are other ones."""
+    architecture, path, prepare = CASES[case]
+    a, true = batch(architecture)
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+    verdict = compare(a, b, truth=true if with_truth else None).verdict
+    assert (verdict.kind, verdict.onset.site) == ("localized", f"{path}:out")
+    assert verdict.side == ("candidate" if with_truth else None)
+
+
+def test_equal_rows_in_one_are_no_difference(tiny_model, tmp_path):
+    """A table that is the same for every prompt may be held once or for each."""
+    prompts = [[7, 9, 11, 13], [15, 17, 19, 21]]
+    model = str(tiny_model("gpt2", dtype="float32"))
+    a = capture(model, out=tmp_path / "a", prompts=prompts, batch=True, max_new_tokens=2,
+                probe=False)  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", prepare=one_row("transformer.wpe"), probe=False)
+    report = compare(a, b)
+    assert report.verdict.kind == "identical"
+    assert report.coverage.num_skipped == 0
+
+
+POOLED = {
+    "the mean of all tokens": lambda rows: rows.mean(1, keepdim=True),
+    "the first token's": lambda rows: rows[:, :1],
+}
+
+
+@pytest.mark.parametrize("case", POOLED)
+def test_what_cannot_be_compared_is_said(batch, tmp_path, case):
+    """One row for all tokens is no copy of theirs; what uses it is not blamed as if it passed."""
+
+    def prepare(model):
+        own = model.transformer.wpe.forward
+        model.transformer.wpe.forward = lambda ids: POOLED[case](own(ids))
+
+    a, true = batch("gpt2")
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+    verdict = compare(a, b, truth=true).verdict
+    assert "transformer.wpe was not compared: 3x8x64 against 3x1x64" in verdict.summary
+    assert "which pass" not in verdict.summary
+    assert verdict.confidence != "high"

@@ -1,0 +1,149 @@
+"""One decision: compare, localize's first line, its page and JSON name one place and one side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from divergence.comparison.api import compare
+from divergence.experiments.localization.localize import localize
+from divergence.recording.api import capture, truth
+from divergence.report.localization import localization_lines
+
+MIDDLE = "model.layers.1"
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model, tmp_path_factory):
+    """(the run, its truth)."""
+    folder = tmp_path_factory.mktemp("agrees")
+    model = str(tiny_model("llama", dtype="float32", num_blocks=3))
+    a = capture(model, out=folder / "a", prompts=["one two three four five six seven eight"],
+                max_new_tokens=2, probe=False)  # fmt: skip
+    return a, truth(a, out=folder / "truth")
+
+
+def every_epsilon(model):
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon *= 1e4
+
+
+def every_scale(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 1.05
+
+
+def added_everywhere(model):
+    for layer in model.model.layers:
+        down = layer.mlp.down_proj
+        down.forward = lambda x, own=down.forward: own(x) + 0.5
+
+
+def a_kept_result(model):
+    """A result that belongs to another call, copied as it is."""
+    activation, kept = model.get_submodule(f"{MIDDLE}.mlp.act_fn"), {}
+    own = activation.forward
+
+    def forward(x):
+        return kept.setdefault(x.shape, own(x) * 1.05).clone()
+
+    activation.forward = forward
+
+
+def a_kept_value(model):
+    """In decode steps the cache's values are copied and partly overwritten."""
+    attention = model.get_submodule(f"{MIDDLE}.self_attn")
+    own = attention.forward
+
+    def forward(hidden_states, past_key_values=None, **options):
+        update = past_key_values.update
+
+        def stale(key, value, layer, *args, **more):
+            key, value = update(key, value, layer, *args, **more)
+            if hidden_states.shape[1] == 1:
+                value = value.clone()
+                value[:, :, :3] = 0
+            return key, value
+
+        past_key_values.update = stale
+        try:
+            return own(hidden_states, past_key_values=past_key_values, **options)
+        finally:
+            del past_key_values.update
+
+    attention.forward = forward
+
+
+def a_kept_table(model):
+    rotary, kept = model.model.rotary_emb, {}
+    own = rotary.forward
+
+    def forward(x, position_ids):
+        cos, sin = own(x, position_ids)
+        return kept.setdefault(cos.shape, cos * 0.95).clone(), sin
+
+    rotary.forward = forward
+
+
+def most_linears(model):
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.forward = lambda x, own=module.forward: own(x) * 1.1
+
+
+CASES = {
+    "epsilon": (every_epsilon, "is called with other="),
+    "scale": (every_scale, "is called with "),
+    "bias": (added_everywhere, "from operators that only B calls: "),
+    "result": (a_kept_result, "from operators that only B calls: "),
+    "value": (a_kept_value, "the error comes into "),
+    "table": (a_kept_table, "model.rotary_emb:out, by B: "),
+    "linears": (most_linears, "from operators that only B calls: "),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_command_says_otherwise(pair, tmp_path, case):
+    """Where all operators are right by themselves, the first line says what comes in; compare's
+    side and confidence are those of the descent and of its page."""
+    (a, true), (prepare, words) = pair, CASES[case]
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+    verdict = compare(a, b, truth=true).verdict
+    result = localize(a, b, truth=true, out=tmp_path / "work", here="both",
+                      prepare_candidate=prepare)  # fmt: skip
+    first = localization_lines(result)[0].text
+    assert words in first
+    assert "is made at" not in first
+    assert "with other casts or layouts" not in first
+    assert (verdict.side, verdict.confidence) == ("candidate", "high")
+    assert result.report is not None
+    assert (result.side, result.doubt, result.contradiction) == ("candidate", None, None)
+    decided = result.report.verdict
+    assert (decided.side, decided.confidence) == (verdict.side, verdict.confidence)
+    if result.operator is not None:
+        assert first == f"LOCALIZED: {decided.summary}"
+        assert decided.onset.site == f"{result.operator.site}:out"
+        assert result.levels[-1].site == decided.onset.site
+
+
+def test_code_of_both_sides_names_none_in_either(pair, tmp_path, monkeypatch):
+    """B's class runs other code that is nobody's replacement there: neither command takes A's
+    truth for a proof."""
+    from divergence.analyses.code import find
+    from divergence.experiments.localization import blamed
+
+    a, true = pair
+    b = capture(like=a, out=tmp_path / "b", prepare=a_kept_result, probe=False)
+    for module in (find, blamed):
+        monkeypatch.setattr(module, "other_code", lambda *_: ["LlamaMLP"])
+    monkeypatch.setattr(find, "replaced_in", lambda *_: [])
+    verdict = compare(a, b, truth=true).verdict
+    result = localize(a, b, truth=true, out=tmp_path / "work", here="both",
+                      prepare_candidate=a_kept_result)  # fmt: skip
+    assert result.report is not None
+    decided = result.report.verdict
+    assert (verdict.side, verdict.confidence) == (None, "medium")
+    assert (result.side, decided.side, decided.confidence) == (None, None, "medium")
+    assert "whose code is right it cannot tell" in result.doubt
+    assert ", by B" not in localization_lines(result)[0].text

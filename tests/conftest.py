@@ -59,6 +59,26 @@ def _no_network() -> Iterator[None]:
     patch.undo()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_own_truth() -> Iterator[None]:
+    """Captures make no truth of their own unless a test asks for it: most tests are about
+    something else, and tiny models take longer in float64 than in all that is tested."""
+    from divergence.recording import own_truth
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(own_truth, "DEFAULT", "no")
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def own_truths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures make their own truth by default, as they do for users."""
+    from divergence.recording import own_truth
+
+    monkeypatch.setattr(own_truth, "DEFAULT", "auto")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``tiny_model("llama", num_blocks=2)`` → its folder; the same arguments, the same folder.

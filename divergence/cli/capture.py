@@ -65,6 +65,7 @@ def capture(
     divergence capture ./model -o a --sites 'model.layers.*.mlp:*' --dry-run
     divergence capture ./model -o a --sites modules --store sketch     # 1-2% of the bytes
     divergence capture ./model -o a --whole                     # then: divergence compare a
+    divergence capture ./model -o a --truth full                # float64 of every forward
     divergence capture ./model --dry-run --train --mesh fsdp=8,tp=2 --link-rate 50GB/s   # memory
     divergence capture suite:llm -o a                           # the operators alone, no model
     torchrun --nproc-per-node 8 -m divergence capture suite:collectives -o c    # the ranks alone
@@ -146,7 +147,8 @@ def truth(
 ) -> None:
     """Repeat a run in float64: what is right, and how wide rounding is.
 
-    Makes a run of its own, the truth, for compare --truth. No accelerator is needed.
+    Makes a run of its own, the truth, for compare --truth: of more forwards than the run carries
+    itself (capture --truth), of its free run too, or of an older run. No accelerator is needed.
 
     Examples:
     divergence truth a -o truth

@@ -34,7 +34,9 @@ class Advice:
 
     def __init__(self, reference: Run, candidate: Run, truth: Run | None = None) -> None:
         self._a, self._b = str(reference.path), str(candidate.path)
-        self._truth = None if truth is None else str(truth.path)
+        self._carried = truth is not None and truth.path in (reference.path, candidate.path)
+        """Does a run carry the truth? Then no command names it."""
+        self._truth = None if truth is None or self._carried else str(truth.path)
         self._reference, self._candidate = reference.manifest, candidate.manifest
         self._runs = reference, candidate
         self.divided = candidate.manifest.mesh is not None  # among several ranks
@@ -122,12 +124,14 @@ class Advice:
         )
         deep_a, deep_b = beside(self._a, "-deep"), beside(self._b, "-deep")
         inside = (block + ".*", f"ops@{block}") if alike and not ranks else (block + ".*",)
-        truth = beside(deep_a, "-truth") if hidden or self._truth else None
+        carried = "full" if self._carried and not ranks else None
+        wanted = (hidden or self._truth) and not carried
+        truth = beside(deep_a, "-truth") if wanted else None
         return [
             *([down] if whole and not ranks else []),
             # operators of a pass that is anchored itself would have no partner in the candidate's
             self._reference_again(
-                o=deep_a, sites=["blocks", *inside], store=None if whole else "full"
+                o=deep_a, sites=["blocks", *inside], store=None if whole else "full", truth=carried
             ),
             self._candidate_again(like=deep_a, o=deep_b, escalate=hidden),
             *([command_line("truth", deep_a, o=truth, note=_ON_REFERENCE)] if truth else []),
@@ -149,7 +153,7 @@ class Advice:
         given. It is named, not taken: a comparison rests on what it is given, and the same command
         says the same wherever the runs lie. Its manifest alone is read."""
         a, b = self._runs
-        if self._truth is not None or "://" in self._a:
+        if self._truth is not None or self._carried or "://" in self._a:
             return None
         for place in (beside(self._a, "-truth"), str(Path(self._a).parent / "truth")):
             with contextlib.suppress(DivergenceError, OSError):
@@ -185,7 +189,7 @@ class Advice:
         again = self._anchoring(()) if self._reference.plan.store != "full" else []
         first = beside(self._a, "-blocks") if again else self._a
         deep = beside(self._b, "-escalated")
-        known = self._truth is not None and not again
+        known = (self._truth is not None or self._carried) and not again
         truth = self._truth if known else beside(first, "-truth")
         commands = [
             *again,

@@ -65,9 +65,9 @@ def bless(
 ) -> Blessing:
     """Store ``new`` as the golden and say what that changes.
 
-    The run, without its anchored pass, is copied beside its place and renamed into it: a directory,
-    or one file where the name ends in .tar or .zip. With ``keep_previous`` the old golden stays as
-    GOLDEN.previous (golden.previous.zip of an archive), replacing an earlier one.
+    The run, without its anchored pass and its truth, is copied beside its place and renamed into
+    it: a directory, or one file where the name ends in .tar or .zip. With ``keep_previous`` the old
+    golden stays as GOLDEN.previous (golden.previous.zip of an archive), replacing an earlier one.
 
     Refuses an incomplete or damaged run, one with planted faults, one with results of another run,
     and, unless ``allow_nonfinite``, one in which a block or the model hands on nan or inf.
@@ -101,11 +101,9 @@ def bless(
 
 
 def _without_anchored(run: Run) -> Run:
-    if not any(record.pass_ == "anchored" for record in run.records):
-        return run
     from divergence.run.partial import without_passes
 
-    kept = without_passes(run, ("anchored",))
+    kept = without_passes(run, ("anchored", "truth"))
     if not kept.records:
         raise UsageError(
             f"{run.path} cannot become a golden: it holds an anchored pass alone",

@@ -296,6 +296,18 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
             RECORDED,
         ),
     ] = False
+    truth: Annotated[
+        str | None,
+        Option(
+            "--truth MODE",
+            "The run's own anchored pass in float64, which tells the side that is wrong: auto, as "
+            "many forwards as fit half of the capture's time, prefills first; full, all; no. "
+            "Default: auto, with --like no.",
+            RECORDED,
+            choices=("auto", "full", "no"),
+            setting=True,
+        ),
+    ] = None
     hooks: Annotated[
         bool | None,
         Option(

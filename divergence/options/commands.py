@@ -131,7 +131,11 @@ Operators = Annotated[
 ]
 Truth = Annotated[
     str | None,
-    Option("--truth TRUTH", "The float64 run of `divergence truth`: tells which side is wrong."),
+    Option(
+        "--truth TRUTH",
+        "A float64 run of `divergence truth`, which tells the side that is wrong. Default: the truth "
+        "that the first run carries.",
+    ),
 ]
 FloorRuns = Annotated[
     Sequence[str],

@@ -101,6 +101,7 @@ def capture(
     anchor: bool = True,
     escalate: bool = False,
     whole: bool = False,
+    truth: str | None = None,
     weights: bool = False,
     store: str | None = None,
     only_changed: bool = False,
@@ -145,11 +146,13 @@ def capture(
     a list of token ids; a prompt or site alone needs no list; ``dtype`` and ``device`` may be
     torch's own.
     ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
-    decode steps. ``weights``: store the weights that recorded operators (``ops@PATH``) use, so that
-    ``replay`` needs no model. ``store``: ``full`` keeps every byte, ``sketch`` projections of which
-    differences are estimated, ``stats`` statistics, ``hash`` digests alone. ``only_changed``: no
-    bytes of tensors that ``like`` holds bit for bit. ``substitutes``: by operator site, the run
-    whose recorded result is put in its place: what then is fine was made wrong there. ``probe``:
+    decode steps. ``truth``: the run's own truth, one more pass in float64: ``auto`` (the default
+    where nothing is repeated), ``full`` or ``no``. ``weights``: store the weights that recorded
+    operators (``ops@PATH``) use, so that ``replay`` needs no model. ``store``: ``full`` keeps every
+    byte, ``sketch`` projections of which differences are estimated, ``stats`` statistics, ``hash``
+    digests alone. ``only_changed``: no bytes of tensors that ``like`` holds bit for bit.
+    ``substitutes``: by operator site, the run whose recorded result is put in its place: what then
+    is fine was made wrong there. ``probe``:
     note what this machine's arithmetic does (divergence.arithmetic.quick), under the run's own
     settings, before the first pass. ``mesh``: how the processes that torchrun started divide the
     work, ``tp`` or ``dp=2,tp=4`` (see recording.ranks.processes); each calls this function and

@@ -3,28 +3,31 @@
 A pass has a name, may be anchored (every block gets the recorded input of the run that is repeated)
 and may compute every operator in a wider dtype than the model's own. A capture makes the free pass,
 with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchored, float32), with
-``--whole`` the whole one. A truth makes the first two, in float64.
+``--whole`` the whole one, and last the run's own truth, anchored to its own free pass, in float64.
+A truth of another run makes the first two, in float64.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 
-from divergence.errors import UsageError
+from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import recorded_in
 from divergence.recording.anchors import can_anchor, recorded_inputs, repeated_tokens
 from divergence.recording.engines.engine import Session, refuse_lacking
-from divergence.recording.engines.generate import GroupResult, padded_right
+from divergence.recording.engines.generate import GroupResult, check_ids, padded_right
 from divergence.recording.engines.placement import map_text
 from divergence.recording.engines.together import Together
 from divergence.recording.hooks.forwards import USUAL
 from divergence.recording.hooks.modules import Recorder
-from divergence.recording.hooks.plant import check_fired, check_places
+from divergence.recording.hooks.plant import Plant, check_fired, check_places
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
@@ -32,6 +35,15 @@ from divergence.recording.model.calls import noting_calls
 from divergence.recording.model.compiled import CompiledWatch
 from divergence.recording.model.structure import inside, output_paths
 from divergence.recording.new_run import probed, provenance, unlike
+from divergence.recording.own_truth import (
+    LEAST_SECONDS,
+    SHARE,
+    Allowance,
+    disagreement,
+    mode_of,
+    why_no_truth,
+    why_not_anchored,
+)
 from divergence.recording.passes import (
     Pass,
     RememberingSink,
@@ -56,6 +68,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 from divergence.run.schema.manifest import (
     Manifest,
+    OwnTruth,
     Plan,
     Repeatability,
     SampleTokens,
@@ -83,6 +96,7 @@ class Execution:
         *,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
+        self._begun = time.monotonic()
         self.request, self.session, self.on_progress = request, session, on_progress
         loaded = self.loaded = session.loaded
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
@@ -119,6 +133,7 @@ class Execution:
         """Write the run to ``out``, and open it."""
         request = self.request
         passes = self._made = self._passes()
+        own_truth = self._own_truth(out)
         plain = not (self.selection.operators or self.plants or request.substitutes)
         plain = plain and request.use_cache and request.prefill_chunk is None
         truth = self.compute_dtype == torch.float64 and plain
@@ -165,6 +180,8 @@ class Execution:
             if remembering is not None:
                 writer.drain()
                 manifest.repeatability = self._repeat(remembering.items)
+            if own_truth:
+                self._make_truth(writer, manifest)
             if self.division is not None:
                 writer.flush()
                 self.division.count(manifest, writer.record_digests)
@@ -173,6 +190,56 @@ class Execution:
         if bad is not None:
             self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
         return run
+
+    def _own_truth(self, out: Location) -> bool:
+        """Does this run carry its own truth? Why not, where it was to, is said."""
+        if self.compute_dtype is not None or mode_of(self.request) == "no":
+            return False
+        reason = why_no_truth(self.request, self.session, self.device, out)
+        if reason is not None:
+            self._note(f"no truth: {reason}")
+        return reason is None
+
+    def _make_truth(self, writer: RunWriter, manifest: Manifest) -> None:
+        """The pass ``truth``: what fails in it ends it, and nothing else."""
+        request, full = self.request, mode_of(self.request) == "full"
+        own = Run.open(writer.flush())
+        own.set_fallback(request.like)
+        reason = why_not_anchored(own, self.notes)
+        if reason is not None:
+            self._note(f"no truth: {reason}")
+            return
+        pass_ = Pass("truth", anchored=True, compute_dtype=torch.float64)
+        plain = request.use_cache and request.prefill_chunk is None
+        if plain and not self.selection.operators:
+            self._together = Together(self.loaded, self.samples)
+        seconds = max(LEAST_SECONDS, SHARE * (time.monotonic() - self._begun))
+        lengths = [sum(self.samples[n].num_padded for n in group) for group in self.groups]
+        allowance = Allowance(None if full else seconds, lengths)
+        anchor = recorded_inputs(own, self.samples, self.groups)
+        recorder = self._recorder(writer, pass_, anchor, after_forward=allowance.after_forward)
+        manifest.plan.passes.append(pass_.name)
+        stopped_by = None
+        try:
+            check_ids(self.loaded, self.samples, itemsize=8)
+            self._run_pass(recorder, pass_, None, allowance=allowance)
+        except ModelError as error:
+            stopped_by = error.message
+            self._note(f"the truth was not finished: {error.message}")
+        manifest.plan.truth = OwnTruth(
+            mode="full" if full else "auto", num_steps=allowance.num_steps, device=self.device,
+            seconds=round(allowance.elapsed, 2), budget_seconds=allowance.seconds,
+            stopped_by=stopped_by,
+        )  # fmt: skip
+        own.close()
+        own = Run.open(writer.flush())
+        apart = disagreement(own)
+        own.close()
+        if apart is not None:
+            block, ratio = apart
+            kernel = "this machine's kernel, or the code's own casts"
+            cause = "a planted fault" if self.plants else kernel
+            self._note(f"{block}: its float64 differs by {ratio:,.0f} x rounding: {cause}")
 
     def _check_pass(self, recorder: Recorder, pass_: Pass, manifest: Manifest) -> None:
         num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
@@ -304,7 +371,10 @@ class Execution:
             self.division.note_environments(manifest)
         return manifest
 
-    def _recorder(self, sink: Any, pass_: Pass, anchor: Anchor | None = None) -> Recorder:
+    def _recorder(
+        self, sink: Any, pass_: Pass, anchor: Anchor | None = None,
+        *, after_forward: Callable[[], None] | None = None,
+    ) -> Recorder:  # fmt: skip
         request, task = self.request, self.loaded.task
         steps = 1 if pass_.whole or task == "encoder" else request.max_new_tokens
         forwards = steps * len(self.groups) or len(self.groups)
@@ -316,12 +386,19 @@ class Execution:
         decides = task == "causal-lm" and not padded_right(self.loaded, self.samples)
         # in the anchored passes, where there are any: there an error is where it is made
         anchored = any(made.anchored for made in self._made)
-        with_operators = not pass_.whole and pass_.anchored == anchored
+        with_operators = (not pass_.whole and pass_.anchored == anchored) or pass_.is_own_truth
         total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
 
         def advance(what: str) -> None:
             self.on_progress(pass_.name, min(next(done), total), total, what)
 
+        def end_of_forward(step: int) -> None:
+            if not by_block:
+                advance(f"step {step - 1}")
+            if after_forward is not None:
+                after_forward()
+
+        plants: list[Plant] = [] if pass_.is_own_truth else self.plants
         return self.session.recorder(
             self.notes,
             wanted=self.selection.wanted,
@@ -332,18 +409,21 @@ class Execution:
             steps=request.steps,
             positions=request.positions,
             logit_paths=output_paths(self.loaded.structure) if decides else (),
-            plants=own_plants(self.plants, self.notes) if pass_.whole else self.plants,
+            plants=own_plants(plants, self.notes) if pass_.whole else plants,
             anchor=anchor,
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,
             weights=request.weights,
             forwards=USUAL if pass_.whole else self.loaded.forwards,
-            substitutes=request.substitutes,
-            on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
+            substitutes={} if pass_.is_own_truth else request.substitutes,
+            on_step=None if by_block and after_forward is None else end_of_forward,
             on_block=advance if by_block else None,
         )
 
-    def _run_pass(self, recorder: Recorder, pass_: Pass, writer: RunWriter | None) -> None:
+    def _run_pass(
+        self, recorder: Recorder, pass_: Pass, writer: RunWriter | None,
+        *, allowance: Allowance | None = None,
+    ) -> None:  # fmt: skip
         """Run all groups; with ``writer`` the tokens are noted and the manifest kept up to date."""
 
         def note_tokens(group: list[int], result: GroupResult) -> None:
@@ -373,9 +453,12 @@ class Execution:
                 self.samples,
                 self.own_groups,
                 max_new_tokens=self.request.max_new_tokens,
-                forced=self.forced,
+                forced=[sample.generated_ids for sample in self.samples]
+                if allowance is not None
+                else self.forced,
                 on_group=None if writer is None else note_tokens,
                 together=self._together,
+                allowance=allowance,
             )
         if writer is not None and self.division is not None:
             self.division.join_tokens(self.samples, writer.manifest)

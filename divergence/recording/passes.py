@@ -34,6 +34,7 @@ from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.plant import Plant
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.machine.hardware import free_bytes
+from divergence.recording.own_truth import Allowance, Enough
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected
 from divergence.recording.training.session import leaves
@@ -54,6 +55,10 @@ __all__ = [
 
 TensorKey = tuple[int, int, str]
 
+OWN_KEPT_BYTES = 256 << 20
+"""Widened weights that a capture's own truth keeps from forward to forward, where they are no more:
+it takes an operator's memory beside the model, not a second model's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -66,6 +71,11 @@ class Pass:
     """What every operator is computed in; None for the model's own dtype."""
     whole: bool = False
     """Prompt and fed tokens in one forward, anchored to this run's own free pass."""
+
+    @property
+    def is_own_truth(self) -> bool:
+        """Anchored to this run's own free pass, in float64."""
+        return self.name == "truth"
 
 
 class RememberingSink:
@@ -115,10 +125,14 @@ def run_pass(
     forced: Sequence[list[int]] | None = None,
     on_group: Callable[[list[int], GroupResult], None] | None = None,
     together: Together | None = None,
+    allowance: Allowance | None = None,
 ) -> None:
-    """Run every group once under the recorder's hooks; forced steps ``together`` where it suits."""
+    """Run every group once under the recorder's hooks; forced steps ``together`` where it suits,
+    and as far as the ``allowance`` goes."""
     with recorder.installed(), quick_thread_switches(), frozen_heap():
         for group in groups:
+            if allowance is not None and not allowance.begins():
+                continue
             members = [samples[number] for number in group]
             first = members[0]
             recorder.begin(
@@ -129,12 +143,18 @@ def run_pass(
             wanted = (
                 None if forced is None else [forced[number][:max_new_tokens] for number in group]
             )
-            if together is not None and wanted and together.suits(len(wanted[0])):
-                result = together.run_group(recorder, members, wanted)
+            chunked = together is not None and wanted and together.suits(len(wanted[0]))
+            if allowance is not None:
+                allowance.together = bool(chunked)
+            if together is not None and wanted and chunked:
+                result = together.run_group(recorder, members, wanted, allowance)
             else:
-                result = session.run_group(
-                    recorder, members, max_new_tokens=max_new_tokens, forced=wanted
-                )
+                try:
+                    result = session.run_group(
+                        recorder, members, max_new_tokens=max_new_tokens, forced=wanted
+                    )
+                except Enough:
+                    continue
             if on_group is not None:
                 on_group(group, result)
 
@@ -183,6 +203,8 @@ def widened(pass_: Pass, loaded: LoadedModel, training: Training) -> Iterator[Wi
     """The dtype that a pass computes in. Widened weights are kept if there is ample room; those of
     a training step are wide for its length, since their gradients are as wide as they are."""
     with contextlib.ExitStack() as stack:
+        if pass_.is_own_truth:
+            stack.enter_context(_plain_attention(loaded.module))
         if training.train:
             stack.enter_context(leaves(loaded.module, pass_.compute_dtype, training))
         if pass_.compute_dtype is None:
@@ -193,10 +215,24 @@ def widened(pass_: Pass, loaded: LoadedModel, training: Training) -> Iterator[Wi
             parameter for parameter in loaded.module.parameters() if not hasattr(parameter, "qdata")
         ]
         needed = sum(weight.numel() for weight in weights) * pass_.compute_dtype.itemsize
-        room = free_bytes(loaded.device) // 2
+        room = OWN_KEPT_BYTES if pass_.is_own_truth else free_bytes(loaded.device) // 2
         keep = needed if needed <= room and not training.train else 0
         wide = Widening(pass_.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes)
         yield stack.enter_context(wide)
+
+
+@contextlib.contextmanager
+def _plain_attention(model: Any) -> Iterator[None]:
+    """Fused attention kernels have no float64: ``eager`` in their place."""
+    attention = getattr(model.config, "_attn_implementation", None)
+    if attention in (None, "eager", "sdpa") or not hasattr(model, "set_attn_implementation"):
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
 
 
 def check_forwards(request: Request, session: Session) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
 from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
-from divergence.report.inspection import model_lines, skipped_lines, stored, training_text
+from divergence.report.inspection import (
+    model_lines,
+    skipped_lines,
+    stored,
+    training_text,
+    truth_text,
+)
 from divergence.run.command import command_line
 from divergence.run.schema.manifest import COLLECTIVES, UNKNOWN, Manifest, SampleTokens
 from divergence.run.schema.record import Record
@@ -39,6 +45,8 @@ def captured_lines(
     lines.append(prose("machine", machine))
     if manifest.mesh is not None:
         lines.append(prose("ranks", str(manifest.mesh)))
+    if plan.truth is not None:
+        lines.append(prose("truth", truth_text(plan.truth, manifest.tokens.groups)))
     lines += changed_lines(plan.plants, plan.substitutes)
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))

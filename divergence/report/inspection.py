@@ -32,7 +32,7 @@ from divergence.run.schema.contents import (
     records_at,
     site_names,
 )
-from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.manifest import Manifest, OwnTruth
 from divergence.run.schema.provenance import EngineNote
 from divergence.run.schema.record import Call, Operand, Record, Summary, operand_indices
 from divergence.run.schema.site import compile_patterns, natural_key, near_names
@@ -45,6 +45,8 @@ __all__ = [
     "site_lines",
     "skipped_lines",
     "stored",
+    "training_text",
+    "truth_text",
     "verified_text",
 ]
 
@@ -99,6 +101,8 @@ def run_lines(
     if plan.replayed_pass is not None:
         replayed = f"the {plan.replayed_pass} pass of {plan.anchored_to}"
         lines.append(prose("  replays", replayed, width=14))
+    if plan.truth is not None:
+        lines.append(prose("  truth", truth_text(plan.truth, manifest.tokens.groups), width=14))
     lines += skipped_lines(manifest)
     for warning in settings.nondeterministic_warnings:
         lines.append(prose("  warned", warning, width=14))
@@ -138,6 +142,20 @@ def training_text(manifest: Manifest) -> str:
     """``forward and backward, adamw, ZeRO 2, labels of 19 of 35 tokens``."""
     labels = labels_text(manifest.tokens)
     return f"{manifest.training}{labels and f', labels of {labels}'}"
+
+
+def truth_text(truth: OwnTruth, groups: Sequence[Sequence[int]]) -> str:
+    """``3 of 4 prompts, steps 0-4, in float64 on cpu, 4.1 s of at most 5 s``."""
+    held = [len(group) for group, num in zip(groups, truth.num_steps, strict=False) if num]
+    total, most = sum(map(len, groups)), max(truth.num_steps, default=0)
+    fewer = any(num < most for num in truth.num_steps if num)
+    prompts = count(total, "prompt") if sum(held) == total else f"{sum(held)} of {total} prompts"
+    steps = "no step" if not most else "step 0" if most == 1 else f"steps 0-{most - 1}"
+    allowed = "" if truth.budget_seconds is None else f" of at most {truth.budget_seconds:.1f}"
+    return (
+        f"{prompts}, {steps}{' (some fewer)' * fewer}, in float64 on {truth.device}, "
+        f"{truth.seconds:.1f}{allowed} s"
+    )
 
 
 def skipped_lines(manifest: Manifest) -> list[Line]:

@@ -1,4 +1,5 @@
-"""A run without some of its passes, to be copied: the other records, and the shards they need.
+"""A run without some of its passes, to be copied: the other records, and the shards they need; and
+the truth that a run carries, as a run of its own.
 
 Shards are copied whole. A capture writes one pass after the other, so at most one shard holds bytes
 of a pass that was left out.
@@ -17,7 +18,33 @@ from divergence.run.schema.contents import each_of, sizes_of
 from divergence.run.schema.layout import MANIFEST, records_name
 from divergence.run.storage.blob import Bytes
 
-__all__ = ["without_passes"]
+__all__ = ["own_truth", "without_passes"]
+
+
+def own_truth(run: Run) -> Run | None:
+    """The truth that ``run`` carries, as a truth that was made apart would be: a float64 run that
+    repeats it and is anchored to it. None where it carries none."""
+    manifest = run.manifest
+    if "truth" not in manifest.plan.passes:
+        return None
+    replaced = msgspec.structs.replace
+    records = [
+        replaced(record, pass_="anchored")
+        for record in each_of(run.records)
+        if record.pass_ == "truth"
+    ]
+    return Run(
+        run.path,
+        replaced(
+            manifest, id=f"{manifest.id} (its own truth)", like=manifest.id,
+            settings=replaced(manifest.settings, compute_dtype="float64"),
+            plan=replaced(
+                manifest.plan, passes=["anchored"], anchored_to=manifest.id, plants=[], truth=None
+            ),
+        ),
+        records,
+        store=run._opened(),
+    )  # fmt: skip
 
 
 def without_passes(run: Run, passes: Collection[str]) -> Run:
@@ -28,6 +55,8 @@ def without_passes(run: Run, passes: Collection[str]) -> Run:
     records = [record for record in each_of(run.records) if record.pass_ not in passes]
     manifest = copy.deepcopy(run.manifest)
     manifest.plan.passes = [name for name in manifest.plan.passes if name not in passes]
+    if "truth" in passes:
+        manifest.plan.truth = None
     manifest.sizes = sizes_of(records)
     return _Partial(run.path, manifest, records, store=run._opened())
 

@@ -211,7 +211,9 @@ class _Ledger:
         for record in self._a.records:
             kind = self._kinds[0](record)
             pass_, sample, step, site = record.coordinates
-            if kind == "operator" or (kind == "tensor" and pass_ in compared and not self._replays):
+            if kind in ("operator", "truth") or (
+                kind == "tensor" and pass_ in compared and not self._replays
+            ):
                 continue
             row = self._row(pass_, "tensors")
             if kind == "weight":

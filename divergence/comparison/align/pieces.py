@@ -298,14 +298,15 @@ def repeated(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 _DIGEST = re.compile("[0-9a-f]{32}")
 
-Kind = Literal["tensor", "operator", "weight", "whole"]
+Kind = Literal["tensor", "operator", "weight", "whole", "truth"]
 
 
 def kinds_of(run: Run) -> Callable[[Record], Kind]:
     """What a record of the run is, and with that how it is compared: an ``operator``'s by its
     place in the sequence of calls, which may differ (calls.match); a ``weight``, stored for
     replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
-    (comparison.within); any other ``tensor`` with the one at the same site.
+    (comparison.within); a ``truth`` with nothing: both sides are held against it; any other
+    ``tensor`` with the one at the same site.
 
     An operator is known by its call and not by the ``/`` in its site alone.
     """
@@ -321,6 +322,8 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
         return sites[site]
 
     def kind(record: Record) -> Kind:
+        if record.pass_ == "truth":
+            return "truth"
         operator, digest = sites.get(record.site) or look_up(record.site)
         if operator:
             return "operator"

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from divergence.comparison.advice import advise
 from divergence.comparison.align.coverage import account, tokens_row
-from divergence.comparison.align.pairs import Alignment, NameMap, align, renaming, why_nothing
+from divergence.comparison.align.pairs import (
+    Alignment,
+    NameMap,
+    align,
+    renaming,
+    replayed_from,
+    why_nothing,
+)
 from divergence.comparison.analysis import Measured, is_probe, numbers_of
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
@@ -65,9 +72,16 @@ def measure(
 ) -> Measured:
     """Everything that two runs have in common: tensors, escalated passes, operators, tokens.
 
-    ``lines``: preflight. Raises IncomparableError where nothing is, UsageError for a truth of
+    ``lines``: preflight. ``truth``: by default the one that the run whose inputs anchored the
+    comparison carries. Raises IncomparableError where nothing is, UsageError for a truth of
     other runs.
     """
+    if truth is None and replayed_from(a.manifest, b.manifest) is None:
+        anchoring = inputs_of(a, b)  # both sides got its inputs, as its own truth did
+        if anchoring is not None and "truth" in anchoring.manifest.plan.passes:
+            from divergence.run.partial import own_truth
+
+            truth = own_truth(anchoring)
     against = None if truth is None else Truth(opened(truth), a, b)
     alignment = aligned(a, b, names)
     rename = names or renaming(a, b, None)[0]

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.comparison.api import compare
+from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.owner import TruthDisagreement, disagreement
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Onset, Verdict
@@ -39,6 +40,7 @@ from divergence.experiments.localization.proof import (
 )
 from divergence.experiments.result import NEAR, Level, Localization
 from divergence.run.command import command_line
+from divergence.run.partial import own_truth
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.site import ROOT, module_of, of_parameter
@@ -140,12 +142,16 @@ def _descend(
     maker.tell("localize", 0, 4, "blocks")
     true_run: Run | None = None
     report: Report | None = None
-    if truth is None and block is None:  # a truth is dear: not where there is nothing to judge
+    carried = own_truth(a) if truth is None and inputs_of(a, b) is a else None
+    if carried is not None:
+        true_run, report = carried, compare(a, b, progress=maker.tell)
+    elif truth is None and block is None:  # a truth is dear: not where there is nothing to judge
         report = compare(a, b, progress=maker.tell)
-    if report is None or _is_to_judge(report):
+    if carried is None and (report is None or _is_to_judge(report)):
         true_run = maker.truth("truth", Goal()) if truth is None else Run.open(truth)
         true_run = None if true_run is None else unsharded(true_run)
         report = compare(a, b, truth=true_run, progress=maker.tell)
+    assert report is not None
     done = replace(
         done,
         levels=[Level.of("block", report.verdict)],

@@ -166,16 +166,17 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
         ) from error
 
 
-def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
+def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens], *, itemsize: int = 4) -> None:
     """Raise ModelError for a token id, of a prompt or forced, that the model does not have, and for
-    a prompt whose attention the host has no memory for: the system would end the process."""
+    a prompt whose attention the host has no memory for: the system would end the process.
+    ``itemsize``: bytes of a number that it computes with."""
     config: Any = loaded.module.config
     vocab = getattr(config.get_text_config(), "vocab_size", None)
     if loaded.device.type == "cpu" and getattr(config, "_attn_implementation", "") == "eager":
         length = max((len(sample.prompt_ids) for sample in samples), default=0)
         heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
-        # scores and what softmax makes of them, in float32
-        needed, free = 8 * heads * length**2, free_bytes(loaded.device)
+        # scores and what softmax makes of them
+        needed, free = 2 * itemsize * heads * length**2, free_bytes(loaded.device)
         if 0 < free < needed:
             raise ModelError(
                 f"a prompt of {length:,} tokens needs {needed / 2**30:,.1f} GiB for the attention "

@@ -34,6 +34,7 @@ from divergence.recording.engines.generate import (
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.rows import HeldSink, Rows, agree
+from divergence.recording.own_truth import Allowance
 from divergence.run.schema.manifest import SampleTokens
 
 __all__ = ["Together"]
@@ -41,6 +42,8 @@ __all__ = ["Together"]
 MOST_STEPS = 32
 FEWEST_STEPS = 6
 """Checked, fewer steps take longer together than one by one."""
+FORWARDS_ALONE = 4
+"""What a forward of many steps takes with its checks, in forwards of about a prompt's length."""
 HELD_BYTES = 64 << 20
 """Of what one forward gives, held until it is known to be right."""
 
@@ -62,24 +65,34 @@ class Together:
         return self._works and count > FEWEST_STEPS  # the first is the prefill's
 
     def run_group(
-        self, recorder: Recorder, samples: list[SampleTokens], forced: list[list[int]]
+        self,
+        recorder: Recorder,
+        samples: list[SampleTokens],
+        forced: list[list[int]],
+        allowance: Allowance | None = None,
     ) -> GroupResult:
-        """The prompts in one forward, then the ``forced`` tokens."""
+        """The prompts in one forward, then the ``forced`` tokens, as far as the ``allowance``
+        goes."""
         count = len(forced[0])
         with failures(self._loaded, samples, count), torch.no_grad():
             group = _Group(self._loaded, samples, forced)
             step = 1
-            while step < count:
+            if allowance is not None:
+                allowance.count()
+            while step < count and (allowance is None or allowance.goes_on()):
                 made = 0
-                if self._works and count - step >= FEWEST_STEPS:
+                fits = allowance is None or allowance.goes_on(FORWARDS_ALONE)
+                if self._works and count - step >= FEWEST_STEPS and fits:
                     made = _made_together(group, recorder, step, count - step)
                     self._works = made > 0
                 if not made:
                     group.choose(group.forward(step))
                 step += made or 1
+                if allowance is not None:
+                    allowance.count(made or 1)
         none: list[list[int]] = [[] for _ in samples]
         chosen = [list(row) for row in zip(*group.control.chosen, strict=True)]
-        return GroupResult([list(row) for row in forced], chosen, none, group.control.seen)
+        return GroupResult([row[:step] for row in forced], chosen, none, group.control.seen)
 
 
 def _continues(loaded: LoadedModel, prompt_ids: Sequence[int]) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COLLECTIVES", "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote",
     "EngineNote", "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity",
-    "ModuleNote", "ModuleRole", "Override", "Plan", "QuantizationNote", "Repeatability",
+    "ModuleNote", "ModuleRole", "Override", "OwnTruth", "Plan", "QuantizationNote", "Repeatability",
     "SampleTokens", "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
 ]  # fmt: skip
 
@@ -263,6 +263,23 @@ class ModuleNote(_Strict, kw_only=True):
     flip."""
 
 
+class OwnTruth(_Strict, kw_only=True):
+    """The run's own float64 pass: each block got the input that the free pass recorded."""
+
+    mode: Literal["auto", "full"]
+    """``auto``: as many forwards as fitted the share of the capture's time; ``full``: all."""
+    num_steps: list[Count]
+    """By group of prompts: the forwards that were made, from the prefill on."""
+    device: str
+    """Where it was computed."""
+    seconds: float
+    """What it took."""
+    budget_seconds: float | None = None
+    """What it was allowed. None: as long as it takes."""
+    stopped_by: str | None = None
+    """What ended it early, other than its time."""
+
+
 class Plan(_Strict, kw_only=True):
     """What the run was asked to record."""
 
@@ -293,6 +310,8 @@ class Plan(_Strict, kw_only=True):
     """Outermost modules that the free pass never called, with their number of parameters."""
     compiled: dict[str, CompiledNote] = {}
     """Modules that were given to ``torch.compile``, by path."""
+    truth: OwnTruth | None = None
+    """The pass ``truth``, where the run has one."""
 
 
 class MeshAxis(_Strict, kw_only=True):

@@ -1,0 +1,159 @@
+"""The truth that a run carries: what a capture makes of it, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import divergence
+from divergence.errors import UsageError
+from divergence.recording import own_truth as module
+from divergence.run.partial import own_truth
+
+PROMPTS = ["A bridge is built twice.", "Once on paper, where every beam is exact."]
+
+
+@pytest.fixture
+def heard(tmp_path):
+    """``heard(model, **options)`` → the run, and the notes of its capture."""
+
+    def capture(model, **options):
+        notes = []
+        options = {"prompts": PROMPTS, "max_new_tokens": 3, "probe": False} | options
+        run = divergence.capture(
+            model if model is None else str(model),
+            out=tmp_path / f"run-{len(list(tmp_path.iterdir()))}",
+            progress=lambda kind, done, total, text: notes.append(text) if kind == "note" else None,
+            **options,
+        )
+        return run, notes
+
+    return capture
+
+
+def places(run, pass_):
+    return {
+        (record.sample, record.step, record.site): record
+        for record in run.records
+        if record.pass_ == pass_
+    }
+
+
+def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
+    """By default every block and what stands outside is there in float64, of all forwards."""
+    run, notes = heard(llama, dtype="bfloat16")
+    true, free = places(run, "truth"), places(run, "free")
+    assert run.manifest.plan.passes == ["free", "truth"]
+    assert run.manifest.plan.truth.num_steps == [3, 3]
+    assert {record.dtype for record in true.values()} <= {"float64", "int64"}
+    outputs = {place for place in free if place[2].endswith(":out")}
+    assert outputs == {place for place in true if place[2].endswith(":out")}
+    assert not notes
+    assert not run.verify()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"batch": True}),
+        ("llama", {"max_new_tokens": 12}),
+        ("llama", {"use_cache": False}),
+        ("llama", {"prefill_chunk": 4}),
+        ("llama", {"attn_implementation": "sdpa"}),
+        ("llama", {"sites": ["blocks", "ops@model.layers.1"]}),
+        ("mixtral", {}),
+        ("bert", {}),
+        ("t5", {}),
+        ("mamba", {}),
+    ],
+    ids=str,
+)
+def test_it_is_what_a_truth_made_apart_has(heard, tiny_model, tmp_path, architecture, options):
+    """The carried truth has the numbers of the anchored pass of `divergence truth`."""
+    run, _ = heard(tiny_model(architecture), truth="full", **options)
+    apart = divergence.truth(run, out=tmp_path / "apart")
+    own, wanted = places(own_truth(run), "anchored"), places(apart, "anchored")
+    assert own.keys() == wanted.keys()
+    for place, record in own.items():
+        a, b = own_truth(run).read(record), apart.read(wanted[place])
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_what_else_is_recorded_stays_as_it_was(heard, llama):
+    """All other records are those of a capture without a truth, bit for bit."""
+    with_truth, _ = heard(llama, truth="auto", whole=True, repeat=2)
+    without, _ = heard(llama, truth="no", whole=True, repeat=2)
+    for pass_ in ("free", "whole"):
+        one, other = places(with_truth, pass_), places(without, pass_)
+        assert {k: r.xxh3 for k, r in one.items()} == {k: r.xxh3 for k, r in other.items()}
+    assert with_truth.manifest.repeatability == without.manifest.repeatability
+    assert without.manifest.plan.truth is None
+
+
+def test_auto_keeps_to_its_time(heard, llama, monkeypatch):
+    """With no time to spend the first prompt's prefill is made, and the manifest says so."""
+    monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("divergence.recording.execution.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("divergence.recording.execution.SHARE", 0.0)
+    run, _ = heard(llama, truth="auto")
+    assert run.manifest.plan.truth.num_steps == [1, 0]
+    assert {place[:2] for place in places(run, "truth")} == {(0, 0)}
+
+
+def test_prefills_come_first():
+    """The steps of the first prompts leave time for the prefills of the others."""
+    clock = iter(range(1000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.time, "monotonic", lambda: next(clock))
+        allowance = module.Allowance(60.0, [4, 4, 4])
+        for _ in range(3):
+            assert allowance.begins()
+            with pytest.raises(module.Enough):
+                while True:
+                    allowance.after_forward()
+    assert all(number > 1 for number in allowance.num_steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"store": "stats"}, "--store stats"),
+        ({"positions": "last:2"}, "token positions last:2"),
+        ({"steps": "decode"}, "only the steps decode"),
+        ({"sites": ["model.layers.0.mlp"]}, "no input of model.layers.0"),
+        ({"engine": "compile", "engine_options": ["backend=eager"]}, "engine compile"),
+        ({"train": True, "max_new_tokens": None}, "training step"),
+    ],
+    ids=str,
+)
+def test_where_there_can_be_none_the_reason_is_said(own_truths, heard, llama, options, reason):
+    """A capture that can make no truth says why, and is complete."""
+    run, notes = heard(llama, **options)
+    assert run.manifest.complete
+    assert "truth" not in run.manifest.plan.passes
+    assert [note for note in notes if note.startswith("no truth: ") and reason in note]
+
+
+def test_a_repeated_run_makes_none_unless_told(own_truths, heard, llama):
+    """One truth is enough: `--like` makes none, and one where it is asked for."""
+    a, _ = heard(llama)
+    b, notes = heard(None, like=a, prompts=())
+    assert "truth" not in b.manifest.plan.passes
+    assert not [note for note in notes if "truth" in note]
+    told, _ = heard(None, like=a, prompts=(), truth="full")
+    assert "truth" in told.manifest.plan.passes
+
+
+def test_a_fault_far_beyond_rounding_is_said_at_capture(heard, llama):
+    """A block whose own float64 is far from its free pass is named, with how far."""
+    fault = "model.layers.1.mlp:out=scale:1.5"
+    _, notes = heard(llama, truth="auto", plants=[fault], dtype="float32")
+    assert [note for note in notes if note.startswith("model.layers.1: its float64 differs")]
+
+
+def test_an_unknown_mode_is_refused(heard, llama):
+    """--truth takes four words."""
+    with pytest.raises(UsageError, match="--truth half"):
+        heard(llama, truth="half")

@@ -1,14 +1,18 @@
-"""The time of a capture and of its truth, and the memory that the truth takes.
+"""What the truth that a run carries costs: time, memory and bytes, beside a capture without.
 
-    python benchmarks/truth_time.py [--random] [--prompts 3] [--tokens 24] [--rounds 3]
-                                    [--old CHECKOUT]
+    python benchmarks/truth_time.py [--models trained-float32 trained-bfloat16 llama moe]
+                                    [--modes bare no auto full apart] [--tokens 16] [--rounds 3]
 
-The model is the trained one (_trained.py), or with --random a random one of its size; bfloat16,
-chat prompts. Each capture and each truth runs in a process of its own, and by another checkout of
-this project in turns. The clock starts when everything is imported and ends with the written run:
-loading, digests and, in a capture, the probe of the arithmetic are in it. The peak is the process's
-own (the largest anonymous resident size) beyond what it had when the passes began. Processor
-seconds, of all threads, say more than seconds where other work keeps the machine busy.
+trained  SmolLM2-135M (_trained.py), three chat prompts; llama: a random one of --billions
+         parameters, moe: a random Mixtral of 8 experts, both in bfloat16, three prompts
+bare     the model alone: transformers' generate, greedily, of the same prompts, loading included
+no, auto, full    capture --truth
+apart    `divergence truth` of the run that ``no`` made: its free and anchored pass, all forwards
+
+Each is a process of its own, one after the other in every round. The clock starts when everything
+is imported and ends with the written run: loading, digests and the probe of the arithmetic are in
+it. The peak is the largest anonymous resident size beyond what it was when the passes began.
+Processor seconds, of all threads, say more than seconds where other work keeps the machine busy.
 """
 
 from __future__ import annotations
@@ -28,13 +32,16 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks._trained import CHAT_PROMPTS, checkpoint  # noqa: E402
 
+MODELS = ("trained-float32", "trained-bfloat16", "llama", "moe")
+MODES = ("bare", "no", "auto", "full", "apart")
 TIMED = """
 import json, sys, threading, time
 from pathlib import Path
+import torch, transformers
 from divergence.recording.api import capture, truth
 import transformers.generation.utils
 
-what, source, out, options = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+mode, source, out, options = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 
 def own():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -50,78 +57,117 @@ def progress(event, count, total, detail):
     if event == "free" and not loaded[0]:
         loaded[0] = own()
 
+def bare():
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype="auto", attn_implementation="eager")
+    prompts, tokens = options["prompts"], options["max_new_tokens"]
+    if options.get("chat"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        prompts = [tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
+            for text in prompts]
+    loaded[0] = own()
+    for ids in prompts:
+        model.generate(torch.tensor([ids]), do_sample=False, min_new_tokens=tokens,
+                       max_new_tokens=tokens, pad_token_id=0)
+
 threading.Thread(target=watch, daemon=True).start()
-start, cpu = time.perf_counter(), time.process_time()
-(capture if what == "capture" else truth)(source, out=out, force=True, progress=progress, **options)
+start, cpu, note = time.perf_counter(), time.process_time(), None
+if mode == "bare":
+    bare()
+elif mode == "apart":
+    truth(options["run"], out=out, force=True, progress=progress)
+else:
+    note = capture(source, out=out, force=True, progress=progress, truth=mode,
+                   **options).manifest.plan.truth
 spent, cpu = time.perf_counter() - start, time.process_time() - cpu
 done.set()
-print(json.dumps([spent, cpu, peak[0] - loaded[0]]))
+steps = "" if note is None else "/".join(map(str, note.num_steps))
+print(json.dumps([spent, cpu, peak[0] - loaded[0], steps]))
 """
 
 
-def random_model(folder: Path) -> Path:
-    """Of the trained one's sizes, with its tokenizer left out."""
+def random_model(kind: str, folder: Path, billions: float) -> Path:
+    """Of a usual shape, in bfloat16, without a tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, dtype="bfloat16",
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    torch.set_default_dtype(torch.bfloat16)
+    common = {"vocab_size": 32000, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    if kind == "llama":
+        block = 4 * 2048 * 1280 + 3 * 2048 * 5632  # q, o; k, v; gate, up, down
+        config = LlamaConfig(
+            hidden_size=2048, intermediate_size=5632, num_attention_heads=16,
+            num_hidden_layers=max(1, round((billions * 1e9 - 32000 * 2048) / block)), **common,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder)
+    else:
+        config = MixtralConfig(
+            hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_hidden_layers=8,
+            num_local_experts=8, **common,
+        )  # fmt: skip
+        MixtralForCausalLM(config).save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
     return folder
 
 
-def timed(checkout: Path, what: str, source: Path, out: Path, **options: object) -> list[float]:
-    """Seconds, seconds of processors, and MiB beyond what was loaded."""
+def timed(mode: str, source: Path, out: Path, options: dict[str, object]) -> list[object]:
+    """Seconds, seconds of processors, MiB beyond what was loaded, and the steps of the truth."""
     done = subprocess.run(
-        [sys.executable, "-c", TIMED, what, str(source), str(out), json.dumps(options)],
-        capture_output=True, text=True, cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
+        [sys.executable, "-c", TIMED, mode, str(source), str(out), json.dumps(options)],
+        capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def num_bytes(run: Path) -> int:
+    return sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--random", action="store_true", help="a random model, not the trained one")
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--old", type=Path, help="another checkout, measured in turns")
+    parser.add_argument("--billions", type=float, default=1.0, help="parameters of the llama")
     args = parser.parse_args()
-    checkouts = {"truth": ROOT} | ({"truth before": args.old.resolve()} if args.old else {})
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
-        options: dict[str, object] = {"max_new_tokens": args.tokens}
-        if args.random:
-            model = random_model(work / "model")
-            options["prompts"] = [
-                [7 * i % 1000 + 3 for i in range(36 + n)] for n in range(args.prompts)
-            ]
-        else:
-            model = checkpoint("bfloat16")
-            options |= {"prompts": list(CHAT_PROMPTS[: args.prompts]), "chat": True}
-        taken: dict[str, list[list[float]]] = {name: [] for name in ("capture", *checkouts)}
-        for number in range(args.rounds):
-            taken["capture"].append(timed(ROOT, "capture", model, work / "run", **options))
-            for name, checkout in checkouts.items():
-                taken[name].append(timed(checkout, "truth", work / "run", work / "out"))
-            print(f"round {number + 1}", *(round(rows[-1][0], 1) for rows in taken.values()),
-                  file=sys.stderr)  # fmt: skip
-    print("| | s | × capture | processor s | × capture | peak over loaded, MiB |")
-    print("|---|---|---|---|---|---|")
-    base = None
-    for name, rows in taken.items():
-        wall, cpu, peak = (statistics.median(column) for column in zip(*rows, strict=True))
-        base = base or (wall, cpu)
+    print("| model | mode | s | × no | processor s | × no | peak over loaded, MiB | MB | steps |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in args.models:
+        with tempfile.TemporaryDirectory() as temporary:
+            measure(name, Path(temporary), args)
+
+
+def measure(name: str, work: Path, args: argparse.Namespace) -> None:
+    """The rows of one model."""
+    options: dict[str, object] = {"max_new_tokens": args.tokens}
+    if name.startswith("trained"):
+        model = checkpoint(name.removeprefix("trained-"))
+        options |= {"prompts": list(CHAT_PROMPTS[:3]), "chat": True}
+    else:
+        model = random_model(name, work / "model", args.billions)
+        options["prompts"] = [[7 * i % 1000 + 3 for i in range(24 + n)] for n in range(3)]
+    taken: dict[str, list[list[object]]] = {mode: [] for mode in args.modes}
+    for number in range(args.rounds):
+        for mode in args.modes:
+            more = {"run": str(work / "no")} if mode == "apart" else {}
+            taken[mode].append(timed(mode, model, work / mode, options | more))
+        print(f"{name}, round {number + 1}", *(rows[-1][0] for rows in taken.values()),
+              file=sys.stderr)  # fmt: skip
+    base = taken.get("no") or next(iter(taken.values()))
+    wall_of, cpu_of = (statistics.median(row[place] for row in base) for place in (0, 1))
+    for mode, rows in taken.items():
+        wall, cpu, peak = (statistics.median(row[place] for row in rows) for place in range(3))
+        size = "" if mode == "bare" else f"{num_bytes(work / mode) / 1e6:,.1f}"
         print(
-            f"| {name} | {wall:.1f} | {wall / base[0]:.2f} | {cpu:.1f} | {cpu / base[1]:.2f} "
-            f"| {peak:,.0f} |"
-        )
+            f"| {name} | {mode} | {wall:.1f} | {wall / wall_of:.2f} | {cpu:.1f} "
+            f"| {cpu / cpu_of:.2f} | {peak:,.0f} | {size} | {rows[-1][3]} |", flush=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

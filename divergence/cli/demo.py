@@ -1,10 +1,9 @@
 """`divergence demo`: the whole job on one machine, offline, in a minute.
 
 Three captures of one model: on this CPU's own kernels, on genuinely other kernels of the same CPU
-(a second process under other instruction sets), and there again with a planted fault; and the
-first of them in float64, which is the truth. The first pair must not alarm, the second must name
-the planted block and the guilty side, and the descent from there the operator that the fault comes
-in at.
+(a second process under other instruction sets), and there again with a planted fault. The first
+carries its own truth, in float64. The first pair must not alarm, the second must name the planted
+block and the guilty side, and the descent from there the operator that the fault comes in at.
 
 The model is a small random one, or with --model the user's own. Then the place of the fault is
 looked up in its structure. A projection that adds little to the residual stream may hide a tenth
@@ -100,34 +99,31 @@ def demo(
             plan = replace(plan, prompt=("--prompts", str(prompts)))
     if dtype is not None:
         plan = replace(plan, prompt=(*plan.prompt, "--dtype", dtype))
-    a, b, c, truth = (root / name for name in ("here", "other-kernels", "fault", "truth"))
+    a, b, c = (root / name for name in ("here", "other-kernels", "fault"))
     first = ["capture", plan.model, "-o", str(a), *plan.prompt, "--device", "cpu", *plan.code]
     _run(plan, [*first, "--label", "this CPU", "--force"], {},
-         "1. capture on this CPU's own kernels")  # fmt: skip
+         "1. capture on this CPU's own kernels, and its truth in float64")  # fmt: skip
     replay = ["capture", "--like", str(a), "--device", "cpu", *plan.code, "--force"]
     _run(plan, [*replay, "-o", str(b), "--label", "other kernels"], OTHER_KERNELS,
          "2. the same on other kernels, standing in for another machine")  # fmt: skip
     _plant(plan, replay, c, FACTORS[0], f"3. there again, with a fault planted in {plan.block}")
-    _run(plan, ["truth", str(a), "-o", str(truth), *plan.code, "--force"], {},
-         "4. the first run in float64: what is right, and how wide rounding is")  # fmt: skip
-    healthy = _compare(a, b, truth, "5. two healthy machines: this must not alarm", quiet=quiet)
+    healthy = _compare(a, b, "4. two healthy machines: this must not alarm", quiet=quiet)
     for larger in (*FACTORS[1:], None):
-        faulty = _compare(a, c, truth, f"6. a faulty one: this must name {plan.block} and the side",
+        faulty = _compare(a, c, f"5. a faulty one: this must name {plan.block} and the side",
                           quiet=quiet)  # fmt: skip
         if faulty.verdict.kind not in ("identical", "within_floor") or larger is None:
             break
         _say("\nThat fault is smaller than what this dtype rounds away, so nothing may be named.\n")
         _plant(plan, replay, c, larger, "   a larger one")
     _check(plan, healthy, faulty)
-    localization = _localize(plan, a, c, truth, root / "localized",
-                             "7. from the block to the operator, and the proof",
+    localization = _localize(plan, a, c, root / "localized",
+                             "6. from the block to the operator, and the proof",
                              quiet=quiet)  # fmt: skip
     _check_operator(plan, localization)
     first_command = command_line("capture", plan.model if plan.own else "MODEL", o="a")
     _say("\nNow on two machines:\n  " + first_command + "\n"
          "  divergence capture --like a -o b\n"
-         "  divergence truth a -o truth\n"
-         "  divergence compare a b --truth truth")  # fmt: skip
+         "  divergence compare a b")  # fmt: skip
 
 
 def _built(folder: Path) -> _Plan:
@@ -197,29 +193,25 @@ def _run(plan: _Plan, arguments: list[str], variables: dict[str, str], title: st
         )
 
 
-def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool) -> Any:
+def _compare(a: Path, b: Path, title: str, *, quiet: bool) -> Any:
     from divergence.cli.compare import show_report
     from divergence.comparison.api import compare
 
-    words = ["divergence", "compare", str(a), str(b), "--truth", str(truth)]
+    words = ["divergence", "compare", str(a), str(b)]
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
-    report = compare(a, b, truth=truth)
+    report = compare(a, b)
     show_report(report, Output(json=False, quiet=quiet, verbose=False))
     return report
 
 
-def _localize(
-    plan: _Plan, a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bool
-) -> Any:
+def _localize(plan: _Plan, a: Path, b: Path, out: Path, title: str, *, quiet: bool) -> Any:
     from divergence.experiments.localization.localize import localize
     from divergence.layout import print_lines
     from divergence.report.localization import localization_lines
 
-    words = ["divergence", "localize", str(a), str(b), "--truth", str(truth), "-o", str(out),
-             *plan.code, "--force"]  # fmt: skip
+    words = ["divergence", "localize", str(a), str(b), "-o", str(out), *plan.code, "--force"]
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
-    result = localize(a, b, truth=truth, out=out, device="cpu", force=True,
-                      trust_remote_code=bool(plan.code))  # fmt: skip
+    result = localize(a, b, out=out, device="cpu", force=True, trust_remote_code=bool(plan.code))
     print_lines(localization_lines(result, answer_only=quiet), whole=quiet)
     return result
 

@@ -32,8 +32,8 @@ class LocalizeOptions(Options, frozen=True, kw_only=True):
         str | None,
         Option(
             "--truth TRUTH",
-            "The float64 run of `divergence truth`, made on A's machine. Default: made in "
-            "DIR, there.",
+            "The float64 run of `divergence truth`, made on A's machine. Default: what A carries, "
+            "or made in DIR, there.",
         ),
     ] = None
     block: Annotated[

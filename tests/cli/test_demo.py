@@ -13,7 +13,7 @@ from divergence.cli import demo
 
 
 @pytest.fixture
-def in_process(monkeypatch):
+def in_process(monkeypatch, own_truths):
     """The demo's commands run in this process, on one set of kernels: seconds instead of a minute.
 
     The commands that ran."""
@@ -48,10 +48,8 @@ def test_a_fault_is_planted_and_found_in_a_model_of_ones_own(
     assert f"DIVERGED: the error is made at {block}:out, by B" in out
     assert f"from operators that only B calls: {module}/aten" in " ".join(out.split())
     assert "proven      yes" in out
-    assert [arguments[0] for arguments, _ in in_process] == [
-        "capture", "capture", "capture", "truth",
-    ]  # fmt: skip
-    assert [bool(variables) for _, variables in in_process] == [False, True, True, False]
+    assert [arguments[0] for arguments, _ in in_process] == ["capture", "capture", "capture"]
+    assert [bool(variables) for _, variables in in_process] == [False, True, True]
     assert all("--trust-remote-code" in arguments for arguments, _ in in_process) == bool(trusted)
 
 

@@ -27,7 +27,15 @@ def own_truth(run: Run) -> Run | None:
     manifest = run.manifest
     if "truth" not in manifest.plan.passes:
         return None
-    replaced = msgspec.structs.replace
+    replaced, note = msgspec.structs.replace, manifest.plan.truth
+    stopped_by = manifest.stopped_by
+    if note is not None:
+        forwards = [
+            max(1, len(manifest.tokens.samples[group[0]].generated_ids))
+            for group in manifest.tokens.groups
+        ]
+        fewer = any(made < num for made, num in zip(note.num_steps, forwards, strict=False))
+        stopped_by = note.stopped_by or ("the time it was given" if fewer else stopped_by)
     records = [
         replaced(record, pass_="anchored")
         for record in each_of(run.records)
@@ -37,6 +45,7 @@ def own_truth(run: Run) -> Run | None:
         run.path,
         replaced(
             manifest, id=f"{manifest.id} (its own truth)", like=manifest.id,
+            complete=manifest.complete and stopped_by is None, stopped_by=stopped_by,
             settings=replaced(manifest.settings, compute_dtype="float64"),
             plan=replaced(
                 manifest.plan, passes=["anchored"], anchored_to=manifest.id, plants=[], truth=None

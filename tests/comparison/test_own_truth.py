@@ -56,10 +56,11 @@ def test_the_side_is_told_the_other_way_round_too(runs):
 
 
 def test_no_command_names_it(runs):
-    """What comes next names no truth that has to be made, and none that nobody made."""
+    """What comes next names no truth apart: the runs of a descent carry theirs, too."""
     commands = divergence.compare(runs["a"], runs["faulty"]).verdict.next
     assert commands
-    assert not [text for text in commands if "--truth" in text or "divergence truth" in text]
+    assert not [text for text in commands if "divergence truth" in text]
+    assert [text.partition("--truth ")[2][:4] for text in commands if "--truth" in text] == ["full"]
 
 
 def test_its_records_lack_no_partner(runs):
@@ -76,3 +77,52 @@ def test_a_golden_leaves_it_out(runs, tmp_path):
     assert golden.manifest.plan.passes == ["free"]
     assert golden.manifest.plan.truth is None
     assert not golden.verify()
+
+
+@pytest.fixture(scope="module")
+def prefill_alone(tmp_path_factory, tiny_model):
+    """A run whose truth holds the first prompt's prefill, and nothing else, for want of time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("divergence.recording.execution.SHARE", 0.0)
+        patch.setattr("divergence.recording.execution.LEAST_SECONDS", 0.0)
+        return divergence.capture(
+            str(tiny_model("llama", dtype="bfloat16", num_blocks=6)),
+            out=tmp_path_factory.mktemp("part-") / "a", prompts=PROMPTS, max_new_tokens=6,
+            truth="auto", probe=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plants", "kind", "side", "block"),
+    [
+        ([], "within_floor", None, None),
+        ([FAULT], "localized", "candidate", 3),
+        (["model.layers.2.mlp:out=scale:1.2@sample=1,step=0"], "localized", None, 2),
+        (["model.layers.4.mlp:out=scale:1.2@sample=1,step=3"], "localized", None, 4),
+        (["model.layers.4.mlp:out=scale:1.2@sample=0,step=3"], "localized", None, 4),
+        (["model.layers.1:out=channel:3:4@sample=1,step=0"], "localized", None, 1),
+        ([f"model.layers.{n}.mlp:out=scale:1.3" for n in range(6)], "systematic", "candidate", 0),
+    ],
+    ids=["healthy", "everywhere", "other-prompt", "other-step", "later", "channel", "systematic"],
+)  # fmt: skip
+def test_what_it_does_not_hold_is_judged_without_it(
+    prefill_alone, tmp_path, plants, kind, side, block
+):
+    """A truth of few forwards excuses nothing in the others, and names no side there."""
+    b = divergence.capture(
+        like=prefill_alone, out=tmp_path / "b", plants=plants, probe=False,
+        attn_implementation=None if plants else "sdpa",
+    )  # fmt: skip
+    report = divergence.compare(prefill_alone, b)
+    assert (report.verdict.kind, report.verdict.side) == (kind, side)
+    if block is not None:
+        assert module_of(report.verdict.onset.site) == f"model.layers.{block}"
+    assert any("the truth is incomplete (the time it was given)" in note for note in report.notes)
+
+
+def test_localize_makes_no_truth_where_one_is_carried(runs, tmp_path):
+    """The descent begins with the truth that the reference carries."""
+    found = divergence.localize(runs["a"], runs["faulty"], out=tmp_path / "out", device="cpu")
+    assert found.operator is not None
+    assert found.side == "candidate"
+    assert not (tmp_path / "out" / "truth").exists()

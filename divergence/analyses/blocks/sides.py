@@ -24,6 +24,7 @@ from divergence.analyses.blocks.units import (
     TABLES,
     Blame,
     Unit,
+    Why,
     block_outputs,
     families_of,
     medians,
@@ -91,8 +92,12 @@ def blame_units(
                     for look in unit.looks:
                         if look.place in sure:
                             look.usage = max(look.usage, apart[look.place])
-                if unit.blame is None:
+                beside = _beside_truth(unit, routed) if unit.blame is None else None
+                if unit.blame is None and beside is None:
                     excused.append(unit)
+                if unit.blame is None and beside is not None:  # no truth, so no side
+                    unit.why, unit.limit_usage = beside, max(unit.limit_usage, unit.between)
+                    continue
             unit.why = None if unit.blame is None else unit.blame.why
             if unit.why is None:
                 for look in unit.looks:
@@ -106,6 +111,23 @@ def blame_units(
 def _stats_of(units: Iterable[Unit]) -> list[TruthStats]:
     """Of units that were judged against the truth: each has them."""
     return [unit.stats for unit in units if unit.stats is not None]
+
+
+def _beside_truth(unit: Unit, routed: frozenset[str]) -> Why | None:
+    """By which limit a unit is beyond rounding in forwards that the truth does not hold: it excuses
+    nothing there."""
+    rest = [result for result in unit.results if result.truth is None and result.ratio is not None]
+    if not rest:
+        return None
+    if statistics.median(result.ratio or 0.0 for result in rest) > unit.limit:
+        return "typical"
+    if any(look.result.truth is None for look in unit.beyond):
+        return "forward"
+    if unit.results[0].block in routed:
+        return None
+    if any((result.ratio_max or 0.0) > unit.worst_limit for result in rest):
+        return "token"
+    return "sink" if any((result.ratio_sink or 0.0) > unit.worst_limit for result in rest) else None
 
 
 def _no_measure(unit: Unit) -> bool:

@@ -117,7 +117,7 @@ def timed(mode: str, source: Path, out: Path, options: dict[str, object]) -> lis
     done = subprocess.run(
         [sys.executable, "-c", TIMED, mode, str(source), str(out), json.dumps(options)],
         capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(done.stderr)

@@ -8,6 +8,7 @@ import torch
 import divergence
 from divergence.errors import UsageError
 from divergence.recording import own_truth as module
+from divergence.recording.api import plan_capture
 from divergence.run.partial import own_truth
 
 PROMPTS = ["A bridge is built twice.", "Once on paper, where every beam is exact."]
@@ -157,3 +158,11 @@ def test_an_unknown_mode_is_refused(heard, llama):
     """--truth takes four words."""
     with pytest.raises(UsageError, match="--truth half"):
         heard(llama, truth="half")
+
+
+@pytest.mark.parametrize(("mode", "passes"), [(None, ["free", "truth"]), ("no", ["free"])])
+def test_a_dry_run_says_whether_there_will_be_one(own_truths, llama, mode, passes):
+    """The plan lists the pass, and that its bytes come on top."""
+    plan = plan_capture(str(llama), prompts=PROMPTS, truth=mode)
+    assert plan.passes == passes
+    assert any("truth" in note for note in plan.notes) == (mode is None)

@@ -42,8 +42,8 @@ class OperatorUnit:
     """One matched operator, or the common result of a region, over the forwards of a phase, in
     order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
     feed it, also through calls without a partner. ``own``: what each side's region adds by itself
-    (operators.products). ``untold``: pads may be among what differs, and the axes do not tell which
-    they are."""
+    (operators.products). ``padded``: a forward has pads. ``untold``: pads may be among what
+    differs, and the axes do not tell which they are."""
 
     match: Match
     phase: str
@@ -56,6 +56,7 @@ class OperatorUnit:
     region: Region | None = None
     feeds: list[str] = field(default_factory=list)
     own: tuple[RegionError, RegionError] | None = None
+    padded: bool = False
     untold: bool = False
 
 
@@ -147,6 +148,7 @@ def measure_operators(
             key = (match.reference.path, match.candidate.path, phase)
             unit = units.setdefault(key, OperatorUnit(match, phase))
             unit.region = unit.region or region
+            unit.padded = unit.padded or pads.rows is not None
             unit.feeds = list(dict.fromkeys([*unit.feeds, *fed.of(match, region)]))
             if region is not None and region.consumer is not None:
                 unit.forwards.append(

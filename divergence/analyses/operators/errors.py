@@ -12,7 +12,12 @@ from typing import TypeVar
 
 import torch
 
-from divergence.analyses.operators.operands import operand_record, other_inputs, other_operands
+from divergence.analyses.operators.operands import (
+    operand_record,
+    other_inputs,
+    other_operands,
+    region_operands,
+)
 from divergence.analyses.operators.pads import Pads
 from divergence.analyses.operators.products import RegionError, is_product_region, own_error
 from divergence.analyses.operators.regions import Region, Regions, regions_in
@@ -164,6 +169,8 @@ def measure_operators(
                     other_inputs(match.reference, match.candidate, a, b, partner=partners.get),
                 )
                 others = other_operands(match.reference, match.candidate, a, b, measured=numbers)
+                if region is not None and not others:
+                    others = region_operands(region, a, b, measured=numbers)
                 unit.other_operands = _worse(unit.other_operands, others)
         sides: tuple[tuple[Side, list[CallNode]], ...] = (
             ("reference", only_a),
@@ -251,12 +258,16 @@ def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
 
 def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
     """Of each argument the one that differs most, over the forwards."""
-    by_argument = {item.argument: item for item in known}
+    by_argument = {_argument(item): item for item in known}
     for item in new:
-        before = by_argument.get(item.argument)
+        before = by_argument.get(_argument(item))
         if before is None or (item.difference or 0.0) > (before.difference or 0.0):
-            by_argument[item.argument] = item
+            by_argument[_argument(item)] = item
     return list(by_argument.values())
+
+
+def _argument(item: OtherInput | OtherOperand) -> tuple[str | None, str]:
+    return item.site if isinstance(item, OtherOperand) else None, item.argument
 
 
 def _measure(

@@ -142,7 +142,8 @@ def _next(first: OperatorResult, side: str | None, advice: Advice) -> list[str]:
 
 def _what_happens(first: OperatorResult, seems: str) -> str:
     if first.other_operands:
-        return f"{first.site} is called with {operands_text(first.other_operands)}"
+        called = first.other_operands[0].site or first.site
+        return f"{called} is called with {operands_text(first.other_operands)}"
     if first.other_mask is not None:
         return f"the sides hide other scores at {first.site}: {_mask_text(first.other_mask)}"
     if first.region is not None:

@@ -57,6 +57,8 @@ class OtherOperand(msgspec.Struct, frozen=True, kw_only=True):
     sides. This is a fact about the calls, not a measurement."""
 
     argument: str
+    site: str | None = None
+    """Of a region: the reference's call. None where it is the operator of the result itself."""
     kind: Literal["scalar", "constant"]
     reference: str
     """The reference's value, in words."""

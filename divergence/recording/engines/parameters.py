@@ -39,6 +39,7 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     return ParameterNote(
         dtype=own, shape=list(tensor.shape), form=form, values=values, rounded=rounded, norm=norm,
         sums=sums, levels=_levels(tensor),
+        strides=None if tensor.is_contiguous() else list(tensor.stride()),
     )  # fmt: skip
 
 

@@ -210,8 +210,8 @@ def _of_ends(pairs: Sequence[PromptPair]) -> str:
     if len(set(more)) > 1:
         return f"{count(len(more), 'answer')} end earlier on one side"
     side = letter("reference" if more[0] > 0 else "candidate")
-    tokens = "one token" if abs(more[0]) == 1 else f"{abs(more[0])} tokens"
-    return f"{count(len(more), 'answer')} end {tokens} earlier on {side}"
+    each = "one token" if abs(more[0]) == 1 else f"{abs(more[0])} tokens"
+    return f"{count(len(more), 'answer')} end earlier on {side}, by {each} each"
 
 
 def _enough(num: int) -> Check:

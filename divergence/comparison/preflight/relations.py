@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from divergence.comparison.results.findings import PreflightStatus, list_names
+from divergence.numerics.formats import format_named
 from divergence.run.schema.manifest import ModelIdentity
 from divergence.run.schema.provenance import NUM_SUMS, ParameterNote
 from divergence.run.schema.site import starred
@@ -22,6 +23,8 @@ __all__ = ["Relations", "related"]
 
 _SAME = 1e-4
 """Of the norm: sums of equal numbers, added up in float32 in another order, are nearer."""
+_BFLOAT16 = format_named("bfloat16").unit_roundoff
+"""Of the norm: rounding to bfloat16 takes numbers no farther apart, and that to float16 less."""
 _NEAR = 0.25
 """Of the norm: what coarse codes make of weights, and hardly anything else."""
 _MOST_KINDS = 4
@@ -59,7 +62,7 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
             notes = a.parameters.get(name), b.parameters.get(other)
             if notes[0] is None or notes[1] is None:
                 return None
-            text, same = _relation(notes[0], notes[1])
+            text, same = _relation(notes[0], notes[1], has_codes=a.quantization is not None)
         only_dtypes = only_dtypes and same
         kinds.setdefault(text, []).append(name)
     texts = [
@@ -90,8 +93,9 @@ def _of_models(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> str
     return None
 
 
-def _relation(a: ParameterNote, b: ParameterNote) -> tuple[str, bool]:
-    """(in words, or nothing that is known; is it the dtype alone?)"""
+def _relation(a: ParameterNote, b: ParameterNote, *, has_codes: bool) -> tuple[str, bool]:
+    """(in words, or nothing that is known; is it the dtype alone?). ``has_codes``: of a quantised
+    model, where training is no cause."""
     if a.shape != b.shape:
         return f"{_shape(a)} / {_shape(b)}", False
     if a.values == b.values:
@@ -105,6 +109,9 @@ def _relation(a: ParameterNote, b: ParameterNote) -> tuple[str, bool]:
         zeros = [side for side, note in (("A", a), ("B", b)) if note.norm == 0]
         return f"all zeros on {zeros[0]}" if zeros else "", False
     apart = [x - y for x, y in zip(b.sums, a.sums, strict=True)]
+    near = _size(apart) / a.norm
+    if {a.dtype, b.dtype} == {"bfloat16", "float16"} and near < _BFLOAT16:
+        return f"{a.dtype} / {b.dtype}, as far apart as their rounding", True
     by_column, by_row, _ = (
         _size(apart[start : start + NUM_SUMS]) / a.norm for start in range(0, len(apart), NUM_SUMS)
     )
@@ -117,12 +124,13 @@ def _relation(a: ParameterNote, b: ParameterNote) -> tuple[str, bool]:
     rest = [y - factor * x for x, y in zip(a.sums, b.sums, strict=True)]
     if _size(rest) / b.norm < _SAME:
         return f"B = {factor:.6g} x A", False
-    near = _size(apart) / a.norm
     codes = [f"{side}'s numbers are multiples of one step" for side, note in (("A", a), ("B", b))
              if note.levels]  # fmt: skip
     if near < _NEAR:
-        what = f"as after quantising ({', '.join(codes)})" if codes else "as after training further"
-        return f"about {100 * near:.2g}% apart, {what}", False
+        cause = f", as after quantising ({', '.join(codes)})" if codes else ""
+        if not (codes or has_codes):
+            cause = ", as after training further"
+        return f"about {100 * near:.2g}% apart{cause}", False
     return "", False
 
 

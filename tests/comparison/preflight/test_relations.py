@@ -102,6 +102,21 @@ def test_a_class_that_is_rounded_to_its_own_dtype_is_the_same_weights(recorded, 
     assert "B = A rounded to bfloat16" in line.detail
 
 
+@pytest.mark.parametrize(("share", "status"), [(0.0, "differs"), (0.01, "blocking")])
+def test_two_roundings_of_one_checkpoint_are_the_same_weights(share, status, recorded, tmp_path):
+    """bfloat16 and float16 of one float32 checkpoint: neither holds the other's values, but they
+    are as far apart as their rounding. What was changed by 1% is other weights."""
+
+    def prepare(model):
+        for parameter in model.parameters():
+            parameter.data *= 1 + share
+
+    b = capture(like=recorded("bfloat16"), out=tmp_path / "b", dtype="float16", prepare=prepare)
+    line = weights_line(compare(recorded("bfloat16"), b))
+    assert line.status == status
+    assert ("bfloat16 / float16, as far apart as their rounding" in line.detail) == (not share)
+
+
 @pytest.mark.parametrize(
     ("change", "relation"),
     [

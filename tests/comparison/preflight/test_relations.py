@@ -141,6 +141,33 @@ def test_other_weights_are_told_by_what_was_done_to_them(change, relation, recor
     assert relation in line.detail
 
 
+def _merged(weight, size):
+    """W + BA, rounded, less BA, rounded: another order of roundings."""
+    generator = torch.Generator().manual_seed(2)
+    update = torch.randn(weight.shape, generator=generator) * size * weight.float().std()
+    return ((weight.float() + update).bfloat16() - update.bfloat16()).to(weight.dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: _merged(weight, 0.01),
+        lambda weight: _merged(weight, 0.1),
+        lambda weight: (weight.float() * (1 + 2.5e-3)).to(weight.dtype),
+    ],
+)
+def test_weights_as_far_apart_as_their_dtypes_rounding_are_told_so(change, recorded, tmp_path):
+    """Some last bits of bfloat16 weights differ: no order of rows, no factor of 1, and one text of
+    all blocks' parameters with the least and the largest distance."""
+    detail = weights_line(
+        compare(recorded("bfloat16"), changed(recorded("bfloat16"), tmp_path / "b", change))
+    ).detail
+    assert "apart, no more than rounding to bfloat16 makes" in detail
+    assert detail.count(EVERYWHERE) == 1
+    assert "in another order" not in detail.replace("rounded in another order", "")
+    assert " x A" not in detail
+
+
 def test_weights_that_have_nothing_to_do_with_each_other_have_no_relation(recorded, tmp_path):
     """Other random numbers of the same size: only how many parameters differ is said."""
     a = recorded("float32")

@@ -22,7 +22,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import module_of
 
-__all__ = ["CODE_NOT_TOLD", "code_evidence", "doubt_of_code", "explain", "layout_evidence", "why_no_side"]
+__all__ = ["CODE_NOT_TOLD", "code_evidence", "doubt_of_code", "explain", "why_no_side"]
 
 _MOST = 3
 CODE_NOT_TOLD = check(
@@ -37,7 +37,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     findings = []
     if verdict.onset is not None:
         evidence = code_evidence(a, b, verdict.onset.block)
-        evidence += layout_evidence(a, b, verdict.onset.block or module_of(verdict.onset.site))
+        evidence += _layout_evidence(a, b, verdict.onset.block or module_of(verdict.onset.site))
         findings.append(Finding(claim="explanation", role="explains", evidence=evidence))
     reason = None
     if measured.truth is not None:
@@ -73,7 +73,7 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]
     return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts]
 
 
-def layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Evidence]:
+def _layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Evidence]:
     """Parameters inside ``module`` that lie in memory otherwise on the two sides: of equal values,
     a kernel that takes them for contiguous reads others."""
     texts = []

@@ -91,8 +91,9 @@ def _tensors_for_numbers(
     constant, or a copy of one), where the number is not the tensor's, rounded to its dtype."""
     operands = []
     tensors = [
-        {name: index for index, name in argument_names(node.call).items()} for node, _ in (mine, other)
-    ]  # fmt: skip
+        {name: index for index, name in argument_names(node.call).items()}
+        for node, _ in (mine, other)
+    ]
     for name in tensors[0].keys() ^ tensors[1].keys():
         numbers, units = [], []
         for (node, run), by_name in zip((mine, other), tensors, strict=True):

@@ -12,8 +12,8 @@ from divergence.words import Side, SideOrBoth
 
 __all__ = [
     "PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "CausalCheck",
-    "OperatorResult", "OperatorsResult", "OtherInput", "OtherMask", "OtherOperand", "Part", "Question",
-    "RegionResult", "UnmatchedOperator", "called_at",
+    "OperatorResult", "OperatorsResult", "OtherInput", "OtherMask", "OtherOperand", "Part",
+    "Question", "RegionResult", "UnmatchedOperator", "called_at",
 ]  # fmt: skip
 
 Question = Literal[

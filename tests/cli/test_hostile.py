@@ -69,7 +69,9 @@ def planted(kind: Any, value: Any, *, at: At, owner: tuple[str, str] = ("", ""))
         if arguments[1] is Any:
             return value
         found = {
-            planted(arguments[0], key, at=at, owner=owner): planted(arguments[1], item, at=at, owner=owner)
+            planted(arguments[0], key, at=at, owner=owner): planted(
+                arguments[1], item, at=at, owner=owner
+            )
             for key, item in (value or {}).items()
         }
         if not value and arguments == (str, str) and at(owner):

@@ -23,7 +23,7 @@ from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 
 PROMPT = "Why is the sky blue?"
-FACTORS = (1.00001, 1.0001, 1.001, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+FACTORS = (1.0, 1.00001, 1.0001, 1.001, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in full, new runs --like it": ({}, {"like": True}),
     "in full, new runs by themselves": ({}, {}),
@@ -47,7 +47,7 @@ def smallest(golden: Path, model: Path, how: dict[str, Any], options: dict[str, 
                 run = capture(model, out=out, probe=False, **options, **given)
             if check(golden, run).passed:
                 break
-            failing = f"x {factor}"
+            failing = f"x {factor}" if factor > 1 else "fails without one"
     return failing
 
 

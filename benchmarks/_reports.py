@@ -211,6 +211,7 @@ def of_report(way: str, report: Report) -> Answer:
         for line in report.preflight
         if line.status != "same"
     ]
+    lines += [f"not exercised: {part.text}" for part in report.not_exercised]
     lines += report.notes
     place = unit = ""
     if onset is not None:

@@ -380,6 +380,8 @@ def _cases() -> Iterator[Case]:
             name=f"embedding-scale-{dtype}", report=gemma, letter="C", model="gemma2",
             dtype=dtype, cause="the embedding's scale is another one by 0.4%",
             plant=_embedding_scale, is_code=True, place="embed_tokens",
+            # Two runs alone: 0.4% is one unit in bfloat16's last place, as small as rounding.
+            alone=("within_floor",) if dtype == "bfloat16" else (),
         )  # fmt: skip
     for blocks, name in ((slice(None), "everywhere"), (slice(1, 2), "one")):
         yield Case(

@@ -254,7 +254,8 @@ def _cases() -> Iterator[Case]:
     yield Case(
         name="rotary-rows", report="jzhang38/TinyLlama#24", letter="W", **other,
         cause="rows of q_proj and k_proj are in the other rotary layout", plant=_permuted,
-        words=(("that rows are permuted", "permut"), "q_proj", "k_proj"),
+        # A permutation is an order of the same rows: either word tells what to do about it.
+        words=(("that rows are permuted", "permut|rows in another order"), "q_proj", "k_proj"),
     )  # fmt: skip
     yield Case(
         name="centred-head", report="TransformerLensOrg/TransformerLens#693", letter="R",

@@ -1,9 +1,12 @@
-"""How large a golden is that lies in git: a sketch of one prompt, blessed to an archive.
+"""How large a golden is, and the smallest fault that a check against it sees.
 
     python benchmarks/golden_size.py                    # the demo's model
     python benchmarks/golden_size.py --model PATH       # and another one
 
-Prints a line for each model and number of generated tokens.
+Goldens of one prompt and 4 or 16 new tokens: in full, with new runs that are anchored to it or not,
+and as a sketch. New runs have another attention implementation, so another rounding; the attention
+of the middle block is scaled by a factor on top. Prints, for each, the size of the blessed archive
+and the smallest factor of FACTORS from which on the check fails.
 """
 
 from __future__ import annotations
@@ -11,12 +14,41 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from divergence.gate.check import check
 from divergence.gate.golden import bless
 from divergence.recording.api import capture
 from divergence.recording.engines.tiny import build
+from divergence.run.reader import Run
 
 PROMPT = "Why is the sky blue?"
+FACTORS = (1.0, 1.00001, 1.0001, 1.001, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in full, new runs --like it": ({}, {"like": True}),
+    "in full, new runs by themselves": ({}, {}),
+    "--store sketch": ({"store": "sketch"}, {"store": "sketch"}),
+}
+
+
+def smallest(golden: Path, model: Path, how: dict[str, Any], options: dict[str, Any]) -> str:
+    """The smallest factor from which on all of them fail."""
+    modules = Run.open(golden).manifest.plan.modules
+    blocks = [path for path, note in modules.items() if note.role == "block"]
+    site = f"{blocks[len(blocks) // 2]}.self_attn:out"
+    failing = "none"
+    with tempfile.TemporaryDirectory() as name:
+        for number, factor in reversed(list(enumerate(FACTORS))):
+            given = {**how, "plants": [f"{site}=scale:{factor}"], "attn_implementation": "eager"}
+            out = Path(name) / str(number)
+            if given.pop("like", False):
+                run = capture(like=golden, out=out, probe=False, **given)
+            else:
+                run = capture(model, out=out, probe=False, **options, **given)
+            if check(golden, run).passed:
+                break
+            failing = f"x {factor}" if factor > 1 else "fails without one"
+    return failing
 
 
 def main() -> None:
@@ -28,15 +60,24 @@ def main() -> None:
         models = {"the demo's model": build(folder / "tiny")}
         if chosen is not None:
             models[chosen.name] = chosen
-        for number, (title, model) in enumerate(models.items()):
-            for tokens in (4, 16):
-                out = folder / f"{number}-{tokens}"
-                capture(
-                    model, out=out, prompts=[PROMPT], max_new_tokens=tokens, store="sketch",
-                    probe=False,
-                )  # fmt: skip
-                made = bless(folder / f"{number}-{tokens}.zip", out)
-                print(f"{title}, {tokens} tokens: {(made.num_bytes or 0) / 1000:.0f} kB")
+        print("| model | dtype | golden | new tokens | size | smallest fault seen |")
+        print("|---|---|---|---|---|---|")
+        for title, model in models.items():
+            for dtype in ("float32", "bfloat16"):
+                for kind, (store, how) in KINDS.items():
+                    for tokens in (4, 16):
+                        options = {"prompts": [PROMPT], "max_new_tokens": tokens, "dtype": dtype}
+                        capture(
+                            model, out=folder / "run", force=True, probe=False,
+                            attn_implementation="sdpa", **options, **store,
+                        )  # fmt: skip
+                        golden = folder / "golden.zip"
+                        golden.unlink(missing_ok=True)
+                        made = bless(golden, folder / "run")
+                        seen = smallest(golden, model, how, options)
+                        size = f"{(made.num_bytes or 0) / 1000:.0f} kB"
+                        cells = title, dtype, kind, str(tokens), size, seen
+                        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from divergence.errors import DumpError, RunExistsError, RunWriteError, UsageError
 from divergence.ops.reproducer.repro import FILES
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Bundle", "bundle"]
 
 _PAIR_BYTES = 4096
+_ANSWER_BYTES = 64 << 20
 _MOST_BYTES = 256 << 20
 """Larger ones are no attachment."""
 
@@ -53,10 +54,10 @@ def bundle(
     progress: Progress | None = None,
 ) -> Bundle:
     """Compare two runs and put into the zip ``out`` what a vendor or a colleague needs to see:
-    report.md, report.json, the report as a page, its picture, and the operator's reproducer
-    where `localize` has left one beside the runs. The runs are not in it; paths and the names of
-    this host and user are taken out of all text. ``truth``, ``floor``, ``name_map``,
-    ``device``: as in ``compare``. ``force``: replaces ``out``.
+    report.md, report.json, the report as a page, its picture, and what `localize` has left of this
+    pair beside the runs: its answer and the operator's reproducer. The runs are not in it; paths
+    and the names of this host and user are taken out of all text. ``truth``, ``floor``,
+    ``name_map``, ``device``: as in ``compare``. ``force``: replaces ``out``.
 
     Raises UsageError where ``out`` is no .zip file, RunExistsError where it exists and ``force`` is
     false, RunWriteError, and what ``compare`` raises.
@@ -83,24 +84,33 @@ def bundle(
     if truth is not None:
         named[str(truth)] = "TRUTH"
     machines = {name: run.manifest.environment for name, run in runs.items()}
-    files = bundle_files(
-        report, machines, Redaction(named), reproducer=_reproducer_beside(*runs.values())
-    )
+    files = bundle_files(report, machines, Redaction(named), **_left_beside(*runs.values()))
     data = zipped(files)
     write_output(data, target, what="bundle", error=RunWriteError, make_folder=True)
     return Bundle(target, len(data), list(files), report)
 
 
-def _reproducer_beside(a: Run, b: Run) -> dict[str, bytes]:
-    """The files of the reproducer that `localize` made of this pair; empty where there is none."""
+class _Left(TypedDict):
+    """What a descent of `localize` left: the files of its reproducer, and its answer."""
+
+    reproducer: dict[str, bytes]
+    localization: object
+
+
+def _left_beside(a: Run, b: Run) -> _Left:
+    """Of the folder of this pair that lies beside the runs; empty where there is none."""
     pair = {"reference": a.manifest.id, "candidate": b.manifest.id}
     for folder in _folders(a, b):
-        if _pair_of(folder) != pair:
+        if _json_in(folder, "pair.json", most=_PAIR_BYTES) != pair:
             continue
         files = [file for name in FILES if (file := _file_in(folder, f"repro/{name}"))]
-        if files and sum(file.stat().st_size for file in files) <= _MOST_BYTES:
-            return {file.name: file.read_bytes() for file in files}
-    return {}
+        if sum(file.stat().st_size for file in files) > _MOST_BYTES:
+            files = []
+        answer = _json_in(folder, "localize.json", most=_ANSWER_BYTES)
+        if files or answer is not None:
+            reproducer = {file.name: file.read_bytes() for file in files}
+            return _Left(reproducer=reproducer, localization=answer)
+    return _Left(reproducer={}, localization=None)
 
 
 def _folders(a: Run, b: Run) -> Iterator[Path]:
@@ -111,11 +121,11 @@ def _folders(a: Run, b: Run) -> Iterator[Path]:
             yield from sorted(path for path in place.iterdir() if path.is_dir())
 
 
-def _pair_of(folder: Path) -> object:
-    file = _file_in(folder, "pair.json")
+def _json_in(folder: Path, name: str, *, most: int) -> object:
+    file = _file_in(folder, name)
     try:
         if file is not None:
-            return json_value(read_bytes(file, most=_PAIR_BYTES), where=str(file))
+            return json_value(read_bytes(file, most=most), where=str(file))
     except DumpError:
         pass
     return None

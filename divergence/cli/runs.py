@@ -209,9 +209,9 @@ def bundle(
     """Put what a vendor or a colleague needs to see of a comparison into one zip.
 
     report.md (the first screen and both machines), report.json, the report as a page, its
-    picture, and the operator's reproducer where localize has left one beside the runs. The
-    runs are not in it; paths and the names of this host and user are taken out of all text.
-    Whatever the verdict, the exit code is 0.
+    picture, and what localize has left of this pair beside the runs: its answer and the operator's
+    reproducer. The runs are not in it; paths and the names of this host and user are taken out
+    of all text. Whatever the verdict, the exit code is 0.
 
     Examples:
     divergence bundle a b -o bug.zip

@@ -15,17 +15,18 @@ from collections.abc import Mapping
 
 import msgspec
 
-from divergence.comparison.result import Report
+from divergence.comparison.result import Report, strict_json
 from divergence.errors import UsageError
 from divergence.layout import cut
 from divergence.report.redaction import Redaction
 from divergence.report.screen import screen_lines
 from divergence.run.schema.manifest import Environment
-from divergence.words import HEADLINES, markdown_code, printable
+from divergence.words import HEADLINES, letter, markdown_code, printable
 
 __all__ = ["bundle_files", "redacted_report", "zipped"]
 
 _MOST_LINES = 200
+_MOST_LEVELS = 8
 _WIDEST = 400
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -41,9 +42,10 @@ def bundle_files(
     redaction: Redaction,
     *,
     reproducer: Mapping[str, bytes] | None = None,
+    localization: object = None,
 ) -> dict[str, bytes]:
     """The files of the zip by name. ``environments``: of the runs, by what they are called;
-    ``reproducer``: the files of one that `localize` wrote."""
+    ``reproducer``, ``localization``: the files of one that `localize` wrote, and its answer."""
     report = redacted_report(report, redaction)
     machines = {
         name: msgspec.convert(redaction.all(msgspec.to_builtins(environment)), Environment)
@@ -58,6 +60,9 @@ def bundle_files(
     files["report.html"] = msgspec.structs.replace(report, **sides).html()
     with contextlib.suppress(UsageError):  # no block was compared, so there is no curve
         files["error.svg"] = report.plot().svg
+    descent = redaction.all(localization)
+    if descent is not None:
+        files["localize.json"] = strict_json(descent)
     encoded = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
     for name, data in (reproducer or {}).items():
         if _NAME.fullmatch(name) is None:
@@ -65,7 +70,7 @@ def bundle_files(
         if name.endswith((".md", ".py")):
             data = redaction.text(data.decode("utf-8", "replace")).encode()
         encoded[f"reproducer/{name}"] = data
-    text = _markdown(report, machines, sorted(encoded))
+    text = _markdown(report, machines, _levels(descent), sorted(encoded))
     return {"report.md": text.encode("utf-8", "backslashreplace"), **encoded}
 
 
@@ -81,13 +86,32 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def _markdown(report: Report, machines: Mapping[str, Environment], files: list[str]) -> str:
+def _levels(descent: object) -> list[str]:
+    """A line for each level of the descent, then why it ended."""
+    lines: list[str] = []
+    if isinstance(descent, dict) and isinstance(levels := descent.get("levels"), list):
+        for level in levels[:_MOST_LEVELS]:
+            if isinstance(level, dict):
+                side = level.get("side")
+                by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
+                where = f"{level.get('level')} {level.get('site') or '-'}{by}"
+                lines.append(f"- {_code(where)}: {_code(str(level.get('why')))}")
+        if descent.get("stopped"):
+            lines.append(f"- {_code(str(descent['stopped']))}")
+    return lines
+
+
+def _markdown(
+    report: Report, machines: Mapping[str, Environment], levels: list[str], files: list[str]
+) -> str:
     lines = [f"# {HEADLINES[report.verdict.kind]}", "", _code(report.verdict.summary), ""]
     screen = [item.text for item in screen_lines(report, more="report.json")]
     texts = [printable(_short(text)) for text in screen[:_MOST_LINES]]
     # as text, in a fence that no word of a run can end
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
-    lines += ["## The comparison", "", fence, *texts, fence, "", "## The machines", ""]
+    lines += ["## The comparison", "", fence, *texts, fence, ""]
+    lines += ["## What localize found", "", *levels, ""] if levels else []
+    lines += ["## The machines", ""]
     lines += _machine_table(machines)
     lines += ["", "## In this bundle", ""]
     lines += [f"- {_code(name)}" for name in files]

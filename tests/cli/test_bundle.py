@@ -21,6 +21,10 @@ def runs(llama, tmp_path_factory):
     (home / "one-two" / "repro").mkdir(parents=True)
     pair = {"reference": one.manifest.id, "candidate": two.manifest.id}
     (home / "one-two" / "pair.json").write_text(json.dumps(pair))
+    levels = [
+        {"level": "operator", "site": "aten.mm#2:out", "side": "candidate", "why": f"in {home}/one"}
+    ]
+    (home / "one-two" / "localize.json").write_text(json.dumps({"levels": levels, "stopped": None}))
     (home / "one-two" / "repro" / "repro.py").write_text("print('alone')\n")
     (home / "one-two" / "repro" / "notes.txt").write_text("somebody else's")
     return home
@@ -38,6 +42,19 @@ def test_a_bundle_tells_nothing_of_its_maker(invoke, runs, tmp_path):
         assert b"somebody" not in data and str(tmp_path.parent).encode() not in data, name
     assert json.loads(files["report.json"])["candidate"]["path"] == "B"
     assert b"## The machines" in files["report.md"]
+    assert b"<code>operator aten.mm&#35;2:out, by B</code>" in files["report.md"]
+    assert json.loads(files["localize.json"])["levels"][0]["site"] == "aten.mm#2:out"
+
+
+@pytest.mark.parametrize(
+    "answer", ["[]", "{", '{"levels": [3, {"site": ["x"]}]}', '{"levels": "x", "stopped": {}}']
+)
+def test_a_strange_answer_of_localize_harms_nothing(invoke, runs, tmp_path, answer):
+    """What lies beside the runs may be anybody's."""
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder)
+    (folder / "one-two" / "localize.json").write_text(answer)
+    assert invoke("bundle", folder / "one", folder / "two", "-o", "bug.zip", "-q")[0] == 0
 
 
 def test_a_link_is_not_followed(invoke, runs, tmp_path):

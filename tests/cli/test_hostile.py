@@ -69,10 +69,12 @@ def planted(kind: Any, value: Any, *, at: At, owner: tuple[str, str] = ("", ""))
         if arguments[1] is Any:
             return value
         found = {
-            planted(str, key, at=at, owner=owner): planted(arguments[1], item, at=at, owner=owner)
+            planted(arguments[0], key, at=at, owner=owner): planted(
+                arguments[1], item, at=at, owner=owner
+            )
             for key, item in (value or {}).items()
         }
-        if not value and arguments[1] is str and at(owner):
+        if not value and arguments == (str, str) and at(owner):
             found = {f"k{EVIL}": EVIL}
         return found
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):

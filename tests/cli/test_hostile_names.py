@@ -113,7 +113,7 @@ def test_every_advice_quotes_what_a_run_says(evil, tmp_path):
     for advice in pairs:
         for function, given in (
             ("certainty", ([evil],)), ("in_full", ([evil],)), ("into_block", (evil,)),
-            ("inside", (evil,)), ("truth", ()), ("escalate", ()), ("operator", (evil, evil, None)),
+            ("truth", ()), ("escalate", ()), ("operator", (evil, evil, None)),
             ("operator_input", (evil, None)), ("look_at", (evil,)), ("made_alike", (True,)),
         ):  # fmt: skip
             texts += getattr(advice, function)(*given)

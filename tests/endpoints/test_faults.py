@@ -177,7 +177,8 @@ def test_all_prompts_alike_is_said_of_all_prompts_alone(stub, serve, which):
 
 
 def test_a_shift_in_one_direction_is_no_rounding(stub, serve):
-    """One token gets 6% of the probability wherever it is: all others lose a little."""
+    """One token gets 6% of the probability wherever it is: all others lose a little, as many as no
+    coin falls one way. What looks the same is named."""
     a = serve("a")
 
     def fault(values, ids, noise):
@@ -185,8 +186,9 @@ def test_a_shift_in_one_direction_is_no_rounding(stub, serve):
 
     changed(stub, fault)
     report = compare(a, serve("b", like=a))
-    assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
-    assert "rounding goes both ways" in report.verdict.summary
+    assert (report.verdict.kind, report.verdict.confidence) == ("systematic", "medium")
+    assert "as where A leaves out the unlikely tokens" in report.verdict.summary
+    assert "what it keeps held 94%" in report.verdict.summary
 
 
 def test_a_difference_that_goes_with_the_log_probability_is_no_rounding(stub, serve):
@@ -196,6 +198,15 @@ def test_a_difference_that_goes_with_the_log_probability_is_no_rounding(stub, se
     report = compare(a, serve("b", like=a))
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
     assert "Δ goes with log p" in report.verdict.summary
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.3, 2.0])
+def test_lists_of_tokens_tell_the_temperature(stub, serve, temperature):
+    """Of two tokens that both sides list at one place the distances are as 1 to its inverse."""
+    a = serve("a")
+    changed(stub, lambda values, ids, noise: [value / temperature for value in values])
+    summary = compare(a, serve("b", like=a)).verdict.summary
+    assert f"B's log-probabilities are A's at temperature {temperature:.3g}" in summary
 
 
 @pytest.mark.parametrize(("noise", "confidence"), [(0.25, "low"), (0.02, "high")])
@@ -305,7 +316,7 @@ def test_answers_that_end_earlier_leave_low_confidence(stub, serve):
     a, stub.shorter = serve("a"), 2
     verdict = compare(a, serve("b")).verdict
     assert (verdict.kind, verdict.confidence) == ("within_floor", "low")
-    assert "end earlier on one side" in verdict.summary
+    assert "end earlier on B, by 2 tokens each" in verdict.summary
 
 
 def test_rounding_that_a_mean_allows_is_no_fault_by_one_flip(stub, serve):

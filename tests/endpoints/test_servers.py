@@ -130,4 +130,4 @@ def test_an_answer_that_ends_earlier_is_a_difference(stub, serve):
     report = compare(a, serve("c"))
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
     assert 0 < report.logprobs.num_ended < 10
-    assert "end earlier on one side" in report.verdict.summary
+    assert "end earlier on B, by 2 tokens each" in report.verdict.summary

@@ -56,9 +56,11 @@ def test_masked_scores_are_no_numbers(dtype):
 
 
 def test_a_mask_on_one_side_alone_is_a_difference():
-    """The candidate hides what the reference sees."""
+    """The candidate hides what the reference sees: that is counted, and no error of the others."""
     a, b = rows([1.0, 2.0]), rows([1.0, torch.finfo(torch.float32).min])
-    assert measure_operator(a, b, a.double()).candidate.item() > 1e30
+    found = measure_operator(a, b, a.double())
+    assert (found.masked.by, found.masked.wrong, found.masked.first) == ((0, 1), (0, 1), (0, 1))
+    assert found.candidate.item() == 0
 
 
 def test_nan_on_one_side_is_counted_there():

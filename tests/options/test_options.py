@@ -150,7 +150,7 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
         (quantize, QuantizationOptions, "run out force command progress"),
         (selfcheck, SelfcheckOptions, "model revision progress"),
         (selftest, SelftestOptions, "progress"),
-        (repro, ReproOptions, "run site out progress"),
+        (repro, ReproOptions, "run site out called progress"),
     ],
 )
 def test_the_python_api_has_the_same_options(function, kind, own):

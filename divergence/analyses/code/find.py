@@ -20,6 +20,7 @@ from divergence.comparison.preflight.code import (
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.site import module_of
 
 __all__ = ["CODE_NOT_TOLD", "code_evidence", "doubt_of_code", "explain", "why_no_side"]
 
@@ -36,6 +37,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     findings = []
     if verdict.onset is not None:
         evidence = code_evidence(a, b, verdict.onset.block)
+        evidence += _layout_evidence(a, b, verdict.onset.block or module_of(verdict.onset.site))
         findings.append(Finding(claim="explanation", role="explains", evidence=evidence))
     reason = None
     if measured.truth is not None:
@@ -69,6 +71,21 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]
         [difference for difference in differences if difference.concerns(block)], a, b
     )[:_MOST]
     return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts]
+
+
+def _layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Evidence]:
+    """Parameters inside ``module`` that lie in memory otherwise on the two sides: of equal values,
+    a kernel that takes them for contiguous reads others."""
+    texts = []
+    for name in a.model.parameters.keys() & b.model.parameters.keys():
+        sides = a.model.parameters[name], b.model.parameters[name]
+        if name.startswith(f"{module}.") and sides[0].strides != sides[1].strides:
+            shown = [
+                "contiguous" if note.strides is None else f"not contiguous (strides {note.strides})"
+                for note in sides
+            ]
+            texts.append(f"{name} is {shown[0]} in A, {shown[1]} in B")
+    return [Evidence(text=text) for text in sorted(texts)[:_MOST]]
 
 
 def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:

@@ -97,7 +97,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
 def not_compared(measured: Measured) -> dict[str, tuple[str, str]]:
     """Both shapes, by site, of what blocks and trunk modules take or give and both sides have,
     where neither shape is that of the other's copies; in execution order."""
-    a, b = measured.reference, measured.candidate
+    a, b, rename = measured.reference, measured.candidate, measured.rename
     sites: dict[str, tuple[str, str]] = {}
     if not measured.alignment.skipped:
         return sites
@@ -106,7 +106,7 @@ def not_compared(measured: Measured) -> dict[str, tuple[str, str]]:
     for item in measured.alignment.skipped:
         place = item.sample, item.step
         ours = a.find(("free", *place, item.site))
-        theirs = b.find(("free", *place, measured.rename(item.site)))
+        theirs = b.find(("free", *place, rename(item.site)))
         if ours is None or theirs is None or not is_passage(ours, a.manifest):
             continue
         if why_no_pair(Piece(ours, item.sample), Piece(theirs, item.sample)) is not None and (

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import PromptPair, values_of
+from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern
+from divergence.analyses.logprobs.processed import share_of_size
 from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Check
@@ -34,7 +35,7 @@ _ONE_WAY, _LEAST_SHIFT = 0.5, 0.25
 _ROOM = 3.0
 """Standard errors by which a prompt's mean may lie above what rounding explains of all."""
 _FAR_TOKEN = 20.0
-_LEAST_TOKENS, _FOLLOWS = 50, 0.5
+_FOLLOWS = 0.5
 
 
 def doubts_of(
@@ -59,14 +60,10 @@ def _one_way(pattern: Pattern, scale: Scale, result: LogprobsResult) -> list[str
 
 def _by_size(pairs: Sequence[PromptPair], scale: Scale) -> list[str]:
     """Is Δ a function of log p, as another temperature makes it? Of rounding it is none."""
-    held = [pair for pair in pairs if len(pair.delta)]
-    delta = np.concatenate([np.empty(0), *(pair.delta for pair in held)])
-    if len(delta) < _LEAST_TOKENS or np.abs(delta).mean() < _LEAST_SHIFT * scale.value:
+    delta = np.concatenate([np.empty(0), *(pair.delta for pair in pairs)])
+    if not len(delta) or np.abs(delta).mean() < _LEAST_SHIFT * scale.value:
         return []
-    log_p = np.concatenate([values_of(pair)[0] for pair in held])
-    if not (delta.std() > 0 and log_p.std() > 0):
-        return []
-    share = float(np.corrcoef(delta, log_p)[0, 1]) ** 2
+    share = share_of_size(pairs)
     if share < _FOLLOWS:
         return []
     return [f"Δ goes with log p (R² {share:.0%}), as another temperature makes it"]

@@ -9,6 +9,7 @@ import numpy as np
 from divergence.analyses.logprobs.doubts import FAULT, doubts_of
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern, beyond_of, typical_of
+from divergence.analyses.logprobs.processed import processed
 from divergence.analyses.logprobs.scale import BY_DTYPE, NO_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import (
@@ -88,6 +89,7 @@ def _of_pattern(
     mean = decimal(delta.mean_abs) if delta else "-"
     text = f"mean |Δ log p| {mean} nats"
     explained = f"{decimal(scale.value)} ({scale.of})"
+    setting = processed(pairs) if pattern.name in ("shifted", "everywhere") else ""
     few_tokens = (
         f"{count(len(pattern.odd), 'token')} of {delta.num_tokens if delta else 0:,} "
         f"hold most of the difference; the others differ by {decimal(pattern.rest)} nats"
@@ -143,8 +145,8 @@ def _of_pattern(
         case "shifted":
             return _finding(
                 "systematic",
-                f"{text}, {_direction(result)}{spread}: another model, "
-                "temperature or prompt, no precision",
+                f"{text}, {_direction(result)}{spread}: "
+                + (setting or "another model, temperature or prompt, no precision"),
                 prompts,
                 beyond,
                 dense,
@@ -153,8 +155,8 @@ def _of_pattern(
             return _finding(
                 "drift",
                 f"{text}{spread or ' in all prompts alike'}, both ways, more than the {explained} "
-                "that rounding explains: another quantisation or precision, or other weights "
-                "somewhere",
+                "that rounding explains: "
+                + (setting or "another quantisation or precision, or other weights somewhere"),
                 prompts,
                 beyond,
                 dense,
@@ -170,7 +172,7 @@ def _of_pattern(
     if num := result.num_flips - result.num_ties:
         ties += f"; {count(num, 'prompt')} parted, and whether at ties is not told"
     if result.num_ended:
-        ties += f"; {count(result.num_ended, 'answer')} end earlier on one side"
+        ties += f"; {_of_ends(pairs)}"
     if doubts and result.num_flips == result.num_ties and not result.num_ended:
         ties += f"; but {doubts[0].detail}"
     return _finding(
@@ -202,6 +204,16 @@ def _of_flips(
     )
 
 
+def _of_ends(pairs: Sequence[PromptPair]) -> str:
+    """Of the answers that end earlier on one side: on which, and by how much, where it is one."""
+    more = [len(p.candidate.ids) - len(p.reference.ids) for p in pairs if p.ended]
+    if len(set(more)) > 1:
+        return f"{count(len(more), 'answer')} end earlier on one side"
+    side = letter("reference" if more[0] > 0 else "candidate")
+    each = "one token" if abs(more[0]) == 1 else f"{abs(more[0])} tokens"
+    return f"{count(len(more), 'answer')} end earlier on {side}, by {each} each"
+
+
 def _enough(num: int) -> Check:
     lacking = f"{count(num, 'prompt')}, and {LEAST_PROMPTS} are needed"
     return check("prompts", num >= LEAST_PROMPTS, lacking)
@@ -226,7 +238,7 @@ def _spread(pairs: Sequence[PromptPair], scale: Scale) -> str:
     """Where some prompts alone lie beyond what rounding explains: how many, and which; else
     nothing."""
     beyond, others, order = beyond_of(pairs, scale)
-    if not others:
+    if not (beyond and others):
         return ""
     which = f", all of them {order} than the others" if order else ""
     return f" (beyond rounding in {beyond} of {beyond + others} prompts{which})"

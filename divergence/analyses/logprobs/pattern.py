@@ -36,6 +36,9 @@ _GROWS = 2.0
 _LEAST_APART = 3
 _LEAST_TOKENS, _MOST_OTHER = 30, 0.05
 """Of 30 coins, one falls the other way in 1 of 17 million cases."""
+_LEAST_SHIFT = 0.25
+"""Of what rounding explains: the numbers of a chosen token lie below 0, and so does what is cut off
+there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,9 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     far = mean > FAR * max(scale.value, WIDEST)
     odd, rest = _odd_prompts(held, sizes, scale)
     enough = shift.num_prompts >= LEAST_PROMPTS
-    one_sided = mean > scale.value and _one_sided(np.concatenate([pair.delta for pair in held]))
+    one_sided = mean > _LEAST_SHIFT * scale.value and _one_sided(
+        np.concatenate([pair.delta for pair in held])
+    )
     if enough and odd:
         return Pattern(name="sequences", shift=shift, odd=odd, rest=rest)
     growth, grows = _growth(held, scale)
@@ -76,7 +81,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     odd, rest = _odd_tokens(held, sizes, scale)
     if enough and odd:
         return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
-    if mean <= scale.value:
+    if mean <= scale.value and not one_sided:
         return Pattern(name="within", shift=shift, growth=growth)
     if not enough and not one_sided:
         return Pattern(name="few", shift=shift, growth=growth, far=far)

@@ -12,7 +12,12 @@ from typing import TypeVar
 
 import torch
 
-from divergence.analyses.operators.operands import operand_record, other_inputs, other_operands
+from divergence.analyses.operators.operands import (
+    operand_record,
+    other_inputs,
+    other_operands,
+    region_operands,
+)
 from divergence.analyses.operators.pads import Pads
 from divergence.analyses.operators.products import RegionError, is_product_region, own_error
 from divergence.analyses.operators.regions import Region, Regions, regions_in
@@ -42,8 +47,8 @@ class OperatorUnit:
     """One matched operator, or the common result of a region, over the forwards of a phase, in
     order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
     feed it, also through calls without a partner. ``own``: what each side's region adds by itself
-    (operators.products). ``untold``: pads may be among what differs, and the axes do not tell which
-    they are."""
+    (operators.products). ``padded``: a forward has pads. ``untold``: pads may be among what
+    differs, and the axes do not tell which they are."""
 
     match: Match
     phase: str
@@ -56,6 +61,7 @@ class OperatorUnit:
     region: Region | None = None
     feeds: list[str] = field(default_factory=list)
     own: tuple[RegionError, RegionError] | None = None
+    padded: bool = False
     untold: bool = False
 
 
@@ -147,6 +153,7 @@ def measure_operators(
             key = (match.reference.path, match.candidate.path, phase)
             unit = units.setdefault(key, OperatorUnit(match, phase))
             unit.region = unit.region or region
+            unit.padded = unit.padded or pads.rows is not None
             unit.feeds = list(dict.fromkeys([*unit.feeds, *fed.of(match, region)]))
             if region is not None and region.consumer is not None:
                 unit.forwards.append(
@@ -162,6 +169,8 @@ def measure_operators(
                     other_inputs(match.reference, match.candidate, a, b, partner=partners.get),
                 )
                 others = other_operands(match.reference, match.candidate, a, b, measured=numbers)
+                if region is not None and not others:
+                    others = region_operands(region, a, b, measured=numbers)
                 unit.other_operands = _worse(unit.other_operands, others)
         sides: tuple[tuple[Side, list[CallNode]], ...] = (
             ("reference", only_a),
@@ -249,12 +258,16 @@ def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
 
 def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
     """Of each argument the one that differs most, over the forwards."""
-    by_argument = {item.argument: item for item in known}
+    by_argument = {_argument(item): item for item in known}
     for item in new:
-        before = by_argument.get(item.argument)
+        before = by_argument.get(_argument(item))
         if before is None or (item.difference or 0.0) > (before.difference or 0.0):
-            by_argument[item.argument] = item
+            by_argument[_argument(item)] = item
     return list(by_argument.values())
+
+
+def _argument(item: OtherInput | OtherOperand) -> tuple[str | None, str]:
+    return item.site if isinstance(item, OtherOperand) else None, item.argument
 
 
 def _measure(

@@ -22,6 +22,7 @@ from divergence.comparison.results.operators import (
     OperatorResult,
     OperatorsResult,
     OtherInput,
+    OtherMask,
 )
 from divergence.run.schema.provenance import ArithmeticFact
 from divergence.words import letter
@@ -141,7 +142,10 @@ def _next(first: OperatorResult, side: str | None, advice: Advice) -> list[str]:
 
 def _what_happens(first: OperatorResult, seems: str) -> str:
     if first.other_operands:
-        return f"{first.site} is called with {operands_text(first.other_operands)}"
+        called = first.other_operands[0].site or first.site
+        return f"{called} is called with {operands_text(first.other_operands)}"
+    if first.other_mask is not None:
+        return f"the sides hide other scores at {first.site}: {_mask_text(first.other_mask)}"
     if first.region is not None:
         region = first.region
         if first.why == "roundings":
@@ -163,6 +167,16 @@ def _what_happens(first: OperatorResult, seems: str) -> str:
     for item in first.other_inputs:
         return f"the error comes into {first.site}: its input {item.argument} {_how(item)}"
     return f"the error {seems} {first.site}"
+
+
+def _mask_text(mask: OtherMask) -> str:
+    """``in B token 4 sees token 0, which A hides``: the first, of whichever side shows more."""
+    shows, hides = "B", "A"
+    if mask.num_by_candidate > mask.num_by_reference:
+        shows, hides = "A", "B"
+    query, key = mask.first[-2:] if len(mask.first) > 1 else (0, mask.first[-1])
+    pair = f"token {query} sees token {key}" if mask.of_tokens else f"query {query} sees key {key}"
+    return f"in {shows} {pair}, which {hides} hides"
 
 
 def _how(item: OtherInput) -> str:
@@ -200,7 +214,7 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
     if first.reference_dtype != first.candidate_dtype:
         texts.append(f"its result is {first.reference_dtype} in A and {first.candidate_dtype} in B")
     # what feeds it is the question then
-    given = first.fed_by or first.other_inputs or first.other_operands
+    given = first.fed_by or first.other_inputs or first.other_operands or first.other_mask
     told = operators.frame == "block" and not given
     if told and first.w_entering is not None and first.why != "codes":
         texts.append(f"what feeds it is fine: W at most {figure(first.w_entering)} there")
@@ -292,6 +306,12 @@ def _reason(first: OperatorResult) -> str:
         return (
             f"{first.region.text}: what {letter(mine)} adds there is {times[mine]:.3g} × the error "
             f"of an ideal product, so sums are rounded to {first.candidate_dtype} on the way"
+        )
+    if first.other_mask is not None:
+        mask = first.other_mask
+        return (
+            f"{_mask_text(mask)}; hidden by A alone: {mask.num_by_reference:,}, by B alone: "
+            f"{mask.num_by_candidate:,}"
         )
     if first.why == "codes":
         return (

@@ -195,14 +195,15 @@ def _only_there(node: CallNode, extra: dict[str, CallNode]) -> list[str]:
 
 
 def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str]) -> OperatorResult:
-    reference, candidate = unit.match.reference, unit.match.candidate
+    (sample, step), match, _ = unit.forwards[0]
+    reference, candidate = match.reference, match.candidate
     module = module_of(f"{reference.path}:out")
     note = notes.get(module)
     inside = [b for b in blocks if module == b or module.startswith(b + ".")]
     return OperatorResult(
         site=reference.path,
         candidate_site=candidate.path,
-        match=unit.match.method,
+        match=match.method,
         operator=reference.call.operator,
         candidate_operator=candidate.call.operator,
         kind=note.kind if note else None,
@@ -211,8 +212,8 @@ def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str])
         backward_of=reference.call.backward_of,
         phase=unit.phase,
         order=reference.order,
-        sample=unit.forwards[0][0][0],
-        step=unit.forwards[0][0][1],
+        sample=sample,
+        step=step,
         shape=reference.results[0].shape,
         reference_dtype=reference.results[0].dtype,
         candidate_dtype=candidate.results[0].dtype,

@@ -29,7 +29,12 @@ from msgspec.structs import replace
 from divergence.analyses.operators.errors import OperatorUnit
 from divergence.analyses.operators.operands import argument_names
 from divergence.comparison.calls.graph import Forward
-from divergence.comparison.results.operators import OperatorResult, Question, RegionResult
+from divergence.comparison.results.operators import (
+    OperatorResult,
+    OtherMask,
+    Question,
+    RegionResult,
+)
 from divergence.numerics.floor import Thresholds, rare_ratio
 from divergence.numerics.pairs.operator import OperatorErrors, slices_of
 from divergence.words import Side
@@ -105,6 +110,7 @@ def judge_unit(
                 carried = max(carried, _added(unit, entering))
             result = _against_each_other(result, pooled, carried, thresholds)
             sizes[result.site, unit.phase] = _size(unit)
+    result = _judge_masks(result, unit, with_truth=with_truth)
     result = _with_codes(result, unit, with_truth)
     result = _judge_roundings(result, unit, thresholds)
     return _judge_operands(result, unit)
@@ -276,6 +282,30 @@ def _against_each_other(
     if usage > 1:
         return replace(result, limit_usage=usage, verdict="differs", why="typical")
     return replace(result, limit_usage=usage, verdict="fine", why=None)
+
+
+def _judge_masks(result: OperatorResult, unit: OperatorUnit, *, with_truth: bool) -> OperatorResult:
+    """Scores that one side alone hides are another mask, whatever the others' errors are: a fact
+    about what was computed."""
+    masks = [errors.masked for _, _, errors in unit.forwards if errors and errors.masked]
+    if not masks or result.why == "nonfinite":
+        return result
+    wrong = [sum(mask.wrong[side] for mask in masks) for side in (0, 1)]
+    told = with_truth and wrong[0] != wrong[1]
+    return replace(
+        result, limit_usage=math.inf, why="masked",
+        verdict=_side(wrong[1] > wrong[0]) if told else "differs",
+        other_mask=OtherMask(
+            num_by_reference=sum(mask.by[0] for mask in masks),
+            num_by_candidate=sum(mask.by[1] for mask in masks),
+            first=masks[0].first,
+            of_tokens=unit.phase == "prefill" and not unit.padded and _is_square(result.shape),
+        ),
+    )  # fmt: skip
+
+
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and shape[-1] == shape[-2]
 
 
 def _with_codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> OperatorResult:

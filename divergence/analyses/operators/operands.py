@@ -22,8 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from msgspec.structs import replace
 
-from divergence.comparison.calls.graph import CallNode, maker_of
+from divergence.analyses.operators.regions import Region, computing
+from divergence.comparison.calls.graph import COPIES, CallNode, maker_of
 from divergence.comparison.results.operators import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
@@ -32,7 +34,7 @@ from divergence.run.schema.scalars import OtherScalar, other_scalars, scalar_wor
 
 __all__ = [
     "argument_names", "given_inputs", "operand_record", "operands_text", "other_inputs",
-    "other_operands", "relative_difference",
+    "other_operands", "region_operands", "relative_difference",
 ]  # fmt: skip
 
 _SMALL = 64
@@ -40,6 +42,8 @@ _SMALL = 64
 _SHOWN = 4
 """Elements that are printed."""
 _ROUNDINGS = 4
+_ONE_ROUNDING = 1.01
+"""Unit roundoffs: a number rounded to float32 first, and then to a narrower dtype."""
 _MEASURED = 2.0**-5
 """Four ulp of bfloat16."""
 
@@ -65,6 +69,7 @@ def other_operands(
         )
         for item in other_scalars(ours.call, theirs.call)
     ]
+    operands += _tensors_for_numbers((ours, a), (theirs, b))
     if len(ours.call.operands) != len(theirs.call.operands):
         return operands
     names = argument_names(ours.call)
@@ -77,6 +82,62 @@ def other_operands(
         if item is not None:
             operands.append(item)
     return operands
+
+
+def _tensors_for_numbers(
+    mine: tuple[CallNode, Run], other: tuple[CallNode, Run]
+) -> list[OtherOperand]:
+    """Arguments that are a number on one side and a tensor of one number on the other (a buffer, a
+    constant, or a copy of one), where the number is not the tensor's, rounded to its dtype."""
+    operands = []
+    tensors = [
+        {name: index for index, name in argument_names(node.call).items()}
+        for node, _ in (mine, other)
+    ]
+    for name in tensors[0].keys() ^ tensors[1].keys():
+        numbers, units = [], []
+        for (node, run), by_name in zip((mine, other), tensors, strict=True):
+            value = node.call.arguments.get(name)
+            if name in by_name:
+                operand = node.call.operands[by_name[name]]
+                record = operand_record(node, operand, run)
+                if record is None or record.numel != 1 or not _is_given(operand):
+                    break
+                form = format_named(record.dtype)
+                units.append(form.unit_roundoff if form.kind == "float" else 0.0)
+                value = run.read(record).item() if run.has_bytes(record) else None
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                break
+            numbers.append(value)
+        if len(numbers) < 2:
+            continue
+        difference = _relative(*numbers)
+        if difference is not None and difference > _ONE_ROUNDING * max(*units, 2.0**-24):
+            operands.append(OtherOperand(
+                argument=name, kind="constant", reference=f"{numbers[0]:.9g}",
+                candidate=f"{numbers[1]:.9g}", difference=difference,
+            ))  # fmt: skip
+    return operands
+
+
+def _is_given(operand: Operand) -> bool:
+    """Was it made outside the recorded modules, or is it a copy of what was?"""
+    maker = maker_of(operand)
+    return maker is None or maker.rpartition("/")[2].partition("#")[0] in COPIES
+
+
+def region_operands(region: Region, a: Run, b: Run, *, measured: bool) -> list[OtherOperand]:
+    """The same of a region whose sides call the same operators, each once, with other casts and
+    layouts between them."""
+    ours, theirs = (computing(side) for side in (region.reference, region.candidate))
+    names = [node.name for node in ours]
+    if names != [node.name for node in theirs] or len(set(names)) < len(names):
+        return []
+    return [
+        replace(item, site=mine.path)
+        for mine, other in zip(ours, theirs, strict=True)
+        for item in other_operands(mine, other, a, b, measured=measured)
+    ]
 
 
 def _is_near(item: OtherScalar) -> bool:

@@ -23,7 +23,7 @@ from divergence.comparison.calls.graph import CallNode, Places, Source, is_copy
 from divergence.comparison.calls.match import Match
 from divergence.run.schema.record import Operand
 
-__all__ = ["Region", "Regions", "in_words", "regions_in"]
+__all__ = ["Region", "Regions", "computing", "in_words", "regions_in"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,11 +206,15 @@ _NAMES = {name: word for word, names in _WORDS.items() for name in names}
 _PLURALS = {"product with bias": "products with bias", "softmax": "softmaxes"}
 
 
+def computing(nodes: Sequence[CallNode]) -> list[CallNode]:
+    """Those that are no copies, casts or constants."""
+    return [node for node in nodes if not is_copy(node) and node.name not in CONSTANTS]
+
+
 def in_words(nodes: Sequence[CallNode]) -> str:
     """How many of what: ``8 products and 7 additions``. Copies and casts only where nothing else
     is there."""
-    computing = [n for n in nodes if not is_copy(n) and n.name not in CONSTANTS] or list(nodes)
-    counts = Counter(_word(node) for node in computing)
+    counts = Counter(_word(node) for node in computing(nodes) or nodes)
     parts = [
         f"one {word}" if count == 1 else f"{count} {_PLURALS.get(word, word + 's')}"
         for word, count in counts.items()

@@ -14,7 +14,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import call_passes, records_at
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import is_operator_site, module_of, unescape_path
+from divergence.run.schema.site import ROOT, is_operator_site, module_of, unescape_path
 
 if TYPE_CHECKING:
     import torch
@@ -265,10 +265,19 @@ class Pieces:
             return number, record.positions[token] - pads if known else None
         if record.step == 0:
             length = pads + len(sample.prompt_ids) + sample.num_right_pad
+            length = length or self._num_fed(record.sample)
             return number, token - pads if shape[1] <= length else None
         # what was fed before: an encoder-decoder's decoder has a prompt of its own
         before = len(sample.decoder_prompt_ids or sample.prompt_ids)
         return number, before + record.step - 1 + token
+
+    def _num_fed(self, sample: int) -> int:
+        """Tokens of a prompt whose ids no manifest tells (a model's own inputs), by the model's
+        recorded input; 0 where that is none of tokens."""
+        record = self.reference.find(("free", sample, 0, f"{ROOT}:in"))
+        if record is None or len(record.shape) != 2 or format_named(record.dtype).kind != "int":
+            return 0
+        return record.shape[1]
 
 
 def same_positions(

@@ -21,6 +21,7 @@ from divergence.run.schema.site import is_operator_site
 
 __all__ = [
     "COMMUTE",
+    "COPIES",
     "CallNode",
     "Forward",
     "Places",

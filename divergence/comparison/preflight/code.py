@@ -207,8 +207,8 @@ def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
 def truth_tells(a: Manifest, b: Manifest, block: str | None) -> bool:
     """May a truth, which has A's code, tell the side? Not where the code differs, unless some was
     replaced on B alone."""
-    replaced = bool(replaced_in(b, block)) and not replaced_in(a, block)
-    return replaced or not other_code(a, b, block)
+    on_a, on_b = set(replaced_in(a, block)), set(replaced_in(b, block))
+    return on_a < on_b or not other_code(a, b, block)
 
 
 def _differing(a: CodeNote, b: CodeNote) -> list[str]:

@@ -26,6 +26,8 @@ class _Parting:
     """The tokens from there on."""
     texts: tuple[str, str] | None
     """The prompts as text, where both tell it."""
+    edit: str
+    """In words, where one side has all the other's tokens and more; empty otherwise."""
 
 
 def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> str | None:
@@ -40,6 +42,7 @@ def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> str | None:
     return (
         f"prompt {parting.sample} differs from token {parting.token} on: "
         f"{parting.ids[0]} against {parting.ids[1]}{_text_cause(parting)}"
+        f"{parting.edit and f'; {parting.edit}'}"
     )
 
 
@@ -57,6 +60,9 @@ def prompt_headline(a: Manifest, b: Manifest) -> str:
         return "the prompts differ"
     same_text = parting.texts is not None and parting.texts[0] == parting.texts[1]
     named = [name for name, ref, cand in causes if None not in (ref, cand) and ref != cand]
+    if parting.edit and (same_text or parting.texts is None or parting.token < 2):
+        what = named[-1] if named else "prompts"  # a tokenizer may add tokens to one text, or not
+        return f"the {what} differ; prompt {parting.sample}: {parting.edit}"
     what = "the tokenizers" if same_text else f"the {named[-1] if named else 'prompts'}"
     where = f"prompt {parting.sample} parts at token {parting.token}"
     if parting.texts is None or same_text:
@@ -78,8 +84,29 @@ def _find_parting(
         )
         texts = None if mine.text is None or other.text is None else (mine.text, other.text)
         ids = ids_a[place : place + _SHOWN], ids_b[place : place + _SHOWN]
-        return _Parting(sample=number, token=place, ids=ids, texts=texts)
+        return _Parting(
+            sample=number, token=place, ids=ids, texts=texts, edit=_edit(ids_a, ids_b, place)
+        )
     return None
+
+
+def _edit(a: Sequence[int], b: Sequence[int], place: int) -> str:
+    """What one side has besides all tokens of the other, from ``place`` on, where they part: a
+    template and a tokenizer that both write the first token, or a template that lost its end."""
+    (longer, more), (shorter, fewer) = sorted((("A", a), ("B", b)), key=lambda side: -len(side[1]))
+    num = len(more) - len(fewer)
+    if not fewer or not num or list(more[place + num :]) != list(fewer[place:]):
+        return ""
+    again = num == place == 1 and more[0] == more[1]
+    if again:
+        return f"{longer} begins with token {more[0]} twice, {shorter} once"
+    extra = list(more[place : place + num])
+    shown = f"token {extra[0]}" if num == 1 else f"{num} tokens, {extra[:_SHOWN]}"
+    if place == 0:
+        return f"{longer} begins with {shown}, which {shorter} lacks"
+    if place == len(fewer):
+        return f"{longer} ends with {shown}, which {shorter} lacks"
+    return f"from token {place} on {longer} has more: {shown}"
 
 
 def _text_cause(parting: _Parting) -> str:
@@ -87,6 +114,8 @@ def _text_cause(parting: _Parting) -> str:
     if parting.texts is None:
         return ""
     text_a, text_b = parting.texts
+    if text_a == text_b and parting.edit:
+        return " (the text is the same: one side's tokenizer adds tokens to it)"
     if text_a == text_b:
         return " (the text is the same, so the tokenizers differ)"
     return f" (their texts differ {first_difference(text_a, text_b)})"

@@ -12,12 +12,12 @@ from divergence.words import Side, SideOrBoth
 
 __all__ = [
     "PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "CausalCheck",
-    "OperatorResult", "OperatorsResult", "OtherInput", "OtherOperand", "Part", "Question",
-    "RegionResult", "UnmatchedOperator", "called_at",
+    "OperatorResult", "OperatorsResult", "OtherInput", "OtherMask", "OtherOperand", "Part",
+    "Question", "RegionResult", "UnmatchedOperator", "called_at",
 ]  # fmt: skip
 
 Question = Literal[
-    "typical", "row", "column", "slice", "codes", "nonfinite", "operands", "roundings"
+    "typical", "row", "column", "slice", "codes", "nonfinite", "operands", "roundings", "masked"
 ]
 """By which an operator is beyond its limit."""
 
@@ -40,11 +40,25 @@ class OtherInput(msgspec.Struct, frozen=True, kw_only=True):
     them."""
 
 
+class OtherMask(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores that one side alone hides: the sides' masks are not the same."""
+
+    num_by_reference: int
+    """How many the reference hides, and the candidate does not."""
+    num_by_candidate: int
+    first: tuple[int, ...]
+    """Index of the first of them in the result; the last two numbers are query and key."""
+    of_tokens: bool
+    """Query and key are tokens' positions: a prefill without pads."""
+
+
 class OtherOperand(msgspec.Struct, frozen=True, kw_only=True):
     """A scalar argument, or a constant made outside the recorded modules, that differs between the
     sides. This is a fact about the calls, not a measurement."""
 
     argument: str
+    site: str | None = None
+    """Of a region: the reference's call. None where it is the operator of the result itself."""
     kind: Literal["scalar", "constant"]
     reference: str
     """The reference's value, in words."""
@@ -159,6 +173,8 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments that the two sides take from elsewhere."""
     other_operands: list[OtherOperand] = []
     """Scalars and constants that differ."""
+    other_mask: OtherMask | None = None
+    """Scores that one side alone hides, in the first forward in which one does."""
     measurable: bool = True
     """Where ``other_operands`` are the reason: are the errors alone beyond a limit too?"""
     region: RegionResult | None = None

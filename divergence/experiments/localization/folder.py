@@ -3,6 +3,7 @@
 ``pair.json`` holds the ids of the two runs it belongs to, so that the runs of another pair are
 never taken for theirs. ``verified.json`` holds the ids of the float64 runs that were made on a
 machine which repeated that side's run: of others it is not known whose code they ran.
+``localize.json`` is the answer, for `bundle`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from divergence.run.schema.layout import MANIFEST
 
 __all__ = ["WorkFolder"]
 
-_PAIR, _VERIFIED = "pair.json", "verified.json"
+_PAIR, _VERIFIED, _ANSWER = "pair.json", "verified.json", "localize.json"
 _RUNS = {
     "truth", "truth-operators", "truth-by-candidate", "reference-operators", "candidate-operators",
     "reference-substituted", "candidate-substituted",
 }  # fmt: skip
 """Runs that may be brought from another machine."""
 _MADE = _RUNS | {
-    _PAIR, _VERIFIED, "reference-float64", "candidate-float64", "reference-again",
+    _PAIR, _VERIFIED, _ANSWER, "reference-float64", "candidate-float64", "reference-again",
     "candidate-again", "repro", "repro-reference", "repro-candidate",
 }  # fmt: skip
 """All that a descent leaves in its folder."""
@@ -48,6 +49,11 @@ class WorkFolder:
     def claim(self) -> None:
         """Make it this pair's."""
         self._write(_PAIR, self._pair)
+
+    def keep(self, answer: str) -> None:
+        """Leave the answer there, where anything was made."""
+        if self.path.is_dir():
+            self._write(_ANSWER, answer)
 
     def verify(self, run: Run) -> None:
         """Note that the machine which made ``run`` repeats the run of that side."""

@@ -122,11 +122,13 @@ def localize(
     done = _descend(done, maker, a, b, truth=truth, block=block)
     if maker.refusals and done.operator is None:
         done = replace(done, refused=True, stopped="; ".join(dict.fromkeys(maker.refusals)))
-    return replace(
+    done = replace(
         done,
         commands=list(dict.fromkeys(maker.commands)),
         repetitions=list(maker.repetitions.values()),
     )
+    maker.folder.keep(done.to_json(indent=1))
+    return done
 
 
 def _descend(

@@ -7,7 +7,8 @@ random sign makes 0.41 u32 √(K/2) relative to its result (numerics.floor); ele
 are within 1 ulp of float32 (2 u32).
 
 Rows are the last axis. Masked scores are left out: elements that are beyond half of the largest
-finite number of their dtype on both sides, and infinities that both sides have.
+finite number of their dtype on both sides, and infinities that both sides have. What is masked on
+one side alone is counted, and left out too: it is another mask, and no error of a number.
 """
 
 from __future__ import annotations
@@ -18,12 +19,24 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["OperatorErrors", "measure_operator", "slices_of", "sum_rounding"]
+__all__ = ["Masked", "OperatorErrors", "measure_operator", "slices_of", "sum_rounding"]
 
+_OPEN = -1e4
+"""Below it a score may be masked as well, by another number."""
 _SINGLE = 2.0**-24
 _WIDE = 16
 """A row that is masked but for fewer numbers is in no column's sum: one of them may be off by many
 times its own size, as scores of a first token are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """Numbers that one side alone masks. ``by``: how many each side does, ``wrong``: on how many of
+    them each is not as the truth; ``first``: the index of the first."""
+
+    by: tuple[int, int]
+    wrong: tuple[int, int]
+    first: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class OperatorErrors:
     alone; ``over_1_ulp``: share of elements more than one ulp from R, on each side; ``rows``: (T,)
     numbers of these rows among all of them (those of R = 0, or masked altogether, have none), whose
     axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,) elements of each that were not
-    masked."""
+    masked; ``masked``: what one side alone masks."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
@@ -49,6 +62,7 @@ class OperatorErrors:
     shape: tuple[int, ...]
     norm: torch.Tensor
     counts: torch.Tensor
+    masked: Masked | None = None
 
 
 def sum_rounding(num_terms: int) -> float:
@@ -81,7 +95,8 @@ def measure_operator(
     masked |= ~r.isfinite() & (x.isfinite() == y.isfinite())
     bad = [(~t.isfinite() & ~masked) for t in (x, y)]
     counts = int((bad[0] & ~bad[1]).sum()), int((bad[1] & ~bad[0]).sum())
-    away = masked | bad[0] | bad[1] | ~r.isfinite()
+    others, alone = _masked_alone((x, limits[0]), (y, limits[1]), r, tuple(a.shape))
+    away = masked | bad[0] | bad[1] | ~r.isfinite() | alone
     x, y, r = (t.masked_fill(away, 0.0) for t in (x, y, r))
     norm = r.norm(dim=1)
     kept = (norm > 0) & ~away.all(1)
@@ -90,7 +105,7 @@ def measure_operator(
         kept |= (x.abs().amax(1) > 0) | (y.abs().amax(1) > 0)
         norm = norm.clamp_min(usual)
     if not bool(kept.any()):
-        if not any(counts):
+        if not any(counts) and others is None:
             return None
         none = torch.zeros(0, dtype=torch.float64)
         return OperatorErrors(
@@ -107,6 +122,7 @@ def measure_operator(
             shape=tuple(a.shape[:-1]),
             norm=none,
             counts=none.long(),
+            masked=others,
         )
     x, y, r, norm = x[kept], y[kept], r[kept], norm[kept][:, None]
     rounding = sum_rounding(num_terms)
@@ -132,7 +148,28 @@ def measure_operator(
         shape=tuple(a.shape[:-1]),
         norm=norm[:, 0],
         counts=num_kept,
+        masked=others,
     )
+
+
+def _masked_alone(
+    a: tuple[torch.Tensor, float], b: tuple[torch.Tensor, float], truth: torch.Tensor,
+    shape: tuple[int, ...],
+) -> tuple[Masked | None, torch.Tensor]:  # fmt: skip
+    """What one side masks while the other has a score there, and where. ``a``, ``b``: values (T, D)
+    and the largest finite number of the dtype. A number of either is right where the truth has the
+    like."""
+    hidden = [values <= -largest / 2 for values, largest in (a, b)]
+    seen = [values > _OPEN for values, _ in (a, b)]
+    alone = hidden[0] & seen[1], hidden[1] & seen[0]
+    where = alone[0] | alone[1]
+    if not bool(where.any()):
+        return None, where
+    true = truth <= -min(a[1], b[1]) / 2
+    wrong = [int((where & (side != true)).sum()) for side in hidden]
+    first = torch.nonzero(where.reshape(shape))[0].tolist()
+    by = int(alone[0].sum()), int(alone[1].sum())
+    return Masked(by, (wrong[0], wrong[1]), tuple(first)), where
 
 
 def slices_of(errors: Sequence[OperatorErrors], *, least: int) -> list[torch.Tensor]:

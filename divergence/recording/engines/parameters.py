@@ -12,7 +12,7 @@ from divergence.run.schema.provenance import NUM_SUMS, ParameterNote, ValuesForm
 
 __all__ = ["parameter_note"]
 
-_MOST_AT_ONCE = 1 << 22
+_MOST_AT_ONCE = 1 << 20
 _FIRST = 32
 """Numbers that a group of codes with one scale holds at least."""
 _MOST_LEVELS = 128
@@ -31,7 +31,7 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     for target in forms[: forms.index(own) if own in forms else 0]:
         narrow = tensor.to(format_named(target).torch_dtype)
         told = digest_tensor(narrow)
-        if bool(((narrow.to(tensor.dtype) == tensor) | tensor.isnan()).all()):
+        if _is_exact(narrow, tensor):
             form, values = target, told
             break
         rounded[target] = told
@@ -39,29 +39,37 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     return ParameterNote(
         dtype=own, shape=list(tensor.shape), form=form, values=values, rounded=rounded, norm=norm,
         sums=sums, levels=_levels(tensor),
+        strides=None if tensor.is_contiguous() else list(tensor.stride()),
     )  # fmt: skip
 
 
+def _is_exact(narrow: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Does the narrower copy hold the very values? The first piece tells it of most tensors."""
+    pieces = zip(
+        narrow.reshape(-1).split(_MOST_AT_ONCE), tensor.reshape(-1).split(_MOST_AT_ONCE),
+        strict=True,
+    )  # fmt: skip
+    return all(
+        bool(((small.to(tensor.dtype) == piece) | piece.isnan()).all()) for small, piece in pieces
+    )
+
+
 def _sums(tensor: torch.Tensor) -> tuple[float, list[float]]:
-    """The norm, and the sums with signs."""
+    """The norm, and the sums with signs, in one product a piece."""
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     columns = _signs(rows.shape[1], 2, tensor.device).to(wide)
-    by_column, by_both = columns[:, :NUM_SUMS], columns[:, NUM_SUMS:]
+    columns = torch.cat([columns, torch.ones_like(columns[:, :1])], 1)
     totals = torch.zeros(3 * NUM_SUMS, dtype=torch.float64)
     square = 0.0
     step = max(1, _MOST_AT_ONCE // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
         part = rows[start : start + step].to(wide)
         signs = _signs(len(part), 2, tensor.device, start).to(wide)
-        square += float(part.square().sum())
-        totals += torch.cat(
-            [
-                (part @ by_column).sum(0),
-                (part.sum(1, keepdim=True) * signs[:, :NUM_SUMS]).sum(0),
-                (part @ by_both * signs[:, NUM_SUMS:]).sum(0),
-            ]
-        ).double().cpu()  # fmt: skip
+        square += float(torch.linalg.vector_norm(part)) ** 2
+        by_column, by_both, total = (part @ columns).split([NUM_SUMS, NUM_SUMS, 1], 1)
+        by_row, by_both = total * signs[:, :NUM_SUMS], by_both * signs[:, NUM_SUMS:]
+        totals += torch.cat([by_column.sum(0), by_row.sum(0), by_both.sum(0)]).double().cpu()
     return square**0.5, totals.tolist()
 
 

@@ -384,3 +384,6 @@ class ParameterNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     both. Those by column are the same for any order of rows, and the other way round."""
     levels: Count | None = None
     """Its first numbers are whole multiples of one step, up to so many: it was quantised."""
+    strides: list[Count] | None = None
+    """By axis: how far apart in memory, in numbers, one element and the next lie. None where it is
+    contiguous."""

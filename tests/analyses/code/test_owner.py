@@ -44,7 +44,7 @@ def manifest(like=None, **code):
         id="b",
         like=like,
         environment=SimpleNamespace(versions={}),
-        model=SimpleNamespace(code=notes),
+        model=SimpleNamespace(code=notes, parameters={}),
         plan=SimpleNamespace(modules=kinds),
     )
 

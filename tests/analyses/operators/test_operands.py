@@ -278,3 +278,50 @@ def test_a_sides_own_argument_comes_first(side, said):
     """With the other side's behind it."""
     item = OtherOperand(argument="eps", kind="scalar", reference="1", candidate="2")
     assert operands.operands_text([item], side) == said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("factor", "difference"), [(math.sqrt(128) * 1.02, 0.02), (11.0, 0.028), (math.sqrt(128), None)]
+)
+def test_a_number_in_a_tensors_place_is_compared_with_it(toy, dtype, factor, difference):
+    """A scale that is a buffer on one side and a number in the code on the other: another one is
+    told with both values, one that is the same but for rounding to the buffer's dtype is none."""
+    scale = {"scale": torch.tensor(math.sqrt(128), dtype=dtype)}
+    a = toy(lambda x, scale: (x + 1) * scale, [X.to(dtype)], weights=scale)
+    b = toy(lambda x, scale: (x + 1) * factor, [X.to(dtype)], weights=scale)
+    result = judge_operators(measure_operators(a, b, PASSES), notes={})
+    items = [item for row in result.results for item in row.other_operands]
+    assert [item.argument for item in items] == (["other"] if difference else [])
+    if difference:
+        assert items[0].difference == pytest.approx(difference, rel=0.25)
+        assert "aten.mul is called with other=" in headline(result).summary
+
+
+@pytest.mark.parametrize("widened", ["candidate", "reference"])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda number: lambda x: x * number, "other=1.5 (A 1.25)"),
+        (lambda number: lambda x: x + number, "other=1.5 (A 1.25)"),
+        (lambda number: lambda x: x.pow(number), "exponent=1.5 (A 1.25)"),
+    ],
+)
+def test_another_number_beside_a_cast_is_told(judged, make, told, widened):
+    """One side casts before and after: the operator in between is the same, with another number."""
+
+    def cast(inner):
+        return lambda x: inner(x.abs().float()).to(x.dtype).tanh()
+
+    def plain(inner):
+        return lambda x: inner(x.abs()).tanh()
+
+    ways = (plain, cast) if widened == "candidate" else (cast, plain)
+    result = judged(
+        ways[0](make(1.25)), ways[1](make(1.5)), [X.abs() + 1], dtype=torch.bfloat16, truth=False
+    )
+    assert told in headline(result).summary
+    same = judged(
+        ways[0](make(1.25)), ways[1](make(1.25)), [X.abs() + 1], dtype=torch.bfloat16, truth=False
+    )
+    assert same.onset is None

@@ -102,6 +102,21 @@ def test_a_class_that_is_rounded_to_its_own_dtype_is_the_same_weights(recorded, 
     assert "B = A rounded to bfloat16" in line.detail
 
 
+@pytest.mark.parametrize(("share", "status"), [(0.0, "differs"), (0.01, "blocking")])
+def test_two_roundings_of_one_checkpoint_are_the_same_weights(share, status, recorded, tmp_path):
+    """bfloat16 and float16 of one float32 checkpoint: neither holds the other's values, but they
+    are as far apart as their rounding. What was changed by 1% is other weights."""
+
+    def prepare(model):
+        for parameter in model.parameters():
+            parameter.data *= 1 + share
+
+    b = capture(like=recorded("bfloat16"), out=tmp_path / "b", dtype="float16", prepare=prepare)
+    line = weights_line(compare(recorded("bfloat16"), b))
+    assert line.status == status
+    assert ("bfloat16 / float16, as far apart as their rounding" in line.detail) == (not share)
+
+
 @pytest.mark.parametrize(
     ("change", "relation"),
     [
@@ -124,6 +139,33 @@ def test_other_weights_are_told_by_what_was_done_to_them(change, relation, recor
     assert (report.verdict.kind, line.status) == ("incomparable", "blocking")
     assert EVERYWHERE in line.detail
     assert relation in line.detail
+
+
+def _merged(weight, size):
+    """W + BA, rounded, less BA, rounded: another order of roundings."""
+    generator = torch.Generator().manual_seed(2)
+    update = torch.randn(weight.shape, generator=generator) * size * weight.float().std()
+    return ((weight.float() + update).bfloat16() - update.bfloat16()).to(weight.dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: _merged(weight, 0.01),
+        lambda weight: _merged(weight, 0.1),
+        lambda weight: (weight.float() * (1 + 2.5e-3)).to(weight.dtype),
+    ],
+)
+def test_weights_as_far_apart_as_their_dtypes_rounding_are_told_so(change, recorded, tmp_path):
+    """Some last bits of bfloat16 weights differ: no order of rows, no factor of 1, and one text of
+    all blocks' parameters with the least and the largest distance."""
+    detail = weights_line(
+        compare(recorded("bfloat16"), changed(recorded("bfloat16"), tmp_path / "b", change))
+    ).detail
+    assert "apart, no more than rounding to bfloat16 makes" in detail
+    assert detail.count(EVERYWHERE) == 1
+    assert "in another order" not in detail.replace("rounded in another order", "")
+    assert " x A" not in detail
 
 
 def test_weights_that_have_nothing_to_do_with_each_other_have_no_relation(recorded, tmp_path):

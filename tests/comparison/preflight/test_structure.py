@@ -12,6 +12,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.preflight.models import match_parameters
 from divergence.errors import IncomparableError
 from divergence.gate.check import check
+from divergence.gate.policy import Policy, PreflightPolicy
 from divergence.recording.api import capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
@@ -106,6 +107,12 @@ def moved(parent, old, new):
     parent.__class__ = type(kind.__name__, (kind,), {old: child_of})
 
 
+ANY_CODE = Policy(
+    verdicts=("identical", "within_floor"), preflight=PreflightPolicy(allow=("*",), code="allow")
+)
+"""A module under another name has other code around it."""
+
+
 def test_other_names_need_a_map_or_a_prefix(golden, tmp_path):
     """A prefix is found; what no prefix reads blocks, until a name map says what it is."""
     folder = golden.manifest.model.source
@@ -119,7 +126,7 @@ def test_other_names_need_a_map_or_a_prefix(golden, tmp_path):
 
     options = {"prompts": PROMPTS, "max_new_tokens": 2}
     new = capture(folder, out=tmp_path / "prefix", prepare=other_prefix, **options)
-    result = check(golden, new)
+    result = check(golden, new, policy=ANY_CODE)
     assert result.passed
     detail = line(result.report, "weights").detail
     assert detail == ("the same values under other names: model.layers. read as model.blocks.")
@@ -128,7 +135,7 @@ def test_other_names_need_a_map_or_a_prefix(golden, tmp_path):
         check(golden, new)
     names = tmp_path / "names.toml"
     names.write_text('[map]\n"model.layers.{n}.mlp" = "model.layers.{n}.ffn"\n')
-    result = check(golden, new, name_map=names)
+    result = check(golden, new, name_map=names, policy=ANY_CODE)
     assert result.passed
     assert "by the name map" in line(result.report, "weights").detail
 

@@ -1,0 +1,45 @@
+"""Prompts that differ by a few tokens: which side has them, and where."""
+
+from __future__ import annotations
+
+import pytest
+
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+
+TEXT = [17, 101, 23, 44, 61, 8]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, tiny_model):
+    """``recorded(ids)`` → a run of the tiny Llama with this prompt."""
+    runs = {}
+
+    def make(ids):
+        if tuple(ids) not in runs:
+            out = tmp_path_factory.mktemp("prompt") / "run"
+            runs[tuple(ids)] = capture(
+                str(tiny_model("llama")), out=out, prompts=[ids], max_new_tokens=1, probe=False
+            )
+        return runs[tuple(ids)]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        ([1, *TEXT], [1, 1, *TEXT], "B begins with token 1 twice, A once"),
+        ([1, 1, *TEXT], [1, *TEXT], "A begins with token 1 twice, B once"),
+        ([1, *TEXT], TEXT, "A begins with token 1, which B lacks"),
+        (TEXT, [5, 9, *TEXT], "B begins with 2 tokens, [5, 9], which A lacks"),
+        ([*TEXT, 5, 9], TEXT, "A ends with 2 tokens, [5, 9], which B lacks"),
+        (TEXT, [*TEXT[:3], 2, *TEXT[3:]], "from token 3 on B has more: token 2"),
+        (TEXT, [*TEXT[:3], 2, *TEXT[4:]], "prompt 0 parts at token 3: [44, 61, 8] / [2, 61, 8]"),
+    ],
+)
+def test_tokens_that_one_side_has_besides_are_told(recorded, a, b, words):
+    """A first token written twice or not at all, a template that lost its beginning or its end."""
+    verdict = compare(recorded(a), recorded(b)).verdict
+    assert verdict.kind == "incomparable"
+    assert words in verdict.summary

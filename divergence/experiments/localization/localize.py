@@ -250,8 +250,12 @@ def _at_operator(
         repro = reproduce(maker, made, first, guilty)
     if first.other_operands and first.region is None:  # the other side's call, with its scalars
         repro_other = reproduce(maker, made, first, other, f"repro-{other}")
+    levels = done.levels
+    if named.doubt is not None:  # what A's code tells of B proves nothing at any level
+        levels = [replace(level, side=None) for level in levels]
     return replace(
         done,
+        levels=levels,
         operator=first,
         side=named.side,
         contradiction=named.contradiction,

@@ -297,4 +297,4 @@ class UnshardedRun(Run):
         )
 
 
-_PASSES = {"free": 0, "anchored": 1, "escalated": 2, "whole": 3, "truth": 4, "replayed": 5}
+_PASSES = {"free": 0, "anchored": 1, "escalated": 2, "whole": 3, "truth": 4, "floor": 5, "replayed": 6}

@@ -66,9 +66,10 @@ def bless(
 ) -> Blessing:
     """Store ``new`` as the golden and say what that changes.
 
-    The run, without its anchored pass and its truth's tensors, is copied beside its place and renamed into
-    it: a directory, or one file where the name ends in .tar or .zip. With ``keep_previous`` the old
-    golden stays as GOLDEN.previous (golden.previous.zip of an archive), replacing an earlier one.
+    The run, without its anchored pass and its truth's tensors, is copied beside its place and
+    renamed into it: a directory, or one file where the name ends in .tar or .zip. With
+    ``keep_previous`` the old golden stays as GOLDEN.previous (golden.previous.zip of an archive),
+    replacing an earlier one.
 
     Refuses an incomplete or damaged run, one with planted faults, one with results of another run,
     and, unless ``allow_nonfinite``, one in which a block or the model hands on nan or inf.

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -252,8 +252,8 @@ class Execution:
 
     def _make_floor(self, writer: RunWriter, manifest: Manifest, own: Run) -> None:
         """Anchored to the free pass of ``own``, in float64."""
-        request, mode = self.request, mode_of(self.request)
-        full, keeps = mode == "full", keeps_tensors(request)
+        request, full = self.request, mode_of(self.request) == "full"
+        keeps = keeps_tensors(request)
         pass_ = Pass("truth", anchored=True, compute_dtype=torch.float64)
         plain = request.use_cache and request.prefill_chunk is None
         if plain and not self.selection.operators:
@@ -272,8 +272,9 @@ class Execution:
         except ModelError as error:
             stopped_by = error.message
             self._note(f"the truth was not finished: {error.message}")
+        kept: Literal["auto", "full", "floor"] = "full" if full else "auto"
         manifest.plan.truth = OwnTruth(
-            mode=mode if keeps else "floor", num_steps=allowance.num_steps, device=self.device,
+            mode=kept if keeps else "floor", num_steps=allowance.num_steps, device=self.device,
             seconds=round(allowance.elapsed, 2), budget_seconds=allowance.seconds,
             stopped_by=stopped_by,
         )  # fmt: skip

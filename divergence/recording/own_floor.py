@@ -41,11 +41,11 @@ class FloorSink:
         """By site, and by prompt and step, what has a floor."""
         for record in each_of(own.records):
             note = notes.get(module_of(record.site))
-            rows = len(record.shape) >= 2 and record.numel > 0
             outer = note is not None and note.role != "inner" and ":out" in record.site
+            rows = len(record.shape) >= 2 and record.numel > 0
+            rows = rows and format_named(record.dtype).kind == "float"
             if record.pass_ == "free" and outer and rows and own.has_bytes(record):
-                if format_named(record.dtype).kind == "float":
-                    self._free[record.site][record.sample, record.step] = record
+                self._free[record.site][record.sample, record.step] = record
         self._scales: dict[str, np.ndarray] = {}
 
     def put(

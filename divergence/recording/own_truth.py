@@ -35,7 +35,16 @@ from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import module_of
 from divergence.run.storage.location import Location, Url
 
-__all__ = ["Allowance", "Enough", "disagreement", "keeps_tensors", "mode_of", "why_no_room", "why_no_truth", "why_not_anchored"]
+__all__ = [
+    "Allowance",
+    "Enough",
+    "disagreement",
+    "keeps_tensors",
+    "mode_of",
+    "why_no_room",
+    "why_no_truth",
+    "why_not_anchored",
+]
 
 DEFAULT = "auto"
 """Where no run is repeated and nothing else is asked for."""
@@ -87,8 +96,10 @@ def why_no_room(num_bytes: int) -> str | None:
     free = shutil.disk_usage(place).free
     if num_bytes <= free // 2:
         return None
-    return f"its inputs take {size(num_bytes)} for the time of the capture, and {place} has " \
+    return (
+        f"its inputs take {size(num_bytes)} for the time of the capture, and {place} has "
         f"{size(free)}; TMPDIR names another place"
+    )
 
 
 def why_not_anchored(own: Run, notes: Mapping[str, ModuleNote]) -> str | None:
@@ -166,7 +177,7 @@ def disagreement(run: Run) -> tuple[str, float] | None:
         error, energy = run.read(record).double().square().sum(dim=1).tolist()
         if weight and energy:
             ratios[site] = math.sqrt(error / energy) / weight
-    site = max(ratios, key=ratios.__getitem__, default=None)
-    if site is None or not ratios[site] > _BEYOND:
+    worst = max(ratios, key=ratios.__getitem__, default=None)
+    if worst is None or not ratios[worst] > _BEYOND:
         return None
-    return module_of(site), ratios[site]
+    return module_of(worst), ratios[worst]

@@ -66,9 +66,9 @@ def within_rounding(
         closest = max(against_truth, key=lambda unit: unit.limit_usage)
         evidence.append(
             Evidence(
-                text=f"against {'the truth' if measured.floor is None else _FLOOR}: {len(against_truth)} sites judged, none beyond a "
-                f"limit; the nearest to one is {closest.site} ({closest.phase}), at "
-                f"{100 * closest.limit_usage:.0f}% of it",
+                text=f"against {'the truth' if measured.floor is None else _FLOOR}: "
+                f"{len(against_truth)} sites judged, none beyond a limit; the nearest to one is "
+                f"{closest.site} ({closest.phase}), at {100 * closest.limit_usage:.0f}% of it",
                 values={"limit_usage": closest.limit_usage, "num_judged": len(against_truth)},
             )
         )
@@ -149,7 +149,7 @@ def _what_stands_out(standouts: list[StandOut]) -> str:
 
 def _no_truth(measured: Measured, judged: bool, estimated: bool) -> str:
     if measured.floor is not None:
-        return f"{_FLOOR} bounds the other side's, and measures it not (divergence truth)"
+        return "no truth (divergence truth), but the float64 error of one side alone"
     if estimated:
         return "the truth judges only what was kept in full"
     if judged and measured.partial:
@@ -183,7 +183,7 @@ def _largest(judged: list[Unit]) -> Evidence:
     )
 
 
-_FLOOR = "A's own float64 error"
+_FLOOR = "the measured float64 error of one side"
 _SEEN = 0.02
 """Floors: siblings nearer to each other than this are taken to be this far apart, so that one
 element rounded otherwise makes no stand-out."""

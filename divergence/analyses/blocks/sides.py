@@ -96,7 +96,7 @@ def blame_units(
                             look.usage = max(look.usage, apart[look.place])
                 beside = None
                 if unit.blame is None:
-                    beside = _beside_truth(unit, routed) or _beside_floor(unit)
+                    beside = _beside_truth(unit, routed) or _beside_floor(unit, suspected)
                 if unit.blame is None and beside is None:
                     excused.append(unit)
                 if unit.blame is None and beside is not None:  # no truth, so no side
@@ -134,16 +134,20 @@ def _beside_truth(unit: Unit, routed: frozenset[str]) -> Why | None:
     return "sink" if any((result.ratio_sink or 0.0) > unit.worst_limit for result in rest) else None
 
 
-def _beside_floor(unit: Unit) -> Why | None:
+def _beside_floor(unit: Unit, suspected: set[PromptStep]) -> Why | None:
     """By which limit a unit is beyond rounding where one side's error is not measured, and may be
-    far smaller than the other's: then the floor excuses nothing."""
+    far smaller than the other's: then the floor excuses nothing. ``suspected``: the looks that were
+    beyond their limits."""
     assert unit.stats is not None
     if unit.why == "typical":
         return None if unit.stats.alike else "typical"
     forwards = unit.stats.forwards
     if unit.why == "forward":
-        alike = all(forwards[look.place].alike[0] for look in unit.beyond if look.place in forwards)
-        return None if alike else "forward"
+        unsure = {at for at in suspected if at in forwards and not forwards[at].alike[0]}
+        for look in unit.looks:
+            if look.place in unsure:
+                look.usage = max(look.usage, look.between)
+        return "forward" if unsure else None
     far = {
         (result.sample, result.step) for result in unit.results
         if max(result.ratio_max or 0.0, result.ratio_sink or 0.0) > unit.worst_limit

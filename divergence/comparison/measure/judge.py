@@ -7,7 +7,6 @@ order. Pairs of one kind (rows, formats, width, role) are then judged together, 
 from __future__ import annotations
 
 import math
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,7 +107,7 @@ class Judge:
         self._reference, self._pieces = reference, pieces
         self._routing, self._floor, self._own_floor = routing, floor, own_floor
         self._floor_side: Side = "reference"
-        if own_floor is not None and own_floor.run is not reference:
+        if own_floor is not None and own_floor.run is candidate:
             self._floor_side = "candidate"
         self._shared = shared
         self._work = work
@@ -137,8 +136,9 @@ class Judge:
         for judged in grouped(waiting, self._kind_of):
             self._rate(judged)
         against = [None if numbers is None else numbers.against for numbers in measured]
-        bounded = self._own_floor is not None
-        if bounded:
+        estimated: Side | None = None
+        if self._own_floor is not None:
+            estimated = "candidate" if self._floor_side == "reference" else "reference"
             entered = iter(waiting)
             against = [
                 self._bounded(
@@ -149,10 +149,10 @@ class Judge:
         # of a free pass it is what was made here, and no distance from the truth
         diffs = truth_diffs(
             [
-                None if bounded and pair.pass_ == "free" else errors
+                None if estimated and pair.pass_ == "free" else errors
                 for pair, errors in zip(pairs, against, strict=True)
             ],
-            estimated=bounded,
+            estimated=estimated,
         )
         rated = iter(waiting)
         results = [

@@ -95,5 +95,3 @@ def made_here(
         rest = np.square(rows.diff) - np.square(carried) - np.square(enlarged)
         made: np.ndarray = np.where(np.isfinite(rows.rel_l2), np.sqrt(np.maximum(rest, 0)), np.nan)
     return made
-
-

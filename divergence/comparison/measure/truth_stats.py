@@ -259,10 +259,10 @@ def _gains(stats: TruthStats, rows: _Rows) -> None:
 
 
 def truth_diffs(
-    judged: Sequence[AgainstTruth | None], *, estimated: bool = False
+    judged: Sequence[AgainstTruth | None], *, estimated: Side | None = None
 ) -> list[TruthDiff | None]:
     """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R).
-    ``estimated``: one side's error is not measured (comparison.measure.own_floor)."""
+    ``estimated``: the side whose error is not measured (comparison.measure.own_floor)."""
     by_number: dict[int, TruthDiff] = {}
     numbered = [(n, errs) for n, errs in enumerate(judged) if errs is not None and errs.num_rows]
     for alike in grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
@@ -273,7 +273,7 @@ def truth_diffs(
     return [by_number.get(number) for number in range(len(judged))]
 
 
-def _differences(alike: Sequence[AgainstTruth], *, estimated: bool) -> Iterator[TruthDiff]:
+def _differences(alike: Sequence[AgainstTruth], *, estimated: Side | None) -> Iterator[TruthDiff]:
     """Of forwards with as many rows and columns."""
 
     def joined(name: str) -> np.ndarray:

@@ -123,10 +123,11 @@ def test_check_names_the_side(captured, tmp_path, options):
 
 
 def test_it_is_small(tiny_model, tmp_path):
-    """It takes at most a hundredth of what the blocks take, where they are as wide as models are."""
+    """It takes at most a hundredth of what blocks as wide as models' take."""
     run = divergence.capture(
-        str(tiny_model("llama", dtype="bfloat16", num_blocks=3, hidden_size=1024)),
-        out=tmp_path / "a", prompts=["a b c d e f g h " * 40] * 2, max_new_tokens=2,
+        str(tiny_model("llama", dtype="bfloat16", num_blocks=3, hidden=1024)),
+        out=tmp_path / "a", prompts=["".join(f" {n}" for n in range(first, first + 120)) for first in (100, 500)],
+        max_new_tokens=1,
         truth="floor", sites=["blocks"], probe=False,
     )  # fmt: skip
     sums = [record for record in run.records if record.pass_ == "floor"]

@@ -126,9 +126,8 @@ def test_it_is_small(tiny_model, tmp_path):
     """It takes at most a hundredth of what blocks as wide as models' take."""
     run = divergence.capture(
         str(tiny_model("llama", dtype="bfloat16", num_blocks=3, hidden=1024)),
-        out=tmp_path / "a", prompts=["".join(f" {n}" for n in range(first, first + 120)) for first in (100, 500)],
-        max_new_tokens=1,
-        truth="floor", sites=["blocks"], probe=False,
+        out=tmp_path / "a", prompts=[" ".join(map(str, range(n, n + 120))) for n in (100, 500)],
+        max_new_tokens=1, truth="floor", sites=["blocks"], probe=False,
     )  # fmt: skip
     sums = [record for record in run.records if record.pass_ == "floor"]
     assert 0 < sum(record.num_bytes for record in sums) <= run.manifest.sizes.stored_bytes / 100

@@ -146,14 +146,12 @@ class _Rows:
         if all(against.update is not None for _, against, _ in forwards):
             self.update = joined("update")
             self.gains["update_gain"] = {side: joined(f"update_gain_{side}") for side in SIDES}
-        self._alike, self._between = None, joined("between")
-        if all(against.alike is not None for _, against, _ in forwards):
-            self._alike = joined("alike")
+        self._alike, self._between = joined("alike"), joined("between")
 
     def alike(self, among: np.ndarray) -> tuple[bool, bool]:
         """(most rows ``among`` all, the one of them with the largest difference for its floor):
         are both sides' errors alike? Where both are measured they are what they are."""
-        if self._alike is None or not among.any():
+        if self._alike.all() or not among.any():
             return True, True
         difference = self._between / np.maximum(self.norm, 1e-300) / self.floor
         worst = int(np.where(among, difference, -math.inf).argmax())

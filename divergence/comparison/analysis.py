@@ -59,6 +59,8 @@ class Measured:
     candidate: Run
     truth: Truth | None = None
     """The float64 run, where one was given."""
+    floor: Run | None = None
+    """The side that carries the floor which both are held against, where there is no truth."""
     alignment: Alignment
     sites: Sequence[SiteResult]
     """One result for each pair of tensors."""
@@ -72,7 +74,7 @@ class Measured:
     routes: Routes
     """The experts that each token was sent to."""
     truth_samples: SamplesBySite | None = None
-    """The measurements of both sides against the truth, where one was given."""
+    """The measurements of both sides against the truth or the floor, where there is one."""
     shown: Shown | None = None
     """The largest share of each limit that trusted runs use, where any were given."""
     covered: Sequence[PassCoverage] = ()

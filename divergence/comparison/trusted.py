@@ -72,8 +72,9 @@ def trusted_limits(
                 hint=command_line("capture", like=a.path, o="RUN") + " on a trusted machine",
             )
         trusted = measure_tensors(
-            a, run, alignment, truth=measured.truth, thresholds=measured.thresholds
-        )
+            a, run, alignment, truth=measured.truth,
+            floor=a if measured.floor is a else None, thresholds=measured.thresholds,
+        )  # fmt: skip
         for key, used in limits_used(trusted).items():
             shown[key] = max(used, shown.get(key, 0.0))
     return shown

@@ -2,7 +2,8 @@
 
 A golden is a directory or an archive of this machine. Storing is a copy beside the place and
 renames, so that whatever stops it, the old golden or the new one is whole. What only the run itself
-was for is left out: its anchored pass, which got the inputs of another run. The old golden is kept
+was for is left out: its anchored pass, which got the inputs of another run. Of its truth the floor
+stays, which names the side that a check finds wrong. The old golden is kept
 where that is asked for; else it is in the history of what holds goldens.
 
 Of several goldens in one folder, by device and dtype, the one that fits a run best is taken. One of
@@ -65,9 +66,10 @@ def bless(
 ) -> Blessing:
     """Store ``new`` as the golden and say what that changes.
 
-    The run, without its anchored pass and its truth, is copied beside its place and renamed into
-    it: a directory, or one file where the name ends in .tar or .zip. With ``keep_previous`` the old
-    golden stays as GOLDEN.previous (golden.previous.zip of an archive), replacing an earlier one.
+    The run, without its anchored pass and its truth's tensors, is copied beside its place and
+    renamed into it: a directory, or one file where the name ends in .tar or .zip. With
+    ``keep_previous`` the old golden stays as GOLDEN.previous (golden.previous.zip of an archive),
+    replacing an earlier one.
 
     Refuses an incomplete or damaged run, one with planted faults, one with results of another run,
     and, unless ``allow_nonfinite``, one in which a block or the model hands on nan or inf.

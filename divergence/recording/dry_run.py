@@ -28,7 +28,7 @@ from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import ShapeKeeper
 from divergence.recording.model.structure import describe_modules, output_paths
 from divergence.recording.new_run import PlannedCase
-from divergence.recording.own_truth import mode_of
+from divergence.recording.own_truth import keeps_tensors, mode_of
 from divergence.recording.passes import why_not_whole
 from divergence.recording.prompts import group_samples, tokenize
 from divergence.recording.request import Request, resolve_request
@@ -161,9 +161,14 @@ def plan_capture(
             said.append("the whole pass is counted like the decode steps")
         else:
             said.append(f"no whole pass: {reason}")
-    if mode_of(request) != "no" and request.store == "full" and not request.train:
-        passes.append("truth")
-        said.append("the truth is not counted: 8 bytes a number of each output that it reaches")
+    if mode_of(request) != "no" and not request.train:
+        if keeps_tensors(request):
+            passes.append("truth")
+            said.append("the truth is not counted: 8 bytes a number of each output that it reaches")
+        passes.append("floor")
+        said.append(
+            "the floor is not counted: 12 bytes a token of each block and of what stands outside"
+        )
     training = None
     if request.train:
         from divergence.training.plan.plan import plan_request

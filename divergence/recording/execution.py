@@ -9,10 +9,13 @@ A truth of another run makes the first two, in float64.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -35,12 +38,15 @@ from divergence.recording.model.calls import noting_calls
 from divergence.recording.model.compiled import CompiledWatch
 from divergence.recording.model.structure import inside, output_paths
 from divergence.recording.new_run import probed, provenance, unlike
+from divergence.recording.own_floor import FloorSink
 from divergence.recording.own_truth import (
     LEAST_SECONDS,
     SHARE,
     Allowance,
     disagreement,
+    keeps_tensors,
     mode_of,
+    why_no_room,
     why_no_truth,
     why_not_anchored,
 )
@@ -73,6 +79,7 @@ from divergence.run.schema.manifest import (
     Repeatability,
     SampleTokens,
     Settings,
+    Sizes,
     Tokens,
 )
 from divergence.run.schema.site import ROOT
@@ -201,14 +208,52 @@ class Execution:
         return reason is None
 
     def _make_truth(self, writer: RunWriter, manifest: Manifest) -> None:
-        """The pass ``truth``: what fails in it ends it, and nothing else."""
+        """The passes ``truth`` and ``floor``: what fails in them ends them, and nothing else."""
+        request = self.request
+        with contextlib.ExitStack() as stack:
+            if request.store == "full":
+                own = Run.open(writer.flush())
+                own.set_fallback(request.like)
+                stack.callback(own.close)
+            else:
+                writer.flush()
+                room = why_no_room(manifest.sizes.seen_bytes)
+                if room is not None:
+                    self._note(f"no truth: {room}")
+                    return
+                own = stack.enter_context(self._again_in_full(manifest))
+            reason = why_not_anchored(own, self.notes)
+            if reason is not None:
+                self._note(f"no truth: {reason}")
+                return
+            self._make_floor(writer, manifest, own)
+
+    @contextlib.contextmanager
+    def _again_in_full(self, manifest: Manifest) -> Iterator[Run]:
+        """The free pass once more, on the same tokens, in a temporary run that keeps what this one
+        does not: blocks get their inputs from it, and their outputs are what float64 is held to."""
+        request = msgspec.structs.replace(self.request, store="full")
+        with tempfile.TemporaryDirectory(prefix="divergence-") as folder:
+            out, keeper = Path(folder) / "run", self.keeper
+            plan = msgspec.structs.replace(manifest.plan, passes=["free"], store="full")
+            with storage(
+                request, out, msgspec.structs.replace(manifest, plan=plan, sizes=Sizes()),
+                device=self.loaded.device, num_bytes=manifest.sizes.seen_bytes,
+            ) as (writer, self.keeper):  # fmt: skip
+                run_pass(
+                    self.session, self._recorder(writer, Pass("free")), self.samples,
+                    self.own_groups, max_new_tokens=self.request.max_new_tokens,
+                    forced=[sample.generated_ids for sample in self.samples],
+                )  # fmt: skip
+                own = Run.open(writer.flush())
+                yield own
+                own.close()
+            self.keeper = keeper
+
+    def _make_floor(self, writer: RunWriter, manifest: Manifest, own: Run) -> None:
+        """Anchored to the free pass of ``own``, in float64."""
         request, full = self.request, mode_of(self.request) == "full"
-        own = Run.open(writer.flush())
-        own.set_fallback(request.like)
-        reason = why_not_anchored(own, self.notes)
-        if reason is not None:
-            self._note(f"no truth: {reason}")
-            return
+        keeps = keeps_tensors(request)
         pass_ = Pass("truth", anchored=True, compute_dtype=torch.float64)
         plain = request.use_cache and request.prefill_chunk is None
         if plain and not self.selection.operators:
@@ -217,8 +262,9 @@ class Execution:
         lengths = [sum(self.samples[n].num_padded for n in group) for group in self.groups]
         allowance = Allowance(None if full else seconds, lengths)
         anchor = recorded_inputs(own, self.samples, self.groups)
-        recorder = self._recorder(writer, pass_, anchor, after_forward=allowance.after_forward)
-        manifest.plan.passes.append(pass_.name)
+        sums = FloorSink(own, self.notes, writer if keeps else None)
+        recorder = self._recorder(sums, pass_, anchor, after_forward=allowance.after_forward)
+        manifest.plan.passes += [pass_.name] * keeps
         stopped_by = None
         try:
             check_ids(self.loaded, self.samples, itemsize=8)
@@ -226,15 +272,16 @@ class Execution:
         except ModelError as error:
             stopped_by = error.message
             self._note(f"the truth was not finished: {error.message}")
+        kept: Literal["auto", "full", "floor"] = "full" if full else "auto"
         manifest.plan.truth = OwnTruth(
-            mode="full" if full else "auto", num_steps=allowance.num_steps, device=self.device,
+            mode=kept if keeps else "floor", num_steps=allowance.num_steps, device=self.device,
             seconds=round(allowance.elapsed, 2), budget_seconds=allowance.seconds,
             stopped_by=stopped_by,
         )  # fmt: skip
-        own.close()
-        own = Run.open(writer.flush())
-        apart = disagreement(own)
-        own.close()
+        manifest.plan.passes += ["floor"] * sums.write(writer)
+        made = Run.open(writer.flush())
+        apart = disagreement(made)
+        made.close()
         if apart is not None:
             block, ratio = apart
             kernel = "this machine's kernel, or the code's own casts"

@@ -12,12 +12,15 @@ stands in the manifest. A forward costs about what the last one did.
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from divergence.errors import UsageError
+from divergence.layout import size
 from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
@@ -26,12 +29,22 @@ from divergence.recording.engines.engine import QUANTIZE, Session
 from divergence.recording.model.compiled import compiled_regions
 from divergence.recording.request import Request
 from divergence.recording.widening import check_device
+from divergence.run.floor import OwnFloor
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import module_of
 from divergence.run.storage.location import Location, Url
 
-__all__ = ["Allowance", "Enough", "disagreement", "mode_of", "why_no_truth", "why_not_anchored"]
+__all__ = [
+    "Allowance",
+    "Enough",
+    "disagreement",
+    "keeps_tensors",
+    "mode_of",
+    "why_no_room",
+    "why_no_truth",
+    "why_not_anchored",
+]
 
 DEFAULT = "auto"
 """Where no run is repeated and nothing else is asked for."""
@@ -45,8 +58,14 @@ widest limit of one token's ratio is 12."""
 
 
 def mode_of(request: Request) -> str:
-    """``auto``, ``full`` or ``no``. A run that repeats another is judged by that one's truth."""
+    """``auto``, ``full``, ``floor`` or ``no``. A run that repeats another is judged by that one's
+    truth."""
     return request.truth or (DEFAULT if request.like is None and request.hooks else "no")
+
+
+def keeps_tensors(request: Request) -> bool:
+    """Are the truth's tensors kept, or its floor alone? No other tensors are kept, no true ones."""
+    return mode_of(request) in ("auto", "full") and request.store == "full"
 
 
 def why_no_truth(request: Request, session: Session, device: str, out: Location) -> str | None:
@@ -62,8 +81,6 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
         return "compiled code cannot be widened"
     if request.device_map is not None:
         return f"the weights are spread over devices; {plan} on a CPU"
-    if request.store != "full":
-        return f"it starts from recorded inputs, of which --store {request.store} keeps no bytes"
     if isinstance(out, Url):
         return f"it reads the recorded inputs, which lie far away; {plan}"
     try:
@@ -71,6 +88,18 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
     except UsageError:
         return f"{device} cannot compute in float64; {plan} on a CPU"
     return None
+
+
+def why_no_room(num_bytes: int) -> str | None:
+    """None if what the float64 pass starts from fits beside a run that keeps none of it."""
+    place = tempfile.gettempdir()
+    free = shutil.disk_usage(place).free
+    if num_bytes <= free // 2:
+        return None
+    return (
+        f"its inputs take {size(num_bytes)} for the time of the capture, and {place} has "
+        f"{size(free)}; TMPDIR names another place"
+    )
 
 
 def why_not_anchored(own: Run, notes: Mapping[str, ModuleNote]) -> str | None:
@@ -138,26 +167,17 @@ class Allowance:
 def disagreement(run: Run) -> tuple[str, float] | None:
     """The block whose own float64 is farthest from the free pass, in units of what rounding makes,
     where that is far beyond it."""
-    sums: dict[str, tuple[float, float]] = {}
-    notes = run.manifest.plan.modules
-    for record in run.records:
-        note = notes.get(module_of(record.site))
-        if record.pass_ != "truth" or note is None or note.role != "block":
-            continue
-        own = run.find(("free", record.sample, record.step, record.site))
-        if own is None or not record.site.endswith(":out") or own.shape != record.shape:
-            continue
-        form = format_named(own.dtype)
-        if form.kind != "float" or not own.numel:
-            continue
-        made, true = run.read(own).double(), run.read(record).double()
-        weight = max(floor_weights(form, num_features=own.shape[-1], role="block"))
-        error = float((made - true).square().sum())
-        floor = weight**2 * float(true.square().sum())
-        before = sums.get(record.site, (0.0, 0.0))
-        sums[record.site] = before[0] + error, before[1] + floor
-    ratios = {site: math.sqrt(error / floor) for site, (error, floor) in sums.items() if floor > 0}
-    site = max(ratios, key=ratios.__getitem__, default=None)
-    if site is None or not ratios[site] > _BEYOND:
+    ratios: dict[str, float] = {}
+    free = {record.site: record for record in run.records if record.pass_ == "free"}
+    for site, record in OwnFloor(run).channels.items():
+        own = free[site]
+        weight = max(
+            floor_weights(format_named(own.dtype), num_features=own.shape[-1], role="block")
+        )
+        error, energy = run.read(record).double().square().sum(dim=1).tolist()
+        if weight and energy:
+            ratios[site] = math.sqrt(error / energy) / weight
+    worst = max(ratios, key=ratios.__getitem__, default=None)
+    if worst is None or not ratios[worst] > _BEYOND:
         return None
-    return module_of(site), ratios[site]
+    return module_of(worst), ratios[worst]

@@ -115,8 +115,8 @@ def resolve_request(
     max_new_tokens = options.max_new_tokens
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
-    if options.truth not in (None, "auto", "full", "no"):
-        raise UsageError(f"--truth {options.truth}: unknown", hint="auto, full or no")
+    if options.truth not in (None, "auto", "full", "floor", "no"):
+        raise UsageError(f"--truth {options.truth}: unknown", hint="auto, full, floor or no")
     if options.escalate and like is None:
         raise UsageError(
             "--escalate needs --like: the escalated pass repeats a recorded run block by block",

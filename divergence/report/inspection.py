@@ -46,6 +46,7 @@ __all__ = [
     "skipped_lines",
     "stored",
     "training_text",
+    "truth_name",
     "truth_text",
     "verified_text",
 ]
@@ -102,7 +103,8 @@ def run_lines(
         replayed = f"the {plan.replayed_pass} pass of {plan.anchored_to}"
         lines.append(prose("  replays", replayed, width=14))
     if plan.truth is not None:
-        lines.append(prose("  truth", truth_text(plan.truth, manifest.tokens.groups), width=14))
+        text = truth_text(plan.truth, manifest.tokens.groups)
+        lines.append(prose(f"  {truth_name(plan.truth)}", text, width=14))
     lines += skipped_lines(manifest)
     for warning in settings.nondeterministic_warnings:
         lines.append(prose("  warned", warning, width=14))
@@ -142,6 +144,11 @@ def training_text(manifest: Manifest) -> str:
     """``forward and backward, adamw, ZeRO 2, labels of 19 of 35 tokens``."""
     labels = labels_text(manifest.tokens)
     return f"{manifest.training}{labels and f', labels of {labels}'}"
+
+
+def truth_name(truth: OwnTruth) -> str:
+    """``truth``, or ``floor`` where the sums alone were kept."""
+    return "floor" if truth.mode == "floor" else "truth"
 
 
 def truth_text(truth: OwnTruth, groups: Sequence[Sequence[int]]) -> str:

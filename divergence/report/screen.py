@@ -76,7 +76,8 @@ def _answer_lines(report: Report) -> list[Line]:
     *answer, confidence = verdict_lines(report)
     verdict = report.verdict
     asked = verdict.kind in ("localized", "systematic", "drift") and verdict.side is None
-    if not asked or any(site.truth is not None for site in report.sites):
+    measured = (site.truth is not None and not site.truth.estimated for site in report.sites)
+    if not asked or any(measured):
         return [*answer, confidence]
     commands = (command.partition("   #")[0] for command in verdict.next)
     if verdict.next and "--truth " in verdict.next[0]:

@@ -64,8 +64,9 @@ def without_passes(run: Run, passes: Collection[str]) -> Run:
     records = [record for record in each_of(run.records) if record.pass_ not in passes]
     manifest = copy.deepcopy(run.manifest)
     manifest.plan.passes = [name for name in manifest.plan.passes if name not in passes]
-    if "truth" in passes:
-        manifest.plan.truth = None
+    if "truth" in passes and manifest.plan.truth is not None:
+        floor = msgspec.structs.replace(manifest.plan.truth, mode="floor")
+        manifest.plan.truth = floor if "floor" in manifest.plan.passes else None
     manifest.sizes = sizes_of(records)
     return _Partial(run.path, manifest, records, store=run._opened())
 

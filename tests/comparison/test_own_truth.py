@@ -70,12 +70,12 @@ def test_its_records_lack_no_partner(runs):
     assert not report.coverage.unmatched
 
 
-def test_a_golden_leaves_it_out(runs, tmp_path):
-    """A golden is kept small: of its passes the free one."""
+def test_a_golden_leaves_its_tensors_out(runs, tmp_path):
+    """A golden is kept small: of the truth the sums of A's own error stay."""
     bless(tmp_path / "golden", runs["a"].path)
     golden = divergence.Run.open(tmp_path / "golden")
-    assert golden.manifest.plan.passes == ["free"]
-    assert golden.manifest.plan.truth is None
+    assert golden.manifest.plan.passes == ["free", "floor"]
+    assert golden.manifest.plan.truth.mode == "floor"
     assert not golden.verify()
 
 

@@ -44,7 +44,7 @@ def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
     """By default every block and what stands outside is there in float64, of all forwards."""
     run, notes = heard(llama, dtype="bfloat16")
     true, free = places(run, "truth"), places(run, "free")
-    assert run.manifest.plan.passes == ["free", "truth"]
+    assert run.manifest.plan.passes == ["free", "truth", "floor"]
     assert run.manifest.plan.truth.num_steps == [3, 3]
     assert {record.dtype for record in true.values()} <= {"float64", "int64"}
     outputs = {place for place in free if place[2].endswith(":out")}
@@ -120,7 +120,6 @@ def test_prefills_come_first():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"store": "stats"}, "--store stats"),
         ({"positions": "last:2"}, "token positions last:2"),
         ({"steps": "decode"}, "only the steps decode"),
         ({"sites": ["model.layers.0.mlp"]}, "no input of model.layers.0"),
@@ -160,7 +159,7 @@ def test_an_unknown_mode_is_refused(heard, llama):
         heard(llama, truth="half")
 
 
-@pytest.mark.parametrize(("mode", "passes"), [(None, ["free", "truth"]), ("no", ["free"])])
+@pytest.mark.parametrize(("mode", "passes"), [(None, ["free", "truth", "floor"]), ("no", ["free"])])
 def test_a_dry_run_says_whether_there_will_be_one(own_truths, llama, mode, passes):
     """The plan lists the pass, and that its bytes come on top."""
     plan = plan_capture(str(llama), prompts=PROMPTS, truth=mode)

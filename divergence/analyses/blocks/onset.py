@@ -351,6 +351,8 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
         errors = (truth.reference_error, truth.candidate_error)
         mine, other = errors if blame.side == "reference" else errors[::-1]
         text += f"; median token off by {mine:.2e} and {other:.2e}"
+        if truth.estimated is not None:
+            text += f", {letter(truth.estimated)}'s by their difference, the other's measured"
     return Evidence(text=text, values=values)
 
 

@@ -66,9 +66,9 @@ def within_rounding(
         closest = max(against_truth, key=lambda unit: unit.limit_usage)
         evidence.append(
             Evidence(
-                text=f"against the truth: {len(against_truth)} sites judged, none beyond a "
-                f"limit; the nearest to one is {closest.site} ({closest.phase}), at "
-                f"{100 * closest.limit_usage:.0f}% of it",
+                text=f"against {'the truth' if measured.floor is None else _FLOOR}: "
+                f"{len(against_truth)} sites judged, none beyond a limit; the nearest to one is "
+                f"{closest.site} ({closest.phase}), at {100 * closest.limit_usage:.0f}% of it",
                 values={"limit_usage": closest.limit_usage, "num_judged": len(against_truth)},
             )
         )
@@ -89,14 +89,14 @@ def within_rounding(
             evidence.append(Evidence(text=divided))
     # of what is estimated the truth judges nothing, and so says nothing of either side
     estimated = any(result.estimated for unit in judged for result in unit.results)
-    told = sure and bool(against_truth) and not measured.partial and not estimated
+    by_truth = bool(against_truth) and measured.floor is None
+    told = sure and by_truth and not measured.partial and not estimated
     checks = [
         check("anchored", sure, "no anchored pass (capture --like)"),
         check(
             "measured", not unmeasured, "of some tensors only digests or statistics were kept"
         ),
-        check("truth", told, _no_truth(measured, bool(against_truth), estimated),
-              made=bool(against_truth)),
+        check("truth", told, _no_truth(measured, by_truth, estimated), made=by_truth),
         check("no_standout", not standouts, _what_stands_out(standouts)),
         check("floor_trusted", not measured.widened_beyond, "a --floor run is beyond the limits "
               "itself"),
@@ -134,7 +134,7 @@ def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation)
     if block is not None:
         commands += measured.advice.descent(block)
     commands += next_commands(measured, None, escalation)
-    if measured.anchored and measured.truth_samples is None and not commands:
+    if measured.anchored and measured.truth is None and not commands:
         commands += measured.advice.judged() or measured.advice.truth()
     return list(dict.fromkeys(commands))
 
@@ -148,6 +148,8 @@ def _what_stands_out(standouts: list[StandOut]) -> str:
 
 
 def _no_truth(measured: Measured, judged: bool, estimated: bool) -> str:
+    if measured.floor is not None:
+        return "no truth (divergence truth), but the float64 error of one side alone"
     if estimated:
         return "the truth judges only what was kept in full"
     if judged and measured.partial:
@@ -157,7 +159,7 @@ def _no_truth(measured: Measured, judged: bool, estimated: bool) -> str:
 
 
 def _no_escalation(measured: Measured) -> str:
-    if measured.advice.escalated and measured.truth_samples is None:
+    if measured.advice.escalated and measured.truth is None:
         return "the float32 check takes a truth"
     if not measured.advice.escalate():
         what = "of several ranks" if measured.advice.divided else "between two dtypes"
@@ -181,6 +183,7 @@ def _largest(judged: list[Unit]) -> Evidence:
     )
 
 
+_FLOOR = "the measured float64 error of one side"
 _SEEN = 0.02
 """Floors: siblings nearer to each other than this are taken to be this far apart, so that one
 element rounded otherwise makes no stand-out."""

@@ -50,11 +50,13 @@ def blame_units(
     judged: list[Unit] = []
     for unit in units:
         samples = truth_samples.find(unit.pass_, unit.site, unit.phase)
-        if samples is None or unit.pass_ == "free" or _no_measure(unit):
+        if samples is None or _no_measure(unit):
             continue
         unit.stats = samples.once(stats_of)
         if unit.stats is not None:
             judged.append(unit)
+    _name_sides([unit for unit in judged if unit.pass_ == "free"], routed, thresholds)
+    judged = [unit for unit in judged if unit.pass_ != "free"]
     block_w = _block_w(judged, thresholds)
     at_blocks = {phase: _block_forwards(judged, phase, thresholds) for phase in PHASES}
     excused: list[Unit] = []
@@ -92,7 +94,9 @@ def blame_units(
                     for look in unit.looks:
                         if look.place in sure:
                             look.usage = max(look.usage, apart[look.place])
-                beside = _beside_truth(unit, routed) if unit.blame is None else None
+                beside = None
+                if unit.blame is None:
+                    beside = _beside_truth(unit, routed) or _beside_floor(unit, suspected)
                 if unit.blame is None and beside is None:
                     excused.append(unit)
                 if unit.blame is None and beside is not None:  # no truth, so no side
@@ -128,6 +132,44 @@ def _beside_truth(unit: Unit, routed: frozenset[str]) -> Why | None:
     if any((result.ratio_max or 0.0) > unit.worst_limit for result in rest):
         return "token"
     return "sink" if any((result.ratio_sink or 0.0) > unit.worst_limit for result in rest) else None
+
+
+def _beside_floor(unit: Unit, suspected: set[PromptStep]) -> Why | None:
+    """By which limit a unit is beyond rounding where one side's error is not measured, and may be
+    far smaller than the other's: then the floor excuses nothing. ``suspected``: the looks that were
+    beyond their limits."""
+    assert unit.stats is not None
+    if unit.why == "typical":
+        return None if unit.stats.alike else "typical"
+    forwards = unit.stats.forwards
+    if unit.why == "forward":
+        unsure = {at for at in suspected if at in forwards and not forwards[at].alike[0]}
+        for look in unit.looks:
+            if look.place in unsure:
+                look.usage = max(look.usage, look.between)
+        return "forward" if unsure else None
+    far = {
+        (result.sample, result.step) for result in unit.results
+        if max(result.ratio_max or 0.0, result.ratio_sink or 0.0) > unit.worst_limit
+    }  # fmt: skip
+    alike = all(forward.alike[1] for forward in forwards.values()
+                if (forward.result.sample, forward.result.step) in far)  # fmt: skip
+    return None if alike else "sink" if unit.why == "sink" else "token"
+
+
+def _name_sides(units: list[Unit], routed: frozenset[str], thresholds: Thresholds) -> None:
+    """Of a free pass a floor tells which side is wrong where the two differ by more than rounding;
+    it neither excuses a difference there nor finds another: inputs were not equal."""
+    for unit in units:
+        if unit.why is None or unit.stats is None or unit.results[0].block in routed:
+            continue
+        answers = questions(
+            unit.stats, [], lone_w=None, forwards=Controls({}, 1.0), routed=False,
+            widened=unit.widened, thresholds=thresholds,
+        )  # fmt: skip
+        unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
+    for unit in units:
+        unit.stats = None  # what else is asked of them takes equal inputs
 
 
 def _no_measure(unit: Unit) -> bool:

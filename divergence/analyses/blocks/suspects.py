@@ -246,10 +246,10 @@ def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation)
         else:
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
         sides = measured.reference.manifest, measured.candidate.manifest
-        if measured.truth_samples is None and truth_tells(*sides, block):
+        if measured.truth is None and unit.side is None and truth_tells(*sides, block):
             commands += advice.judged() or advice.truth(full=bool(again))
     if measured.narrow and not escalation.judged and unit is None:
-        made = advice.escalated and measured.truth_samples is None  # and a truth judges it
+        made = advice.escalated and measured.truth is None  # and a truth judges it
         commands += (advice.judged() or advice.truth()) if made else advice.escalate()
     return commands
 

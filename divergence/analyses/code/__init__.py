@@ -12,7 +12,8 @@ def applies(measured: Measured) -> bool:
     """Where the sides ran other code, or have parameters that are not contiguous, or there is a
     truth, whose code is one side's."""
     differs = any(line.check == "code" and line.status == "differs" for line in measured.preflight)
-    return differs or measured.truth is not None or any(
+    judged = measured.truth is not None or measured.floor is not None
+    return differs or judged or any(
         note.strides is not None
         for run in (measured.reference, measured.candidate)
         for note in run.manifest.model.parameters.values()

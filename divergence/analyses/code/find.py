@@ -40,8 +40,9 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
         evidence += _layout_evidence(a, b, verdict.onset.block or module_of(verdict.onset.site))
         findings.append(Finding(claim="explanation", role="explains", evidence=evidence))
     reason = None
-    if measured.truth is not None:
-        reason = why_no_side(verdict, measured.truth.run, a, b)
+    told_by = measured.floor if measured.truth is None else measured.truth.run
+    if told_by is not None:
+        reason = why_no_side(verdict, told_by, a, b)
     if reason is not None:
         findings.append(
             Finding(

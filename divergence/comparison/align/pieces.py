@@ -314,8 +314,8 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
     """What a record of the run is, and with that how it is compared: an ``operator``'s by its
     place in the sequence of calls, which may differ (calls.match); a ``weight``, stored for
     replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
-    (comparison.within); a ``truth`` with nothing: both sides are held against it; any other
-    ``tensor`` with the one at the same site.
+    (comparison.within); a ``truth``, or its floor, with nothing: both sides are held against it;
+    any other ``tensor`` with the one at the same site.
 
     An operator is known by its call and not by the ``/`` in its site alone.
     """
@@ -331,7 +331,7 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
         return sites[site]
 
     def kind(record: Record) -> Kind:
-        if record.pass_ == "truth":
+        if record.pass_ in ("truth", "floor"):
             return "truth"
         operator, digest = sites.get(record.site) or look_up(record.site)
         if operator:

@@ -85,6 +85,8 @@ class Floor(Protocol):
     parts.
     """
 
+    thresholds: Thresholds
+
     def ratios(
         self,
         rows: RowMetrics,
@@ -104,7 +106,7 @@ class ModelFloor:
     """The floor from the stated rounding model; no reference run needed."""
 
     def __init__(self, thresholds: Thresholds = THRESHOLDS) -> None:
-        self._thresholds = thresholds
+        self.thresholds = thresholds
 
     def ratios(
         self,
@@ -140,7 +142,7 @@ class ModelFloor:
                 made = np.sqrt(np.maximum(rel**2 - carried**2, 0.0))
                 before = np.maximum(before, own)
             # What a module makes of an error that came in: its update moves along.
-            allowed = np.sqrt(floor**2 + (self._thresholds.free_gain * share * before) ** 2)
+            allowed = np.sqrt(floor**2 + (self.thresholds.free_gain * share * before) ** 2)
             ratio = made / allowed
             sinks = real & (norm > SINK_FACTOR * medians(norm, real)[:, None])  # never half of all
             usual = real & ~sinks

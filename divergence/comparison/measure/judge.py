@@ -6,6 +6,7 @@ order. Pairs of one kind (rows, formats, width, role) are then judged together, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,10 @@ from divergence.comparison.results.sites import (
 )
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
+from divergence.run.floor import OwnFloor
 from divergence.run.reader import Run
 from divergence.run.schema.site import is_gradient, module_of, of_parameter
+from divergence.words import Side
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
@@ -96,13 +99,16 @@ class Judge:
 
     def __init__(
         self, reference: Run, candidate: Run, pieces: Pieces, routing: Routing, floor: Floor,
-        work: Format, shared: Callable[[str], float],
+        work: Format, shared: Callable[[str], float], own_floor: OwnFloor | None = None,
     ) -> None:  # fmt: skip
         """``work``: what both sides computed in. ``shared``: by site, what all rows share."""
         self.truth_samples = SamplesBySite()
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
-        self._routing, self._floor = routing, floor
+        self._routing, self._floor, self._own_floor = routing, floor, own_floor
+        self._floor_side: Side = "reference"
+        if own_floor is not None and own_floor.run is candidate:
+            self._floor_side = "candidate"
         self._shared = shared
         self._work = work
         self._sums = gradient_format(work, reference.manifest, candidate.manifest)
@@ -129,13 +135,31 @@ class Judge:
                 waiting.append(self._entered(pair, numbers, numbers.metrics))
         for judged in grouped(waiting, self._kind_of):
             self._rate(judged)
-        rated = iter(waiting)
         against = [None if numbers is None else numbers.against for numbers in measured]
+        estimated: Side | None = None
+        if self._own_floor is not None:
+            estimated = "candidate" if self._floor_side == "reference" else "reference"
+            entered = iter(waiting)
+            against = [
+                self._bounded(
+                    pair, next(entered) if numbers is not None and numbers.metrics else None
+                )
+                for pair, numbers in zip(pairs, measured, strict=True)
+            ]
+        # of a free pass it is what was made here, and no distance from the truth
+        diffs = truth_diffs(
+            [
+                None if estimated and pair.pass_ == "free" else errors
+                for pair, errors in zip(pairs, against, strict=True)
+            ],
+            estimated=estimated,
+        )
+        rated = iter(waiting)
         results = [
             self._identical(pair, truth)
             if numbers is None or numbers.metrics is None
             else self._result(next(rated), truth)
-            for pair, numbers, truth in zip(pairs, measured, truth_diffs(against), strict=True)
+            for pair, numbers, truth in zip(pairs, measured, diffs, strict=True)
         ]
         self._keep_samples(pairs, results, against)
         return results
@@ -345,6 +369,41 @@ class Judge:
 
     # --- against the truth ----------------------------------------------------------------------
 
+    def _bounded(self, pair: Pair, judged: _Judged | None) -> AgainstTruth | None:
+        """Both sides by the floor that one carries; ``judged``: None where the two are equal."""
+        import torch
+
+        from divergence.comparison.measure.own_floor import bounded, made_here
+
+        assert self._own_floor is not None
+        piece = pair.reference if self._floor_side == "reference" else pair.candidate
+        held = self._own_floor.rows(piece.record)
+        if held is None or pair.pass_ not in ("free", "anchored"):
+            return None
+        shape = piece.record.shape
+        whole = torch.from_numpy(held).reshape(*shape[:-1], held.shape[1])
+        floor = self._pieces.rows_of(whole, piece).reshape(-1, held.shape[1]).numpy()
+        rows, width = None, shape[-1]
+        if judged is None:
+            between, mask = np.zeros(len(floor)), self._pieces.row_mask(piece, shape)
+            if mask is not None and len(mask) == len(floor):
+                between[~mask.numpy()] = math.nan
+        elif judged.metrics.rel_l2 is None or len(judged.rows.rel_l2) != len(floor):
+            return None
+        else:
+            rows = judged.rows
+            between = np.where(np.isfinite(rows.rel_l2), rows.diff, math.nan)
+            if pair.pass_ == "free":
+                thresholds = self._floor.thresholds
+                between = made_here(rows, judged.inherited, judged.beside, thresholds)
+            if judged.numbers.estimate is not None:
+                width = judged.numbers.estimate.num_projections
+        return bounded(
+            floor, rows, between, self._floor_side, num_values=width,
+            row_floor=lambda norm, update: self._row_floor(pair, shape[-1], norm, update),
+            thresholds=self._floor.thresholds,
+        )  # fmt: skip
+
     def _keep_samples(
         self,
         pairs: Sequence[Pair],
@@ -356,7 +415,7 @@ class Judge:
         judged = [
             item
             for item in enumerate(zip(pairs, results, against, strict=True))
-            if item[1][2] is not None and item[1][0].pass_ != "free"
+            if item[1][2] is not None and (self._own_floor or item[1][0].pass_ != "free")
         ]
         floors: dict[int, np.ndarray] = {}
         for alike in grouped(judged, lambda item: self._kind_of_truth(item[1])):

@@ -28,6 +28,7 @@ from divergence.numerics.kernels import Kernel
 from divergence.numerics.pairs.logits import measure_logits
 from divergence.numerics.pairs.many import MOST_NUMEL, NUMEL_AT_ONCE, measure_many
 from divergence.numerics.pairs.pair import measure_pair
+from divergence.run.floor import floor_of
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
@@ -141,10 +142,12 @@ class Measurer:
         *,
         inputs: Run | None = None,
         truth: Truth | None = None,
+        own_floor: Run | None = None,
         work: Format | None = None,
     ) -> None:
-        """``inputs``: the run whose inputs anchored the pairs. ``work``: what both sides
-        computed in, where that is not their models' dtype."""
+        """``inputs``: the run whose inputs anchored the pairs. ``own_floor``: the side that carries
+        one, where there is no truth. ``work``: what both sides computed in, where that is not
+        their models' dtype."""
         self._reference, self._candidate = reference, candidate
         self._pieces = Pieces(reference, candidate, inputs)
         self._truth = truth
@@ -156,6 +159,7 @@ class Measurer:
             reference, candidate, self._pieces, self._routing, floor,
             work or work_format(reference.manifest, candidate.manifest),
             _shared([reference, candidate, *([] if truth is None else [truth.run])]),
+            None if own_floor is None else floor_of(own_floor),
         )  # fmt: skip
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site

@@ -76,17 +76,21 @@ def measure(
     comparison carries. Raises IncomparableError where nothing is, UsageError for a truth of
     other runs.
     """
+    floor = None
     if truth is None and replayed_from(a.manifest, b.manifest) is None:
         anchoring = inputs_of(a, b)  # both sides got its inputs, as its own truth did
         if anchoring is not None and "truth" in anchoring.manifest.plan.passes:
             from divergence.run.partial import own_truth
 
             truth = own_truth(anchoring)
+    if truth is None:
+        floor = _floor_side(a, b)
     against = None if truth is None else Truth(opened(truth), a, b)
     alignment = aligned(a, b, names)
     rename = names or renaming(a, b, None)[0]
-    measured = measure_tensors(a, b, alignment, truth=against, thresholds=thresholds,
-                               progress=progress)  # fmt: skip
+    measured = measure_tensors(
+        a, b, alignment, truth=against, floor=floor, thresholds=thresholds, progress=progress
+    )
     escalated: list[SiteResult] = []
     if any("escalated" in run.manifest.plan.passes for run in (a, b)):
         from divergence.comparison.measure.escalated import compare_escalated
@@ -132,19 +136,29 @@ def measure(
     )
 
 
+def _floor_side(a: Run, b: Run) -> Run | None:
+    """The side that carries a floor for this comparison: the one that the other repeats."""
+    inputs = inputs_of(a, b)
+    run = inputs or (b if a.manifest.like == b.manifest.id else a)
+    return run if "floor" in run.manifest.plan.passes else None
+
+
 def measure_tensors(
     a: Run,
     b: Run,
     alignment: Alignment,
     *,
     truth: Truth | None = None,
+    floor: Run | None = None,
     inputs: Run | None = None,
     thresholds: Thresholds = THRESHOLDS,
     progress: Progress | None = None,
 ) -> Measured:
     """The numbers of the pairs of ``alignment`` alone. ``inputs``: the run whose inputs anchored
     the candidate; found where it is not given."""
-    measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs or inputs_of(a, b), truth=truth)
+    measurer = Measurer(
+        a, b, ModelFloor(thresholds), inputs=inputs or inputs_of(a, b), truth=truth, own_floor=floor
+    )
     sites = measure_all(measurer, alignment.pairs, progress)
     if is_probe(a.manifest) and is_probe(b.manifest):
         sites = without_floor(sites)
@@ -159,12 +173,13 @@ def measure_tensors(
         reference=a,
         candidate=b,
         truth=truth,
+        floor=floor,
         alignment=alignment,
         sites=sites,
         thresholds=thresholds,
         advice=advise(a, b),
         routes=measurer.judge.routes,
-        truth_samples=None if truth is None else measurer.judge.truth_samples,
+        truth_samples=measurer.judge.truth_samples if truth or floor else None,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
         routed=routed,
         experts=experts,

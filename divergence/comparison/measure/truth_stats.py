@@ -50,6 +50,9 @@ class ForwardStats:
     typical: dict[Side, float]
     num_rows: int
     num_values: int
+    alike: tuple[bool, bool] = (True, True)
+    """Where one side's error is not measured: is it certain that it is about as large as the
+    other's, if it is not larger, in the typical row and in the one that differs most?"""
 
     def w(self, least: float) -> float:
         a, b = (math.hypot(self.typical[side], least) for side in SIDES)
@@ -74,6 +77,8 @@ class TruthStats:
     peak: dict[str, dict[Side, tuple[float, SiteResult]]] = field(default_factory=dict)
     gains: list[dict[str, float]] = field(default_factory=list)
     first: SiteResult | None = None
+    alike: bool = True
+    """As that of the forwards, of the typical row."""
     forwards: dict[PromptStep, ForwardStats] = field(default_factory=dict)
 
     def w(self, least: float) -> float:
@@ -87,7 +92,10 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     if not forwards:
         return None
     rows = _Rows(forwards)
-    last = forwards[0][0].shape[-1] if forwards[0][0].shape else 1
+    first = forwards[0][0]
+    last = first.shape[-1] if first.shape else 1
+    if first.estimated is not None:
+        last = first.estimated.num_projections
     typical = {side: _median(rows.errors[side][rows.usual]) for side in SIDES}
     stats = TruthStats(
         kind=forwards[0][0].kind or "",
@@ -107,6 +115,7 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
                 stats.peak.setdefault(why, {})[mine] = (float(excess[top]), result)
     _channels(stats, samples.channels, rows)
     _gains(stats, rows)
+    stats.alike = rows.alike(rows.usual)[0]
     _by_forward(stats, forwards, rows)
     return stats
 
@@ -137,6 +146,16 @@ class _Rows:
         if all(against.update is not None for _, against, _ in forwards):
             self.update = joined("update")
             self.gains["update_gain"] = {side: joined(f"update_gain_{side}") for side in SIDES}
+        self._alike, self._between = joined("alike"), joined("between")
+
+    def alike(self, among: np.ndarray) -> tuple[bool, bool]:
+        """(most rows ``among`` all, the one of them with the largest difference for its floor):
+        are both sides' errors alike? Where both are measured they are what they are."""
+        if self._alike.all() or not among.any():
+            return True, True
+        difference = self._between / np.maximum(self.norm, 1e-300) / self.floor
+        worst = int(np.where(among, difference, -math.inf).argmax())
+        return 2 * int(self._alike[among].sum()) > int(among.sum()), bool(self._alike[worst])
 
 
 def _median(values: np.ndarray) -> float:
@@ -161,8 +180,10 @@ def _by_forward(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
                 # of a few unlike rows the median is one row: no more certain than that one is
                 count = int(keep.sum())
                 total = count * _median(spread[mine][keep])
+            among = np.zeros(len(rows.norm), bool)
+            among[mine] = True if members is None else members
             stats.forwards[sample, result.step] = ForwardStats(
-                result, typical, count, max(1, round(total))
+                result, typical, count, max(1, round(total)), rows.alike(among)
             )
 
 
@@ -235,19 +256,22 @@ def _gains(stats: TruthStats, rows: _Rows) -> None:
         )
 
 
-def truth_diffs(judged: Sequence[AgainstTruth | None]) -> list[TruthDiff | None]:
-    """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
+def truth_diffs(
+    judged: Sequence[AgainstTruth | None], *, estimated: Side | None = None
+) -> list[TruthDiff | None]:
+    """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R).
+    ``estimated``: the side whose error is not measured (comparison.measure.own_floor)."""
     by_number: dict[int, TruthDiff] = {}
     numbered = [(n, errs) for n, errs in enumerate(judged) if errs is not None and errs.num_rows]
     for alike in grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
-        differences = _differences([errs for _, errs in alike])
+        differences = _differences([errs for _, errs in alike], estimated=estimated)
         by_number |= {
             number: difference for (number, _), difference in zip(alike, differences, strict=True)
         }
     return [by_number.get(number) for number in range(len(judged))]
 
 
-def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
+def _differences(alike: Sequence[AgainstTruth], *, estimated: Side | None) -> Iterator[TruthDiff]:
     """Of forwards with as many rows and columns."""
 
     def joined(name: str) -> np.ndarray:
@@ -281,7 +305,8 @@ def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
         *gains,
     ]
     for values in zip(*(column.tolist() for column in columns), strict=True):
-        yield TruthDiff(**dict(zip(TruthDiff.__struct_fields__, values, strict=True)))
+        figures = dict(zip(TruthDiff.__struct_fields__, values, strict=False))
+        yield TruthDiff(**figures, estimated=estimated)
 
 
 def _over(top: np.ndarray, bottom: np.ndarray, *, both_zero: float) -> np.ndarray:

@@ -105,6 +105,8 @@ class TruthDiff(msgspec.Struct, frozen=True, kw_only=True):
     """<a-R, R>/‖R‖², mean over tokens: the reference's error of scale."""
     gain_candidate: float
     """<b-R, R>/‖R‖², mean over tokens: the candidate's error of scale."""
+    estimated: Side | None = None
+    """The side whose error follows from the difference and the other's own, which a floor holds."""
 
 
 class PromptRatio(msgspec.Struct, frozen=True, kw_only=True):

@@ -133,6 +133,7 @@ class SensitivityTrials:
             ModelFloor(self._thresholds),
             inputs=inputs_of(self._a, overlay),
             truth=measured.truth,
+            own_floor=self._a if measured.floor is measured.reference else None,
         )
         changed = [_with_record(pair, overlay) for pair in pairs]
         sites = [s for s in measured.sites if s.pass_ == "free" or (

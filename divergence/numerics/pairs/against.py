@@ -67,6 +67,9 @@ class AgainstTruth(msgspec.Struct, frozen=True, eq=False, gc=False):
     """(3,): of the first three rows of ``channels`` the largest channel."""
     row_index: np.ndarray
     """The kept rows' numbers in the whole tensor."""
+    alike: np.ndarray
+    """bool. Where one side's error follows from the other's and ``between``: are both of a size,
+    for certain? True where both are measured."""
 
     @property
     def num_rows(self) -> int:
@@ -149,7 +152,7 @@ def against_many(
         rows = np.arange(by_pair.shape[2])
     fields = derived | {
         "sink": sink, "channels": channels, "peaks": channels[:, :3].max(axis=2),
-        "row_index": [rows] * count,
+        "row_index": [rows] * count, "alike": [np.ones(len(rows), bool)] * count,
     }  # fmt: skip
     each = [fields[name] for name in AgainstTruth.__struct_fields__]
     columns_of = [[None] * count if values is None else list(values) for values in each]
@@ -244,6 +247,7 @@ def measure_against(
         channels=channels.numpy(),
         peaks=channels.numpy()[:3].max(axis=1, initial=0.0),
         row_index=good.nonzero().flatten().numpy(),
+        alike=np.ones(int(good.sum()), bool),
     )
 
 

@@ -266,8 +266,9 @@ class ModuleNote(_Strict, kw_only=True):
 class OwnTruth(_Strict, kw_only=True):
     """The run's own float64 pass: each block got the input that the free pass recorded."""
 
-    mode: Literal["auto", "full"]
-    """``auto``: as many forwards as fitted the share of the capture's time; ``full``: all."""
+    mode: Literal["auto", "full", "floor"]
+    """``auto``: as many forwards as fitted the share of the capture's time; ``full``: all;
+    ``floor``: no tensors, but the sums of the pass ``floor``, which the other two have as well."""
     num_steps: list[Count]
     """By group of prompts: the forwards that were made, from the prefill on."""
     device: str
@@ -311,7 +312,7 @@ class Plan(_Strict, kw_only=True):
     compiled: dict[str, CompiledNote] = {}
     """Modules that were given to ``torch.compile``, by path."""
     truth: OwnTruth | None = None
-    """The pass ``truth``, where the run has one."""
+    """The passes ``truth`` and ``floor``, where the run has them."""
 
 
 class MeshAxis(_Strict, kw_only=True):

@@ -140,7 +140,7 @@ RecordDigest = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": DIGEST_
 DtypeName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FORMATS)})]
 ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
 
-PassName = Literal["free", "anchored", "escalated", "whole", "truth", "replayed"]
+PassName = Literal["free", "anchored", "escalated", "whole", "truth", "floor", "replayed"]
 
 Coordinates = tuple[str, int, int, str]
 """(pass, sample, step, site): unique within a run and rank."""

@@ -329,7 +329,10 @@ class RunWriter:
         items = list({id(entry[0]): entry[0] for entry in batch}.values())
         slots = [item.slot for item in items]  # held until all is done
         if self._reducer is not None:
-            items = self._reducer.take(items, self._store)
+            sums = [entry[0] for entry in batch if entry[2] == "floor"]  # small, kept as they are
+            whole = {id(item) for item in sums}
+            rest = [item for item in items if id(item) not in whole]
+            items = [*self._reducer.take(rest, self._store), *sums]
         self._complete(items)
         # Python passes more than 15 keywords in a dict of its own, which takes five times as long
         records = [

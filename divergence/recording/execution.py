@@ -9,6 +9,7 @@ A truth of another run makes the first two, in float64.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from divergence.recording.own_truth import (
     Allowance,
     disagreement,
     mode_of,
+    other_device,
     why_no_truth,
     why_not_anchored,
 )
@@ -75,6 +77,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
+from divergence.run.schema.record import OWN_TRUTH
 from divergence.run.schema.site import ROOT
 from divergence.run.storage.location import Location
 from divergence.run.writing.writer import CapturedTensor, RunWriter
@@ -201,37 +204,58 @@ class Execution:
         return reason is None
 
     def _make_truth(self, writer: RunWriter, manifest: Manifest) -> None:
-        """The pass ``truth``: what fails in it ends it, and nothing else."""
+        """The pass ``truth``, and with ``full`` the free one: what fails in them ends them, and
+        nothing else."""
         request, full = self.request, mode_of(self.request) == "full"
         own = Run.open(writer.flush())
         own.set_fallback(request.like)
         reason = why_not_anchored(own, self.notes)
         if reason is not None:
-            self._note(f"no truth: {reason}")
+            self._note(f"no {'anchored ' * full}truth: {reason}")
+        device = other_device(self.device)
+        passes = [
+            Pass(name, anchored=kind == "anchored", compute_dtype=torch.float64, device=device)
+            for name, kind in OWN_TRUTH.items()
+            if (reason is None if kind == "anchored" else full)
+        ]
+        if not passes:
             return
-        pass_ = Pass("truth", anchored=True, compute_dtype=torch.float64)
+        self._made = passes
         plain = request.use_cache and request.prefill_chunk is None
         if plain and not self.selection.operators:
             self._together = Together(self.loaded, self.samples)
-        seconds = max(LEAST_SECONDS, SHARE * (time.monotonic() - self._begun))
+        begun = time.monotonic()
+        seconds = max(LEAST_SECONDS, SHARE * (begun - self._begun))
         lengths = [sum(self.samples[n].num_padded for n in group) for group in self.groups]
-        allowance = Allowance(None if full else seconds, lengths)
-        anchor = recorded_inputs(own, self.samples, self.groups)
-        recorder = self._recorder(writer, pass_, anchor, after_forward=allowance.after_forward)
-        manifest.plan.passes.append(pass_.name)
+        allowances: list[Allowance] = []
         stopped_by = None
         try:
-            check_ids(self.loaded, self.samples, itemsize=8)
-            self._run_pass(recorder, pass_, None, allowance=allowance)
+            where = torch.device(device or self.device)
+            check_ids(dataclasses.replace(self.loaded, device=where), self.samples, itemsize=8)
+            for pass_ in passes:
+                allowance = Allowance(None if full else seconds, lengths)
+                allowances.append(allowance)
+                manifest.plan.passes.append(pass_.name)
+                anchor = (
+                    recorded_inputs(own, self.samples, self.groups) if pass_.anchored else None
+                )
+                recorder = self._recorder(
+                    writer, pass_, anchor, after_forward=allowance.after_forward
+                )
+                self._run_pass(recorder, pass_, None, allowance=allowance)
+                self._check_pass(recorder, pass_, manifest)
         except ModelError as error:
             stopped_by = error.message
             self._note(f"the truth was not finished: {error.message}")
-        manifest.plan.truth = OwnTruth(
-            mode="full" if full else "auto", num_steps=allowance.num_steps, device=self.device,
-            seconds=round(allowance.elapsed, 2), budget_seconds=allowance.seconds,
-            stopped_by=stopped_by,
-        )  # fmt: skip
         own.close()
+        if not allowances:
+            return
+        manifest.plan.truth = OwnTruth(
+            mode="full" if full else "auto", num_steps=allowances[0].num_steps,
+            device=device or self.device,
+            seconds=round(time.monotonic() - begun, 2),
+            budget_seconds=allowances[0].seconds, stopped_by=stopped_by,
+        )  # fmt: skip
         own = Run.open(writer.flush())
         apart = disagreement(own)
         own.close()
@@ -386,7 +410,7 @@ class Execution:
         decides = task == "causal-lm" and not padded_right(self.loaded, self.samples)
         # in the anchored passes, where there are any: there an error is where it is made
         anchored = any(made.anchored for made in self._made)
-        with_operators = (not pass_.whole and pass_.anchored == anchored) or pass_.is_own_truth
+        with_operators = not pass_.whole and pass_.anchored == anchored
         total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
 
         def advance(what: str) -> None:

@@ -31,7 +31,10 @@ from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import module_of
 from divergence.run.storage.location import Location, Url
 
-__all__ = ["Allowance", "Enough", "disagreement", "mode_of", "why_no_truth", "why_not_anchored"]
+__all__ = [
+    "Allowance", "Enough", "disagreement", "mode_of", "other_device", "why_no_truth",
+    "why_not_anchored",
+]  # fmt: skip
 
 DEFAULT = "auto"
 """Where no run is repeated and nothing else is asked for."""
@@ -66,10 +69,17 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
         return f"it starts from recorded inputs, of which --store {request.store} keeps no bytes"
     if isinstance(out, Url):
         return f"it reads the recorded inputs, which lie far away; {plan}"
+    if session.loaded.codes is not None and other_device(device) is not None:
+        return f"{device} has no float64, in which its codes are dequantised; {plan} on a CPU"
+    return None
+
+
+def other_device(device: str) -> str | None:
+    """Where the operators of a truth are computed, if ``device`` has no float64."""
     try:
         check_device(device, torch.float64)
     except UsageError:
-        return f"{device} cannot compute in float64; {plan} on a CPU"
+        return "cpu"
     return None
 
 

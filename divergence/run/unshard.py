@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
@@ -37,7 +37,7 @@ from divergence.run.joining import (
 )
 from divergence.run.reader import Run
 from divergence.run.schema.contents import Digests
-from divergence.run.schema.record import Coordinates, Record
+from divergence.run.schema.record import Coordinates, PassName, Record
 
 if TYPE_CHECKING:
     import torch
@@ -297,4 +297,4 @@ class UnshardedRun(Run):
         )
 
 
-_PASSES = {"free": 0, "anchored": 1, "escalated": 2, "whole": 3, "truth": 4, "replayed": 5}
+_PASSES = {name: number for number, name in enumerate(get_args(PassName))}

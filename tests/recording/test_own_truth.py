@@ -71,15 +71,18 @@ def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
     ids=str,
 )
 def test_it_is_what_a_truth_made_apart_has(heard, tiny_model, tmp_path, architecture, options):
-    """The carried truth has the numbers of the anchored pass of `divergence truth`."""
+    """A full truth has the numbers of both passes of `divergence truth`."""
     run, _ = heard(tiny_model(architecture), truth="full", **options)
-    apart = divergence.truth(run, out=tmp_path / "apart")
-    own, wanted = places(own_truth(run), "anchored"), places(apart, "anchored")
-    assert own.keys() == wanted.keys()
-    for place, record in own.items():
-        a, b = own_truth(run).read(record), apart.read(wanted[place])
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    apart, own = divergence.truth(run, out=tmp_path / "apart"), own_truth(run)
+    assert own.manifest.plan.passes == apart.manifest.plan.passes == ["free", "anchored"]
+    assert own.manifest.plan.anchored_to == apart.manifest.plan.anchored_to == run.manifest.id
+    for pass_ in apart.manifest.plan.passes:
+        carried, wanted = places(own, pass_), places(apart, pass_)
+        assert carried.keys() == wanted.keys()
+        for place, record in carried.items():
+            a, b = own.read(record), apart.read(wanted[place])
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 def test_what_else_is_recorded_stays_as_it_was(heard, llama):

@@ -264,14 +264,15 @@ class ModuleNote(_Strict, kw_only=True):
 
 
 class OwnTruth(_Strict, kw_only=True):
-    """The run's own float64 pass: each block got the input that the free pass recorded."""
+    """The run's own truth, in float64: of each block, given the input that the free pass recorded, and
+    with ``full`` of the free run."""
 
     mode: Literal["auto", "full"]
     """``auto``: as many forwards as fitted the share of the capture's time; ``full``: all."""
     num_steps: list[Count]
     """By group of prompts: the forwards that were made, from the prefill on."""
     device: str
-    """Where it was computed."""
+    """Where it was computed: the CPU, of a model on a device that has no float64."""
     seconds: float
     """What it took."""
     budget_seconds: float | None = None
@@ -311,7 +312,7 @@ class Plan(_Strict, kw_only=True):
     compiled: dict[str, CompiledNote] = {}
     """Modules that were given to ``torch.compile``, by path."""
     truth: OwnTruth | None = None
-    """The pass ``truth``, where the run has one."""
+    """The passes ``truth`` and ``truth_free``, where the run has one."""
 
 
 class MeshAxis(_Strict, kw_only=True):

@@ -30,12 +30,8 @@ def runs(tmp_path_factory, tiny_model):
     return made
 
 
-def anchored(report):
-    return {
-        (site.site, site.sample, site.step): site.truth
-        for site in report.sites
-        if site.pass_ == "anchored"
-    }
+def judged(report):
+    return {(site.pass_, site.site, site.sample, site.step): site.truth for site in report.sites}
 
 
 @pytest.mark.parametrize("name", ["healthy", "faulty", "other"])
@@ -44,7 +40,7 @@ def test_it_judges_as_a_truth_made_apart(runs, name):
     own = divergence.compare(runs["a"], runs[name])
     apart = divergence.compare(runs["a"], runs[name], truth=runs["apart"])
     assert (own.verdict.kind, own.verdict.side) == (apart.verdict.kind, apart.verdict.side)
-    assert anchored(own) == anchored(apart)
+    assert judged(own) == judged(apart)
     if name == "faulty":
         assert (own.verdict.kind, own.verdict.side) == ("localized", "candidate")
         assert module_of(own.verdict.onset.site) == "model.layers.3"
@@ -53,6 +49,19 @@ def test_it_judges_as_a_truth_made_apart(runs, name):
 def test_the_side_is_told_the_other_way_round_too(runs):
     """The run whose inputs both sides got carries the truth, whichever is named first."""
     assert divergence.compare(runs["faulty"], runs["a"]).verdict.side == "reference"
+
+
+@pytest.mark.parametrize("options", [{"plants": ["model.layers.3.mlp:out=scale:4"]}, {}], ids=str)
+def test_the_free_run_is_judged_by_it_too(runs, tmp_path, options):
+    """A full truth judges runs that no inputs anchored, as one made apart does."""
+    b = divergence.capture(like=runs["a"], out=tmp_path / "b", anchor=False, probe=False,
+                           attn_implementation=None if options else "sdpa", **options)  # fmt: skip
+    own = divergence.compare(runs["a"], b)
+    apart = divergence.compare(runs["a"], b, truth=runs["apart"])
+    assert judged(own) == judged(apart)
+    assert all(s.truth is not None for s in own.sites if s.site == "model.layers.5:out")
+    assert own.verdict == apart.verdict
+    assert own.verdict.kind == ("localized" if options else "within_floor")
 
 
 def test_no_command_names_it(runs):

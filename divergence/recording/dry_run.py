@@ -161,7 +161,7 @@ def plan_capture(
             said.append("the whole pass is counted like the decode steps")
         else:
             said.append(f"no whole pass: {reason}")
-    if mode_of(request) != "no" and request.store == "full" and not request.train:
+    if mode_of(request) != "no" and request.store == "full":
         passes.append("truth")
         said.append("the truth is not counted: 8 bytes a number of each output that it reaches")
     training = None

@@ -23,6 +23,7 @@ from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
 from divergence.recording.engines.engine import QUANTIZE, Session
+from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.model.compiled import compiled_regions
 from divergence.recording.request import Request
 from divergence.recording.widening import check_device
@@ -55,8 +56,6 @@ def mode_of(request: Request) -> str:
 def why_no_truth(request: Request, session: Session, device: str, out: Location) -> str | None:
     """None if a capture can make its own truth, else why it cannot."""
     engine, plan = session.note().name, "divergence truth makes one"
-    if request.train:
-        return f"of a training step {plan} apart"
     if session.loaded.ranks is not None:
         return f"of several processes {plan} in one"
     if engine not in (TRANSFORMERS, QUANTIZE):
@@ -69,8 +68,17 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
         return f"it starts from recorded inputs, of which --store {request.store} keeps no bytes"
     if isinstance(out, Url):
         return f"it reads the recorded inputs, which lie far away; {plan}"
-    if session.loaded.codes is not None and other_device(device) is not None:
-        return f"{device} has no float64, in which its codes are dequantised; {plan} on a CPU"
+    model, elsewhere = session.loaded.module, other_device(device) is not None
+    if elsewhere and (request.train or session.loaded.codes is not None):
+        what = "gradients must lie" if request.train else "codes are dequantised"
+        return f"{device} has no float64, and there {what}; {plan} on a CPU"
+    if request.train and mode_of(request) != "full":  # gradients are as wide as their parameters
+        needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
+        if needed > free_bytes(session.loaded.device) // 2 > 0:
+            return (
+                f"of a training step it takes {needed / 2**30:,.1f} GiB, for all weights and "
+                "their gradients in float64; --truth full makes one"
+            )
     return None
 
 

@@ -134,6 +134,7 @@ def run_pass(
     with recorder.installed(), quick_thread_switches(), frozen_heap():
         for group in groups:
             if allowance is not None and not allowance.begins():
+                recorder.cut_short()
                 continue
             members = [samples[number] for number in group]
             first = members[0]

@@ -67,6 +67,9 @@ def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
         ("bert", {}),
         ("t5", {}),
         ("mamba", {}),
+        ("llama", {"train": True, "max_new_tokens": None}),
+        ("llama", {"train": True, "max_new_tokens": None, "optimizer": "adamw", "batch": True}),
+        ("llama", {"train": True, "max_new_tokens": None, "autocast": "bfloat16"}),
     ],
     ids=str,
 )
@@ -128,7 +131,6 @@ def test_prefills_come_first():
         ({"steps": "decode"}, "only the steps decode"),
         ({"sites": ["model.layers.0.mlp"]}, "no input of model.layers.0"),
         ({"engine": "compile", "engine_options": ["backend=eager"]}, "engine compile"),
-        ({"train": True, "max_new_tokens": None}, "training step"),
     ],
     ids=str,
 )

@@ -171,3 +171,47 @@ def test_a_dry_run_says_whether_there_will_be_one(own_truths, llama, mode, passe
     plan = plan_capture(str(llama), prompts=PROMPTS, truth=mode)
     assert plan.passes == passes
     assert any("truth" in note for note in plan.notes) == (mode is None)
+
+
+def test_a_step_that_is_cut_short_has_no_gradients_of_parameters(heard, llama, monkeypatch):
+    """Those are of all prompts together: what the first alone gives is not recorded as theirs."""
+    monkeypatch.setattr("divergence.recording.execution.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("divergence.recording.execution.SHARE", 0.0)
+    run, _ = heard(llama, truth="auto", train=True, max_new_tokens=None)
+    sites = {site for _, _, site in places(run, "truth")}
+    assert run.manifest.plan.truth.num_steps == [1, 0]
+    assert "model.layers.1#backward:out" in sites
+    assert not [site for site in sites if "#backward:out." in site]
+    full, _ = heard(llama, truth="full", train=True, max_new_tokens=None)
+    assert [site for _, _, site in places(full, "truth") if "#backward:out." in site]
+
+
+def test_a_fused_kernel_is_asked_for_nothing(heard, llama):
+    """An attention kernel without float64 makes the free pass alone: the truth has `eager`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    dtypes, models = [], []
+
+    def fused(module, query, *args, **kwargs):
+        dtypes.append(query.dtype)
+        return sdpa_attention_forward(module, query, *args, **kwargs)
+
+    def prepare(model):
+        model.set_attn_implementation("fused")
+        models.append(model)
+
+    AttentionInterface.register("fused", fused)
+    AttentionMaskInterface.register("fused", sdpa_mask)
+    run, notes = heard(llama, truth="full", attn_implementation="sdpa", prepare=prepare)
+    assert set(dtypes) == {torch.bfloat16}
+    assert models[0].config._attn_implementation == "fused"
+    assert run.manifest.plan.truth.stopped_by is None, notes
+    assert run.manifest.plan.truth.num_steps == [3, 3]
+    assert run.manifest.model.attn_implementation == "fused"
+    sdpa, _ = heard(llama, truth="full", attn_implementation="sdpa")
+    own, wanted = places(run, "truth"), places(sdpa, "truth")
+    assert own.keys() == wanted.keys()
+    for place, record in own.items():
+        torch.testing.assert_close(run.read(record), sdpa.read(wanted[place]), rtol=1e-9, atol=1e-9)

@@ -236,9 +236,7 @@ class Execution:
                 allowance = Allowance(None if full else seconds, lengths)
                 allowances.append(allowance)
                 manifest.plan.passes.append(pass_.name)
-                anchor = (
-                    recorded_inputs(own, self.samples, self.groups) if pass_.anchored else None
-                )
+                anchor = recorded_inputs(own, self.samples, self.groups) if pass_.anchored else None
                 recorder = self._recorder(
                     writer, pass_, anchor, after_forward=allowance.after_forward
                 )

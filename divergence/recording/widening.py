@@ -105,11 +105,9 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-def _on(device: torch.device | None, value: Any) -> Any:
-    """A tensor, moved to ``device`` where there is one and it lies elsewhere; all else as it is."""
-    if device is None or not isinstance(value, torch.Tensor) or value.device == device:
-        return value
-    return value.to(device)
+def _on(device: torch.device | None, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, moved to ``device`` where there is one and it lies elsewhere."""
+    return tensor if device is None or tensor.device == device else tensor.to(device)
 
 
 class Widening(TorchDispatchMode):
@@ -185,8 +183,7 @@ class Widening(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _MOVES:
             if self._device is not None:  # the indices go where the source lies
-                where = args[0].device
-                args = (args[0], *(_mapped(lambda v: _on(where, v), value) for value in args[1:]))
+                args = tree_map_only(torch.Tensor, functools.partial(_on, args[0].device), args)
             return _mapped(self._wide_result, func(*args, **kwargs))
         if _is_view(func):
             return func(*args, **kwargs)  # nothing is computed
@@ -248,8 +245,8 @@ class Widening(TorchDispatchMode):
         return value if wide is None else value.to(wide)
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is written to keeps its identity; if it is narrow, the result is rounded to it, and if
-        it lies elsewhere, moved there."""
+        """What is written to keeps its identity and place: the result is rounded to it if it is
+        narrow, and moved there."""
         arguments = func._schema.arguments
         writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
         names = [argument.name for argument in arguments]

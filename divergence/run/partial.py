@@ -26,7 +26,7 @@ def own_truth(run: Run) -> Run | None:
     """The truth that ``run`` carries, as a truth that was made apart would be: a float64 run that
     repeats it, anchored to it, and free where that was made. None where it carries none."""
     manifest = run.manifest
-    passes = {OWN_TRUTH[name]: name for name in manifest.plan.passes if name in OWN_TRUTH}
+    passes = [OWN_TRUTH[name] for name in OWN_TRUTH if name in manifest.plan.passes]
     if not passes:
         return None
     replaced, note = msgspec.structs.replace, manifest.plan.truth
@@ -50,9 +50,9 @@ def own_truth(run: Run) -> Run | None:
             complete=manifest.complete and stopped_by is None, stopped_by=stopped_by,
             settings=replaced(manifest.settings, compute_dtype="float64"),
             plan=replaced(
-                manifest.plan, passes=[name for name in ("free", "anchored") if name in passes],
-                anchored_to=manifest.id if "anchored" in passes else None, plants=[], substitutes=[],
-                truth=None,
+                manifest.plan, passes=passes[::-1],  # free first
+                anchored_to=manifest.id if "anchored" in passes else None,
+                plants=[], substitutes=[], truth=None,
             ),
         ),
         records,

@@ -230,5 +230,5 @@ def test_a_damaged_truth_is_named(runs, tmp_path):
     text = lines.read_text()
     assert '"pass":"truth"' in text
     lines.write_text(text.replace('"pass":"truth"', '"pass":"whole"', 1))
-    with pytest.raises(RunFormatError, match="records.jsonl"):
+    with pytest.raises(RunFormatError, match=r"records\.jsonl"):
         divergence.Run.open(tmp_path / "line")

@@ -72,9 +72,9 @@ def measure(
 ) -> Measured:
     """Everything that two runs have in common: tensors, escalated passes, operators, tokens.
 
-    ``lines``: preflight. ``truth``: by default the one that the run whose inputs anchored the
-    comparison carries, else of the free runs the first that there is. Raises IncomparableError where nothing is, UsageError for a truth of
-    other runs.
+    ``lines``: preflight. ``truth``: by default the one that the run carries whose inputs anchored
+    the comparison, or else, of free runs, the first that one of the two carries. Raises
+    IncomparableError where nothing is, UsageError for a truth of other runs.
     """
     if truth is None and replayed_from(a.manifest, b.manifest) is None:
         anchoring = inputs_of(a, b)  # both sides got its inputs, as its own truth did

@@ -264,8 +264,8 @@ class ModuleNote(_Strict, kw_only=True):
 
 
 class OwnTruth(_Strict, kw_only=True):
-    """The run's own truth, in float64: of each block, given the input that the free pass recorded, and
-    with ``full`` of the free run."""
+    """The run's own truth, in float64: each block got the input that the free pass recorded, and
+    with ``full`` the free run was made too."""
 
     mode: Literal["auto", "full"]
     """``auto``: as many forwards as fitted the share of the capture's time; ``full``: all."""

@@ -144,7 +144,7 @@ ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATT
 PassName = Literal["free", "anchored", "escalated", "whole", "truth", "truth_free", "replayed"]
 
 OWN_TRUTH: Mapping[PassName, PassName] = {"truth": "anchored", "truth_free": "free"}
-"""The passes of the truth that a run carries, and what they are called in one that is made apart."""
+"""The passes of the truth that a run carries, and their names in one that is made apart."""
 
 Coordinates = tuple[str, int, int, str]
 """(pass, sample, step, site): unique within a run and rank."""

@@ -301,8 +301,8 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
         Option(
             "--truth MODE",
             "The run's own anchored pass in float64, which tells the side that is wrong: auto, as "
-            "many forwards as fit half of the capture's time, prefills first; full, all; no. "
-            "Default: auto, with --like no.",
+            "many forwards as fit half of the capture's time, prefills first; full, all, and the "
+            "free run; no. Default: auto, with --like no.",
             RECORDED,
             choices=("auto", "full", "no"),
             setting=True,

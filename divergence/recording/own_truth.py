@@ -1,8 +1,10 @@
-"""The truth that a run carries: its own anchored pass in float64, made by the capture itself.
+"""The truth that a run carries: its own anchored pass in float64, made by the capture itself, and
+with ``full`` the free one, in which errors add up and tokens flip.
 
 The weights are there, so it takes no second command: each block gets the input that the free pass
 recorded, and every operator is computed in float64 (recording.widening), an operator's weights at a
-time. It is made last, so that nothing else that is recorded depends on it.
+time, on the CPU where the device has no float64. It is made last, so that nothing else that is
+recorded depends on it.
 
 ``auto`` keeps to a share of the time that the capture has taken until then: the prompts' prefills
 first, then as many decode steps as fit, equally long for each group of prompts. What was covered

@@ -142,6 +142,16 @@ def test_where_there_can_be_none_the_reason_is_said(own_truths, heard, llama, op
     assert [note for note in notes if note.startswith("no truth: ") and reason in note]
 
 
+@pytest.mark.parametrize("options", [{"positions": "last:2"}, {"sites": ["lm_head"]}], ids=str)
+def test_without_inputs_to_start_from_the_free_run_is_left(heard, llama, options):
+    """A full truth that cannot be anchored says why, and is free."""
+    run, notes = heard(llama, truth="full", **options)
+    assert run.manifest.plan.passes == ["free", "truth_free"]
+    assert [note for note in notes if note.startswith("no anchored truth: ")]
+    assert places(run, "truth_free").keys() <= places(run, "free").keys()
+    assert own_truth(run).manifest.plan.anchored_to is None
+
+
 def test_a_repeated_run_makes_none_unless_told(own_truths, heard, llama):
     """One truth is enough: `--like` makes none, and one where it is asked for."""
     a, _ = heard(llama)

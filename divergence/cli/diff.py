@@ -79,7 +79,7 @@ def diff(
 ) -> None:
     """Compare a model under two settings of this machine, in one command.
 
-    Captures both sides, makes the float64 truth, checks what a 16-bit dtype hides, compares, and
+    Captures both sides, the first with its truth, checks what a 16-bit dtype hides, compares, and
     goes on to the operator where a block is named. Each step is printed as the command that it is.
     Run again, it goes on where it stopped.
 

@@ -104,7 +104,7 @@ class DiffResult:
     def whole(self) -> str:
         """The command that prints all of the report."""
         a, b, truth = (self.folder / name for name in ("a", "b", "truth"))
-        return command_line("compare", a, b, truth=truth, v=True)
+        return command_line("compare", a, b, truth=truth if truth.exists() else None, v=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,8 @@ def diff(
     Exactly one of ``device`` ... ``python`` has two values, the first of them the reference's. Of
     the others a single value holds for both sides. ``batch``: prompts that run together. ``env``:
     ``NAME=VALUE``; with one value the reference runs without it. ``python``: a virtual environment
-    or interpreter that has divergence. ``out``: holds the runs ``a``, ``b`` and ``truth``,
+    or interpreter that has divergence. ``out``: holds the runs ``a``, with its truth, and ``b``,
+    ``truth`` where ``a`` could make none,
     report.json and report.html; what is there already is used again. ``force``: removes runs of
     another diff.
 
@@ -167,8 +168,10 @@ def diff(
     steps = _Steps(Path(out), force=force, quiet=quiet, on_step=on_step)
     first, second = sides
     a = steps.run(
-        "a", first, "capture", str(model), like=None, **common, **_batches(first, model_first=True)
-    )
+        "a", first, "capture", str(model), like=None, **common,
+        **_batches(first, model_first=True),
+        truth="full" if first.python == sys.executable else None,  # others may be older
+    )  # fmt: skip
     manifest = a.manifest
     engines = {setup.options.get("engine", "transformers") for setup in sides}
     escalate = manifest.model.dtype in _NARROW and engines <= {*_ESCALATES}
@@ -176,7 +179,9 @@ def diff(
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     b = steps.run("b", second, "capture", like=a, escalate=escalate, **remote,
                   **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
-    truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False, **remote)
+    own, truth = manifest.plan.truth, None
+    if own is None or own.mode != "full" or own.stopped_by is not None:
+        truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False, **remote)
     report = compare(a, b, truth=truth, progress=progress)
     write_output(report.to_json(indent=2) + "\n", steps.folder / "report.json", what="report")
     report.to_html(steps.folder / "report.html")
@@ -184,8 +189,10 @@ def diff(
     return DiffResult(
         report=report,
         folder=steps.folder,
-        localize_words=command_words("localize", a.path, b.path, truth=truth.path,
-                                     o=steps.folder / "localized", **remote)
+        localize_words=command_words(
+            "localize", a.path, b.path, truth=None if truth is None else truth.path,
+            o=steps.folder / "localized", **remote,
+        )
         if here and report.verdict.kind in _PLACED else None,
     )  # fmt: skip
 

@@ -174,7 +174,7 @@ class _Bench:
         for dtype in _DTYPES:
             run = capture(
                 model, out=self._path(f"cpu-{dtype}"), dtype=dtype, device="cpu", max_new_tokens=4,
-                prompts=_PROMPTS, sites=["modules"], force=True,
+                prompts=_PROMPTS, sites=["modules"], truth="no", force=True,
             )  # fmt: skip
             make_truth(run, out=self._path(f"cpu-{dtype}-truth"), force=True)
         return f"{len(_DTYPES)} dtypes, {run.manifest.environment.cpu}"

@@ -31,6 +31,7 @@ from divergence.errors import (
 )
 from divergence.gate.result import Blessing
 from divergence.run.command import command_line
+from divergence.run.schema.record import OWN_TRUTH
 from divergence.run.schema.site import natural_key
 from divergence.run.storage.location import (
     ARCHIVES,
@@ -105,7 +106,7 @@ def bless(
 def _without_anchored(run: Run) -> Run:
     from divergence.run.partial import without_passes
 
-    kept = without_passes(run, ("anchored", "truth"))
+    kept = without_passes(run, ("anchored", *OWN_TRUTH))
     if not kept.records:
         raise UsageError(
             f"{run.path} cannot become a golden: it holds an anchored pass alone",

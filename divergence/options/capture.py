@@ -301,9 +301,9 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
         Option(
             "--truth MODE",
             "The run's own anchored pass in float64, which tells the side that is wrong: auto, as "
-            "many forwards as fit half of the capture's time, prefills first; full, all; floor, as "
-            "auto, the sums of A's own error alone (what auto and full keep with another --store "
-            "than full); no. Default: auto, with --like no.",
+            "many forwards as fit half of the capture's time, prefills first; full, all, and the "
+            "free run; floor, as auto, the sums of A's own error alone (what auto and full keep "
+            "with another --store than full); no. Default: auto, with --like no.",
             RECORDED,
             choices=("auto", "full", "floor", "no"),
             setting=True,

@@ -154,8 +154,8 @@ def _migration(
         assert least is not None and most is not None
         sizes.append(torch.maximum(-least, most))
         weights += [matrix.detach().float().abs().amax(0) for matrix in targets[name].matrices]
-    inputs = torch.stack(sizes).amax(0).double().cpu()
-    columns = torch.stack(weights).amax(0).double().cpu().clamp(min=_LEAST)
+    inputs = torch.stack(sizes).amax(0).cpu().double()
+    columns = torch.stack(weights).amax(0).cpu().double().clamp(min=_LEAST)
     scales = (inputs**alpha / columns ** (1 - alpha)).clamp(min=_LEAST)
     return [_three_digits(scale) for scale in scales.tolist()]
 

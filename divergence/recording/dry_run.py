@@ -161,14 +161,16 @@ def plan_capture(
             said.append("the whole pass is counted like the decode steps")
         else:
             said.append(f"no whole pass: {reason}")
-    if mode_of(request) != "no" and not request.train:
+    if mode_of(request) != "no":
         if keeps_tensors(request):
             passes.append("truth")
             said.append("the truth is not counted: 8 bytes a number of each output that it reaches")
-        passes.append("floor")
-        said.append(
-            "the floor is not counted: 12 bytes a token of each block and of what stands outside"
-        )
+        if not request.train:
+            passes.append("floor")
+            said.append(
+                "the floor is not counted: 12 bytes a token of each block and of what stands "
+                "outside"
+            )
     training = None
     if request.train:
         from divergence.training.plan.plan import plan_request

@@ -10,10 +10,11 @@ A truth of another run makes the first two, in float64.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ from divergence.recording.own_truth import (
     disagreement,
     keeps_tensors,
     mode_of,
+    other_device,
     why_no_room,
     why_no_truth,
     why_not_anchored,
@@ -82,6 +84,7 @@ from divergence.run.schema.manifest import (
     Sizes,
     Tokens,
 )
+from divergence.run.schema.record import OWN_TRUTH
 from divergence.run.schema.site import ROOT
 from divergence.run.storage.location import Location
 from divergence.run.writing.writer import CapturedTensor, RunWriter
@@ -208,7 +211,7 @@ class Execution:
         return reason is None
 
     def _make_truth(self, writer: RunWriter, manifest: Manifest) -> None:
-        """The passes ``truth`` and ``floor``: what fails in them ends them, and nothing else."""
+        """The run's own truth and floor: what fails in them ends them, and nothing else."""
         request = self.request
         with contextlib.ExitStack() as stack:
             if request.store == "full":
@@ -222,11 +225,18 @@ class Execution:
                     self._note(f"no truth: {room}")
                     return
                 own = stack.enter_context(self._again_in_full(manifest))
+            full, keeps = mode_of(request) == "full", keeps_tensors(request)
             reason = why_not_anchored(own, self.notes)
             if reason is not None:
-                self._note(f"no truth: {reason}")
-                return
-            self._make_floor(writer, manifest, own)
+                self._note(f"no {'anchored ' * (full and keeps)}truth: {reason}")
+            device = other_device(self.device)
+            passes = [
+                Pass(name, anchored=kind == "anchored", compute_dtype=torch.float64, device=device)
+                for name, kind in OWN_TRUTH.items()
+                if (reason is None if kind == "anchored" else full and keeps)
+            ]
+            if passes:
+                self._make_passes(writer, manifest, own, passes)
 
     @contextlib.contextmanager
     def _again_in_full(self, manifest: Manifest) -> Iterator[Run]:
@@ -250,35 +260,46 @@ class Execution:
                 own.close()
             self.keeper = keeper
 
-    def _make_floor(self, writer: RunWriter, manifest: Manifest, own: Run) -> None:
-        """Anchored to the free pass of ``own``, in float64."""
+    def _make_passes(
+        self, writer: RunWriter, manifest: Manifest, own: Run, passes: Sequence[Pass]
+    ) -> None:
+        """In float64; what is anchored is so to the free pass of ``own``."""
         request, full = self.request, mode_of(self.request) == "full"
-        keeps = keeps_tensors(request)
-        pass_ = Pass("truth", anchored=True, compute_dtype=torch.float64)
+        keeps, self._made = keeps_tensors(request), list(passes)
         plain = request.use_cache and request.prefill_chunk is None
         if plain and not self.selection.operators:
             self._together = Together(self.loaded, self.samples)
-        seconds = max(LEAST_SECONDS, SHARE * (time.monotonic() - self._begun))
+        begun = time.monotonic()
+        seconds = max(LEAST_SECONDS, SHARE * (begun - self._begun))
         lengths = [sum(self.samples[n].num_padded for n in group) for group in self.groups]
-        allowance = Allowance(None if full else seconds, lengths)
-        anchor = recorded_inputs(own, self.samples, self.groups)
-        sums = FloorSink(own, self.notes, writer if keeps else None)
-        recorder = self._recorder(sums, pass_, anchor, after_forward=allowance.after_forward)
-        manifest.plan.passes += [pass_.name] * keeps
+        sums = None if request.train else FloorSink(own, self.notes, writer if keeps else None)
+        allowances: list[Allowance] = []
         stopped_by = None
         try:
-            check_ids(self.loaded, self.samples, itemsize=8)
-            self._run_pass(recorder, pass_, None, allowance=allowance)
+            where = torch.device(passes[0].device or self.device)
+            check_ids(dataclasses.replace(self.loaded, device=where), self.samples, itemsize=8)
+            for pass_ in passes:
+                allowance = Allowance(None if full else seconds, lengths)
+                allowances.append(allowance)
+                manifest.plan.passes += [pass_.name] * keeps
+                anchor = recorded_inputs(own, self.samples, self.groups) if pass_.anchored else None
+                sink = sums if pass_.anchored and sums is not None else writer
+                recorder = self._recorder(
+                    sink, pass_, anchor, after_forward=allowance.after_forward
+                )
+                self._run_pass(recorder, pass_, None, allowance=allowance)
+                self._check_pass(recorder, pass_, manifest)
         except ModelError as error:
             stopped_by = error.message
             self._note(f"the truth was not finished: {error.message}")
         kept: Literal["auto", "full", "floor"] = "full" if full else "auto"
         manifest.plan.truth = OwnTruth(
-            mode=kept if keeps else "floor", num_steps=allowance.num_steps, device=self.device,
-            seconds=round(allowance.elapsed, 2), budget_seconds=allowance.seconds,
-            stopped_by=stopped_by,
+            mode=kept if keeps else "floor", num_steps=allowances[0].num_steps,
+            device=passes[0].device or self.device, seconds=round(time.monotonic() - begun, 2),
+            budget_seconds=allowances[0].seconds, stopped_by=stopped_by,
         )  # fmt: skip
-        manifest.plan.passes += ["floor"] * sums.write(writer)
+        if sums is not None and sums.write(writer):
+            manifest.plan.passes.append("floor")
         made = Run.open(writer.flush())
         apart = disagreement(made)
         made.close()
@@ -433,7 +454,7 @@ class Execution:
         decides = task == "causal-lm" and not padded_right(self.loaded, self.samples)
         # in the anchored passes, where there are any: there an error is where it is made
         anchored = any(made.anchored for made in self._made)
-        with_operators = (not pass_.whole and pass_.anchored == anchored) or pass_.is_own_truth
+        with_operators = not pass_.whole and pass_.anchored == anchored
         total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
 
         def advance(what: str) -> None:

@@ -1,8 +1,10 @@
-"""The truth that a run carries: its own anchored pass in float64, made by the capture itself.
+"""The truth that a run carries: its own anchored pass in float64, made by the capture itself, and
+with ``full`` the free one, in which errors add up and tokens flip.
 
 The weights are there, so it takes no second command: each block gets the input that the free pass
 recorded, and every operator is computed in float64 (recording.widening), an operator's weights at a
-time. It is made last, so that nothing else that is recorded depends on it.
+time, on the CPU where the device has no float64. It is made last, so that nothing else that is
+recorded depends on it.
 
 ``auto`` keeps to a share of the time that the capture has taken until then: the prompts' prefills
 first, then as many decode steps as fit, equally long for each group of prompts. What was covered
@@ -26,6 +28,7 @@ from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
 from divergence.recording.engines.engine import QUANTIZE, Session
+from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.model.compiled import compiled_regions
 from divergence.recording.request import Request
 from divergence.recording.widening import check_device
@@ -36,15 +39,9 @@ from divergence.run.schema.site import module_of
 from divergence.run.storage.location import Location, Url
 
 __all__ = [
-    "Allowance",
-    "Enough",
-    "disagreement",
-    "keeps_tensors",
-    "mode_of",
-    "why_no_room",
-    "why_no_truth",
-    "why_not_anchored",
-]
+    "Allowance", "Enough", "disagreement", "keeps_tensors", "mode_of", "other_device",
+    "why_no_room", "why_no_truth", "why_not_anchored",
+]  # fmt: skip
 
 DEFAULT = "auto"
 """Where no run is repeated and nothing else is asked for."""
@@ -71,8 +68,6 @@ def keeps_tensors(request: Request) -> bool:
 def why_no_truth(request: Request, session: Session, device: str, out: Location) -> str | None:
     """None if a capture can make its own truth, else why it cannot."""
     engine, plan = session.note().name, "divergence truth makes one"
-    if request.train:
-        return f"of a training step {plan} apart"
     if session.loaded.ranks is not None:
         return f"of several processes {plan} in one"
     if engine not in (TRANSFORMERS, QUANTIZE):
@@ -83,10 +78,28 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
         return f"the weights are spread over devices; {plan} on a CPU"
     if isinstance(out, Url):
         return f"it reads the recorded inputs, which lie far away; {plan}"
+    if request.train and not keeps_tensors(request):
+        return "of a training step there is no floor; --store full keeps its truth"
+    model, elsewhere = session.loaded.module, other_device(device) is not None
+    if elsewhere and (request.train or session.loaded.codes is not None):
+        what = "gradients must lie" if request.train else "codes are dequantised"
+        return f"{device} has no float64, and there {what}; {plan} on a CPU"
+    if request.train and mode_of(request) != "full":  # gradients are as wide as their parameters
+        needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
+        if needed > free_bytes(session.loaded.device) // 2 > 0:
+            return (
+                f"of a training step it takes {needed / 2**30:,.1f} GiB, for all weights and "
+                "their gradients in float64; --truth full makes one"
+            )
+    return None
+
+
+def other_device(device: str) -> str | None:
+    """Where the operators of a truth are computed, if ``device`` has no float64."""
     try:
         check_device(device, torch.float64)
     except UsageError:
-        return f"{device} cannot compute in float64; {plan} on a CPU"
+        return "cpu"
     return None
 
 

@@ -44,7 +44,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.manifest import ModuleNote, Repeatability, SampleTokens
 from divergence.run.schema.provenance import Training
-from divergence.run.schema.record import PassName
+from divergence.run.schema.record import OWN_TRUTH, PassName
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 
@@ -71,11 +71,13 @@ class Pass:
     """What every operator is computed in; None for the model's own dtype."""
     whole: bool = False
     """Prompt and fed tokens in one forward, anchored to this run's own free pass."""
+    device: str | None = None
+    """Where every operator is computed; None for where the model lies."""
 
     @property
     def is_own_truth(self) -> bool:
-        """Anchored to this run's own free pass, in float64."""
-        return self.name == "truth"
+        """Of this run's own weights, in float64: anchored to its own free pass, or free."""
+        return self.name in OWN_TRUTH
 
 
 class RememberingSink:
@@ -132,6 +134,7 @@ def run_pass(
     with recorder.installed(), quick_thread_switches(), frozen_heap():
         for group in groups:
             if allowance is not None and not allowance.begins():
+                recorder.cut_short()
                 continue
             members = [samples[number] for number in group]
             first = members[0]
@@ -217,7 +220,10 @@ def widened(pass_: Pass, loaded: LoadedModel, training: Training) -> Iterator[Wi
         needed = sum(weight.numel() for weight in weights) * pass_.compute_dtype.itemsize
         room = OWN_KEPT_BYTES if pass_.is_own_truth else free_bytes(loaded.device) // 2
         keep = needed if needed <= room and not training.train else 0
-        wide = Widening(pass_.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes)
+        wide = Widening(
+            pass_.compute_dtype, weights=weights, keep_bytes=keep, codes=loaded.codes,
+            device=pass_.device,
+        )  # fmt: skip
         yield stack.enter_context(wide)
 
 

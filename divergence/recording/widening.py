@@ -12,6 +12,11 @@ So the memory needed beside the model is one operator's widened weights (large m
 of ``SLICE_NUMEL``); ``keep_bytes`` of widened weights may be kept, which spares small models the
 repeated widening.
 
+Where the model's device has no float64 (MPS, Ascend), ``device`` names another, the CPU: each
+operator's operands are moved there as they are widened, whatever their kind, results stay there,
+and what is made anew is made there. So the model stays where it is, and the other memory holds one
+operator's weights. What the model writes into tensors of its own is moved back.
+
 Integer and 8-bit arithmetic is left alone. A weight that was dequantised from codes is not widened
 as it was rounded: it is code × scale in the wide dtype (``codes``). Constants that the code itself
 rounds are data like the weights. Code that leaves torch (a compiled kernel, numpy) is out of reach,
@@ -89,22 +94,28 @@ def _is_view(func: Any) -> bool:
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """``change`` of each tensor and dtype among an operator's arguments, or of its results.
+    """``change`` of each tensor, dtype and device among an operator's arguments, or of its results.
 
     They nest in lists and tuples alone; torch's tree_map, which is general, is slower.
     """
-    if isinstance(value, torch.Tensor | torch.dtype):
+    if isinstance(value, torch.Tensor | torch.dtype | torch.device):
         return change(value)
     if type(value) in (list, tuple):
         return type(value)([_mapped(change, item) for item in value])
     return value
 
 
+def _on(device: torch.device | None, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, moved to ``device`` where there is one and it lies elsewhere."""
+    return tensor if device is None or tensor.device == device else tensor.to(device)
+
+
 class Widening(TorchDispatchMode):
     """``with Widening(torch.float64, weights=model.parameters()): model(...)``.
 
     ``weights``: tensors whose widened form may be kept, ``keep_bytes`` of them in all, until
-    the end of the ``with`` block. ``codes``: what some of them were dequantised from.
+    the end of the ``with`` block. ``codes``: what some of them were dequantised from. ``device``:
+    where operators run, if not where their operands lie.
     ``num_rounded`` counts in-place writes into a narrow tensor that the model owned before: they
     had to be rounded, so the result is not wide throughout. torch's default dtype is process-wide:
     other threads see the wide one meanwhile.
@@ -119,15 +130,17 @@ class Widening(TorchDispatchMode):
         weights: Iterable[torch.Tensor] = (),
         keep_bytes: int = 0,
         codes: QuantizedCodes | None = None,
+        device: str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.num_rounded = 0
+        self._device = None if device is None else torch.device(device)
         self._codes = codes
         self._coded = {} if codes is None else codes.by_storage()
         narrow = _ORDER[: _ORDER.index(dtype)]
         self.wider = dict.fromkeys(narrow, dtype)
         self.wider |= {_COMPLEX[real]: _COMPLEX[dtype] for real in narrow if real in _COMPLEX}
-        self._functions = _SameDtype(self.wider)
+        self._functions = _SameDtype(self.wider, self._device)
         self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
         self._own: dict[Any, Callable[..., torch.Tensor]] = {
             aten.mm.default: self._mm,
@@ -169,6 +182,8 @@ class Widening(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _MOVES:
+            if self._device is not None:  # the indices go where the source lies
+                args = tree_map_only(torch.Tensor, functools.partial(_on, args[0].device), args)
             return _mapped(self._wide_result, func(*args, **kwargs))
         if _is_view(func):
             return func(*args, **kwargs)  # nothing is computed
@@ -181,12 +196,14 @@ class Widening(TorchDispatchMode):
         wide_kwargs = {name: _mapped(self._wide, value) for name, value in kwargs.items()}
         return _mapped(self._wide_result, func(*wide_args, **wide_kwargs))
 
-    def _wide(self, value: torch.Tensor | torch.dtype) -> Any:
+    def _wide(self, value: torch.Tensor | torch.dtype | torch.device) -> Any:
         if isinstance(value, torch.dtype):
             return self.wider.get(value, value)
+        if isinstance(value, torch.device):
+            return self._device or value
         wide = self.wider.get(value.dtype)
         if wide is None:
-            return value
+            return _on(self._device, value)
         if not self._may_keep(value):
             return self._widened(value, wide)
         place = _place(value)
@@ -203,7 +220,7 @@ class Widening(TorchDispatchMode):
         """A view of a weight that stands for codes: of code × scale, as it is in this dtype."""
         path = self._coded.get(value.untyped_storage().data_ptr()) if self._coded else None
         if path is None or self._codes is None:
-            return value.to(wide)
+            return _on(self._device, value).to(wide)
         exact = self._codes.exact(path, wide).contiguous()
         return exact.as_strided(value.shape, value.stride(), value.storage_offset())
 
@@ -224,26 +241,28 @@ class Widening(TorchDispatchMode):
     def _wide_result(self, value: torch.Tensor) -> torch.Tensor:
         """Gathers, and factories that were asked for no dtype, may give narrow results."""
         wide = self.wider.get(value.dtype)
+        value = _on(self._device, value)
         return value if wide is None else value.to(wide)
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is written to keeps its identity; if it is narrow, the result is rounded to it."""
+        """What is written to keeps its identity and place: the result is rounded to it if it is
+        narrow, and moved there."""
         arguments = func._schema.arguments
         writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
         names = [argument.name for argument in arguments]
         rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-            wide = self.wider.get(tensor.dtype)
-            if wide is None:
+            wide, moved = self.wider.get(tensor.dtype), _on(self._device, tensor)
+            if wide is None and moved is tensor:
                 return tensor
-            rounded.append((tensor, tensor.to(wide)))
+            rounded.append((tensor, moved if wide is None else moved.to(wide)))
             return rounded[-1][1]
 
         def prepared(value: Any, written: bool) -> Any:
             if written:
                 return tree_map_only(torch.Tensor, stand_in, value)
-            return tree_map_only((torch.Tensor, torch.dtype), self._wide, value)
+            return _mapped(self._wide, value)
 
         def original(tensor: torch.Tensor) -> torch.Tensor:
             return next((narrow for narrow, wide in rounded if wide is tensor), tensor)
@@ -252,8 +271,8 @@ class Widening(TorchDispatchMode):
         new_kwargs = {n: prepared(v, writes[names.index(n)]) for n, v in kwargs.items()}
         result = func(*new_args, **new_kwargs)
         for narrow, wide in rounded:
-            narrow.copy_(wide)
-            self.num_rounded += 1
+            narrow.copy_(wide.to(narrow.dtype))  # rounded before it is moved
+            self.num_rounded += wide.dtype != narrow.dtype
         return tree_map_only(torch.Tensor, original, result) if rounded else result
 
     def _mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -336,9 +355,11 @@ class _SameDtype(TorchFunctionMode):
 
     _NORMS = frozenset({torch.nn.functional.rms_norm, torch.rms_norm})
 
-    def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
+    def __init__(
+        self, wider: Mapping[torch.dtype, torch.dtype], device: torch.device | None
+    ) -> None:
         super().__init__()
-        self._wider = wider
+        self._wider, self._device = wider, device
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -362,4 +383,5 @@ class _SameDtype(TorchFunctionMode):
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
         wide = self._wider.get(tensor.dtype)
+        tensor = _on(self._device, tensor)
         return tensor if wide is None else tensor.to(wide)

@@ -47,7 +47,7 @@ def captured_lines(
     if manifest.mesh is not None:
         lines.append(prose("ranks", str(manifest.mesh)))
     if plan.truth is not None:
-        lines.append(prose(truth_name(plan.truth), truth_text(plan.truth, manifest.tokens.groups)))
+        lines.append(prose(truth_name(plan.truth), truth_text(plan.truth, manifest)))
     lines += changed_lines(plan.plants, plan.substitutes)
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))

@@ -103,7 +103,7 @@ def run_lines(
         replayed = f"the {plan.replayed_pass} pass of {plan.anchored_to}"
         lines.append(prose("  replays", replayed, width=14))
     if plan.truth is not None:
-        text = truth_text(plan.truth, manifest.tokens.groups)
+        text = truth_text(plan.truth, manifest)
         lines.append(prose(f"  {truth_name(plan.truth)}", text, width=14))
     lines += skipped_lines(manifest)
     for warning in settings.nondeterministic_warnings:
@@ -151,8 +151,9 @@ def truth_name(truth: OwnTruth) -> str:
     return "floor" if truth.mode == "floor" else "truth"
 
 
-def truth_text(truth: OwnTruth, groups: Sequence[Sequence[int]]) -> str:
+def truth_text(truth: OwnTruth, manifest: Manifest) -> str:
     """``3 of 4 prompts, steps 0-4, in float64 on cpu, 4.1 s of at most 5 s``."""
+    groups, free = manifest.tokens.groups, "truth_free" in manifest.plan.passes
     held = [len(group) for group, num in zip(groups, truth.num_steps, strict=False) if num]
     total, most = sum(map(len, groups)), max(truth.num_steps, default=0)
     fewer = any(num < most for num in truth.num_steps if num)
@@ -161,6 +162,7 @@ def truth_text(truth: OwnTruth, groups: Sequence[Sequence[int]]) -> str:
     allowed = "" if truth.budget_seconds is None else f" of at most {truth.budget_seconds:.1f}"
     return (
         f"{prompts}, {steps}{' (some fewer)' * fewer}, in float64 on {truth.device}, "
+        f"{'the free run too, ' * free}"
         f"{truth.seconds:.1f}{allowed} s"
     )
 

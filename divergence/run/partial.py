@@ -16,6 +16,7 @@ import xxhash
 from divergence.run.reader import Run
 from divergence.run.schema.contents import each_of, sizes_of
 from divergence.run.schema.layout import MANIFEST, records_name
+from divergence.run.schema.record import OWN_TRUTH
 from divergence.run.storage.blob import Bytes
 
 __all__ = ["own_truth", "without_passes"]
@@ -23,9 +24,10 @@ __all__ = ["own_truth", "without_passes"]
 
 def own_truth(run: Run) -> Run | None:
     """The truth that ``run`` carries, as a truth that was made apart would be: a float64 run that
-    repeats it and is anchored to it. None where it carries none."""
+    repeats it, anchored to it, and free where that was made. None where it carries none."""
     manifest = run.manifest
-    if "truth" not in manifest.plan.passes:
+    passes = [OWN_TRUTH[name] for name in OWN_TRUTH if name in manifest.plan.passes]
+    if not passes:
         return None
     replaced, note = msgspec.structs.replace, manifest.plan.truth
     stopped_by = manifest.stopped_by
@@ -37,9 +39,9 @@ def own_truth(run: Run) -> Run | None:
         fewer = any(made < num for made, num in zip(note.num_steps, forwards, strict=False))
         stopped_by = note.stopped_by or ("the time it was given" if fewer else stopped_by)
     records = [
-        replaced(record, pass_="anchored")
+        replaced(record, pass_=OWN_TRUTH[record.pass_])
         for record in each_of(run.records)
-        if record.pass_ == "truth"
+        if record.pass_ in OWN_TRUTH
     ]
     return Run(
         run.path,
@@ -48,7 +50,9 @@ def own_truth(run: Run) -> Run | None:
             complete=manifest.complete and stopped_by is None, stopped_by=stopped_by,
             settings=replaced(manifest.settings, compute_dtype="float64"),
             plan=replaced(
-                manifest.plan, passes=["anchored"], anchored_to=manifest.id, plants=[], truth=None
+                manifest.plan, passes=passes[::-1],  # free first
+                anchored_to=manifest.id if "anchored" in passes else None,
+                plants=[], substitutes=[], truth=None,
             ),
         ),
         records,
@@ -64,7 +68,7 @@ def without_passes(run: Run, passes: Collection[str]) -> Run:
     records = [record for record in each_of(run.records) if record.pass_ not in passes]
     manifest = copy.deepcopy(run.manifest)
     manifest.plan.passes = [name for name in manifest.plan.passes if name not in passes]
-    if "truth" in passes and manifest.plan.truth is not None:
+    if OWN_TRUTH.keys() <= set(passes) and manifest.plan.truth is not None:
         floor = msgspec.structs.replace(manifest.plan.truth, mode="floor")
         manifest.plan.truth = floor if "floor" in manifest.plan.passes else None
     manifest.sizes = sizes_of(records)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
+from transformers.models.llama import modeling_llama
 
 import divergence
+from divergence.errors import IncomparableError, RunFormatError, UsageError
 from divergence.gate.golden import bless
 from divergence.run.schema.site import module_of
+from tests.digests import without_digests
 
 FAULT = "model.layers.3.mlp:out=scale:1.05"
 PROMPTS = ["The quick brown fox jumps over", "hello world this is"]
@@ -30,12 +36,8 @@ def runs(tmp_path_factory, tiny_model):
     return made
 
 
-def anchored(report):
-    return {
-        (site.site, site.sample, site.step): site.truth
-        for site in report.sites
-        if site.pass_ == "anchored"
-    }
+def judged(report):
+    return {(site.pass_, site.site, site.sample, site.step): site.truth for site in report.sites}
 
 
 @pytest.mark.parametrize("name", ["healthy", "faulty", "other"])
@@ -44,7 +46,7 @@ def test_it_judges_as_a_truth_made_apart(runs, name):
     own = divergence.compare(runs["a"], runs[name])
     apart = divergence.compare(runs["a"], runs[name], truth=runs["apart"])
     assert (own.verdict.kind, own.verdict.side) == (apart.verdict.kind, apart.verdict.side)
-    assert anchored(own) == anchored(apart)
+    assert judged(own) == judged(apart)
     if name == "faulty":
         assert (own.verdict.kind, own.verdict.side) == ("localized", "candidate")
         assert module_of(own.verdict.onset.site) == "model.layers.3"
@@ -53,6 +55,19 @@ def test_it_judges_as_a_truth_made_apart(runs, name):
 def test_the_side_is_told_the_other_way_round_too(runs):
     """The run whose inputs both sides got carries the truth, whichever is named first."""
     assert divergence.compare(runs["faulty"], runs["a"]).verdict.side == "reference"
+
+
+@pytest.mark.parametrize("options", [{"plants": ["model.layers.3.mlp:out=scale:4"]}, {}], ids=str)
+def test_the_free_run_is_judged_by_it_too(runs, tmp_path, options):
+    """A full truth judges runs that no inputs anchored, as one made apart does."""
+    b = divergence.capture(like=runs["a"], out=tmp_path / "b", anchor=False, probe=False,
+                           attn_implementation=None if options else "sdpa", **options)  # fmt: skip
+    own = divergence.compare(runs["a"], b)
+    apart = divergence.compare(runs["a"], b, truth=runs["apart"])
+    assert judged(own) == judged(apart)
+    assert all(s.truth is not None for s in own.sites if s.site == "model.layers.5:out")
+    assert own.verdict == apart.verdict
+    assert own.verdict.kind == ("localized" if options else "within_floor")
 
 
 def test_no_command_names_it(runs):
@@ -126,3 +141,94 @@ def test_localize_makes_no_truth_where_one_is_carried(runs, tmp_path):
     assert found.operator is not None
     assert found.side == "candidate"
     assert not (tmp_path / "out" / "truth").exists()
+
+
+def edited(run, folder, change):
+    """A copy of the run whose manifest was changed."""
+    shutil.copytree(run.path, folder)
+    manifest = without_digests(folder) / "manifest.json"
+    values = json.loads(manifest.read_text())
+    change(values)
+    manifest.write_text(json.dumps(values))
+    return divergence.Run.open(folder)
+
+
+def test_it_names_no_side_where_the_code_differs(runs, tmp_path):
+    """At the onset B has another release of A's code: the truth has A's, right or wrong."""
+
+    def release(values):
+        values["model"]["code"]["LlamaMLP"]["digest"] = "0" * 32
+
+    b = edited(runs["faulty"], tmp_path / "b", release)
+    report = divergence.compare(runs["a"], b)
+    assert (report.verdict.kind, report.verdict.side) == ("localized", None)
+    assert module_of(report.verdict.onset.site) == "model.layers.3"
+
+
+def test_code_that_was_replaced_on_its_own_side_blames_nobody(tiny_model, tmp_path, monkeypatch):
+    """A's code is wrong in one block, and so is A's truth: B, which is healthy, is not blamed."""
+    healthy = modeling_llama.LlamaMLP.forward
+
+    def wrong(module, x):
+        return healthy(module, x) * (1.3 if module is places[3] else 1)
+
+    places = []
+
+    def prepare(model):
+        places.extend(layer.mlp for layer in model.model.layers)
+
+    model = str(tiny_model("llama", dtype="bfloat16", num_blocks=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama.LlamaMLP, "forward", wrong)
+        a = divergence.capture(model, out=tmp_path / "a", prompts=PROMPTS, max_new_tokens=4,
+                               truth="full", probe=False, prepare=prepare)  # fmt: skip
+    b = divergence.capture(like=a, out=tmp_path / "b", probe=False)
+    verdict = divergence.compare(a, b).verdict
+    assert (verdict.kind, verdict.side) == ("localized", None)
+    assert module_of(verdict.onset.site) == "model.layers.3"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("digest", "0" * 32, IncomparableError),
+        ("like", "another", UsageError),
+    ],
+    ids=["weights", "run"],
+)
+def test_a_truth_of_something_else_is_refused(runs, tmp_path, key, value, error):
+    """Made apart it says whose it is; what a run carries is its own."""
+
+    def change(values):
+        if key == "like":
+            values["like"] = value
+            return
+        values["model"]["digest"] = value
+        for name in values["model"]["digests"]:
+            values["model"]["digests"][name] = value
+
+    truth = edited(runs["apart"], tmp_path / "truth", change)
+    with pytest.raises(error):
+        divergence.compare(runs["a"], runs["faulty"], truth=truth)
+
+
+def test_a_damaged_truth_is_named(runs, tmp_path):
+    """A changed line is met when the run is opened, changed bytes when they are read."""
+    true = [record for record in runs["a"].records if record.pass_ == "truth"]
+    place = next(r.place for r in true if r.site == "model.layers.3:out")
+    shutil.copytree(runs["a"].path, tmp_path / "bytes")
+    shard = tmp_path / "bytes" / place.shard
+    data = bytearray(shard.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    data[start + header[place.key]["data_offsets"][0] + 7] ^= 1
+    shard.write_bytes(data)
+    damaged = divergence.Run.open(tmp_path / "bytes")
+    assert [line for line in damaged.verify() if "model.layers.3:out" in str(line)]
+    shutil.copytree(runs["a"].path, tmp_path / "line")
+    lines = tmp_path / "line" / "records.jsonl"
+    text = lines.read_text()
+    assert '"pass":"truth"' in text
+    lines.write_text(text.replace('"pass":"truth"', '"pass":"whole"', 1))
+    with pytest.raises(RunFormatError, match=r"records\.jsonl"):
+        divergence.Run.open(tmp_path / "line")

@@ -67,19 +67,25 @@ def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
         ("bert", {}),
         ("t5", {}),
         ("mamba", {}),
+        ("llama", {"train": True, "max_new_tokens": None}),
+        ("llama", {"train": True, "max_new_tokens": None, "optimizer": "adamw", "batch": True}),
+        ("llama", {"train": True, "max_new_tokens": None, "autocast": "bfloat16"}),
     ],
     ids=str,
 )
 def test_it_is_what_a_truth_made_apart_has(heard, tiny_model, tmp_path, architecture, options):
-    """The carried truth has the numbers of the anchored pass of `divergence truth`."""
+    """A full truth has the numbers of both passes of `divergence truth`."""
     run, _ = heard(tiny_model(architecture), truth="full", **options)
-    apart = divergence.truth(run, out=tmp_path / "apart")
-    own, wanted = places(own_truth(run), "anchored"), places(apart, "anchored")
-    assert own.keys() == wanted.keys()
-    for place, record in own.items():
-        a, b = own_truth(run).read(record), apart.read(wanted[place])
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    apart, own = divergence.truth(run, out=tmp_path / "apart"), own_truth(run)
+    assert own.manifest.plan.passes == apart.manifest.plan.passes == ["free", "anchored"]
+    assert own.manifest.plan.anchored_to == apart.manifest.plan.anchored_to == run.manifest.id
+    for pass_ in apart.manifest.plan.passes:
+        carried, wanted = places(own, pass_), places(apart, pass_)
+        assert carried.keys() == wanted.keys()
+        for place, record in carried.items():
+            a, b = own.read(record), apart.read(wanted[place])
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 def test_what_else_is_recorded_stays_as_it_was(heard, llama):
@@ -124,7 +130,6 @@ def test_prefills_come_first():
         ({"steps": "decode"}, "only the steps decode"),
         ({"sites": ["model.layers.0.mlp"]}, "no input of model.layers.0"),
         ({"engine": "compile", "engine_options": ["backend=eager"]}, "engine compile"),
-        ({"train": True, "max_new_tokens": None}, "training step"),
     ],
     ids=str,
 )
@@ -134,6 +139,16 @@ def test_where_there_can_be_none_the_reason_is_said(own_truths, heard, llama, op
     assert run.manifest.complete
     assert "truth" not in run.manifest.plan.passes
     assert [note for note in notes if note.startswith("no truth: ") and reason in note]
+
+
+@pytest.mark.parametrize("options", [{"positions": "last:2"}, {"sites": ["lm_head"]}], ids=str)
+def test_without_inputs_to_start_from_the_free_run_is_left(heard, llama, options):
+    """A full truth that cannot be anchored says why, and is free."""
+    run, notes = heard(llama, truth="full", **options)
+    assert run.manifest.plan.passes == ["free", "truth_free"]
+    assert [note for note in notes if note.startswith("no anchored truth: ")]
+    assert places(run, "truth_free").keys() <= places(run, "free").keys()
+    assert own_truth(run).manifest.plan.anchored_to is None
 
 
 def test_a_repeated_run_makes_none_unless_told(own_truths, heard, llama):
@@ -165,3 +180,47 @@ def test_a_dry_run_says_whether_there_will_be_one(own_truths, llama, mode, passe
     plan = plan_capture(str(llama), prompts=PROMPTS, truth=mode)
     assert plan.passes == passes
     assert any("truth" in note for note in plan.notes) == (mode is None)
+
+
+def test_a_step_that_is_cut_short_has_no_gradients_of_parameters(heard, llama, monkeypatch):
+    """Those are of all prompts together: what the first alone gives is not recorded as theirs."""
+    monkeypatch.setattr("divergence.recording.execution.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("divergence.recording.execution.SHARE", 0.0)
+    run, _ = heard(llama, truth="auto", train=True, max_new_tokens=None)
+    sites = {site for _, _, site in places(run, "truth")}
+    assert run.manifest.plan.truth.num_steps == [1, 0]
+    assert "model.layers.1#backward:out" in sites
+    assert not [site for site in sites if "#backward:out." in site]
+    full, _ = heard(llama, truth="full", train=True, max_new_tokens=None)
+    assert [site for _, _, site in places(full, "truth") if "#backward:out." in site]
+
+
+def test_a_fused_kernel_is_asked_for_nothing(heard, llama):
+    """An attention kernel without float64 makes the free pass alone: the truth has `eager`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    dtypes, models = [], []
+
+    def fused(module, query, *args, **kwargs):
+        dtypes.append(query.dtype)
+        return sdpa_attention_forward(module, query, *args, **kwargs)
+
+    def prepare(model):
+        model.set_attn_implementation("fused")
+        models.append(model)
+
+    AttentionInterface.register("fused", fused)
+    AttentionMaskInterface.register("fused", sdpa_mask)
+    run, notes = heard(llama, truth="full", attn_implementation="sdpa", prepare=prepare)
+    assert set(dtypes) == {torch.bfloat16}
+    assert models[0].config._attn_implementation == "fused"
+    assert run.manifest.plan.truth.stopped_by is None, notes
+    assert run.manifest.plan.truth.num_steps == [3, 3]
+    assert run.manifest.model.attn_implementation == "fused"
+    sdpa, _ = heard(llama, truth="full", attn_implementation="sdpa")
+    own, wanted = places(run, "truth"), places(sdpa, "truth")
+    assert own.keys() == wanted.keys()
+    for place, record in own.items():
+        torch.testing.assert_close(run.read(record), sdpa.read(wanted[place]), rtol=1e-9, atol=1e-9)

@@ -13,7 +13,7 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.contents import call_passes, records_at
 from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
+from divergence.run.schema.record import OWN_TRUTH, Record
 from divergence.run.schema.site import ROOT, is_operator_site, module_of, unescape_path
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
         return sites[site]
 
     def kind(record: Record) -> Kind:
-        if record.pass_ in ("truth", "floor"):
+        if record.pass_ in OWN_TRUTH or record.pass_ == "floor":
             return "truth"
         operator, digest = sites.get(record.site) or look_up(record.site)
         if operator:

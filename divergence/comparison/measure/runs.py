@@ -72,17 +72,19 @@ def measure(
 ) -> Measured:
     """Everything that two runs have in common: tensors, escalated passes, operators, tokens.
 
-    ``lines``: preflight. ``truth``: by default the one that the run whose inputs anchored the
-    comparison carries. Raises IncomparableError where nothing is, UsageError for a truth of
-    other runs.
+    ``lines``: preflight. ``truth``: by default the one that the run carries whose inputs anchored
+    the comparison, or else, of free runs, the first that one of the two carries. Raises
+    IncomparableError where nothing is, UsageError for a truth of other runs.
     """
     floor = None
     if truth is None and replayed_from(a.manifest, b.manifest) is None:
         anchoring = inputs_of(a, b)  # both sides got its inputs, as its own truth did
-        if anchoring is not None and "truth" in anchoring.manifest.plan.passes:
-            from divergence.run.partial import own_truth
+        free = [run for run in (a, b) if "truth_free" in run.manifest.plan.passes]
+        for run in [anchoring, *free]:
+            if truth is None and run is not None and run.manifest.plan.truth is not None:
+                from divergence.run.partial import own_truth
 
-            truth = own_truth(anchoring)
+                truth = own_truth(run)
     if truth is None:
         floor = _floor_side(a, b)
     against = None if truth is None else Truth(opened(truth), a, b)

@@ -82,6 +82,8 @@ class Truth:
                 where=str(run.path),
                 hint=f"on the machine that made {repeated.id}: divergence truth RUN -o TRUTH",
             )
+        self.path = None if run.path in (reference.path, candidate.path) else run.path
+        """What names it in a command; None for what a run carries, which needs no name."""
         self._named_by_candidate = manifest.like == b.id
         self.anchored_pass = "anchored"
         inputs = _anchored_to(reference, candidate)

@@ -122,7 +122,7 @@ class _Numbers(Watch):
 
     def see(self, x: torch.Tensor, norm: str | None) -> None:
         super().see(x, norm)
-        flat = x.detach().reshape(-1).double().cpu()
+        flat = x.detach().reshape(-1).cpu().double()
         if not len(flat):
             return
         self.count += len(flat)

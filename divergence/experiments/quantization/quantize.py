@@ -186,7 +186,8 @@ def _base(
                 tempfile.TemporaryDirectory(prefix="divergence-quantize-"))) / "base")  # fmt: skip
             yield capture(
                 run, out=folder, prompts=list(prompts), prompts_file=prompts_file, device=device,
-                sites=("blocks",), trust_remote_code=trust_remote_code, force=force, progress=tell,
+                sites=("blocks",), truth="no", trust_remote_code=trust_remote_code, force=force,
+                progress=tell,
             )  # fmt: skip
         return
     base = unsharded(Run.open(run))

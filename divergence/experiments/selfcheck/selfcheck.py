@@ -36,10 +36,10 @@ from divergence.experiments.result import (
 from divergence.experiments.selfcheck.variations import BASE, NAMES, UNASKED, Variation, variations
 from divergence.output import output_folder
 from divergence.recording.api import capture
-from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.load import load_tokenizer
 from divergence.recording.prompts import Prompt, collect_prompts, tokenize
 from divergence.run.command import command_line
+from divergence.run.partial import own_truth
 from divergence.run.reader import Run
 from divergence.run.schema.site import did_you_mean
 from divergence.run.storage.location import folder_of
@@ -115,9 +115,8 @@ def selfcheck(
         base = bench.base(
             prompts=given, prompts_file=prompts_file, chat=chat, dtype=dtype, revision=revision,
             attn_implementation=attn_implementation, max_new_tokens=max_new_tokens,
+            truth="full" if truth else "no",
         )  # fmt: skip
-        if truth:
-            bench.make_truth()
         chosen = [variation for variation in variations(base) if variation.name in wanted]
         lines = [bench.line(way, number, len(chosen)) for number, way in enumerate(chosen)]
         manifest = base.manifest
@@ -131,7 +130,7 @@ def selfcheck(
             num_prompts=len(manifest.tokens.samples),
             num_prompt_tokens=sum(len(sample.prompt_ids) for sample in manifest.tokens.samples),
             max_new_tokens=manifest.settings.max_new_tokens,
-            truth=truth,
+            truth=manifest.plan.truth is not None,
             lines=lines,
             kept=None if keep is None else str(folder),
             seconds=round(time.perf_counter() - began, 1),
@@ -172,22 +171,15 @@ class _Bench:
         self._folder, self._keep, self._progress = folder, keep, progress
         self._made: dict[str, Run | DivergenceError] = {}
         self._variations: dict[str, Variation] = {}
-        self._truth: Path | None = None
+        self._truth: Run | None = None
         self._capture = partial(capture, force=True, probe=False, **loading)
 
     def base(self, **options: Any) -> Run:
         self._say(0, None, "the base run")
         run = self._capture(out=self._folder / BASE, **options)
-        self._made[BASE] = run
+        self._made[BASE], self._truth = run, own_truth(run)
         self._variations = {variation.name: variation for variation in variations(run)}
         return run
-
-    def make_truth(self) -> None:
-        self._say(0, None, "the float64 truth")
-        self._truth = self._folder / "truth"
-        base = self._made[BASE]
-        assert isinstance(base, Run)
-        make_truth(base, out=self._truth, force=True)
 
     def line(self, way: Variation, number: int, total: int) -> SelfcheckLine:
         """Make it, compare it, say what was seen."""
@@ -251,8 +243,7 @@ class _Bench:
     def _closer(self, way: Variation) -> list[str]:
         folder = Path("RUNS" if self._keep is None else str(self._keep))
         others = [] if way.name == "whole" else [folder / way.against]
-        truth = None if self._truth is None or not others else folder / "truth"
-        return [command_line("compare", *others, folder / way.name, truth=truth)]
+        return [command_line("compare", *others, folder / way.name)]
 
     def _say(self, done: int, total: int | None, what: str) -> None:
         if self._progress is not None:

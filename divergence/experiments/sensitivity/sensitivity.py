@@ -91,7 +91,8 @@ def sensitivity(
             "truth": truth, "floor": floor, "thresholds": thresholds, "progress": progress,
         }  # fmt: skip
         if candidate is None:
-            b, kernels = _made_here(a, capturing, folder / "candidate", escalate=truth is not None)
+            known = truth is not None or a.manifest.plan.truth is not None
+            b, kernels = _made_here(a, capturing, folder / "candidate", escalate=known)
             stack.callback(b.close)
             notes.append(kernels)
         else:
@@ -122,7 +123,7 @@ def sensitivity(
             reference=summary_of(a),
             candidate=summary_of(b),
             made_here=candidate is None,
-            truth=None if measured.truth is None else str(measured.truth.run.path),
+            truth=None if measured.truth is None else str(measured.truth.path or "A's own"),
             num_floor_runs=len(floor),
             dtype=a.manifest.model.dtype,
             escalated=trials.escalated,
@@ -203,7 +204,7 @@ def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[SensitivityTrials, 
         )
     verdict = trials.verdict_of(measured)
     if verdict.kind not in _HEALTHY:
-        truth = None if measured.truth is None else measured.truth.run.path
+        truth = None if measured.truth is None else measured.truth.path
         again = command_line(
             "compare", a.path, b.path, truth=truth,
             floor=[run.path if isinstance(run, Run) else run for run in given["floor"]],
@@ -253,7 +254,7 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     commands: list[str] = []
     known, narrow = measured.truth, measured.narrow
     here, there = str(a.path), str(b.path)
-    truth = beside(here, "-truth") if known is None else str(known.run.path)
+    truth = beside(here, "-truth") if known is None else known.path
     candidate = None if made_here else there
     if narrow and not escalated and not made_here:
         candidate = beside(there, "-escalated")

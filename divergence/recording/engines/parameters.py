@@ -69,7 +69,7 @@ def _sums(tensor: torch.Tensor) -> tuple[float, list[float]]:
         square += float(torch.linalg.vector_norm(part)) ** 2
         by_column, by_both, total = (part @ columns).split([NUM_SUMS, NUM_SUMS, 1], 1)
         by_row, by_both = total * signs[:, :NUM_SUMS], by_both * signs[:, NUM_SUMS:]
-        totals += torch.cat([by_column.sum(0), by_row.sum(0), by_both.sum(0)]).double().cpu()
+        totals += torch.cat([by_column.sum(0), by_row.sum(0), by_both.sum(0)]).cpu().double()
     return square**0.5, totals.tolist()
 
 

@@ -131,6 +131,9 @@ class Recorder:
         if self.operators is not None:
             self.operators.end_of_forward()
 
+    def cut_short(self) -> None:
+        """A group of samples is left out: what is of all of them is not recorded."""
+
     def go_to(self, step: int) -> None:
         """The next forward is this one."""
         self._step, self._order = step, 0

@@ -114,6 +114,8 @@ class TrainRecorder(Recorder):
         self._graded: set[str] = set()
         """Modules, with their calls, whose results have a gradient."""
         self._first: int | None = None
+        self._is_whole = True
+        """Are all micro-batches in it?"""
         super().__init__(model, notes, **(how | {"logit_paths": ()}))
         if isinstance(self.operators, TrainingOperators):
             self.operators.loss = loss
@@ -129,10 +131,13 @@ class TrainRecorder(Recorder):
         self._first = sample if self._first is None else self._first
         self._roots.clear()
 
+    def cut_short(self) -> None:
+        self._is_whole = False
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[Recorder]:
         """Hooks on; at the end of the last group the parameters' gradients are recorded."""
-        self._first = None
+        self._first, self._is_whole = None, True
         self._model.zero_grad(set_to_none=True)
         try:
             with super().installed():
@@ -295,7 +300,7 @@ class TrainRecorder(Recorder):
 
     def _end_of_step(self) -> None:
         """Record the parameters' gradients, last ones first, and what an optimizer makes of it."""
-        if self._first is None:
+        if self._first is None or not self._is_whole:
             return
         self.begin(sample=0, batch=1, num_tokens=0)
         self._order = 1 << 24  # behind all that the first prompt's forward and backward gave

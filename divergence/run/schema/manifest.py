@@ -264,7 +264,8 @@ class ModuleNote(_Strict, kw_only=True):
 
 
 class OwnTruth(_Strict, kw_only=True):
-    """The run's own float64 pass: each block got the input that the free pass recorded."""
+    """The run's own truth, in float64: each block got the input that the free pass recorded, and
+    with ``full`` the free run was made too."""
 
     mode: Literal["auto", "full", "floor"]
     """``auto``: as many forwards as fitted the share of the capture's time; ``full``: all;
@@ -272,7 +273,7 @@ class OwnTruth(_Strict, kw_only=True):
     num_steps: list[Count]
     """By group of prompts: the forwards that were made, from the prefill on."""
     device: str
-    """Where it was computed."""
+    """Where it was computed: the CPU, of a model on a device that has no float64."""
     seconds: float
     """What it took."""
     budget_seconds: float | None = None
@@ -312,7 +313,7 @@ class Plan(_Strict, kw_only=True):
     compiled: dict[str, CompiledNote] = {}
     """Modules that were given to ``torch.compile``, by path."""
     truth: OwnTruth | None = None
-    """The passes ``truth`` and ``floor``, where the run has them."""
+    """The passes ``truth``, ``truth_free`` and ``floor``, where the run has one."""
 
 
 class MeshAxis(_Strict, kw_only=True):

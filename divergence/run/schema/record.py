@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -38,6 +38,7 @@ from divergence.run.schema.layout import MANIFEST, MAX_NUMEL, SHARD_PATTERN, rec
 from divergence.run.schema.site import near_names
 
 __all__ = [
+    "OWN_TRUTH",
     "Call",
     "Checked",
     "Coordinates",
@@ -140,7 +141,12 @@ RecordDigest = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": DIGEST_
 DtypeName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FORMATS)})]
 ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
 
-PassName = Literal["free", "anchored", "escalated", "whole", "truth", "floor", "replayed"]
+PassName = Literal[
+    "free", "anchored", "escalated", "whole", "truth", "truth_free", "floor", "replayed"
+]
+
+OWN_TRUTH: Mapping[PassName, PassName] = {"truth": "anchored", "truth_free": "free"}
+"""The passes of the truth that a run carries, and their names in one that is made apart."""
 
 Coordinates = tuple[str, int, int, str]
 """(pass, sample, step, site): unique within a run and rank."""

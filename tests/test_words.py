@@ -37,7 +37,7 @@ frame framework functions generated generates graphs head here high higher holds
 identical ids impl in index inf injected inputs is json judged judgement keep kernel key kind kl kv
 largest layer leads leans least left like likeliest link ln log logits logprob low lower markdown
 mask masked match matched matches max mean measurable measure measured median method min minus
-misalignment missing model more mult nan near needed neginf new next no nondeterministic nonfinite
+misalignment missing mode model more mult nan near needed neginf new next no nondeterministic nonfinite
 norm normal not note notes num number numbers numel off offset on one only origin other out over
 overlap overrides own p1 p90 p99 pad paired parameters passed passes pattern peers per perplexity
 phase place places plan platform png posinf prefill previous prob problem probs projections promised

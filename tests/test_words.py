@@ -25,8 +25,8 @@ PLAIN = frozenset(
     """
 about abs absmax accumulates activations adjusted after against alike all allow anchor answers
 architecture argument arguments arithmetic asked assumed asymmetric at attn attributes axes backend
-bandwidth baseline batch batches before below beside better bits bless buffer build bytes cache
-capability captured causal cause causes changed channel chat check checks choice chosen chunk class
+bandwidth baseline batch batches before below beside better bits bless budget buffer build bytes
+cache capability captured causal cause causes changed channel chat check checks choice chosen chunk class
 clause command common compared compiled complete compute computed concurrency config confirm
 conflicting consumer correlation cosine cpu created cross csv db decoder dequantized detail
 deterministic device devices diff differ different differing differs disturbed divergence driver dry

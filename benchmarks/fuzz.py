@@ -215,8 +215,10 @@ def _damage(run: Path, random_: random.Random) -> None:
             kinds += [damage_records] * 4
         else:
             kinds += [damage_header] * 2
-        with contextlib.suppress(ValueError, struct.error, KeyError, TypeError, FileNotFoundError):
-            random_.choice(kinds)(path, random_)  # what is no JSON any more, or gone, stays so
+        with contextlib.suppress(
+            ValueError, struct.error, KeyError, TypeError, FileNotFoundError, RecursionError
+        ):  # what is no JSON any more, gone, or too deep to walk through, stays so
+            random_.choice(kinds)(path, random_)
 
 
 def _to_bytes(path: Path, random_: random.Random) -> None:

@@ -47,13 +47,13 @@ from divergence.comparison.results.sites import (
 )
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
-from divergence.run.floor import OwnFloor
 from divergence.run.reader import Run
 from divergence.run.schema.site import is_gradient, module_of, of_parameter
 from divergence.words import Side
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs.against import AgainstTruth
+    from divergence.run.floor import OwnFloor
 
 __all__ = ["Judge", "PairNumbers"]
 

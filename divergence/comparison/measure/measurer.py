@@ -28,7 +28,6 @@ from divergence.numerics.kernels import Kernel
 from divergence.numerics.pairs.logits import measure_logits
 from divergence.numerics.pairs.many import MOST_NUMEL, NUMEL_AT_ONCE, measure_many
 from divergence.numerics.pairs.pair import measure_pair
-from divergence.run.floor import floor_of
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.pairs.against import AgainstTruth
+    from divergence.run.floor import OwnFloor
 
 __all__ = ["Measurer", "PairNumbers", "Reading", "equal_by_record"]
 
@@ -159,7 +159,7 @@ class Measurer:
             reference, candidate, self._pieces, self._routing, floor,
             work or work_format(reference.manifest, candidate.manifest),
             _shared([reference, candidate, *([] if truth is None else [truth.run])]),
-            None if own_floor is None else floor_of(own_floor),
+            None if own_floor is None else _floor_of(own_floor),
         )  # fmt: skip
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
@@ -383,6 +383,13 @@ class _Operands:
             None if base is None else (id(base[0]), base[1].dtype),
             None if truth is None else truth.dtype,
         )  # fmt: skip
+
+
+def _floor_of(run: Run) -> OwnFloor | None:
+    """Loaded where a run carries one alone."""
+    from divergence.run.floor import floor_of
+
+    return floor_of(run)
 
 
 def _shared(runs: Sequence[Run]) -> Callable[[str], float]:

@@ -1,4 +1,4 @@
-"""Real runs of a CPU and of a GPU (tests/fixtures/README.md): every later version answers them so."""
+"""Real runs of a CPU and a GPU (tests/fixtures/README.md): every later version answers them so."""
 
 from __future__ import annotations
 

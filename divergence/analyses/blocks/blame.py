@@ -95,7 +95,7 @@ def _typical(
     room = thresholds.truth_sibling if family else thresholds.truth_lone
     limit = room * spread(mine.num_values) * widened
     assert mine.first is not None
-    if not _stands_out(w, control):
+    if not _stands_out(w, control, room):
         return Blame("candidate", "typical", 1.0, 1.0, limit, mine.first)
     if w >= control:
         return Blame("candidate", "typical", w, control, limit, mine.first)
@@ -104,10 +104,11 @@ def _typical(
     )
 
 
-def _stands_out(w: float, control: float) -> bool:
-    """Has one side the larger error, and more so than its control? The side with the smaller error
-    is to blame for nothing, however its siblings fare; of two equal errors neither side is."""
-    return w != 1 and (w > 1) == (w > control)
+def _stands_out(w: float, control: float, room: float) -> bool:
+    """Has one side the larger error, and more so than its control? A side is convicted by its own
+    error: where it is not clearly the larger one, by the root of ``room``, it is to blame for
+    nothing, however its siblings fare."""
+    return max(w, 1 / max(w, 1e-300)) ** 2 > room and (w > 1) == (w > control)
 
 
 def lone_control(w: float, blocks: float) -> float:
@@ -147,7 +148,7 @@ def usages(
         limit = max(room * width, thresholds.truth_forward * held.largest) * widened
         w = forward.w(least)
         control = max(held.at[place] if family else lone_control(w, held.at[place]), 1e-300)
-        excess = w / control if _stands_out(w, control) else 1.0
+        excess = w / control if _stands_out(w, control, room) else 1.0
         by_place[place] = excess, control, limit
     return by_place
 
@@ -218,7 +219,9 @@ def _gain(
         sigma = math.hypot(own["error"], width, common)
         if not 0 < sigma < math.inf:
             continue
-        deviations = normal_deviate(abs(own["difference"] - usual) / sigma, mine.num_rows - 1)
+        # siblings that are off make no healthy one odd
+        apart = min(abs(own["difference"] - usual), abs(own["difference"]))
+        deviations = normal_deviate(apart / sigma, mine.num_rows - 1)
         off = {s: abs(own[s] - statistics.median(o[s] for o in others)) for s in SIDES}
         side: Side = max(SIDES, key=lambda s: off[s])
         assert mine.first is not None

@@ -285,7 +285,8 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
             continue
         width = spread(sum(forward.num_values for forward in there), num_looks=len(places))
         limit = (thresholds.truth_token if few else thresholds.truth_systematic) * width * widened
-        if max(over, 1 / max(over, 1e-300)) <= limit:
+        excused = (over > 1) != (middle[place] > 1)  # the others are farther off
+        if excused or max(over, 1 / max(over, 1e-300)) <= limit:
             continue
         side: Side = "candidate" if over > 1 else "reference"
         for unit, stats in zip(family, family_stats, strict=True):

@@ -1,0 +1,50 @@
+"""Half of the siblings are wrong: the healthy half is blamed on nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from divergence.comparison.api import compare
+from divergence.recording.api import capture, truth
+
+PROMPTS = [[7 * n + k * (n + 1) for k in range(3, 19)] for n in range(8)]
+LAYERS = [f"model.layers.{number}" for number in range(4)]
+BLOCKS = [f"{LAYERS[number]}:out=scale:1.1" for number in (0, 2)]
+ONE = [f"{LAYERS[number]}:out=scale:1.1" for number in (1, 2, 3)]
+SAMPLES = [f"{layer}:out=scale:1.1@sample={n}" for layer in LAYERS for n in (4, 5, 6, 7)]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request, tiny_model, tmp_path_factory):
+    """(a run, its truth)."""
+    folder = tmp_path_factory.mktemp("half")
+    model = tiny_model("llama", num_blocks=4)
+    a = capture(model, out=folder / "a", prompts=PROMPTS, max_new_tokens=2, probe=False,
+                dtype=request.param)  # fmt: skip
+    return a, truth(a, out=folder / "t")
+
+
+@pytest.mark.parametrize(
+    ("plants", "wrong"), [(BLOCKS, LAYERS[::2]), (ONE, LAYERS[1:])], ids=["two of four", "three"]
+)
+def test_healthy_blocks_are_not_blamed(pair, tmp_path, plants, wrong):
+    """The planted blocks alone are flagged, and the side is B's."""
+    a, true = pair
+    b = capture(like=a, out=tmp_path / "b", plants=plants, attn_implementation="sdpa", probe=False)
+    report = compare(a, b, truth=true)
+    assert (report.verdict.side, report.verdict.confidence) == ("candidate", "high")
+    assert report.verdict.onset.block == wrong[0]
+    outputs = [f"{layer}:out" for layer in LAYERS]
+    assert {site.block for site in report.sites if site.flagged and site.site in outputs} == set(
+        wrong
+    )
+
+
+def test_healthy_prompts_are_not_blamed(pair, tmp_path):
+    """Every block, in half of the prompts: these alone, and the side is B's."""
+    a, true = pair
+    b = capture(like=a, out=tmp_path / "b", plants=SAMPLES, attn_implementation="sdpa", probe=False)
+    verdict = compare(a, b, truth=true).verdict
+    assert (verdict.kind, verdict.side) == ("systematic", "candidate")
+    assert verdict.onset.sample == 4
+    assert "in prompts 4, 5, 6, 7 (of 8)" in verdict.summary

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import tarfile
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -77,6 +78,19 @@ def own_truths(monkeypatch: pytest.MonkeyPatch) -> None:
     from divergence.recording import own_truth
 
     monkeypatch.setattr(own_truth, "DEFAULT", "auto")
+
+
+@pytest.fixture(scope="session")
+def unpack(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """``unpack(ARCHIVE)``: a folder with the runs of a fixture."""
+
+    def unpacked(archive: Path) -> Path:
+        folder = tmp_path_factory.mktemp("fixture")
+        with tarfile.open(archive) as file:
+            file.extractall(folder, filter="data")
+        return folder
+
+    return unpacked
 
 
 @pytest.fixture(scope="session")

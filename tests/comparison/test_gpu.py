@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +15,9 @@ DTYPES = ("bfloat16", "float32")
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def unpacked(unpack: Callable[[Path], Path]) -> Callable[[str], Path]:
     """The folder of a run."""
-    where = tmp_path_factory.mktemp("cpu-gpu")
-    with tarfile.open(RUNS) as archive:
-        archive.extractall(where, filter="data")
+    where = unpack(RUNS)
     return lambda name: where / name
 
 

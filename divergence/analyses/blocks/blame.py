@@ -108,7 +108,7 @@ def _stands_out(w: float, control: float, room: float) -> bool:
     """Has one side the larger error, and more so than its control? A side is convicted by its own
     error: where it is not clearly the larger one, by the root of ``room``, it is to blame for
     nothing, however its siblings fare."""
-    return max(w, 1 / max(w, 1e-300)) ** 2 > room and (w > 1) == (w > control)
+    return max(w, 1 / max(w, 1e-300)) > math.sqrt(room) and (w > 1) == (w > control)
 
 
 def lone_control(w: float, blocks: float) -> float:

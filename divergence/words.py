@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 __all__ = [
-    "HEADLINES", "Progress", "Side", "SideBothOrNeither", "SideOrBoth", "letter", "markdown_code",
-    "markdown_text", "printable", "printable_json", "printable_lines", "shortened", "silent",
+    "HEADLINES", "Progress", "Side", "SideBothOrNeither", "SideOrBoth", "figure", "letter",
+    "list_names", "markdown_code", "markdown_text", "printable", "printable_json",
+    "printable_lines", "shortened", "silent", "some_of",
 ]  # fmt: skip
 
 Progress = Callable[[str, int, int | None, str], None]
@@ -111,3 +112,27 @@ def markdown_text(text: str) -> str:
 def markdown_code(text: str) -> str:
     """One line of code in HTML, which shows ``text`` and does nothing else."""
     return f"<code>{markdown_text(text)}</code>"
+
+
+_LONG = 9999.5
+
+
+def some_of(what: str, numbers: Collection[int], total: int, *, alone: bool = False) -> str:
+    """``prompts 1, 2 (of 3)``; ``alone``: a single number is so in words, too."""
+    shown = [str(number) for number in sorted(numbers)]
+    if len(shown) == 1:
+        return f"{what} {shown[0]}{' alone' if alone else ''} (of {total})"
+    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
+
+
+def figure(value: float, digits: int = 1) -> str:
+    """``6.8``, ``1204.6``; ``4.0e+08`` where more digits would say nothing."""
+    return f"{value:.{digits}f}" if abs(value) < _LONG or value != value else f"{value:.1e}"
+
+
+def list_names(names: Sequence[str], most: int = 5, by: str = ", ") -> str:
+    """The first few, and how many more."""
+    rest = len(names) - most
+    last = "; and" if by == "; " else " and"
+    return by.join(names[:most]) + (f"{last} {rest} more" if rest > 0 else "")

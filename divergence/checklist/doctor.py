@@ -187,7 +187,7 @@ def _weights(pair: CheckedPair) -> Said:
 
 def _next(name: RungName, pair: CheckedPair) -> str:
     if name in ("tokens", "weights") or (name == "code" and settings_differ(pair)):
-        return Advice(pair.a, pair.b).alike()
+        return Advice(pair.a, pair.b).alike().text
     if pair.verdict is not None and pair.verdict.next:
         return pair.verdict.next[0].removesuffix("; or by hand:")
     return command_line("compare", pair.a.path, pair.b.path, verbose=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from divergence.checklist.pair import CheckedPair, both, sampling_text
 from divergence.checklist.result import RungState
+from divergence.comparison.decide import tells
 from divergence.comparison.results.findings import Claim, Finding
 from divergence.comparison.results.sites import SiteResult
+from divergence.facts import has
 from divergence.layout import count
 
 __all__ = ["Said", "phase", "ranks", "sampling"]
@@ -22,7 +24,6 @@ _NUMBERS: tuple[Claim, ...] = (
     "error_below_floor", "error_between", "operator_off", "drift",
 )  # fmt: skip
 _SAMPLED: Claim = "not_the_largest_logit"
-_SHARE = "share of rank"
 
 
 def phase(pair: CheckedPair, *, decode: bool) -> Said:
@@ -85,7 +86,7 @@ def _step_of_verdict(pair: CheckedPair) -> int | None:
         return None
     if verdict.onset is not None:
         return verdict.onset.step
-    steps = [claim.step for claim in pair.claims("drift") if claim.summary in verdict.summary]
+    steps = [claim.step for claim in pair.claims("drift") if tells(verdict, claim)]
     return steps[0] if steps else None
 
 
@@ -145,10 +146,11 @@ def _told_by_ranks(pair: CheckedPair) -> Finding | None:
         return None
     verdict = pair.report.verdict
     for finding in pair.claims("replicas_disagree"):
-        if pair.is_verdict(finding) or f": {finding.clause}" in verdict.summary:
+        inside = all(item in verdict.headline for item in finding.addition)
+        if pair.is_verdict(finding) or (finding.addition and inside):
             return finding
     for finding in pair.report.findings:
-        if finding.claim == "explanation" and _SHARE in finding.clause:
+        if finding.claim == "explanation" and has(finding.addition, "rank_share"):
             return finding
     return None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from divergence.checklist.result import PointState
-from divergence.comparison.decide import BEYOND
+from divergence.comparison.decide import tells
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Claim, Finding, PreflightLine, Verdict
 from divergence.comparison.results.sites import SiteResult
@@ -46,7 +46,8 @@ class CheckedPair:
         verdict = self.report.verdict
         if verdict.kind not in ("incomparable", "undetermined"):
             return None
-        return verdict.summary.rpartition(BEYOND)[2]
+        behind = verdict.headline[0]["beyond"] if verdict.headline else False
+        return "".join(item.text for item in verdict.headline[1 if behind else 0 :])
 
     @property
     def diverged(self) -> bool:
@@ -96,11 +97,7 @@ class CheckedPair:
     def is_verdict(self, finding: Finding) -> bool:
         """Is it what the verdict says?"""
         verdict = self.verdict
-        return (
-            verdict is not None
-            and verdict.onset == finding.onset
-            and finding.summary in verdict.summary
-        )
+        return verdict is not None and verdict.onset == finding.onset and tells(verdict, finding)
 
 
 def worst(*states: PointState) -> PointState:

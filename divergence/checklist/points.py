@@ -11,9 +11,8 @@ from collections.abc import Callable
 from divergence.checklist.code import precision, weights
 from divergence.checklist.pair import CheckedPair, both, in_both, logits_held, sampling_text, worst
 from divergence.checklist.result import Point, PointName, PointState
-from divergence.comparison.results.findings import list_names
 from divergence.run.schema.manifest import Manifest
-from divergence.words import HEADLINES, printable
+from divergence.words import HEADLINES, list_names, printable
 
 __all__ = ["points_of"]
 

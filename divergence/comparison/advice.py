@@ -14,7 +14,7 @@ from typing import Any
 
 from divergence.comparison.measure.truth import Truth
 from divergence.errors import DivergenceError
-from divergence.run.command import command_line
+from divergence.run.command import Command, command
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN, Manifest
 from divergence.run.schema.site import module_of
@@ -59,7 +59,7 @@ class Advice:
             and reference.has_bytes(record)
         }
 
-    def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
+    def certainty(self, flagged: Sequence[str] = ()) -> list[Command]:
         """An anchored pass, where there is none: capture the candidate like the reference, and
         first the reference with all that anchors one. ``flagged``: sites to keep in full, where
         not all were."""
@@ -68,10 +68,10 @@ class Advice:
         return [
             *again,
             self._candidate_again(like=first, o=anchored),
-            command_line("compare", first, anchored),
+            command("compare", first, anchored),
         ]
 
-    def in_full(self, flagged: Sequence[str] = ()) -> list[str]:
+    def in_full(self, flagged: Sequence[str] = ()) -> list[Command]:
         """The side that kept no bytes once more with them: the blocks, and ``flagged`` sites
         beside them. Where it is the reference, both: without its bytes it anchors nothing."""
         if self._reference.plan.store != "full":
@@ -82,10 +82,10 @@ class Advice:
         sites = ["blocks", *flagged[:_MOST_SITES]]
         return [
             self._candidate_again(like=self._a, o=out, store="full", sites=sites),
-            command_line("compare", self._a, out),
+            command("compare", self._a, out),
         ]
 
-    def _anchoring(self, flagged: Sequence[str]) -> list[str]:
+    def _anchoring(self, flagged: Sequence[str]) -> list[Command]:
         """The reference once more, with every block's input; nothing where it has them."""
         plan, settings = self._reference.plan, self._reference.settings
         blocks = _blocks(self._reference)
@@ -112,7 +112,7 @@ class Advice:
             )
         ]
 
-    def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
+    def into_block(self, block: str, *, hidden: bool = False) -> list[Command]:
         """Everything inside a block, on both machines; ``hidden``: it shows in the escalated
         pass alone, against a truth. Operators are recorded in one process alone, and those of
         other batches are no pairs."""
@@ -134,11 +134,11 @@ class Advice:
                 o=deep_a, sites=["blocks", *inside], store=None if whole else "full", truth=carried
             ),
             self._candidate_again(like=deep_a, o=deep_b, escalate=hidden),
-            *([command_line("truth", deep_a, o=truth, note=_ON_REFERENCE)] if truth else []),
-            command_line("compare", deep_a, deep_b, truth=truth),
+            *([command("truth", deep_a, o=truth, note=_ON_REFERENCE)] if truth else []),
+            command("compare", deep_a, deep_b, truth=truth),
         ]
 
-    def descent(self, block: str | None = None) -> list[str]:
+    def descent(self, block: str | None = None) -> list[Command]:
         """What looks for the operator, inside a block where one is given; nothing where no descent
         is possible."""
         if self.divided or self._reference.mesh is not None or self._reference.plan.store != "full":
@@ -161,12 +161,12 @@ class Advice:
                     return place
         return None
 
-    def judged(self) -> list[str]:
+    def judged(self) -> list[Command]:
         """The comparison with the truth that lies beside."""
         truth = self.truth_beside
-        return [] if truth is None else [command_line("compare", self._a, self._b, truth=truth)]
+        return [] if truth is None else [command("compare", self._a, self._b, truth=truth)]
 
-    def truth(self, *, full: bool = False) -> list[str]:
+    def truth(self, *, full: bool = False) -> list[Command]:
         """Which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held
         against the truth, which judges nothing that is not there in full."""
         a, b = self._a, self._b
@@ -176,11 +176,11 @@ class Advice:
             b = beside(b, "-full")
         truth = beside(a, "-truth")
         return [
-            command_line("truth", a, o=truth, note=_ON_REFERENCE),
-            command_line("compare", a, b, truth=truth),
+            command("truth", a, o=truth, note=_ON_REFERENCE),
+            command("compare", a, b, truth=truth),
         ]
 
-    def escalate(self) -> list[str]:
+    def escalate(self) -> list[Command]:
         """The same inputs in float32: what a 16-bit dtype hides. Nothing for two dtypes, whose
         weights are not the same to float32's last bit, and for a candidate of several ranks, which
         make no such pass."""
@@ -196,36 +196,36 @@ class Advice:
             self._candidate_again(like=first, o=deep, escalate=True),
         ]
         if not known:
-            commands.append(command_line("truth", first, o=truth, note=_ON_REFERENCE))
-        return [*commands, command_line("compare", first, deep, truth=truth)]
+            commands.append(command("truth", first, o=truth, note=_ON_REFERENCE))
+        return [*commands, command("compare", first, deep, truth=truth)]
 
-    def operator(self, site: str, candidate_site: str, side: str | None) -> list[str]:
+    def operator(self, site: str, candidate_site: str, side: str | None) -> list[Command]:
         """The operator by itself, as a script for whoever made it."""
         path, name = (self._a, site) if side == "reference" else (self._b, candidate_site)
         return [
-            command_line(
+            command(
                 "repro", path, site=name + ":out", o=_folder(path, "-repro"),
                 note="a script that shows it without the model",
             )
         ]  # fmt: skip
 
-    def operator_input(self, site: str, side: str | None) -> list[str]:
+    def operator_input(self, site: str, side: str | None) -> list[Command]:
         """What one side alone calls, and how."""
         path = self._a if side == "reference" else self._b
-        return [command_line("inspect", path, site=site)]
+        return [command("inspect", path, site=site)]
 
-    def look_at(self, site: str) -> list[str]:
+    def look_at(self, site: str) -> list[Command]:
         """The tensor itself, on both sides."""
-        return [command_line("inspect", path, site=site) for path in (self._a, self._b)]
+        return [command("inspect", path, site=site) for path in (self._a, self._b)]
 
-    def made_alike(self, other_model: bool) -> list[str]:
+    def made_alike(self, other_model: bool) -> list[Command]:
         """Of two runs that are not comparable: one that is, or measuring them all the same."""
         note = f"{_ON_CANDIDATE}, with A's model (--model PATH if it lies elsewhere)"
-        force = command_line("compare", self._a, self._b, force=True, note="measure all the same")
+        force = command("compare", self._a, self._b, force=True, note="measure all the same")
         again = self.alike(note=note) if other_model else self.alike()
-        return [again, command_line("compare", self._a, beside(self._b, "-like")), force]
+        return [again, command("compare", self._a, beside(self._b, "-like")), force]
 
-    def alike(self, *, note: str = _ON_CANDIDATE) -> str:
+    def alike(self, *, note: str = _ON_CANDIDATE) -> Command:
         """The candidate once more, on the reference's tokens and by its settings: nothing of the
         candidate's own is left but its processes, and where it has the same model."""
         a, b = self._reference.model, self._candidate.model
@@ -236,10 +236,10 @@ class Advice:
             **_mesh(self._candidate), note=note,
         )  # fmt: skip
 
-    def _localize(self, **options: Any) -> str:
+    def _localize(self, **options: Any) -> Command:
         """The descent into a block."""
         out = _folder(self._b, "-localized")
-        return command_line("localize", self._a, self._b, o=out, **options)
+        return command("localize", self._a, self._b, o=out, **options)
 
     def _special(self, manifest: Manifest) -> dict[str, Any]:
         """What makes this side's run special, and its device where the sides' are not of a kind."""
@@ -250,14 +250,14 @@ class Advice:
         device = {"device": manifest.environment.device_type} if len(kinds) > 1 else {}
         return device | _options(manifest, self._reference)
 
-    def _reference_again(self, **options: Any) -> str:
+    def _reference_again(self, **options: Any) -> Command:
         """The reference's machine captures it once more."""
         special = self._special(self._reference)
         return _capture(
             self._reference, like=self._a, no_anchor=True, **options, **special, note=_ON_REFERENCE
         )
 
-    def _candidate_again(self, *, like: str, **options: Any) -> str:
+    def _candidate_again(self, *, like: str, **options: Any) -> Command:
         """The candidate's machine captures ``like`` as it made the candidate."""
         special = self._special(self._candidate)
         return _capture(self._candidate, like=like, **options, **special, note=_ON_CANDIDATE)
@@ -269,15 +269,15 @@ class WithinAdvice(Advice):
     def __init__(self, run: Run) -> None:
         super().__init__(run, run)
 
-    def whole(self) -> list[str]:
+    def whole(self) -> list[Command]:
         """The run with the pass that its decode steps are held against."""
         other = beside(self._a, "-whole")
         return [
             _capture(self._reference, like=self._a, o=other, whole=True, **_mesh(self._reference)),
-            command_line("compare", other),
+            command("compare", other),
         ]
 
-    def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
+    def certainty(self, flagged: Sequence[str] = ()) -> list[Command]:
         """Nothing: every pair is anchored."""
         return []
 
@@ -285,23 +285,23 @@ class WithinAdvice(Advice):
     def truth_beside(self) -> None:
         """Nothing: a truth repeats one of two runs."""
 
-    def descent(self, block: str | None = None) -> list[str]:
+    def descent(self, block: str | None = None) -> list[Command]:
         """Nothing: a descent takes two runs."""
         return []
 
-    def truth(self, *, full: bool = False) -> list[str]:
+    def truth(self, *, full: bool = False) -> list[Command]:
         """Nothing: a truth repeats one of two runs."""
         return []
 
-    def escalate(self) -> list[str]:
+    def escalate(self) -> list[Command]:
         """The same tokens in float32: what a 16-bit dtype hides."""
         return self._whole_again(beside(self._a, "-float32"), dtype="float32")
 
-    def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
+    def into_block(self, block: str, *, hidden: bool = False) -> list[Command]:
         """Everything inside a block, of the same run."""
         return self._whole_again(beside(self._a, "-deep"), sites=["blocks", block + ".*"])
 
-    def _whole_again(self, out: str, **options: Any) -> list[str]:
+    def _whole_again(self, out: str, **options: Any) -> list[Command]:
         """The same run with other sites or in another dtype, and its decode steps compared."""
         special = self._special(self._reference)
         return [
@@ -309,10 +309,10 @@ class WithinAdvice(Advice):
                 self._reference, like=self._a, o=out, no_anchor=True, whole=True,
                 **options, **special,
             ),
-            command_line("compare", out),
+            command("compare", out),
         ]  # fmt: skip
 
-    def look_at(self, site: str) -> list[str]:
+    def look_at(self, site: str) -> list[Command]:
         """The tensors themselves: both passes are in the one run."""
         return super().look_at(site)[:1]
 
@@ -322,31 +322,31 @@ class LookingAdvice(Advice):
 
     truth_beside = None
 
-    def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
+    def certainty(self, flagged: Sequence[str] = ()) -> list[Command]:
         """Nothing: an anchored pass takes another capture."""
         return []
 
-    def in_full(self, flagged: Sequence[str] = ()) -> list[str]:
+    def in_full(self, flagged: Sequence[str] = ()) -> list[Command]:
         """Nothing: that takes another capture."""
         return []
 
-    def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
+    def into_block(self, block: str, *, hidden: bool = False) -> list[Command]:
         """What the block hands on."""
         return self.look_at(f"{block}:out")
 
-    def descent(self, block: str | None = None) -> list[str]:
+    def descent(self, block: str | None = None) -> list[Command]:
         """Nothing: a descent captures both runs again."""
         return []
 
-    def truth(self, *, full: bool = False) -> list[str]:
+    def truth(self, *, full: bool = False) -> list[Command]:
         """Nothing: a truth repeats a run."""
         return []
 
-    def escalate(self) -> list[str]:
+    def escalate(self) -> list[Command]:
         """Nothing: that takes another capture."""
         return []
 
-    def made_alike(self, other_model: bool) -> list[str]:
+    def made_alike(self, other_model: bool) -> list[Command]:
         """Measuring them all the same."""
         return super().made_alike(other_model)[-1:]
 
@@ -387,10 +387,10 @@ def _stem(path: str) -> tuple[str, str]:
     return path.removesuffix(kind), kind
 
 
-def _capture(manifest: Manifest, *operands: str, **options: Any) -> str:
+def _capture(manifest: Manifest, *operands: str, **options: Any) -> Command:
     """The command that captures with as many processes as made the run."""
     ranks = manifest.mesh.num_ranks if manifest.mesh else None
-    return command_line("capture", *operands, ranks=ranks, **options)
+    return command("capture", *operands, ranks=ranks, **options)
 
 
 def _mesh(manifest: Manifest) -> dict[str, Any]:

@@ -30,16 +30,12 @@ from divergence.comparison.measure.pipeline import measured_where_asked
 from divergence.comparison.measure.runs import measure, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import (
-    Evidence,
-    Finding,
-    PreflightLine,
-    list_names,
-)
+from divergence.comparison.results.findings import Finding, PreflightLine
 from divergence.comparison.results.sites import Coverage
 from divergence.errors import UsageError
+from divergence.facts import fact, plain, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
-from divergence.run.command import command_line
+from divergence.run.command import command
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.schema.site import one_or_more
@@ -50,6 +46,7 @@ __all__ = ["compare", "measure_runs", "report_on"]
 
 @collect_garbage_rarely()
 @measured_where_asked
+@with_sentences
 def compare(
     reference: str | Path | Run,
     candidate: str | Path | Run | None = None,
@@ -180,8 +177,8 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     unreached = not_exercised(measured.reference)
     modules = [part.text for part in unreached if part.what == "module"]
     if modules and verdict.kind in ("identical", "within_floor"):
-        summary = f"{verdict.summary} (not exercised: {list_names(modules, 2)})"
-        verdict = replaced(verdict, summary=summary)
+        rest = fact("not_exercised", modules=modules)
+        verdict = replaced(verdict, headline=[*verdict.headline, rest])
     tokens, alignment = parts.get("tokens"), measured.alignment
     return Report(
         tool_version=__version__,
@@ -218,7 +215,7 @@ def _of_one_run(report: Report) -> Report:
         report.reference.id,
         judged_by_truth=report.suite is not None and report.suite.judged,
         num_held=0 if differ else sum(replica.num_tensors for replica in report.replicas[:1]),
-        next_command=command_line("capture", like=report.reference.path, o="NEW"),
+        again=command("capture", like=report.reference.path, o="NEW"),
     )
     return replaced(report, verdict=verdict)
 
@@ -230,8 +227,8 @@ def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
         return report
     pair, truth = (("RUN", b.path), a.path) if truths[0] else ((a.path, "OTHER"), b.path)
     note = "a truth judges two runs, RUN being the one that it repeats" if truths[0] else ""
-    judged = command_line("compare", *pair, truth=truth, note=note)
-    return replaced(report, verdict=replaced(report.verdict, next=[judged]))
+    judged = command("compare", *pair, truth=truth, note=note)
+    return replaced(report, verdict=replaced(report.verdict, commands=[judged]))
 
 
 def _incomparable(
@@ -247,12 +244,11 @@ def _incomparable(
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
-        summary=names,
+        headline=[plain(names)],
         evidence=[
-            Evidence(text=f"{line.check}: {text}")
-            for line, text in zip(blocking, texts, strict=True)
+            plain(f"{line.check}: {text}") for line, text in zip(blocking, texts, strict=True)
         ],
-        next=advise(a, b).made_alike(
+        commands=advise(a, b).made_alike(
             other_model=any(line.check != "prompt ids" for line in blocking)
         ),
     )

@@ -26,19 +26,19 @@ from msgspec.structs import replace
 from divergence.comparison.results.findings import (
     Check,
     Claim,
-    Evidence,
     Finding,
+    Onset,
     PreflightLine,
     SiteKey,
     Verdict,
-    behind_rank,
     schemes_apart,
 )
-from divergence.words import letter
+from divergence.facts import Fact, fact, plain
+from divergence.run.command import Command
 
 __all__ = [
-    "BEYOND", "PRECEDENCE", "RANK", "WITH_ITSELF", "Decision", "check", "confidence_of", "decide",
-    "explained", "of_one_run",
+    "PRECEDENCE", "RANK", "Decision", "check", "confidence_of", "decide", "explained",
+    "of_one_run", "tells", "without_side",
 ]  # fmt: skip
 
 PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
@@ -101,9 +101,6 @@ _COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "eng
 _PRECISION = ("dtype", "quantization")
 _EXPERIMENT = ("weights", "prompt ids")
 """Checks whose difference would make the two runs different experiments."""
-BEYOND = "; beyond that, "
-"""Between the settings that explain something and what they do not."""
-WITH_ITSELF = "a run compared with itself proves nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +121,7 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
         if first.claim not in _NOT_MEASURED:
             verdict = _with(verdict, *_all(findings, "hints"), *_all(findings, "context"))
         if first.claim not in _ALONE:
-            verdict = _with(verdict, *(fact for f in convicting for fact in f.beside))
+            verdict = _with(verdict, *(item for f in convicting for item in f.beside))
         place = (not first.equal_inputs, *(first.place or _FIRST))
         flags = frozenset(first.flags)
     for finding in findings:
@@ -140,9 +137,9 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
         if finding.role == "refines":
             verdict = _refined(verdict, finding)
     if verdict is None:
-        checks = [Check(name="measured", state="failed", detail="no analysis applies")]
+        checks = [check("measured", False, fact("no_analysis"))]
         verdict = Verdict(
-            kind="undetermined", summary="nothing was judged", confidence="low", checks=checks
+            kind="undetermined", headline=[fact("nothing_judged")], confidence="low", checks=checks
         )
     return Decision(_qualified(verdict, preflight), flags)
 
@@ -152,16 +149,14 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     evidence = list(verdict.evidence)
     for finding in findings:
         if finding.role == "abstains":
-            summary = verdict.summary.replace(f", by {letter(verdict.side)}", "")
-            verdict = replace(verdict, side=None, summary=summary)
+            verdict = replace(verdict, side=None, headline=without_side(verdict.headline))
         verdict = _unsure(verdict, *finding.rests_on) if finding.rests_on else verdict
-        if finding.clause:
-            verdict = replace(verdict, summary=verdict.summary + finding.clause)
-        known = {fact.text for fact in finding.evidence}
+        if finding.addition:
+            verdict = replace(verdict, headline=[*verdict.headline, *finding.addition])
         if finding.leads:
             evidence = [*finding.evidence, *evidence]
         elif finding.about_onset:
-            rest = [fact for fact in evidence[1:] if fact.text not in known]
+            rest = [item for item in evidence[1:] if item not in finding.evidence]
             evidence = [*evidence[:1], *finding.evidence, *rest]
         else:
             evidence += finding.evidence
@@ -187,25 +182,27 @@ def _line_of(claim: Claim) -> int:
 def _verdict_of(finding: Finding) -> Verdict:
     return Verdict(
         kind=finding.kind or "undetermined",
-        summary=finding.summary,
+        headline=finding.headline,
         onset=finding.onset,
         confidence=confidence_of(finding.rests_on),
         side=finding.side,
         evidence=list(finding.evidence),
-        next=finding.next,
+        commands=finding.commands,
         checks=finding.rests_on,
     )
 
 
-def _all(findings: Sequence[Finding], role: str) -> list[Evidence]:
-    return [fact for f in findings if f.role == role and f.claim != "replicas_disagree"
-            for fact in f.evidence]  # fmt: skip
+def _all(findings: Sequence[Finding], role: str) -> list[Fact]:
+    return [item for f in findings if f.role == role and f.claim != "replicas_disagree"
+            for item in f.evidence]  # fmt: skip
 
 
-def _with(verdict: Verdict, *evidence: Evidence) -> Verdict:
+def _with(verdict: Verdict, *evidence: Fact) -> Verdict:
     """With more evidence behind, each sentence once."""
-    said = {fact.text for fact in verdict.evidence}
-    new = [fact for fact in evidence if fact.text not in said]
+    new: list[Fact] = []
+    for item in evidence:
+        if item not in verdict.evidence and item not in new:
+            new.append(item)
     return replace(verdict, evidence=[*verdict.evidence, *new])
 
 
@@ -226,15 +223,28 @@ def _with_rank(
             return _with(verdict, *finding.evidence), False
         return replace(
             verdict,
-            summary=f"{verdict.summary}: {finding.clause}",
+            headline=[*verdict.headline, fact("inside"), *finding.addition],
             evidence=[*finding.evidence, *verdict.evidence],
         ), False
     return replace(
         _verdict_of(finding),
-        summary=finding.summary + behind_rank(verdict, finding.onset),
+        headline=[*finding.headline, *_behind_rank(verdict, finding.onset)],
         evidence=[*finding.evidence, *verdict.evidence],
-        next=verdict.next,
+        commands=verdict.commands,
     ), True
+
+
+def _behind_rank(verdict: Verdict, rank: Onset | None) -> list[Fact]:
+    """What is off behind a rank that disagrees. In the same block it need not be made where it is
+    seen."""
+    onset = verdict.onset
+    if verdict.kind in ("identical", "within_floor"):
+        return []
+    if onset is not None and rank is not None and onset.block is not None:
+        same = onset.block == rank.block and onset.site != rank.site
+        if same and verdict.kind == "localized":
+            return [fact("behind_rank_off", site=onset.site)]
+    return [fact("behind_rank", what=verdict.headline)]
 
 
 def _refined(verdict: Verdict | None, finding: Finding) -> Verdict:
@@ -256,7 +266,7 @@ def _refined(verdict: Verdict | None, finding: Finding) -> Verdict:
     if verdict.kind == "localized" and RANK[verdict.confidence] > RANK[own.confidence]:
         # that the block is wrong is as sure as it was; the operator only tells where to look in it
         own = replace(
-            own, summary=f"{verdict.summary}; inside it, {finding.summary}",
+            own, headline=[*verdict.headline, fact("inside_it"), *finding.headline],
             confidence=verdict.confidence, checks=verdict.checks,
         )  # fmt: skip
     return replace(
@@ -270,21 +280,32 @@ def _contradicted(verdict: Verdict, finding: Finding) -> Verdict:
     """The verdict of the blocks, with what speaks against it, and without a side: one fault does
     not make a block wrong by one side and an operator inside it by the other."""
     assert verdict.onset is not None and finding.onset is not None
-    told = ", ".join(
-        f"{level.onset.site} by {letter(level.side)}" for level in (verdict, finding) if level.onset
-    )
-    fact = Evidence(
-        text=f"the levels blame different sides: {told}. A truth made by other code than A's "
-        "does that, and two faults do"
-    )
+    levels = [
+        fact("level", site=level.onset.site, side=level.side)
+        for level in (verdict, finding)
+        if level.onset
+    ]
     return _unsure(
         verdict,
         Check(name="agreement", state="failed"),
-        summary=f"the evidence contradicts itself: {told}",
+        headline=[fact("evidence_contradicts", levels=levels)],
         side=None,
-        next=[*_forced(verdict.next)],
-        evidence=[fact, *verdict.evidence, *finding.evidence],
-    )
+        commands=[*_forced(verdict.commands)],
+        evidence=[
+            fact("levels_blame_apart", levels=levels), *verdict.evidence, *finding.evidence,
+        ],
+    )  # fmt: skip
+
+
+def tells(verdict: Verdict, finding: Finding) -> bool:
+    """Is what the finding claims in the verdict's summary, whoever is to blame?"""
+    headline = without_side(verdict.headline)
+    return all(item in headline for item in without_side(finding.headline))
+
+
+def without_side(headline: Sequence[Fact]) -> list[Fact]:
+    """The same without the side that is to blame."""
+    return [item.with_values(by=None) if item["by"] else item for item in headline]
 
 
 def _unsure(verdict: Verdict, *checks: Check, **changes: Any) -> Verdict:
@@ -300,11 +321,13 @@ def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
     return "high" if all(check.state == "met" for check in checks) else "medium"
 
 
-def check(name: str, met: bool, lacking: str, *, made: bool = True) -> Check:
+def check(name: str, met: bool, lacking: Fact | str | None = None, *, made: bool = True) -> Check:
     """``lacking``: what to say where it is not met. ``made``: could it be made at all?"""
     if met:
         return Check(name=name, state="met")
-    return Check(name=name, state="failed" if made else "not_made", detail=lacking)
+    if isinstance(lacking, str):
+        lacking = plain(lacking) if lacking else None
+    return Check(name=name, state="failed" if made else "not_made", lacking=lacking)
 
 
 def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
@@ -312,7 +335,7 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
     where a blocking difference was overridden: that explains whatever is found."""
     checks = _COMPUTED_OTHERWISE if verdict.kind in _QUIET else _PRECISION
     differing = [
-        f"{line.check} {line.reference} / {line.candidate}"
+        fact("setting", check=line.check, reference=line.reference, candidate=line.candidate)
         for line in preflight
         if line.check in checks and line.status == "differs"
     ]
@@ -321,80 +344,75 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         verdict = _of_codes(verdict, codes, differing)
     elif differing and verdict.kind not in ("incomparable", "identical"):
         precise = any(line.check in _PRECISION for line in preflight if line.status == "differs")
-        link = BEYOND if precise or verdict.kind not in _QUIET else ": "
-        verdict = replace(verdict, summary=f"{', '.join(differing)}{link}{verdict.summary}")
+        settings = fact(
+            "settings_differ", settings=differing, beyond=precise or verdict.kind not in _QUIET
+        )
+        verdict = replace(verdict, headline=[settings, *verdict.headline])
     untold = [line.check for line in preflight if line.status == "unknown"]
     untold = [check for check in _EXPERIMENT if check in untold]
     if untold and verdict.kind not in ("incomparable", "identical"):
-        lacking = f"the {' and '.join(untold)} of a side are not known"
-        verdict = _unsure(
-            verdict, Check(name="same_experiment", state="not_made", detail=lacking)
-        )  # fmt: skip
+        lacking = fact("side_not_known", checks=untold)
+        verdict = _unsure(verdict, check("same_experiment", False, lacking, made=False))
     forced = [line.check for line in preflight if line.status == "blocking"]
     if not forced:
         return verdict
-    other = f"other {' and '.join(forced)}"
-    unnamed = verdict.summary.replace(f", by {letter(verdict.side)}", "")
-    fact = Evidence(text=f"{other}, which may explain everything below")
     return _unsure(
         verdict,
-        Check(name="same_experiment", state="failed", detail=other),
-        summary=f"{unnamed} (compared by force: {other})",
+        check("same_experiment", False, fact("other", checks=forced)),
+        headline=[*without_side(verdict.headline), fact("compared_by_force", checks=forced)],
         side=None,
-        evidence=[fact, *verdict.evidence],
+        evidence=[fact("other_explains_all", checks=forced), *verdict.evidence],
     )
 
 
-def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[str]) -> Verdict:
+def _of_codes(verdict: Verdict, codes: PreflightLine, differing: list[Fact]) -> Verdict:
     """One side's numbers go through codes and the other's do not, or through others: that explains
     what differs, and no side is wrong by it."""
-    others = [setting for setting in differing if not setting.startswith((codes.check, "engine"))]
-    schemes = schemes_apart(codes.reference, codes.candidate)
-    told = [f"{'AB'[n]} is {scheme}" for n, scheme in enumerate(schemes)]
-    beside = f" ({', '.join(others)})" if others else ""
-    summary = f"{' and '.join(told)}: what differs is what that costs{beside}"
+    others = [item for item in differing if item["check"] not in (codes.check, "engine")]
+    reference, candidate = schemes_apart(codes.reference, codes.candidate)
+    costs = fact(
+        "codes_cost", reference=reference, candidate=candidate, others=others,
+        within=verdict.kind == "within_floor",
+    )  # fmt: skip
     if verdict.kind == "within_floor":
-        return replace(verdict, summary=f"{summary}; here no more than rounding")
-    unnamed = verdict.summary.replace(f", by {letter(verdict.side)}", "")
-    facts = (
-        "divergence quantize RUN --each tells which matrices pay it; whether a machine is wrong, "
-        "two runs with the same codes tell (capture --like)",
-        f"a fault would not be told from it: {unnamed}",
-    )
-    failed = Check(name="same_experiment", state="failed", detail="other codes on the two sides")
+        return replace(verdict, headline=[costs])
+    unnamed = without_side(verdict.headline)
     return _unsure(
-        verdict, failed, summary=summary, side=None, next=[],
-        evidence=[*(Evidence(text=text) for text in facts), *verdict.evidence],
+        verdict, check("same_experiment", False, fact("other_codes")),
+        headline=[costs], side=None, commands=[],
+        evidence=[
+            fact("codes_cost_where"), fact("codes_hide_faults", what=unnamed), *verdict.evidence,
+        ],
     )  # fmt: skip
 
 
-def _forced(commands: Sequence[str]) -> Iterator[str]:
+def _forced(commands: Sequence[Command]) -> Iterator[Command]:
     """They meet the same difference. The descent takes one experiment, whatever is forced."""
     for command in commands:
-        if not command.startswith("divergence localize"):
-            yield command + " --force" * command.startswith("divergence compare")
+        if command.name == "compare":
+            yield command.with_options(force=True)
+        elif command.name != "localize":
+            yield command
 
 
 def of_one_run(
-    verdict: Verdict, run_id: str, *, judged_by_truth: bool, num_held: int, next_command: str
+    verdict: Verdict, run_id: str, *, judged_by_truth: bool, num_held: int, again: Command
 ) -> Verdict:
     """The verdict on two runs of one id: equal bits are no finding then. What differs all the same
     (a damaged copy, ranks that disagree), and what a truth says of both, stays. ``num_held``:
     tensors that several ranks hold and agree on."""
-    fact = Evidence(text=f"both are run {run_id}: one of them, or both, is a copy")
-    check = Check(name="two_runs", state="failed")
+    not_two = Check(name="two_runs", state="failed")
     if verdict.kind == "within_floor" or judged_by_truth:
-        verdict = _unsure(verdict, check)
+        verdict = _unsure(verdict, not_two)
     elif verdict.kind in ("identical", "undetermined"):
-        but = f", but that its ranks agree on the {num_held} tensors that several hold"
-        both = "; it is far from the truth" if verdict.side == "both" else ""
+        far = verdict.side == "both"
         verdict = _unsure(
             verdict,
-            check,
+            not_two,
             kind="undetermined",
-            summary=f"{WITH_ITSELF}{but if num_held else ''}{both}",
-            side="both" if both else None,
+            headline=[fact("with_itself", num_held=num_held or None, far=far)],
+            side="both" if far else None,
             onset=None,
-            next=[next_command],
+            commands=[again],
         )
-    return replace(verdict, evidence=[fact, *verdict.evidence])
+    return replace(verdict, evidence=[fact("one_run", run=run_id), *verdict.evidence])

@@ -25,11 +25,13 @@ from dataclasses import dataclass, field, replace
 
 from divergence.comparison.analysis import is_probe
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results.findings import Evidence, PreflightLine, figure, list_names
+from divergence.comparison.results.findings import PreflightLine
+from divergence.facts import Fact, plain
 from divergence.numerics.formats import FORMATS
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.provenance import ArithmeticFact
+from divergence.words import figure, list_names
 
 __all__ = [
     "Explained", "count_of", "expected_w", "explain_arithmetic", "facts_of_operators", "is_about",
@@ -61,7 +63,7 @@ class Explained:
     sides hold; ``widths``: what both found of partial sums, by name, verified or not."""
 
     lines: Sequence[PreflightLine] = ()
-    evidence: Sequence[Evidence] = ()
+    evidence: Sequence[Fact] = ()
     precise: Sequence[str] = ()
     differing: Sequence[FactPair] = ()
     equal: Sequence[ArithmeticFact] = ()
@@ -71,13 +73,13 @@ class Explained:
     def num_differ(self) -> int:
         return len(self.differing)
 
-    def brief(self) -> list[Evidence]:
+    def brief(self) -> list[Fact]:
         """A few lines, for a report on something else."""
         lines = list(self.evidence[:_MOST_LINES])
         rest = len(self.evidence) - _MOST_LINES
         if rest > 0:
             more = f"{rest} more differences of arithmetic; inspect -v lists a run's facts"
-            lines.append(Evidence(text=more))
+            lines.append(plain(more))
         return lines
 
 
@@ -123,7 +125,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     if not differ:
         text = f"the probed arithmetic is the same on both sides ({count_of(len(sure), 'fact')}"
         text += f"; {unsure} more not verified)" if unsure else ")"
-        evidence = [Evidence(text=text)]
+        evidence = [plain(text)]
     kinds = {probe: [n for n in differ if ref[n].probe == probe] for probe in _ORDER}
     told = ", ".join(f"{probe} ({len(kind)})" for probe, kind in kinds.items() if kind)
     precise = [name for name in differ if _is_precision(ref[name], cand[name])]
@@ -142,13 +144,13 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     return replace(explained, lines=[line], evidence=evidence, precise=precise)
 
 
-def sentences(pairs: Sequence[FactPair], explained: Explained) -> list[Evidence]:
+def sentences(pairs: Sequence[FactPair], explained: Explained) -> list[Fact]:
     """One a difference; those that say the same of several shapes are one. Of orders, those that
     change the error most come first."""
     told = [(group[0][0].probe, _evidence(group, explained.widths)) for group in _grouped(pairs)]
     place = {probe: number for number, probe in enumerate(_ORDER)}
 
-    def key(item: tuple[str, Evidence]) -> tuple[int, float]:
+    def key(item: tuple[str, Fact]) -> tuple[int, float]:
         values = item[1].values
         weight = abs(math.log(values.get("measured_w", values.get("expected_w", 1.0)) or 1.0))
         return place.get(item[0], len(place)), -weight
@@ -185,24 +187,24 @@ def _grouped(pairs: Sequence[FactPair]) -> list[list[FactPair]]:
     return list(groups.values())
 
 
-def _evidence(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Evidence:
+def _evidence(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
     a, b = pairs[0]
     where = list_names([pair[0].subject for pair in pairs], _MOST_SUBJECTS)
     if a.probe == "order":
         return _order_evidence(a, b, where, widths)
     if a.probe == "input bits":
-        return Evidence(text=f"{where}: {_kept(a, b)}")
+        return plain(f"{where}: {_kept(a, b)}")
     if a.probe == "ulp":
         worst = max(pairs, key=lambda pair: max(fact.numbers.get("worst", 0.0) for fact in pair))
         x, y = (_number(fact, "worst") for fact in worst)
-        return Evidence(
-            text=f"{where}: other bits; {worst[0].subject}: {x:.3g} ulp at worst in A, "
-            f"{y:.3g} in B",
-            values={"reference_ulp": x, "candidate_ulp": y},
+        return plain(
+            f"{where}: other bits; {worst[0].subject}: {x:.3g} ulp at worst in A, {y:.3g} in B",
+            reference_ulp=x,
+            candidate_ulp=y,
         )
     word_a, word_b = (_WORDS.get(fact.value, fact.value) for fact in (a, b))
     said = _SAYINGS.get(a.probe, "{}").format(word_a)
-    return Evidence(text=f"{where}: {said} in A, {word_b} in B")
+    return plain(f"{where}: {said} in A, {word_b} in B")
 
 
 _SAYINGS = {
@@ -232,7 +234,7 @@ def _number(fact: ArithmeticFact, name: str) -> float:
 
 def _order_evidence(
     a: ArithmeticFact, b: ArithmeticFact, where: str, widths: Mapping[str, FactPair]
-) -> Evidence:
+) -> Fact:
     width = widths.get(a.name.replace("order: ", "accumulator: ", 1), (None, None))
     ws = {
         "expected": expected_w(a, b, accumulators=width),
@@ -245,7 +247,7 @@ def _order_evidence(
     text = f"{where}: A adds {a.value}, B {b.value}"
     if a.value == b.value:
         text = f"{where}: both add as {a.value}, but other terms stand together"
-    return Evidence(text=f"{text}: {told}" if told else text, values=values)
+    return plain(f"{text}: {told}" if told else text, **values)
 
 
 def expected_w(

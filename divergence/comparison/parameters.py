@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from divergence.comparison.results.sites import SiteResult
+from divergence.facts import Fact, fact
 from divergence.run.schema.site import BACKWARD, is_norm, of_parameter
 
 __all__ = ["ParametersOff", "row_of", "together"]
@@ -27,16 +28,12 @@ class ParametersOff:
     kinds: frozenset[str]
 
     @property
-    def cause(self) -> str:
+    def cause(self) -> Fact:
         """What to look at. Nothing that blocks hand on in the backward is off."""
-        if self.what == "parameters' gradients":
-            if len(self.kinds) == 1 and len(self.beyond) < self.total:
-                return f"the product that makes it in {min(self.kinds)}, or what is done with it"
-            return (
-                "not a kernel, but what is done with gradients (adding up micro-batches, reducing "
-                "among ranks, dividing)"
-            )
-        return "the optimizer's step or its settings, not one layer"
+        if self.what != "parameters' gradients":
+            return fact("cause_optimizer")
+        lone = len(self.kinds) == 1 and len(self.beyond) < self.total
+        return fact("cause_gradients", kind=min(self.kinds) if lone else None)
 
 
 def row_of(site: str) -> str | None:

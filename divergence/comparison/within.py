@@ -26,6 +26,7 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Skipped
 from divergence.errors import IncomparableError, UsageError
+from divergence.facts import fact
 from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
@@ -47,7 +48,8 @@ def align_within(run: Run) -> Alignment:
         ranks = command_line("compare", run.path, run.path)
         raise UsageError(
             f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
-            hint=f"give a second run, or make the pass: {', then '.join(WithinAdvice(run).whole())}"
+            hint="give a second run, or make the pass: "
+            + ", then ".join(command.text for command in WithinAdvice(run).whole())
             + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
         )
     members = {group[0]: group for group in run.manifest.tokens.groups}
@@ -116,17 +118,20 @@ def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) 
 
 
 def explain_within(report: Report) -> Report:
-    """The report's sentences with what was compared in front; one run is made again in float32
-    where two would be escalated."""
+    """The report with what was compared in front; one run is made again in float32 where two would
+    be escalated."""
     verdict = report.verdict
     evidence = [
-        msgspec.structs.replace(
-            fact, text=fact.text.replace("without an escalated pass", "unless made in float32")
-        )
-        for fact in verdict.evidence
+        item.with_values(within=True) if item["within"] is False else item
+        for item in verdict.evidence
     ]
-    summary = f"{WHAT}: {verdict.summary.replace('the runs differ', 'they differ')}"
-    verdict = msgspec.structs.replace(verdict, summary=summary, evidence=evidence)
+    headline = [
+        item.with_values(within=True) if item["within"] is False else item
+        for item in verdict.headline
+    ]
+    verdict = msgspec.structs.replace(
+        verdict, headline=[fact("whole_pass"), *headline], evidence=evidence
+    )
     return msgspec.structs.replace(report, verdict=verdict)
 
 

@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divergence.comparison.decide import WITH_ITSELF
 from divergence.comparison.result import Report
 from divergence.errors import (
     IncomparableError,
@@ -246,7 +245,8 @@ def refuse_unfit(report: Report) -> None:
     golden, new = report.reference, report.candidate
     if golden.id == new.id:
         raise UsageError(
-            f"{new.path} is the golden itself, or a copy of it (run {golden.id}): {WITH_ITSELF}",
+            f"{new.path} is the golden itself, or a copy of it (run {golden.id}): a run "
+            "compared with itself proves nothing",
             hint=command_line("capture", like=golden.path, o="NEW"),
         )
     problem = _why_no_golden(golden.compute_dtype, golden.plants, golden.substitutes)

@@ -9,27 +9,72 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
 
 from divergence.run.storage.location import Url
 
-__all__ = ["command_line", "command_words", "quoted", "quoted_words", "requoted"]
+__all__ = [
+    "Command",
+    "command",
+    "command_line",
+    "command_words",
+    "quoted",
+    "quoted_words",
+    "requoted",
+]
 
 Value = str | int | os.PathLike[str] | Url | bool | None | Iterable[object]
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A command of this tool, as a value: what it is called with, and why."""
+
+    name: str
+    operands: list[str] = []
+    options: dict[str, Any] = {}
+    """As in ``command_words``."""
+    ranks: int | None = None
+    """As so many processes."""
+    pair: list[str] = []
+    """An option that takes two values: its flag, and both."""
+    note: str = ""
+    """Why, or where: a comment of ours, never words of a run."""
+
+    @property
+    def text(self) -> str:
+        """``divergence NAME OPERANDS OPTIONS   # note``, ready for a shell."""
+        start = [] if self.ranks is None else ["torchrun", "--nproc-per-node", self.ranks, "-m"]
+        text = quoted_words([*start, *command_words(self.name, *self.operands, **self.options)])
+        if self.pair:
+            text += f" {self.pair[0]} {quoted_words(map(_operand, self.pair[1:]))}"
+        return f"{text}   # {self.note}" if self.note else text
+
+    def with_options(self, **options: Value) -> Command:
+        """The command with these options behind its own."""
+        return msgspec.structs.replace(self, options=self.options | _plain_options(options))
+
+
+def command(
+    name: str, *operands: object, ranks: int | None = None, note: str = "",
+    pair: tuple[str, object, object] | None = None, **options: Value,
+) -> Command:  # fmt: skip
+    """The command of this name; options as in ``command_words``."""
+    return Command(
+        name=name, operands=[str(operand) for operand in operands],
+        options=_plain_options(options), ranks=ranks,
+        pair=[str(word) for word in pair or ()], note=note,
+    )  # fmt: skip
 
 
 def command_line(
     name: str, *operands: object, ranks: int | None = None, note: str = "",
     pair: tuple[str, object, object] | None = None, **options: Value,
 ) -> str:  # fmt: skip
-    """``divergence NAME OPERANDS OPTIONS   # note``, ready for a shell; options as in
-    ``command_words``. ``ranks``: as so many processes. ``note``: a comment of ours, never words
-    of a run. ``pair``: an option that takes two values."""
-    start = [] if ranks is None else ["torchrun", "--nproc-per-node", ranks, "-m"]
-    text = quoted_words([*start, *command_words(name, *operands, **options)])
-    if pair is not None:
-        text += f" {pair[0]} {quoted_words(_operand(str(value)) for value in pair[1:])}"
-    return f"{text}   # {note}" if note else text
+    """``command``, ready for a shell."""
+    return command(name, *operands, ranks=ranks, note=note, pair=pair, **options).text
 
 
 def command_words(name: str, *operands: object, **options: Value) -> list[str]:
@@ -69,6 +114,21 @@ def quoted(word: object) -> str:
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _plain_options(options: Mapping[str, Value]) -> dict[str, Any]:
+    """The options that say anything, as values that JSON can hold."""
+    plain: dict[str, Any] = {}
+    for key, value in options.items():
+        if value is None or value is False:
+            continue
+        if isinstance(value, str | int | float):
+            plain[key] = value
+        elif isinstance(value, os.PathLike | Url):
+            plain[key] = str(value)
+        else:
+            plain[key] = [str(item) for item in value]
+    return plain
 
 
 def _operand(text: str) -> str:

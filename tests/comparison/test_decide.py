@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divergence.comparison.decide import PRECEDENCE, RANK, check, confidence_of, decide, explained
-from divergence.comparison.results.findings import Claim, Evidence, Finding, Onset, PreflightLine
+from divergence.comparison import decide as deciding
+from divergence.comparison.decide import PRECEDENCE, RANK, Decision, check, confidence_of, explained
+from divergence.comparison.results.findings import Claim, Finding, Onset, PreflightLine
+from divergence.facts import plain, worded
+
+
+def decide(findings, preflight=()):
+    """The decision, with the sentences of its verdict."""
+    decision = deciding.decide(findings, preflight)
+    return Decision(worded(decision.verdict), decision.flags)
+
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,32 +55,32 @@ def finding(claim, *, order=0, equal_inputs=False, side=None, met=True, block="h
     """A finding that convicts, as an analysis would make it."""
     quiet = claim in ("equal", "drift", "within_rounding", "not_known", "operators_fine")
     return Finding(
-        claim=claim, kind=KINDS[claim], summary=claim, onset=None if quiet else onset(block),
+        claim=claim, kind=KINDS[claim], headline=[plain(claim)], onset=None if quiet else onset(block),
         place=(0, 0, order), equal_inputs=equal_inputs, side=side,
-        rests_on=[check("clear", met, "near its limit")], evidence=[Evidence(text=f"{claim}!")],
-        beside=[Evidence(text=f"also {claim}")],
+        rests_on=[check("clear", met, "near its limit")], evidence=[plain(f"{claim}!")],
+        beside=[plain(f"also {claim}")],
     )  # fmt: skip
 
 
 def operator(side, *, block="h.3", met=True):
     return Finding(
-        claim="operator_off", role="refines", kind="localized", summary="an operator",
+        claim="operator_off", role="refines", kind="localized", headline=[plain("an operator")],
         onset=onset(block, f"{block}/aten.mm:out"), equal_inputs=True, side=side,
-        rests_on=[check("clear", met, "")], evidence=[Evidence(text="operator!")],
+        rests_on=[check("clear", met, "")], evidence=[plain("operator!")],
     )  # fmt: skip
 
 
 def rank(*, order=0, block="h.3", site=None):
     return Finding(
-        claim="replicas_disagree", kind="localized", summary="rank 1 disagrees",
+        claim="replicas_disagree", kind="localized", headline=[plain("rank 1 disagrees")],
         onset=onset(block, site), place=(0, 0, order), equal_inputs=True, side="candidate",
-        rests_on=[check("bytes", True, "")], evidence=[Evidence(text="rank!")],
-        clause="rank 1 disagrees",
+        rests_on=[check("bytes", True, "")], evidence=[plain("rank!")],
+        addition=[plain("rank 1 disagrees")],
     )  # fmt: skip
 
 
-HINT = Finding(claim="stands_out", role="hints", evidence=[Evidence(text="look at h.5")])
-CONTEXT = Finding(claim="context", role="context", evidence=[Evidence(text="estimated")])
+HINT = Finding(claim="stands_out", role="hints", evidence=[plain("look at h.5")])
+CONTEXT = Finding(claim="context", role="context", evidence=[plain("estimated")])
 
 
 @pytest.mark.parametrize(
@@ -127,9 +136,9 @@ def test_the_order_of_findings_does_not_matter(findings):
 def test_a_hint_never_changes_the_kind(claim):
     """It is a place to look."""
     for hint in (HINT, CONTEXT):
-        plain, with_hint = (decide(found).verdict for found in (
+        without, with_hint = (decide(found).verdict for found in (
             [finding(claim)], [finding(claim), hint]))  # fmt: skip
-        assert (plain.kind, plain.confidence) == (with_hint.kind, with_hint.confidence)
+        assert (without.kind, without.confidence) == (with_hint.kind, with_hint.confidence)
 
 
 def test_of_one_line_the_earliest_decides_and_the_exact_one_where_they_meet():
@@ -207,14 +216,14 @@ def test_explanations_change_neither_kind_nor_onset():
     """They say why. One that abstains takes the side away, and with it some confidence."""
     verdict = decide([finding("error_made_here", side="candidate")]).verdict
     why = Finding(claim="explanation", role="explains", about_onset=True,
-                  evidence=[Evidence(text="why")])  # fmt: skip
-    told = explained(verdict, [why])
+                  evidence=[plain("why")])  # fmt: skip
+    told = worded(explained(verdict, [why]))
     assert (told.kind, told.onset, told.confidence) == (
         verdict.kind, verdict.onset, verdict.confidence)  # fmt: skip
     assert [fact.text for fact in told.evidence][:2] == ["error_made_here!", "why"]
     unsure = Finding(claim="side_not_told", role="abstains",
                      rests_on=[check("truth_of_reference_code", False, "")])  # fmt: skip
-    told = explained(verdict, [unsure])
+    told = worded(explained(verdict, [unsure]))
     assert (told.side, told.confidence) == (None, "medium")
 
 

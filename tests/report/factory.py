@@ -7,7 +7,7 @@ import random
 import msgspec
 
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results.findings import Evidence, Onset, PreflightLine, Verdict
+from divergence.comparison.results.findings import Onset, PreflightLine, Verdict
 from divergence.comparison.results.sites import (
     Coverage,
     LogitsDiff,
@@ -21,6 +21,7 @@ from divergence.comparison.results.tokens import (
     TokenDifference,
     TokensResult,
 )
+from divergence.facts import Fact
 
 NAN = float("nan")
 INF = float("inf")
@@ -179,7 +180,7 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
             ),
             side="candidate",
             evidence=[
-                Evidence(text="one site is beyond its floor", values={"ratio": 200.0, "limit": 3.0})
+                Fact(text="one site is beyond its floor", values={"ratio": 200.0, "limit": 3.0})
             ],
             next=["divergence capture --like a -o c --sites modules", "divergence compare a c"],
         ),

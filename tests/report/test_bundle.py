@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Evidence
+from divergence.facts import Fact
 from divergence.report.bundle import bundle_files, redacted_report, zipped
 from divergence.report.redaction import Redaction
 from divergence.run.schema.manifest import Environment
@@ -85,9 +85,7 @@ def test_hostile_names_stay_text_and_inside(redaction, reports):
     """No tag, mark or line of a run's own, and the zip's names are fixed."""
     report = reports.make_report(
         reference=reports.make_run("../../" + HOSTILE, model=HOSTILE, label=HOSTILE),
-        verdict=reports.make_verdict(
-            "localized", summary=HOSTILE, evidence=[Evidence(text=HOSTILE)]
-        ),
+        verdict=reports.make_verdict("localized", summary=HOSTILE, evidence=[Fact(text=HOSTILE)]),
         sites=[reports.make_site(f"{HOSTILE}:out")],
     )
     files = bundle_files(

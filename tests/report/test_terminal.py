@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import Coverage, Skipped
+from divergence.facts import Fact
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
 from divergence.layout import MAX_WIDTH, fold, line, print_lines, prose, write_text
@@ -167,7 +167,7 @@ def test_piped_output_is_folded_the_same_everywhere(reports, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     report = reports.make_report(
         verdict=reports.make_verdict(
-            evidence=[Evidence(text="word " * 100)], next=["divergence compare" + " path" * 50]
+            evidence=[Fact(text="word " * 100)], next=["divergence compare" + " path" * 50]
         )
     )
     text = text_of(report_lines(report))
@@ -179,9 +179,7 @@ def test_piped_output_is_folded_the_same_everywhere(reports, monkeypatch):
 def test_a_terminal_is_coloured_and_folded(reports, monkeypatch):
     """Prose folds at words in a terminal; NO_COLOR and FORCE_COLOR are honoured."""
     monkeypatch.setenv("COLUMNS", "80")
-    report = reports.make_report(
-        verdict=reports.make_verdict(evidence=[Evidence(text="word " * 100)])
-    )
+    report = reports.make_report(verdict=reports.make_verdict(evidence=[Fact(text="word " * 100)]))
     assert "\x1b[" in text_of(report_lines(report), Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
     text = text_of(report_lines(report), Terminal())

@@ -10,7 +10,8 @@ from __future__ import annotations
 from divergence.comparison.analysis import AnalysisResult, Measured, is_probe
 from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, count_of, explain_arithmetic
-from divergence.comparison.results.findings import Evidence, Finding
+from divergence.comparison.results.findings import Finding
+from divergence.facts import plain
 
 __all__ = ["find"]
 
@@ -30,13 +31,13 @@ def _of_probes(measured: Measured, facts_found: Explained) -> Finding:
     sites, missing = measured.sites, measured.missing
     different = [site for site in sites if not site.identical]
     tensors = f"{len(different)} of {len(sites)} recorded tensors differ"
-    count = Evidence(text=tensors, values={"num_different": len(different)})
+    count = plain(tensors, num_different=len(different))
     evidence = [*facts_found.evidence, count]
     if missing:
-        evidence.append(Evidence(text=f"{missing} tensors had no partner: other shapes or orders"))
+        evidence.append(plain(f"{missing} tensors had no partner: other shapes or orders"))
     if not facts_found.evidence:
         return Finding(
-            claim="arithmetic", kind="undetermined", summary="the runs hold no fact in common",
+            claim="arithmetic", kind="undetermined", headline=[plain("the runs hold no fact in common")],
             rests_on=[check("measured", False, "")], evidence=evidence,
         )  # fmt: skip
     facts = count_of(facts_found.num_differ, "fact")
@@ -44,15 +45,23 @@ def _of_probes(measured: Measured, facts_found: Explained) -> Finding:
         return Finding(
             claim="arithmetic",
             kind="systematic",
-            summary=f"the two machines compute in other precision: {facts} differ, "
-            f"{len(facts_found.precise)} of them in precision",
+            headline=[
+                plain(
+                    f"the two machines compute in other precision: {facts} differ, "
+                    f"{len(facts_found.precise)} of them in precision"
+                )
+            ],
             evidence=evidence,
         )
     if facts_found.num_differ:
         return Finding(
             claim="arithmetic",
             kind="within_floor",
-            summary=f"the two machines round otherwise: {facts} differ, none of them in precision",
+            headline=[
+                plain(
+                    f"the two machines round otherwise: {facts} differ, none of them in precision"
+                )
+            ],
             side="neither",
             evidence=evidence,
         )
@@ -60,8 +69,12 @@ def _of_probes(measured: Measured, facts_found: Explained) -> Finding:
     return Finding(
         claim="arithmetic",
         kind="identical" if same else "within_floor",
-        summary="the probed arithmetic is the same"
-        + (f", and all {len(sites)} recorded tensors are equal bit for bit" if same else ""),
+        headline=[
+            plain(
+                "the probed arithmetic is the same"
+                + (f", and all {len(sites)} recorded tensors are equal bit for bit" if same else "")
+            )
+        ],
         side="neither",
         rests_on=[check("coverage", not missing, "not everything was compared")],
         evidence=[] if same and not missing else evidence,

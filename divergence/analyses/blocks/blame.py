@@ -225,9 +225,8 @@ def _gain(
         off = {s: abs(own[s] - statistics.median(o[s] for o in others)) for s in SIDES}
         side: Side = max(SIDES, key=lambda s: off[s])
         assert mine.first is not None
-        what = ("output", "update")[number]
         blames.append(
             Blame(side, "gain", deviations, 1.0, thresholds.truth_gain * widened, mine.first,
-                  detail=f"the {what} is scaled by {1 + own[side]:.6g}")
+                  scaled=("output", "update")[number], factor=1 + own[side])
         )  # fmt: skip
     return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]

@@ -17,11 +17,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from divergence.comparison.results.findings import Evidence, figure
 from divergence.comparison.results.sites import SiteResult, allowed_errors, main_path
+from divergence.facts import Fact, plain
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.schema.site import ROOT, module_of
-from divergence.words import Side, letter
+from divergence.words import Side, figure, letter
 
 __all__ = ["Drift", "find_drift"]
 
@@ -34,7 +34,7 @@ class Drift:
     """``side``: the farther from the truth, where there is one."""
 
     summary: str
-    evidence: Evidence
+    evidence: Fact
     step: int
     side: Side | None = None
 
@@ -100,7 +100,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     return Drift(
         summary=f"no single block is beyond its limit, but {letter(side)}'s free run ends "
         f"{figure(times)} × as far from the truth as the other's, at {site.site}",
-        evidence=Evidence(text=_where(site), values={"w": w, "limit": limit}),
+        evidence=plain(_where(site), w=w, limit=limit),
         step=site.step,
         side=side,
     )
@@ -124,7 +124,7 @@ def _against_floors(
         summary=f"no single block is beyond the floor, but the error grows to "
         f"{site.token_rel_l2_median:.1e} at {site.site}, {figure(ratio)} × what "
         f"{makers} make together",
-        evidence=Evidence(text=_where(site), values={"ratio": ratio, "limit": limit}),
+        evidence=plain(_where(site), ratio=ratio, limit=limit),
         step=site.step,
     )
 
@@ -139,6 +139,6 @@ def _behind_blocks(site: SiteResult, thresholds: Thresholds) -> Drift | None:
     return Drift(
         summary=f"no single block is beyond its limit, but the error grows at {site.site}, behind "
         f"the blocks, by {figure(site.ratio)} × what came in and rounding explain",
-        evidence=Evidence(text=_where(site), values={"ratio": site.ratio, "limit": limit}),
+        evidence=plain(_where(site), ratio=site.ratio, limit=limit),
         step=site.step,
     )

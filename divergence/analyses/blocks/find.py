@@ -25,8 +25,9 @@ from divergence.analyses.blocks.suspects import (
 from divergence.analyses.blocks.units import Unit, build_units
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Evidence, Finding
+from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import SiteResult
+from divergence.facts import Fact, plain
 
 __all__ = [
     "JudgedUnits", "estimated_evidence", "find", "judge_units", "limits_used",
@@ -142,12 +143,12 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
             Finding(
                 claim="drift",
                 kind="drift",
-                summary=drift.summary,
+                headline=[plain(drift.summary)],
                 rests_on=[check("anchored", False, "seen in the free run alone")],
                 step=drift.step,
                 side=drift.side,
                 evidence=[drift.evidence],
-                next=next_commands(measured, None, escalation),
+                commands=next_commands(measured, None, escalation),
             )
         )
     if standouts:
@@ -155,10 +156,10 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
     return findings
 
 
-def _weights_evidence(measured: Measured) -> list[Evidence]:
+def _weights_evidence(measured: Measured) -> list[Fact]:
     """How the weights belong together, where they are not simply equal."""
     return [
-        Evidence(text=f"weights: {line.detail}")
+        plain(f"weights: {line.detail}")
         for line in measured.preflight
         if (line.check, line.status) == ("weights", "differs") and line.detail
     ]
@@ -173,10 +174,10 @@ def _context(measured: Measured, judged: JudgedUnits) -> Finding:
             *_unanchored_evidence(judged.unanchored),
             *estimated_evidence(measured.sites),
             *unmeasured_evidence(measured.sites),
-            *(Evidence(text=note) for note in measured.alignment.notes),
+            *(plain(note) for note in measured.alignment.notes),
             *_weights_evidence(measured),
             *(
-                Evidence(text=f"{line.detail}: differences include its own noise")
+                plain(f"{line.detail}: differences include its own noise")
                 for line in measured.preflight
                 if line.check == "repeatability" and line.status == "differs"
             ),
@@ -240,7 +241,7 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
     """Equal runs; with a truth, perhaps equally wrong ones."""
     missing = measured.missing
     shared = [unit for unit in flagged if unit.side == "both"]
-    evidence: list[Evidence] = []
+    evidence: list[Fact] = []
     if shared:
         from divergence.analyses.blocks.onset import unit_evidence
 
@@ -254,22 +255,22 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
     return Finding(
         claim="equal",
         kind="identical",
-        summary=summary + ("; both are far from the truth" if shared else ""),
+        headline=[plain(summary + ("; both are far from the truth" if shared else ""))],
         rests_on=[check("coverage", not missing, "not everything was compared")],
         side="both" if shared else "neither",
         evidence=[*evidence, *_weights_evidence(measured)],
     )
 
 
-def _unanchored_evidence(steps: list[int]) -> list[Evidence]:
+def _unanchored_evidence(steps: list[int]) -> list[Fact]:
     """Forwards that the anchored pass did not reach are judged less exactly."""
     if not steps:
         return []
     names = ", ".join(map(str, steps[:6])) + (" …" if len(steps) > 6 else "")
-    return [Evidence(text=f"not anchored, so judged from free runs: step {names}")]
+    return [plain(f"not anchored, so judged from free runs: step {names}")]
 
 
-def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
+def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     """How well estimated numbers are known."""
     estimated = [site for site in sites if site.estimated is not None]
     if not estimated:
@@ -288,34 +289,34 @@ def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
             values[phase] = middle
             said.append(f"in the {phase} ±{100 * middle:.0f}% (at worst ±{100 * worst:.0f}%)")
     return [
-        Evidence(
-            text=f"{len(estimated)} of {len(sites)} differences are estimated from sketches; "
+        plain(
+            f"{len(estimated)} of {len(sites)} differences are estimated from sketches; "
             f"relative L2 {', '.join(said)}, in 95 of 100 cases",
-            values=values,
+            **values,
         )
     ]
 
 
-def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
+def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     """What differs and was not measured, and the most that its statistics tell."""
     unmeasured = [site for site in sites if site.is_unmeasured]
     if not unmeasured:
         return []
     evidence = [
-        Evidence(
-            text=f"{len(unmeasured)} of {len(sites)} compared tensors differ, but by how much is "
+        plain(
+            f"{len(unmeasured)} of {len(sites)} compared tensors differ, but by how much is "
             "not known: neither bytes nor sketches of both sides are left",
-            values={"num_unmeasured": len(unmeasured)},
+            num_unmeasured=len(unmeasured),
         )
     ]
     told = [site for site in unmeasured if site.at_least]
     if told:
         most = max(told, key=lambda site: site.at_least or 0.0)
         evidence.append(
-            Evidence(
-                text=f"by their statistics, at {most.site} ({most.pass_}, step {most.step}) the "
+            plain(
+                f"by their statistics, at {most.site} ({most.pass_}, step {most.step}) the "
                 f"two are at least {most.at_least:.1e} apart (relative L2)",
-                values={"at_least": most.at_least or 0.0},
+                at_least=most.at_least or 0.0,
             )
         )
     return evidence

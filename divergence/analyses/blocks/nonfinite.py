@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import Measured
-from divergence.comparison.results.findings import Evidence, Finding, some_of
+from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
+from divergence.facts import Fact, plain
 from divergence.run.schema.contents import is_mask
 from divergence.run.schema.site import module_of
-from divergence.words import Side, SideOrBoth, letter
+from divergence.words import Side, SideOrBoth, letter, some_of
 
 __all__ = ["find_nonfinite"]
 
@@ -59,14 +60,14 @@ def find_nonfinite(measured: Measured) -> Finding | None:
     return Finding(
         claim="nonfinite",
         kind="nonfinite",
-        summary=summary,
+        headline=[plain(summary)],
         onset=onset,
         place=order_of(first),
         equal_inputs=first.pass_ == "anchored",
         flags=[site.key for site in (*flagged, first)],
         side=side,
         evidence=[_counts(first, counts)],
-        next=[
+        commands=[
             *(measured.advice.descent() if measured.anchored else []),
             *measured.advice.look_at(first.site),
         ],
@@ -133,15 +134,17 @@ def _named(num_nan: int, num_inf: int) -> str:
     return " and ".join(f"{count} {name}" for count, name in counts if count)
 
 
-def _counts(site: SiteResult, counts: NonfiniteCount) -> Evidence:
+def _counts(site: SiteResult, counts: NonfiniteCount) -> Fact:
     reference = counts.reference_nan + counts.reference_inf
     candidate = counts.candidate_nan + counts.candidate_inf
     apart = _num_apart(site)
     told = f"; the sides do not agree at {apart}" if apart else "; the sides agree at each"
-    return Evidence(
-        text=f"{site.site}: A {counts.reference_nan} nan and {counts.reference_inf} inf "
+    return plain(
+        f"{site.site}: A {counts.reference_nan} nan and {counts.reference_inf} inf "
         f"({counts.reference_neginf} of them -inf), B {counts.candidate_nan} nan and "
         f"{counts.candidate_inf} inf ({counts.candidate_neginf} of them -inf) among "
         f"{site.numel} elements{told}",
-        values={"reference": reference, "candidate": candidate, "apart": apart},
+        reference=reference,
+        candidate=candidate,
+        apart=apart,
     )

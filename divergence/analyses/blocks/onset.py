@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from divergence.analyses.blocks.suspects import (
     Escalation,
@@ -21,9 +22,10 @@ from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
-from divergence.comparison.results.findings import Check, Evidence, Finding, figure, some_of
+from divergence.comparison.results.findings import Check, Finding
 from divergence.comparison.results.sites import onset_at, order_of
-from divergence.words import SideOrBoth, letter
+from divergence.facts import Fact, fact
+from divergence.words import SideOrBoth
 
 __all__ = ["below_floor", "checks_of", "is_everywhere", "made_at", "only_in", "unit_evidence"]
 
@@ -44,47 +46,47 @@ def made_at(
         first, family = table, None
     evidence = [unit_evidence(first)]
     if table is not None:
-        evidence.append(
-            Evidence(text="the blocks read this table, and an engine did not let it be replaced")
-        )
+        evidence.append(fact("blocks_read_table"))
     if not measured.anchored:
-        evidence.append(
-            Evidence(
-                text="judged from free runs alone: what each block adds to the "
-                "error that came in, against a rounding model"
-            )
-        )
+        evidence.append(fact("judged_from_free_runs"))
     evidence += _where(first, [*units, *escalation.flagged])
     evidence += escalation.beside(first)
-    side = _side(flagged)
-    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
-    made = "is made at" if measured.anchored and first.pass_ != "free" else "seems to be made at"
-    before = f" or before it in {first.first.block}" if made_before(measured, first) else ""
-    summary = f"the error {made} {first.first.site}{before}{by}"
     everywhere = is_everywhere(first, escalation)
-    summary += "" if everywhere else _only([first], by)
-    if family is not None:
+    if family is None:
+        side = _side(flagged)
+        by = side if side in ("reference", "candidate") else None
+        seems = not measured.anchored or first.pass_ == "free"
+        before = first.first.block if made_before(measured, first) else None
+        headline = [
+            fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
+            *([] if everywhere else _scope(first, named=by is not None)),
+        ]
+        evidence += _others(flagged, first)
+    else:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
-        who, what = _who_and_why(family, len(alike), units, flagged)
-        if not everywhere and only_in(*alike) and _is_confined(alike):
-            what = "what is special there?"
-        where = "" if everywhere else _only(alike, "")
-        where = f",{where}" if where.startswith(" from") else where
-        summary = f"{who} by more than rounding, from {first.first.site} on{where}: {what}"
-    else:
-        evidence += _others(flagged, first)
+        off, cause = _who_and_why(family, len(alike), units, flagged)
+        scope = None if everywhere else only_in(*alike)
+        if scope is not None:
+            if scope["alone"]:
+                cause = fact("cause_special")
+            since_alone = scope["since"] is not None and not scope["parts"]
+            scope = scope.with_values(comma=not scope["alone"] or since_alone)
+        headline = [fact(
+            "every_differs", off=off, site=first.first.site,
+            scope=scope, cause=cause,
+        )]  # fmt: skip
     return Finding(
         claim="error_made_here" if family is None else "error_everywhere_of_kind",
         kind="localized" if family is None else "systematic",
-        summary=summary,
+        headline=headline,
         onset=onset_at(first.first),
         place=order_of(first.first),
         equal_inputs=any(unit.pass_ != "free" for unit in flagged),
         side=side,
         rests_on=checks_of(first),
         evidence=evidence,
-        next=next_commands(measured, first, escalation),
+        commands=next_commands(measured, first, escalation),
     )
 
 
@@ -95,26 +97,19 @@ def _alike(member: Unit, flagged: list[Unit]) -> list[Unit]:
 
 def _who_and_why(
     family: Family, count: int, units: list[Unit], flagged: list[Unit]
-) -> tuple[str, str]:
-    """``every LlamaMLP differs``, or ``count`` of them do, and where to look. Of parameters how
-    many are off, where it is more than this family."""
-    all_ = count >= family.num_all
-    who = (
-        f"every {family.name} differs"
-        if all_
-        else f"{count} of {family.num_all} {family.name} differ"
-    )
+) -> tuple[Fact, Fact]:
+    """Who is off: every member of the family, or ``count`` of them; and where to look. Of
+    parameters how many are off, where it is more than this family."""
+    num = None if count >= family.num_all else count
+    off = fact("family_off", name=family.name, num=num, total=family.num_all)
     beyond = {id(unit) for unit in flagged}
     judged = [(unit.results[0], id(unit) in beyond) for unit in units]
     shared = together(family.members[0].results[0], judged)
     if shared is None:
-        cause = "a kernel, a formula or a precision setting"
-        if _passes_prefill(family.members[0], units):
-            cause = "what is kept between steps, or a kernel for one token"
-        return who, f"{cause}, not one layer"
-    if len(shared.beyond) <= len(family.members):
-        return who, shared.cause
-    return f"{len(shared.beyond)} of {shared.total} {shared.what} differ", shared.cause
+        return off, fact("cause_of_kind", decode=_passes_prefill(family.members[0], units))
+    if len(shared.beyond) > len(family.members):
+        off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.what)
+    return off, shared.cause
 
 
 def below_floor(measured: Measured, escalation: Escalation) -> Finding:
@@ -123,14 +118,16 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
     family = find_family(escalation.units, flagged)
     first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
     side = escalation.side
-    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
-    below = "within the limits of the runs' own dtype, but far above float32's"
+    by = side if side in ("reference", "candidate") else None
+    if family:
+        headline = [fact("every_off_below", name=family.name)]
+    else:
+        made = fact("made_at", seems=False, site=first.first.site, before=None, by=by)
+        headline = [made, *_scope(first, named=by is not None), fact("below_floor")]
     return Finding(
         claim="error_below_floor",
         kind="systematic" if family else "localized",
-        summary=f"every {family.name} is off, {below}: a wrong formula or wrong data, not one layer"
-        if family
-        else f"the error is made at {first.first.site}{by}{_only([first], by)}: {below}",
+        headline=headline,
         onset=onset_at(first.first),
         place=order_of(first.first),
         equal_inputs=True,
@@ -138,13 +135,10 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         side=side,
         evidence=[
             unit_evidence(first),
-            Evidence(
-                text="escalated pass: the same inputs in float32; what coarse kernels of the runs' "
-                "dtype do vanishes there, so this is a wrong formula or wrong data"
-            ),
+            fact("escalated_is_formula"),
             *_others(flagged, first),
         ],
-        next=next_commands(measured, first, escalation),
+        commands=next_commands(measured, first, escalation),
     )
 
 
@@ -173,9 +167,10 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
     return None
 
 
-def _only(units: Sequence[Unit], by: str) -> str:
-    where = only_in(*units)
-    return f",{where}" if where and (by or not _is_confined(units)) else where
+def _scope(unit: Unit, *, named: bool) -> list[Fact]:
+    """Where alone the unit is off. ``named``: behind the side that is to blame."""
+    scope = only_in(unit)
+    return [] if scope is None else [scope.with_values(comma=named or not scope["alone"])]
 
 
 def _side(flagged: list[Unit]) -> SideOrBoth | None:
@@ -186,27 +181,25 @@ def _side(flagged: list[Unit]) -> SideOrBoth | None:
     return sides.pop() if len(sides) == 1 else "both"
 
 
-def _family_evidence(family: Family) -> Evidence:
+def _family_evidence(family: Family) -> Fact:
     low = min(unit.margin for unit in family.members)
-    return Evidence(
-        text=f"{len(family.members)} of {family.num_all} {family.name} are beyond their limit, "
-        f"the least by {low:.1f} ×",
-        values={"num_flagged": len(family.members), "least": low},
-    )
+    return fact(
+        "family_beyond", num_flagged=len(family.members), total=family.num_all, name=family.name,
+        least=low,
+    )  # fmt: skip
 
 
-def _others(flagged: list[Unit], first: Unit) -> list[Evidence]:
+def _others(flagged: list[Unit], first: Unit) -> list[Fact]:
     mine = first.results[0].block or first.site
     others = sorted({unit.results[0].block or unit.site for unit in flagged} - {mine})
     if not others:
         return []
-    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-    return [Evidence(text=f"also beyond the limit: {', '.join(others[:4])}{more}")]
+    return [fact("also_beyond", places=others)]
 
 
-def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
+def _where(first: Unit, units: list[Unit]) -> list[Fact]:
     """What feeds the onset passes; and whether it shows in decode steps alone."""
-    texts: list[str] = []
+    facts: list[Fact] = []
     healthy = [unit for unit in units if unit.why is None]
     if first.results[0].role == "inner" and first.pass_ != "free":
         place, block = first.results[0].order, first.results[0].block
@@ -214,13 +207,10 @@ def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
         before = [unit for unit in inside if unit.results[0].order < place]
         if before:
             last = max(before, key=lambda unit: unit.results[0].order)
-            texts.append(f"the last site before it in this block that passes: {last.site}")
+            facts.append(fact("last_that_passes", site=last.site))
     if _passes_prefill(first, units):
-        texts.append(
-            "the prefill passes there: look at what is kept between steps (KV cache, "
-            "positions, recurrent state) and at kernels for one token"
-        )
-    return [Evidence(text=text) for text in texts]
+        facts.append(fact("prefill_passes"))
+    return facts
 
 
 def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
@@ -232,7 +222,7 @@ def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
 def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
     """Does the float32 pass show it in every forward? Those that pass in 16 bits hide it then."""
     deeper = [u for u in escalation.flagged if (u.site, u.phase) == (unit.site, unit.phase)]
-    return any(not only_in(u) for u in deeper)
+    return any(only_in(u) is None for u in deeper)
 
 
 def _usages(units: Sequence[Unit]) -> dict[PromptStep, float]:
@@ -256,112 +246,105 @@ def _is_confined(units: Sequence[Unit]) -> bool:
     return 0 < len(beyond) < len(usages) and min(beyond.values()) > _CONFINED * max(rest)
 
 
-def only_in(*units: Unit) -> str:
-    """`` in prompt 2 alone (of 8)``, or `` seen in prompt 2 (of 8)`` where others are near to their
-    limits; begins with a space if there is anything to say. Of one unit, or all of a family."""
+def only_in(*units: Unit) -> Fact | None:
+    """The prompts and steps that alone are off (``alone``), or that are beyond their limits where
+    others are near to theirs; None where all are off. Of one unit, or all of a family."""
     usages = _usages(units)
     beyond, everywhere = {place for place, usage in usages.items() if usage > 1}, set(usages)
     if not beyond or beyond == everywhere:
-        return ""
+        return None
     alone = _is_confined(units)
     samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
     steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
-    parts = []
+    parts, since = [], None
     if samples != all_samples:
-        parts.append(some_of("prompt", samples, len(all_samples), alone=alone))
-    since = ""
+        parts.append(_some("prompt", samples, len(all_samples), alone=alone))
     if steps != all_steps:
         if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
-            since = f" from decode step {min(steps)} on"
+            since = min(steps)
         else:
-            parts.append(some_of("decode step", steps, len(all_steps), alone=alone))
-    where = (f" in {' and '.join(parts)}" if parts else "") + since
-    return where if alone or not where else f" seen{where}"
+            parts.append(_some("decode step", steps, len(all_steps), alone=alone))
+    if not parts and since is None:
+        return None
+    return fact("scope", parts=parts, since=since, alone=alone, comma=False)
 
 
-def unit_evidence(unit: Unit) -> Evidence:
+def _some(what: str, numbers: set[int], total: int, *, alone: bool) -> Fact:
+    return fact("some", what=what, numbers=sorted(numbers), total=total,
+                alone=alone and len(numbers) == 1)  # fmt: skip
+
+
+def unit_evidence(unit: Unit) -> Fact:
     """Why a unit is flagged."""
     if unit.blame is not None:
         return _blame_evidence(unit, unit.blame)
     worst = unit.first
+    place = {"site": unit.site, "phase": unit.phase}
     if math.isinf(unit.typical):
-        return Evidence(
-            text=f"{unit.site} ({unit.phase}): A is zero there, and B is not",
-            values={"ratio": unit.typical, "limit": unit.limit},
-        )
+        return fact("zero_in_reference", **place, ratio=unit.typical, limit=unit.limit)
     if unit.why in ("token", "sink"):
-        what, ratio = ("one token", unit.worst)
-        if unit.why == "sink":
-            what, ratio = ("one sink token", unit.sink)
-        return Evidence(
-            text=f"{unit.site}: {what}'s error is {figure(ratio)} × what rounding "
-            f"makes (limit {unit.worst_limit:.1f} ×)"
-            + ("" if worst.worst_position is None else f", token {worst.worst_position}"),
-            values={"ratio": ratio, "limit": unit.worst_limit},
-        )
+        return fact(
+            "token_ratio", **place, sink=unit.why == "sink",
+            ratio=unit.sink if unit.why == "sink" else unit.worst, limit=unit.worst_limit,
+            token=worst.worst_position,
+        )  # fmt: skip
     if unit.why == "forward":
         look = max(unit.beyond, key=lambda forward_look: forward_look.usage)
-        forward = f"step {look.result.step}" if look.result.step else look.result.phase
-        return Evidence(
-            text=f"{unit.site}: in prompt {look.sample} ({forward}) the typical token's error is "
-            f"{figure(look.typical)} × what rounding makes (limit {look.limit:.1f} × for the "
-            f"largest of {len(unit.looks)} forwards); over all of them {figure(unit.typical)} ×",
-            values={"ratio": look.typical, "limit": look.limit, "num_looks": len(unit.looks)},
-        )
-    control = f", in the other blocks {unit.control:.2f} ×" if unit.num_siblings else ""
-    rounding = "float32 rounding" if unit.pass_ == "escalated" else "rounding"
-    return Evidence(
-        text=f"{unit.site} ({unit.phase}): the typical token's error is {figure(unit.typical)} × "
-        f"what {rounding} makes{control} (limit {unit.limit:.1f} ×); rel L2 {worst.rel_l2:.2e}",
-        values={"ratio": unit.typical, "control": unit.control, "limit": unit.limit},
-    )
+        return fact(
+            "forward_ratio", **place, sample=look.sample, step=look.result.step or None,
+            forward=look.result.phase, ratio=look.typical, limit=look.limit,
+            num_looks=len(unit.looks), typical=unit.typical,
+        )  # fmt: skip
+    return fact(
+        "typical_ratio", **place, ratio=unit.typical, escalated=unit.pass_ == "escalated",
+        control=unit.control if unit.num_siblings else None, limit=unit.limit,
+        rel_l2=worst.rel_l2,
+    )  # fmt: skip
 
 
 _OTHER = {"candidate": "reference", "reference": "candidate"}
 
 
-def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
-    values = {"value": blame.value, "control": blame.control, "limit": blame.limit}
+def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
+    values: dict[str, Any] = {
+        "site": unit.site, "phase": unit.phase, "value": blame.value, "control": blame.control,
+        "limit": blame.limit, "like": blame.like,
+    }  # fmt: skip
     truth = unit.first.truth
     if truth is not None:
         values["reference_error"] = truth.reference_error
         values["candidate_error"] = truth.candidate_error
-    place = f"{unit.site} ({unit.phase})"
     if blame.why == "both":
-        text = f"{place}: both are {figure(blame.value)} × what rounding makes away from the truth"
-        return Evidence(text=f"{text} (limit {blame.limit:.1f} ×)", values=values)
-    far = f"{place}: {letter(blame.side)}'s error is {{}} {letter(_OTHER[blame.side])}'s"
-    held = f"; in the other blocks {blame.control:.2f} × (limit {blame.limit:.1f} ×)"
-    if blame.why in ("typical", "forward") and blame.detail:
-        held = f", like {blame.detail} (limit {blame.limit:.1f} ×)"
-    times = f"{figure(blame.value)} ×"
-    where = f"at step {blame.at.step}" if blame.at.step else f"in the {blame.at.phase}"
-    prompt = blame.at.sample if blame.place is None else blame.place[0]
-    looks = f" for the largest of {len(unit.looks)} forwards)" if unit.looks else ")"
-    text = {
-        "typical": far.format(times) + held,
-        "forward": f"{far.format(times)} {where}, prompt {prompt}{held.removesuffix(')')}{looks}",
-        "token": f"{far.format(times)} at one token {where}{held}",
-        "sink": f"{far.format(times)} at a sink token {where}{held}",
-        "channel": f"{far.format(times)} in one channel{held}",
-        "gain": f"{place}: {blame.detail} in {letter(blame.side)}, {blame.value:.0f} standard "
-        f"deviations off the blocks of its kind (limit {blame.limit:.0f})",
-    }[blame.why]
-    if truth is not None and blame.why == "typical":
+        return fact("both_off", **values)
+    values |= {"side": blame.side, "other": _OTHER[blame.side]}
+    if blame.why == "gain":
+        return fact("gain_off", **values, what=blame.scaled, factor=blame.factor)
+    if blame.why == "forward":
+        return fact(
+            "forward_off", **values, step=blame.at.step or None, forward=blame.at.phase,
+            sample=blame.at.sample if blame.place is None else blame.place[0],
+            num_looks=len(unit.looks) or None,
+        )  # fmt: skip
+    if blame.why in ("token", "sink"):
+        return fact(
+            "token_off", **values, sink=blame.why == "sink", step=blame.at.step or None,
+            forward=blame.at.phase,
+        )  # fmt: skip
+    if blame.why == "channel":
+        return fact("channel_off", **values)
+    own = other = None
+    if truth is not None:
         errors = (truth.reference_error, truth.candidate_error)
-        mine, other = errors if blame.side == "reference" else errors[::-1]
-        text += f"; median token off by {mine:.2e} and {other:.2e}"
-        if truth.estimated is not None:
-            text += f", {letter(truth.estimated)}'s by their difference, the other's measured"
-    return Evidence(text=text, values=values)
+        own, other = errors if blame.side == "reference" else errors[::-1]
+    return fact(
+        "typical_off", **values, own=own, other_error=other,
+        estimated=None if truth is None else truth.estimated,
+    )  # fmt: skip
 
 
 def checks_of(unit: Unit) -> list[Check]:
     """Equal inputs, and an error clearly over its limit."""
     return [
-        check("anchored", unit.pass_ != "free", "no anchored pass (capture --like)"),
-        check(
-            "clear", unit.margin > 2,
-            f"{unit.margin:.1f} × its limit; above 2 × it would be high",
-        ),
+        check("anchored", unit.pass_ != "free", fact("no_anchored_pass")),
+        check("clear", unit.margin > 2, fact("not_clear", margin=unit.margin)),
     ]  # fmt: skip

@@ -20,9 +20,11 @@ from divergence.analyses.blocks.suspects import Escalation, next_commands
 from divergence.analyses.blocks.units import Unit, families_of, num_values
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Evidence, Finding
+from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import order_of
+from divergence.facts import Fact, fact, plain
 from divergence.numerics.floor import Thresholds, spread
+from divergence.run.command import Command
 from divergence.words import Side, letter
 
 __all__ = ["StandOut", "evidence_of", "find_standouts", "within_rounding"]
@@ -38,26 +40,23 @@ def within_rounding(
 ) -> Finding:
     judged = [unit for unit in units if unit.results]
     unmeasured = [site for site in measured.sites if site.is_unmeasured]
-    reason = None
+    reason: Fact | None = None
     if unmeasured and not any(site.ratio for site in measured.sites):
         first = min(unmeasured, key=order_of)
-        reason = (
-            f"the two differ, first at {first.site} (step {first.step}), but by how much is not "
-            "known: only digests or statistics of it were kept"
-        )
+        reason = fact("differ_unmeasured", site=first.site, step=first.step)
     elif not judged:
-        reason = "the runs differ, but nothing that rounds was compared"
+        reason = fact("nothing_rounds", within=False)
     elsewhere = _elsewhere(measured)
     if reason is None and elsewhere is not None:
-        reason = f"most was not compared: {elsewhere}; what was differs by rounding alone"
+        reason = fact("most_not_compared", why=elsewhere)
     if reason is not None:
         lacking = "measured" if elsewhere is None else "routed"
         return Finding(
             claim="not_known",
             kind="undetermined",
-            summary=reason,
+            headline=[reason],
             rests_on=[check(lacking, False, elsewhere or "")],
-            next=next_commands(measured, None, escalation),
+            commands=next_commands(measured, None, escalation),
         )
     sure = measured.anchored and not unanchored
     against_truth = [unit for unit in judged if unit.stats is not None]
@@ -65,28 +64,26 @@ def within_rounding(
     if against_truth:
         closest = max(against_truth, key=lambda unit: unit.limit_usage)
         evidence.append(
-            Evidence(
-                text=f"against {'the truth' if measured.floor is None else _FLOOR}: "
+            plain(
+                f"against {'the truth' if measured.floor is None else _FLOOR}: "
                 f"{len(against_truth)} sites judged, none beyond a limit; the nearest to one is "
                 f"{closest.site} ({closest.phase}), at {100 * closest.limit_usage:.0f}% of it",
-                values={"limit_usage": closest.limit_usage, "num_judged": len(against_truth)},
+                limit_usage=closest.limit_usage,
+                num_judged=len(against_truth),
             )
         )
     evidence += [
-        Evidence(
-            text=f"{unit.site} ({unit.phase}): the sides differ by {unit.typical:.1f} × the "
+        plain(
+            f"{unit.site} ({unit.phase}): the sides differ by {unit.typical:.1f} × the "
             "rounding model, but are equally near the truth: a legitimate difference"
         )
         for unit in excused[:3]
     ]
     evidence += escalation.healthy()
     if measured.narrow and sure and not escalation.judged:
-        hidden = "what is smaller than this dtype's floor stays invisible without an escalated pass"
-        if measured.advice.escalate():
-            evidence.append(Evidence(text=f"{hidden}: see next"))
-        elif measured.advice.divided:
-            divided = f"{hidden}, which takes a B that one process runs"
-            evidence.append(Evidence(text=divided))
+        can_escalate = bool(measured.advice.escalate())
+        if can_escalate or measured.advice.divided:
+            evidence.append(fact("hidden_below_floor", within=False, next=can_escalate))
     # of what is estimated the truth judges nothing, and so says nothing of either side
     estimated = any(result.estimated for unit in judged for result in unit.results)
     by_truth = bool(against_truth) and measured.floor is None
@@ -105,16 +102,15 @@ def within_rounding(
         checks.append(
             check("escalated", escalation.complete, _no_escalation(measured), made=False)
         )  # fmt: skip
-    whence = "" if sure else ", as far as free runs tell"
     healthy = told and not any(standout.side for standout in standouts)
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        summary=f"only rounding differs{whence}; both runs compute the same model",
+        headline=[fact("only_rounding", sure=sure)],
         rests_on=checks,
         side="neither" if healthy else None,
         evidence=evidence,
-        next=_next(measured, standouts, escalation),
+        commands=_next(measured, standouts, escalation),
     )
 
 
@@ -127,7 +123,7 @@ def _elsewhere(measured: Measured) -> str | None:
     return mostly_rerouted(measured.sites)
 
 
-def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation) -> list[str]:
+def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation) -> list[Command]:
     """What looks inside the first stand-out; what raises the confidence."""
     commands = measured.advice.judged()
     block = standouts[0].unit.results[0].block if standouts else None
@@ -136,7 +132,7 @@ def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation)
     commands += next_commands(measured, None, escalation)
     if measured.anchored and measured.truth is None and not commands:
         commands += measured.advice.judged() or measured.advice.truth()
-    return list(dict.fromkeys(commands))
+    return [item for n, item in enumerate(commands) if item not in commands[:n]]
 
 
 def _what_stands_out(standouts: list[StandOut]) -> str:
@@ -167,7 +163,7 @@ def _no_escalation(measured: Measured) -> str:
     return "no float32 check (capture --escalate)"
 
 
-def _largest(judged: list[Unit]) -> Evidence:
+def _largest(judged: list[Unit]) -> Fact:
     worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
     token = max(judged, key=lambda unit: unit.worst)
     largest = (
@@ -176,10 +172,11 @@ def _largest(judged: list[Unit]) -> Evidence:
         if worst.typical
         else "the typical token is equal bit for bit at every site"
     )
-    return Evidence(
-        text=f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "
+    return plain(
+        f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "
         f"(limit {token.worst_limit:.2g})",
-        values={"ratio": worst.typical, "limit": worst.limit},
+        ratio=worst.typical,
+        limit=worst.limit,
     )
 
 
@@ -199,33 +196,25 @@ class StandOut:
     side: Side | None = None
 
     @property
-    def text(self) -> str:
-        """One sentence."""
-        unit = self.unit
+    def fact(self) -> Fact:
+        """What stands out, and by how much."""
+        unit, block = self.unit, self.unit.results[0].block
         if self.side is not None:
             other = "reference" if self.side == "candidate" else "candidate"
-            return (
-                f"in all blocks ({unit.phase}) {letter(self.side)} is {self.times:.1f} × as far "
-                f"from the truth as {letter(other)}: within the limit, and more than other kernels "
-                f"usually make; {unit.results[0].block} is as good a place to look as any"
-            )
-        worst = max(unit.results, key=lambda result: result.rel_l2 or 0.0)
-        return (
-            f"{unit.site} ({unit.phase}) differs {self.times:.1f} × more than others of its kind "
-            f"(rel L2 {worst.rel_l2:.1e}), within rounding: the first place to look"
-        )
+            return fact(
+                "side_farther", block=block, phase=unit.phase, side=self.side, other=other,
+                times=self.times, place=block,
+            )  # fmt: skip
+        rel_l2 = max(result.rel_l2 or 0.0 for result in unit.results)
+        return fact(
+            "stands_out", block=block, site=unit.site, phase=unit.phase, times=self.times,
+            rel_l2=rel_l2,
+        )  # fmt: skip
 
 
-def evidence_of(standouts: Sequence[StandOut]) -> list[Evidence]:
+def evidence_of(standouts: Sequence[StandOut]) -> list[Fact]:
     """The first three, for a verdict."""
-    return [
-        Evidence(
-            text=standout.text,
-            values={"times": standout.times},
-            block=standout.unit.results[0].block,
-        )
-        for standout in standouts[:3]
-    ]
+    return [standout.fact for standout in standouts[:3]]
 
 
 def find_standouts(

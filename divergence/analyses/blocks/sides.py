@@ -217,7 +217,7 @@ def _far_forwards(
         side: Side = "candidate" if w > 1 else "reference"
         blame = Blame(
             side, "forward", max(w, 1 / w), 1.0, thresholds.truth_systematic * width * unit.widened,
-            forward.result, "others of its kind", look.place,
+            forward.result, "others", look.place,
         )  # fmt: skip
         if blame.limit_usage > 1:
             far[look.place] = blame
@@ -250,9 +250,7 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     for unit, ratio in zip(family, ratios, strict=True):
         value = ratio if middle > 1 else 1 / ratio
         if value > limit / thresholds.truth_confirm:
-            unit.blame = Blame(
-                side, "typical", value, 1.0, limit, unit.results[0], "all of its kind"
-            )
+            unit.blame = Blame(side, "typical", value, 1.0, limit, unit.results[0], "all")
             unit.why = "typical"
             unit.limit_usage = max(unit.limit_usage, value / limit)
             assert unit.stats is not None
@@ -295,7 +293,7 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
             if value <= limit / thresholds.truth_confirm or unit.why == "typical":
                 continue
             at = stats.forwards[place].result
-            unit.blame = Blame(side, "forward", value, 1.0, limit, at, "all of its kind", place)
+            unit.blame = Blame(side, "forward", value, 1.0, limit, at, "all", place)
             unit.why = "forward"
             unit.limit_usage = max(unit.limit_usage, value / limit)
             for look in unit.looks:

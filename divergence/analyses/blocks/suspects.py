@@ -22,9 +22,10 @@ import msgspec
 from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
 from divergence.comparison.analysis import Measured, Shown
 from divergence.comparison.preflight.code import truth_tells
-from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.facts import Fact, plain
 from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.run.command import Command
 from divergence.run.schema.site import BACKWARD, module_of, of_parameter
 from divergence.words import Side, SideOrBoth
 
@@ -81,7 +82,7 @@ class Escalation:
             return None
         return sides.pop() if len(sides) == 1 else "both"
 
-    def beside(self, unit: Unit) -> list[Evidence]:
+    def beside(self, unit: Unit) -> list[Fact]:
         """What the float32 pass says of a unit that is flagged in the runs' own dtype."""
         block, site = unit.results[0].block, unit.site
         mine = [u for u in self.units if u.site == site or (block and u.site == f"{block}:out")]
@@ -98,24 +99,26 @@ class Escalation:
         else:
             says = "it vanishes in float32: kernels of the runs' dtype that compute too coarsely"
         return [
-            Evidence(
-                text=f"escalated pass: {what}{ratio:.3g} × the float32 floor at {worst.site} "
+            plain(
+                f"escalated pass: {what}{ratio:.3g} × the float32 floor at {worst.site} "
                 f"(limit {limit:.1f}); {says}",
-                values={"ratio": ratio, "limit": limit},
+                ratio=ratio,
+                limit=limit,
             )
         ]
 
-    def healthy(self) -> list[Evidence]:
+    def healthy(self) -> list[Fact]:
         """That it found nothing, and how near it came."""
         if not self.units:
             return []
         worst = max(self.units, key=lambda unit: unit.limit_usage)
         return [
-            Evidence(
-                text=f"escalated pass (float32): nothing of formula or data is wrong; the largest "
+            plain(
+                f"escalated pass (float32): nothing of formula or data is wrong; the largest "
                 f"is {worst.typical:.2f} × the float32 floor, at {worst.site} "
                 f"(limit {worst.limit:.1f})",
-                values={"ratio": worst.typical, "limit": worst.limit},
+                ratio=worst.typical,
+                limit=worst.limit,
             )
         ]
 
@@ -223,14 +226,14 @@ def _adds(out: Unit, entering: Unit) -> bool:
     return bool(after > THRESHOLDS.truth_confirm * before)
 
 
-def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation) -> list[str]:
+def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation) -> list[Command]:
     """What to run next. ``unit``: the one that the verdict is about, if it is about one."""
     advice = measured.advice
     if not measured.anchored:
         more = advice.certainty(_outside_blocks(measured.sites))
         return more or ([] if unit is None else advice.look_at(unit.site))
-    commands: list[str] = []
-    again: list[str] = []
+    commands: list[Command] = []
+    again: list[Command] = []
     unmeasured = [site for site in measured.sites if site.is_unmeasured]
     if unmeasured or (unit is not None and any(r.estimated for r in unit.results)):
         named = [site.site for site in unmeasured if site.role == "inner"]

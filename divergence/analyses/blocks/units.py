@@ -62,8 +62,12 @@ class Blame:
     control: float
     limit: float
     at: SiteResult
-    detail: str = ""
+    like: Literal["others", "all"] | None = None
+    """Whom of its kind it is held against, where that is not the other blocks."""
     place: PromptStep | None = None
+    scaled: Literal["output", "update"] | None = None
+    """Of a gain: what is scaled, by ``factor``."""
+    factor: float = 1.0
 
     @property
     def limit_usage(self) -> float:

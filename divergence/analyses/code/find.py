@@ -17,7 +17,8 @@ from divergence.comparison.preflight.code import (
     replaced_in,
     truth_tells,
 )
-from divergence.comparison.results.findings import Evidence, Finding, Verdict
+from divergence.comparison.results.findings import Finding, Verdict
+from divergence.facts import Fact, plain
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import module_of
@@ -49,13 +50,13 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
                 claim="side_not_told",
                 role="abstains",
                 rests_on=[CODE_NOT_TOLD],
-                evidence=[Evidence(text=reason)],
+                evidence=[plain(reason)],
             )
         )
     return findings
 
 
-def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]:
+def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
     """What to know of a verdict whose onset lies in ``block``: does it run other code there?
 
     Nothing where the code is the same, or was not recorded. Without a block what was replaced
@@ -64,17 +65,17 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]
     differences = code_differences(a, b)
     if block is None:
         return [
-            Evidence(text=f"other code: {difference.text}")
+            plain(f"other code: {difference.text}")
             for difference in differences
             if difference.deliberate
         ][:_MOST]
     texts = difference_texts(
         [difference for difference in differences if difference.concerns(block)], a, b
     )[:_MOST]
-    return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts]
+    return [plain(f"the onset's block runs other code: {text}") for text in texts]
 
 
-def _layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Evidence]:
+def _layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Fact]:
     """Parameters inside ``module`` that lie in memory otherwise on the two sides: of equal values,
     a kernel that takes them for contiguous reads others."""
     texts = []
@@ -86,7 +87,7 @@ def _layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Evidence]:
                 for note in sides
             ]
             texts.append(f"{name} is {shown[0]} in A, {shown[1]} in B")
-    return [Evidence(text=text) for text in sorted(texts)[:_MOST]]
+    return [plain(text) for text in sorted(texts)[:_MOST]]
 
 
 def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:

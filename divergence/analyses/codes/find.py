@@ -20,8 +20,9 @@ from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.measure.floors import work_format
-from divergence.comparison.results.findings import Evidence, Finding, Verdict
+from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.facts import Fact, fact, plain
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
 from divergence.run.schema.provenance import QuantizationNote
@@ -83,13 +84,10 @@ def find(measured: Measured) -> AnalysisResult:
     _, at = next(iter(faults.values()))
     family = len(off) >= 3 and len(off) > len(sites) / 2
     place = _named(at.site, "what enters ")
-    by = f", by {letter(side)}" if side in _SIDES else ""
-    summary = (
-        f"every quantiser of activations makes wrong codes, from {module_of(at.site)} on: a kernel "
-        "or a scheme, not one layer"
+    headline = (
+        fact("codes_wrong_everywhere", module=module_of(at.site))
         if family
-        else f"the codes of {place} are wrong{by}: its quantiser, or what comes before it in the "
-        "block"
+        else fact("codes_wrong_at", place=place, by=side if side in _SIDES else None)
     )
     evidence = [
         _evidence(_named(where.site), who if told else None, looks)
@@ -101,7 +99,7 @@ def find(measured: Measured) -> AnalysisResult:
             Finding(
                 claim="codes_wrong",
                 kind="systematic" if family else "localized",
-                summary=summary,
+                headline=[headline],
                 onset=onset_at(at),
                 place=order_of(first.results[0]),
                 equal_inputs=True,
@@ -109,7 +107,7 @@ def find(measured: Measured) -> AnalysisResult:
                 rests_on=[check("truth", told, "no truth", made=told)],
                 evidence=evidence,
                 beside=evidence[:1],
-                next=measured.advice.look_at(at.site),
+                commands=measured.advice.look_at(at.site),
                 flags=[at.key],
             ),
             *uncoded,
@@ -149,7 +147,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     return [
         Finding(
             claim="side_not_told", role="abstains", rests_on=[check("measured", False, why)],
-            evidence=[Evidence(text=why)],
+            evidence=[plain(why)],
         )
     ]  # fmt: skip
 
@@ -186,7 +184,7 @@ def _uncoded(measured: Measured) -> Iterator[Finding]:
             f"{letter(side)} makes no codes of {_named(first, 'what enters ')} in {num} of {of} "
             "forwards: what it takes there is no code times its scale"
         )
-        yield Finding(claim="context", role="context", evidence=[Evidence(text=text)])
+        yield Finding(claim="context", role="context", evidence=[plain(text)])
 
 
 def _named(site: str, inputs: str = "") -> str:
@@ -279,18 +277,18 @@ def _healthy(sites: Sequence[_Site]) -> Finding:
         )
     return Finding(
         claim="context", role="context",
-        evidence=[Evidence(text=text, values={"num_codes": num, "num_different": different})],
+        evidence=[plain(text, num_codes=num, num_different=different)],
     )  # fmt: skip
 
 
-def _evidence(place: str, side: Side | None, looks: Sequence[CodeQuestion]) -> Evidence:
+def _evidence(place: str, side: Side | None, looks: Sequence[CodeQuestion]) -> Fact:
     who = "B's codes against A's" if side is None else f"{letter(side)}'s codes"
     values = {look.what: look.value for look in looks} | {"num_codes": looks[0].num_codes}
     # the mean that tells what it is before the count of what it leads to
     told = "; ".join(
         _text(look) for look in sorted(looks, key=lambda look: look.what == "outliers")
     )
-    return Evidence(text=f"{place}, {who}: {told}", values=values)
+    return plain(f"{place}, {who}: {told}", **values)
 
 
 def _text(look: CodeQuestion) -> str:

@@ -17,7 +17,7 @@ from divergence.analyses.collectives.definitions import bits_differ
 from divergence.analyses.collectives.recorded import RecordedCase
 from divergence.arithmetic.additions.trees import Tree
 from divergence.collectives.orders import Stretch
-from divergence.comparison.results.findings import list_names
+from divergence.words import list_names
 
 __all__ = ["odd_ranks"]
 

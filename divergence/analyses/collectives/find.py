@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from divergence.collectives.cases import ADDING
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, list_names
+from divergence.comparison.results.findings import Check, Finding, Onset
 from divergence.comparison.results.sites import Coverage
 from divergence.comparison.results.suites import (
     CollectiveFault,
@@ -14,10 +14,11 @@ from divergence.comparison.results.suites import (
     CollectivesSide,
     OrderRow,
 )
+from divergence.facts import Fact, plain
 from divergence.layout import count
-from divergence.run.command import command_line
+from divergence.run.command import command
 from divergence.run.reader import Run
-from divergence.words import SideOrBoth, letter
+from divergence.words import SideOrBoth, letter, list_names
 
 __all__ = ["find_in_one", "find_in_two", "orders_text"]
 
@@ -39,8 +40,12 @@ def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
     return Finding(
         claim="collectives",
         kind="within_floor" if num else "undetermined",
-        summary=(f"{held}{detail}" if num else "nothing was checked but orders and times")
-        + (f"; {orders}" if orders else ""),
+        headline=[
+            plain(
+                (f"{held}{detail}" if num else "nothing was checked but orders and times")
+                + (f"; {orders}" if orders else "")
+            )
+        ],
         rests_on=_checks(judged, done),
         evidence=_facts(judged),
     )
@@ -64,7 +69,7 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
         return Finding(
             claim="collectives",
             kind="undetermined",
-            summary=f"{_alone(sides)}no case is common to both{_numbers(sides)}",
+            headline=[plain(f"{_alone(sides)}no case is common to both{_numbers(sides)}")],
             rests_on=[check("measured", False, "nothing was compared")],
             evidence=facts,
         )
@@ -72,7 +77,7 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
         return Finding(
             claim="collectives",
             kind="identical",
-            summary=f"all {result.num_common:,} cases have the same bits, and are right",
+            headline=[plain(f"all {result.num_common:,} cases have the same bits, and are right")],
             rests_on=checks,
             evidence=facts,
         )
@@ -82,11 +87,15 @@ def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -
     return Finding(
         claim="collectives",
         kind="within_floor",
-        summary=f"{len(result.differing):,} of {result.num_common:,} cases differ, by no more than "
-        f"rounding explains (relative difference up to {most.rel_l2:.1e}): {orders}",
+        headline=[
+            plain(
+                f"{len(result.differing):,} of {result.num_common:,} cases differ, by no more than "
+                f"rounding explains (relative difference up to {most.rel_l2:.1e}): {orders}"
+            )
+        ],
         rests_on=checks,
         evidence=facts,
-        next=[command_line("compare", a.path, b.path, all=True)],
+        commands=[command("compare", a.path, b.path, all=True)],
     )
 
 
@@ -127,7 +136,7 @@ def _of_faults(
         f" ({count(cases, 'case')} in all: {', '.join(sorted(collectives))})" if cases > 1 else ""
     )
     facts = [
-        Evidence(text=("" if of == 1 else f"{letter(judged.side)}: ") + _sentence(fault, alike))
+        plain(("" if of == 1 else f"{letter(judged.side)}: ") + _sentence(fault, alike))
         for judged in sides
         for fault, alike in _grouped(judged.faults)[:_MOST]
     ]
@@ -137,8 +146,12 @@ def _of_faults(
     return Finding(
         claim="collectives",
         kind="systematic" if many else "localized",
-        summary=f"{_who(first, whose)}: {first.collective} of {first.dtype}, {first.size} "
-        f"({first.elements:,} elements), {first.values}: {first.text}{more}",
+        headline=[
+            plain(
+                f"{_who(first, whose)}: {first.collective} of {first.dtype}, {first.size} "
+                f"({first.elements:,} elements), {first.values}: {first.text}{more}"
+            )
+        ],
         onset=Onset(site=first.site, block=None, sample=0, step=0, position=None),
         side=side,
         rests_on=[
@@ -151,7 +164,7 @@ def _of_faults(
             ),
         ],
         evidence=facts,
-        next=[command_line("compare", *(run.path for run in runs), all=True)],
+        commands=[command("compare", *(run.path for run in runs), all=True)],
     )
 
 
@@ -213,7 +226,7 @@ def orders_text(orders: Sequence[OrderRow]) -> str:
     return "all_reduce adds " + by.replace("by not revealed", "in an order that is not known")
 
 
-def _facts(judged: CollectivesSide, *, name: bool = False) -> list[Evidence]:
+def _facts(judged: CollectivesSide, *, name: bool = False) -> list[Fact]:
     """What else is worth a line."""
     whose = f"{letter(judged.side)}: " if name else ""
     facts = []
@@ -221,10 +234,10 @@ def _facts(judged: CollectivesSide, *, name: bool = False) -> list[Evidence]:
     if sums:
         worst = max(sums, key=lambda collective: sums[collective] or 0.0)
         facts.append(
-            Evidence(
-                text=f"{whose}sums are at most {sums[worst] or 0.0:.0%} of what rounding in any "
+            plain(
+                f"{whose}sums are at most {sums[worst] or 0.0:.0%} of what rounding in any "
                 f"order of {judged.num_ranks} ranks may be off by ({worst})",
-                values={"limit_usage": sums[worst] or 0.0},
+                limit_usage=sums[worst] or 0.0,
             )
         )
     proven = [row for row in judged.orders if row.accumulates is not None]
@@ -232,8 +245,8 @@ def _facts(judged: CollectivesSide, *, name: bool = False) -> list[Evidence]:
         how = sorted({f"{row.dtype} in {row.accumulates}" for row in proven})
         num = sum(row.num_replayed for row in proven)
         facts.append(
-            Evidence(
-                text=f"{whose}replaying the orders gives {num:,} recorded elements bit by bit; "
+            plain(
+                f"{whose}replaying the orders gives {num:,} recorded elements bit by bit; "
                 f"partial sums are kept of {', '.join(how)}"
             )
         )
@@ -242,12 +255,12 @@ def _facts(judged: CollectivesSide, *, name: bool = False) -> list[Evidence]:
         promised = [row for row in rows if row.promised]
         same = sum(row.num_different == 0 for row in rows)
         facts.append(
-            Evidence(
-                text=f"{whose}reduce-scatter, then all-gather make the all-reduce's bits in {same} "
+            plain(
+                f"{whose}reduce-scatter, then all-gather make the all-reduce's bits in {same} "
                 f"of {len(rows)} cases; the orders of addition promise it in {len(promised)}"
             )
         )
     flushed = sum(row.num_flushed for row in judged.rows)
     if flushed:
-        facts.append(Evidence(text=f"{whose}subnormal sums become 0 in {count(flushed, 'case')}"))
+        facts.append(plain(f"{whose}subnormal sums become 0 in {count(flushed, 'case')}"))
     return facts

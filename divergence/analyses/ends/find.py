@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 from divergence.comparison.align.pieces import Piece, PromptStep, logits_row, why_no_pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict, figure
+from divergence.comparison.results.findings import Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.facts import Fact, fact, plain
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
-from divergence.words import Side, letter
+from divergence.words import Side, figure, letter
 
 if TYPE_CHECKING:
     import torch
@@ -86,10 +87,10 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     more = f" and {len(texts) - 1} more" if texts[1:] else ""
     return [
         Finding(
-            claim="explanation", role="explains", clause=f"; {texts[0]}{more}",
+            claim="explanation", role="explains", addition=[plain(f"; {texts[0]}{more}")],
             rests_on=[check("fed_by_compared", False, "what comes before it was not all compared")]
             if before else [],
-            evidence=[Evidence(text=text) for text in texts[:_SHOWN]],
+            evidence=[plain(text) for text in texts[:_SHOWN]],
         )
     ]  # fmt: skip
 
@@ -128,29 +129,29 @@ def _unequal(measured: Measured, unequal: Sequence[Integers]) -> Finding:
     what = "a choice that does not follow from its own scores" if first.choice else (
         "an integer tensor differs, and integers do not round"
     )  # fmt: skip
-    by = f", by {letter(first.side)}" if first.side else ""
     return Finding(
         claim="integers_differ",
         kind="localized",
-        summary=f"{what}: {first.result.site}{by}",
+        headline=[plain(f"{what}: {first.result.site}"), fact("by", by=first.side, both=False)],
         onset=onset_at(first.result),
         place=order_of(first.result),
         side=first.side,
         evidence=[_integer_evidence(first)],
         beside=[_integer_evidence(integer) for integer in unequal[:_SHOWN]],
-        next=measured.advice.look_at(first.result.site),
+        commands=measured.advice.look_at(first.result.site),
         flags=[first.result.key],
     )
 
 
-def _integer_evidence(gap: Integers) -> Evidence:
+def _integer_evidence(gap: Integers) -> Fact:
     result = gap.result
     of = "tokens" if gap.choice else "elements"
-    return Evidence(
-        text=f"{result.site} ({result.pass_}, prompt {result.sample}, step {result.step}): "
+    return plain(
+        f"{result.site} ({result.pass_}, prompt {result.sample}, step {result.step}): "
         f"{gap.num_different} of {gap.num_compared} {of} differ, the first is {gap.reference} in "
         f"A, {gap.candidate} in B",
-        values={"num_different": gap.num_different, "num_compared": gap.num_compared},
+        num_different=gap.num_different,
+        num_compared=gap.num_compared,
     )
 
 
@@ -165,7 +166,6 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
     many = len(blocks) >= 3 and 2 * len(blocks) > len(entered)
     sides = {seam.side for seam in broken}
     side = sides.pop() if len(sides) == 1 else None
-    by = f", by {letter(side)}" if side else ""
     notes = measured.candidate.manifest.plan.modules | measured.reference.manifest.plan.modules
     outer = {path for path, note in notes.items() if note.role in ("block", "trunk")}
     all_compared = not any(
@@ -173,8 +173,6 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
         and ":out" in item.site and module_of(item.site) in outer
         for item in measured.alignment.unmatched
     )  # fmt: skip
-    made = "is made between" if first.way == "changed" else "seems to be made between"
-    between = f"{first.before} and {first.site}"
     times = first.size / first.limit if first.limit else float("inf")
     next_ = measured.advice.look_at(first.site)
     if measured.truth_samples is None and first.way == "changed":
@@ -182,11 +180,18 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
     return Finding(
         claim="error_between",
         kind="systematic" if many else "localized",
-        summary=f"the error {made} blocks, at {len(blocks)} of {len(entered)} places, from "
-        f"{between} on{by}"
-        if many
-        else f"the error {made} {between}{by}"
-        + (": outside the modules, which pass" if all_compared else ""),
+        headline=[
+            fact(
+                "made_between",
+                seems=first.way != "changed",
+                first=first.before,
+                then=first.site,
+                num=len(blocks) if many else None,
+                total=len(entered),
+                by=side,
+                outside=all_compared and not many,
+            )
+        ],
         onset=onset_at(first.result),
         place=order_of(first.result),
         side=side,
@@ -196,12 +201,12 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
         ],
         evidence=[_seam_evidence(first)],
         beside=[_seam_evidence(seam) for seam in places[:_SHOWN]],
-        next=next_,
+        commands=next_,
         flags=[seam.result.key for seam in broken],
     )
 
 
-def _seam_evidence(seam: Seam) -> Evidence:
+def _seam_evidence(seam: Seam) -> Fact:
     place = f"prompt {seam.result.sample}, step {seam.result.step}"
     if seam.way == "changed":
         other = "reference" if seam.by == "candidate" else "candidate"
@@ -216,7 +221,7 @@ def _seam_evidence(seam: Seam) -> Evidence:
             f"{figure(seam.size)} × what came in and rounding explain (limit {seam.limit:.1f}), "
             f"{place}"
         )
-    return Evidence(text=text, values={"size": seam.size, "limit": seam.limit})
+    return plain(text, size=seam.size, limit=seam.limit)
 
 
 def _misfit(measured: Measured, misfits: Sequence[Misfit], site: str) -> Finding:
@@ -226,24 +231,29 @@ def _misfit(measured: Measured, misfits: Sequence[Misfit], site: str) -> Finding
     return Finding(
         claim="not_the_largest_logit",
         kind="localized",
-        summary=f"the token at prompt {sample}, step {step} is not the largest of its own logits "
-        f"in {letter(first.side)}: sampling, not the model",
+        headline=[
+            plain(
+                f"the token at prompt {sample}, step {step} is not the largest of its own logits "
+                f"in {letter(first.side)}: sampling, not the model"
+            )
+        ],
         onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
         side=first.side if len(sides) == 1 else "both",
         evidence=[_misfit_evidence(misfits)],
         beside=[_misfit_evidence(misfits)],
-        next=measured.advice.look_at(site),
+        commands=measured.advice.look_at(site),
     )
 
 
-def _misfit_evidence(misfits: Sequence[Misfit]) -> Evidence:
+def _misfit_evidence(misfits: Sequence[Misfit]) -> Fact:
     first = misfits[0]
     sample, step = first.place
-    return Evidence(
-        text=f"sampling: {len(misfits)} tokens are not the largest of their own logits, the first "
+    return plain(
+        f"sampling: {len(misfits)} tokens are not the largest of their own logits, the first "
         f"in {letter(first.side)} at prompt {sample}, step {step}: {first.chosen} was chosen, "
         f"{first.largest} is larger by {first.behind:.3g}",
-        values={"num_misfits": len(misfits), "behind": first.behind},
+        num_misfits=len(misfits),
+        behind=first.behind,
     )
 
 

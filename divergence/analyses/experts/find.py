@@ -13,12 +13,13 @@ from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.experts import Routes, Unexplained, route_key, routed_blocks
-from divergence.comparison.results.findings import Evidence, Finding, Verdict
+from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.comparison.routers import logits_decide, same_experts
+from divergence.facts import Fact, fact, plain
 from divergence.numerics.formats import format_named
 from divergence.run.schema.site import module_of
-from divergence.words import Side, letter
+from divergence.words import Side
 
 __all__ = ["explain", "find"]
 
@@ -56,15 +57,15 @@ def find(measured: Measured) -> AnalysisResult:
     )  # fmt: skip
     scores = len(set(first.follows)) == 2
     than = "its own scores say" if scores and not many else "rounding explains"
-    by = f", by {letter(side)}" if side else ""
     count = sum(len(choice.tokens) for _, choice in choices)
     total = sum(choice.num_tokens for _, choice in choices)
     experts = [chosen[0].tolist() for chosen in first.experts]
-    fact = Evidence(
-        text=f"{count} of {total} tokens went to other experts, far from any tie: the first "
+    evidence = plain(
+        f"{count} of {total} tokens went to other experts, far from any tie: the first "
         f"is token {first.tokens[0]} of prompt {behind.sample}, step {behind.step}, to "
         f"{experts[0]} in A and {experts[1]} in B",
-        values={"num_different": count, "num_compared": total},
+        num_different=count,
+        num_compared=total,
     )
     position = first.tokens[0] if behind.step == 0 else seen.worst_position
     return AnalysisResult(
@@ -72,14 +73,17 @@ def find(measured: Measured) -> AnalysisResult:
             Finding(
                 claim="integers_differ",
                 kind="systematic" if many else "localized",
-                summary=f"{what} tokens to other experts than {than}{by}",
+                headline=[
+                    plain(f"{what} tokens to other experts than {than}"),
+                    fact("by", by=side, both=False),
+                ],
                 onset=replace(onset_at(seen), position=position, sample=behind.sample),
                 place=order_of(seen),
                 equal_inputs=behind.pass_ != "free",
                 side=side,
-                evidence=[fact],
-                beside=[fact],
-                next=measured.advice.look_at(first.site),
+                evidence=[evidence],
+                beside=[evidence],
+                commands=measured.advice.look_at(first.site),
                 flags=[seen.key],
             )
         ]
@@ -128,7 +132,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     return [Finding(claim="explanation", role="explains", about_onset=True, evidence=[said])]
 
 
-def _shared(results: Sequence[SiteResult], routes: Routes) -> Evidence | None:
+def _shared(results: Sequence[SiteResult], routes: Routes) -> Fact | None:
     off: list[set[int]] = []
     fine: list[set[int]] = []
     for result in results:
@@ -151,4 +155,4 @@ def _shared(results: Sequence[SiteResult], routes: Routes) -> Evidence | None:
         f" {named[0]}" if len(named) == 1 else f"s {', '.join(map(str, named))}"
     )
     text += f"; of the {len(fine)} that are fine, {there or 'none'} did"
-    return Evidence(text=text, values={"num_tokens": len(off), "num_fine": there})
+    return plain(text, num_tokens=len(off), num_fine=there)

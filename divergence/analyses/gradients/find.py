@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
-from divergence.comparison.results.findings import Evidence, Finding, Verdict
+from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.facts import plain
 from divergence.run.schema.site import OPTIMIZER, of_parameter
 
 __all__ = ["explain", "find"]
@@ -69,22 +70,25 @@ def find(measured: Measured) -> AnalysisResult:
     if not beyond:
         return AnalysisResult()
     first, rounding, bound = min(beyond, key=lambda told: order_of(told[0]))
-    fact = Evidence(
-        text=f"in the free pass {first.site} is off by {first.rel_l2:.1e} of its norm, where what "
+    fact = plain(
+        f"in the free pass {first.site} is off by {first.rel_l2:.1e} of its norm, where what "
         f"enters it explains {bound:.1e}; with equal inputs by {rounding:.1e}. So are "
         f"{len(beyond)} of {len(own)} parameters' gradients",
-        values={"rel_l2": first.rel_l2 or 0.0, "limit": bound},
+        rel_l2=first.rel_l2 or 0.0,
+        limit=bound,
     )
     finding = Finding(
         claim="error_between",
         kind="localized",
-        summary=f"the error is made at {first.site}, in the free pass alone: it does not repeat",
+        headline=[
+            plain(f"the error is made at {first.site}, in the free pass alone: it does not repeat")
+        ],
         onset=onset_at(first),
         place=order_of(first),
         rests_on=[check("repeats", False, "the anchored pass of the same run is right there")],
         evidence=[fact],
         beside=[fact],
-        next=measured.advice.look_at(first.site),
+        commands=measured.advice.look_at(first.site),
         flags=[site.key for site, *_ in beyond],
     )
     return AnalysisResult(findings=[finding])
@@ -107,20 +111,25 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     text, other = _NOTHING_ELSE[onset.phase == "optimizer"], _OTHER_FACTOR[entering]
     cause = _CLIPPED if entering else shared.cause
     evidence = [
-        Evidence(
-            text=f"{num} of {shared.total} {shared.what} are off, {text}: {cause}",
-            values={"num_beyond": float(num)},
+        plain(
+            f"{num} of {shared.total} {shared.what} are off, {text}: {cause}", num_beyond=float(num)
         )
     ]
     factor = _factor(shared.beyond) if onset.phase == "backward" or entering else None
     if factor is not None and num > 0.9 * shared.total:
         evidence.append(
-            Evidence(text=f"all of them are {factor:.4g} × A's in B: {other}",
-                     values={"factor": factor})
+            plain(f"all of them are {factor:.4g} × A's in B: {other}", factor=factor)
         )  # fmt: skip
     others = f", as in {num - 1} more of {shared.total} {shared.what}"
     clause = "" if verdict.kind == "systematic" else others  # which says how many are off itself
-    return [Finding(claim="explanation", role="explains", clause=clause, evidence=evidence)]
+    return [
+        Finding(
+            claim="explanation",
+            role="explains",
+            addition=[plain(clause)] if clause else [],
+            evidence=evidence,
+        )
+    ]
 
 
 def _factor(sites: Sequence[SiteResult]) -> float | None:

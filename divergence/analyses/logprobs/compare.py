@@ -19,9 +19,10 @@ from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.analysis import report_of
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import Evidence, Finding, PreflightLine, PreflightStatus
+from divergence.comparison.results.findings import Finding, PreflightLine, PreflightStatus
 from divergence.comparison.results.sites import Coverage
 from divergence.errors import UsageError
+from divergence.facts import plain
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS, one_or_more
@@ -109,8 +110,8 @@ def _stopped(a: Run, b: Run, lines: list[PreflightLine], line: PreflightLine) ->
     text = line.detail or f"{line.reference} against {line.candidate}"
     finding = Finding(
         claim="other_experiment", kind="incomparable",
-        summary=f"the two were not asked the same: {text}",
-        evidence=[Evidence(text=f"{line.check}: {text}")],
+        headline=[plain(f"the two were not asked the same: {text}")],
+        evidence=[plain(f"{line.check}: {text}")],
     )  # fmt: skip
     return report_of(a, b, finding, Coverage(num_compared=0), lines, notes=_notes(a, b))
 

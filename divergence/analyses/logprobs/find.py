@@ -12,19 +12,13 @@ from divergence.analyses.logprobs.pattern import Pattern, beyond_of, typical_of
 from divergence.analyses.logprobs.processed import processed
 from divergence.analyses.logprobs.scale import BY_DTYPE, NO_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import (
-    Check,
-    Evidence,
-    Finding,
-    Onset,
-    VerdictKind,
-    list_names,
-)
+from divergence.comparison.results.findings import Check, Finding, Onset, VerdictKind
 from divergence.comparison.results.tokens import LogprobsResult
+from divergence.facts import Fact, plain
 from divergence.layout import count, decimal
 from divergence.numerics.resampling import LEAST_PROMPTS, least_share
 from divergence.run.schema.site import LOGPROBS_SITE
-from divergence.words import SideOrBoth, letter
+from divergence.words import SideOrBoth, letter, list_names
 
 __all__ = ["find"]
 
@@ -45,7 +39,7 @@ def find(
         result, pairs, pattern, scale, whole=whole, experts=experts
     )
     return Finding(
-        claim="logprobs", kind=finding.kind, summary=finding.summary, onset=finding.onset,
+        claim="logprobs", kind=finding.kind, headline=finding.headline, onset=finding.onset,
         side=finding.side, rests_on=finding.rests_on, evidence=[*finding.evidence, *evidence],
     )  # fmt: skip
 
@@ -60,8 +54,8 @@ def _of_numbers(
         whose = "both sides" if side == "both" else letter(side)
         return Finding(
             claim="logprobs", kind="nonfinite", side=side,
-            summary=f"nan or inf in {count(sum(odd), 'token')} of {whose} where the other side has "
-            "a number",
+            headline=[plain(f"nan or inf in {count(sum(odd), 'token')} of {whose} where the other side has "
+            "a number")],
         )  # fmt: skip
     for name, num in result.num_not_likeliest.items():
         if result.max_below_likeliest[name] <= FAULT * scale.value:
@@ -70,8 +64,12 @@ def _of_numbers(
             claim="logprobs",
             kind="systematic",
             side="reference" if name == "reference" else "candidate",
-            summary=f"{letter(name)} does not choose the likeliest token of its own list "
-            f"({count(num, 'time')}): it samples, or a penalty or a bias moves its choice",
+            headline=[
+                plain(
+                    f"{letter(name)} does not choose the likeliest token of its own list "
+                    f"({count(num, 'time')}): it samples, or a penalty or a bias moves its choice"
+                )
+            ],
         )
     return None
 
@@ -291,7 +289,9 @@ def _why_unknown(scale: Scale) -> str:
 def _finding(
     kind: VerdictKind, summary: str, *checks: Check, onset: Onset | None = None
 ) -> Finding:
-    return Finding(claim="logprobs", kind=kind, summary=summary, rests_on=list(checks), onset=onset)
+    return Finding(
+        claim="logprobs", kind=kind, headline=[plain(summary)], rests_on=list(checks), onset=onset
+    )
 
 
 def _direction(result: LogprobsResult) -> str:
@@ -306,25 +306,19 @@ def _onset(place: tuple[int, int], block: str | None = None) -> Onset:
     return Onset(site=LOGPROBS_SITE, block=block, sample=place[0], step=0, position=place[1])
 
 
-def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evidence]:
+def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Fact]:
     facts = []
     delta, kl, shift, flip = (
         result.delta, result.divergence, result.shift, result.first_difference
     )  # fmt: skip
     if delta is not None:
-        facts.append(Evidence(
-            text=f"Δ log p of {count(delta.num_tokens, 'equal token')}: "
+        facts.append(plain(f"Δ log p of {count(delta.num_tokens, 'equal token')}: "
             f"mean {decimal(delta.mean)}, |Δ| mean {decimal(delta.mean_abs)}, "
-            f"p99 {decimal(delta.p99_abs)}, max {decimal(delta.max_abs)} nats",
-            values={"mean": delta.mean, "mean_abs": delta.mean_abs, "max_abs": delta.max_abs},
-        ))  # fmt: skip
+            f"p99 {decimal(delta.p99_abs)}, max {decimal(delta.max_abs)} nats", mean=delta.mean, mean_abs=delta.mean_abs, max_abs=delta.max_abs))  # fmt: skip
     if kl is not None:
         upper = "no upper bound" if kl.kl_upper is None else f"at most {decimal(kl.kl_upper)}"
-        facts.append(Evidence(
-            text=f"KL(A‖B) at least {decimal(kl.kl_lower)} nats, {upper}; "
-            f"{kl.tail:.1%} of the probability is on neither common list",
-            values={"kl_lower": kl.kl_lower, "tail": kl.tail},
-        ))  # fmt: skip
+        facts.append(plain(f"KL(A‖B) at least {decimal(kl.kl_lower)} nats, {upper}; "
+            f"{kl.tail:.1%} of the probability is on neither common list", kl_lower=kl.kl_lower, tail=kl.tail))  # fmt: skip
     if flip is not None:
         gaps = [margin for margin in (flip.margin, flip.candidate_margin) if margin is not None]
         said = "no list holds both" if not gaps else f"{decimal(max(gaps))} nats between them"
@@ -332,37 +326,29 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
         if word == ": no tie" and max(gaps, default=0.0) <= FAULT * scale.value:
             said, word = "one side's list goes that far down without the other's token", ": no tie"
         first = "first at no tie" if 0 < result.num_faults < result.num_flips else "first"
-        facts.append(Evidence(
-            text=f"the answers to {count(result.num_flips, 'prompt')} part, {first} prompt "
+        facts.append(plain(f"the answers to {count(result.num_flips, 'prompt')} part, {first} prompt "
             f"{flip.sample} at token {flip.position} ({said}{word}); "
-            f"{count(result.num_after, 'token')} behind were not compared"
-        ))  # fmt: skip
+            f"{count(result.num_after, 'token')} behind were not compared"))  # fmt: skip
     if shift is not None and shift.low is not None and shift.high is not None:
-        facts.append(Evidence(
-            text=f"over {shift.num_prompts} prompts the mean shift is {decimal(shift.mean)} nats, "
+        facts.append(plain(f"over {shift.num_prompts} prompts the mean shift is {decimal(shift.mean)} nats, "
             f"99% between {decimal(shift.low)} and {decimal(shift.high)} "
             f"(p = {shift.p_value or 0:.2g}); so many would show one of "
-            f"{decimal(shift.smallest_shift)}",
-        ))  # fmt: skip
+            f"{decimal(shift.smallest_shift)}"))  # fmt: skip
     elif shift is not None:
-        facts.append(Evidence(
-            text=f"{count(shift.num_prompts, 'prompt')}: too few for an interval or a p value"
-        ))  # fmt: skip
+        facts.append(plain(f"{count(shift.num_prompts, 'prompt')}: too few for an interval or a p value"))  # fmt: skip
     if not scale.known and scale.of.endswith(NO_DTYPE):
-        facts.append(Evidence(
-            text="what rounding makes here is not known: a side's dtype is not; --floor RUN, of a "
-            "trusted machine on the same prompts, tells it"
-        ))  # fmt: skip
+        facts.append(plain("what rounding makes here is not known: a side's dtype is not; --floor RUN, of a "
+            "trusted machine on the same prompts, tells it"))  # fmt: skip
     return facts
 
 
-def _rollout_facts(result: LogprobsResult) -> list[Evidence]:
+def _rollout_facts(result: LogprobsResult) -> list[Fact]:
     bad = [check for check in result.checks if check.state != "normal"]
     if not result.checks:
         return []
     if not bad:
-        return [Evidence(text="every number that trainers watch is normal by its own limit")]
+        return [plain("every number that trainers watch is normal by its own limit")]
     return [
-        Evidence(text=f"{stat.framework}'s {stat.name} is {stat.value:.4g}, normal {stat.normal}")
+        plain(f"{stat.framework}'s {stat.name} is {stat.value:.4g}, normal {stat.normal}")
         for stat in bad
     ]

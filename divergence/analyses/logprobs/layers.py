@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 from divergence.analyses.logprobs.pairs import PromptPair, pair_runs
 from divergence.comparison.api import compare
-from divergence.comparison.results.findings import Evidence, Finding
+from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.tokens import LogprobLayers
 from divergence.errors import UsageError
+from divergence.facts import plain
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import LOGPROBS
@@ -99,9 +100,10 @@ def joined(finding: Finding, layers: LogprobLayers) -> Finding:
             f"the layer-level runs show {layers.share:.0%} of Δ log p ({tokens}): what differs is "
             "not in what they ran (another build, other weights or settings)"
         )
-        return replace(finding, evidence=[Evidence(text=text), *finding.evidence])
+        return replace(finding, evidence=[plain(text), *finding.evidence])
     text = f"the layer-level runs show {layers.share:.0%} of Δ log p ({tokens}): {layers.summary}"
-    summary = finding.summary
+    headline = finding.headline
     if layers.block is not None and finding.kind not in ("identical", "within_floor"):
-        summary = f"{summary}; {layers.block} explains it ({layers.share:.0%} of Δ log p)"
-    return replace(finding, summary=summary, evidence=[Evidence(text=text), *finding.evidence])
+        explains = plain(f"; {layers.block} explains it ({layers.share:.0%} of Δ log p)")
+        headline = [*headline, explains]
+    return replace(finding, headline=headline, evidence=[plain(text), *finding.evidence])

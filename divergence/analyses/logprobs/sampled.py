@@ -17,6 +17,7 @@ from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Check, Finding, PreflightLine
 from divergence.comparison.results.tokens import LogprobTexts
+from divergence.facts import plain
 from divergence.layout import count, decimal
 from divergence.numerics.two_sample import LEVEL, two_sample
 from divergence.run.reader import Run
@@ -112,11 +113,13 @@ def _repeated(sides: Sequence[Side], told: Finding | None) -> Finding:
     who = "both sides give" if len(sides) == 2 else f"{letter(sides[0])} gives"
     text = f"{who} one answer to each prompt, as often as it is asked"
     if told is not None and told.kind == "systematic":
-        return replace(told, summary=f"{told.summary}; {text}: it may not obey the temperature")
+        return replace(told, headline=[
+            *told.headline, plain(f"; {text}: it may not obey the temperature"),
+        ])  # fmt: skip
     return Finding(
         claim="logprobs", kind="undetermined",
-        summary=f"{text}: temperature or seed are not obeyed, or nothing else is likely, and "
-        "answers that are not drawn tell no distribution",
+        headline=[plain(f"{text}: temperature or seed are not obeyed, or nothing else is likely, and "
+        "answers that are not drawn tell no distribution")],
         rests_on=[Check(name="told", state="failed", detail=text)],
     )  # fmt: skip
 
@@ -127,7 +130,7 @@ def _find(texts: LogprobTexts | None) -> Finding:
         num = 0 if texts is None else texts.num_answers
         return Finding(
             claim="logprobs", kind="undetermined",
-            summary=f"{count(num, 'drawn answer')} are too few for a test of their distribution",
+            headline=[plain(f"{count(num, 'drawn answer')} are too few for a test of their distribution")],
             rests_on=[Check(name="answers", state="failed", detail="--answers 10, more prompts")],
         )  # fmt: skip
     tested = f"{texts.num_answers} answers to {count(texts.num_prompts, 'prompt')} each side"
@@ -136,8 +139,8 @@ def _find(texts: LogprobTexts | None) -> Finding:
     if texts.p_value <= LEVEL:
         return Finding(
             claim="logprobs", kind="systematic",
-            summary=f"the answers are of another distribution ({said}): another model, "
-            "quantisation, template or sampling",
+            headline=[plain(f"the answers are of another distribution ({said}): another model, "
+            "quantisation, template or sampling")],
             rests_on=[check("scale", False, alone)],
         )  # fmt: skip
     share = texts.smallest_share
@@ -146,7 +149,7 @@ def _find(texts: LogprobTexts | None) -> Finding:
     )  # fmt: skip
     return Finding(
         claim="logprobs", kind="within_floor" if share is not None else "undetermined",
-        summary=f"no difference is seen ({said}); so many answers would show {power}",
+        headline=[plain(f"no difference is seen ({said}); so many answers would show {power}")],
         rests_on=[Check(name="scale", state="failed", detail="texts alone: a test sees no "
                         "more than its power")],
     )  # fmt: skip

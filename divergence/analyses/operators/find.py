@@ -16,7 +16,7 @@ from divergence.comparison.advice import Advice
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, explain_arithmetic, is_about, sentences
-from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
+from divergence.comparison.results.findings import Check, Finding, Onset, Verdict
 from divergence.comparison.results.operators import (
     CausalCheck,
     OperatorResult,
@@ -24,8 +24,10 @@ from divergence.comparison.results.operators import (
     OtherInput,
     OtherMask,
 )
+from divergence.facts import Fact, fact, plain
+from divergence.run.command import Command
 from divergence.run.schema.provenance import ArithmeticFact
-from divergence.words import letter
+from divergence.words import figure, letter
 
 __all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]
 
@@ -65,17 +67,16 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
 def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice | None) -> Finding:
     site = f"{first.site}:out"
     side = operators.side
-    by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
-    by = ", equally wrong on both sides" if side == "both" else by
+    by = side if side in ("reference", "candidate") else None
     if first.why == "operands":
-        by = ""
+        by = None
     rests_on = _checks(first, operators)
     seems = "seems to be made at" if rests_on[0].state == "failed" else "is made at"
     return Finding(
         claim="operator_off",
         role="refines",
         kind="nonfinite" if first.why == "nonfinite" else "localized",
-        summary=f"{_what_happens(first, seems)}{by}",
+        headline=[plain(_what_happens(first, seems)), fact("by", by=by, both=side == "both" and first.why != "operands")],
         onset=Onset(
             site=site, block=first.block, sample=first.sample, step=first.step, position=None,
             pass_=operators.pass_,
@@ -84,8 +85,8 @@ def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice | Non
         side=side,
         rests_on=rests_on,
         evidence=operator_evidence(first, operators),
-        beside=[Evidence(text=_BESIDE)],
-        next=[] if advice is None else _next(first, side, advice),
+        beside=[plain(_BESIDE)],
+        commands=[] if advice is None else _next(first, side, advice),
     )  # fmt: skip
 
 
@@ -107,10 +108,11 @@ def _fine(operators: OperatorsResult) -> Finding:
     """None is to blame. The verdict, where nothing else was compared."""
     judged = [r for r in operators.results if r.verdict != "unjudged"]
     largest = max((r.limit_usage for r in judged), default=0.0)
-    said = Evidence(
-        text=f"none of {len(judged)} operators is beyond its limit; the largest uses "
+    said = plain(
+        f"none of {len(judged)} operators is beyond its limit; the largest uses "
         f"{largest:.0%} of it",
-        values={"num_operators": len(judged), "largest_limit_usage": largest},
+        num_operators=len(judged),
+        largest_limit_usage=largest,
     )
     equal = operators.results and all(r.identical for r in operators.results)
     lone = len(operators.unmatched) + len(operators.notes)
@@ -118,9 +120,13 @@ def _fine(operators: OperatorsResult) -> Finding:
     return Finding(
         claim="operators_fine",
         kind="identical" if equal else "within_floor",
-        summary=f"all {operators.num_matched} operators are equal bit for bit"
-        if equal
-        else f"every operator is as near to {near} as rounding allows",
+        headline=[
+            plain(
+                f"all {operators.num_matched} operators are equal bit for bit"
+                if equal
+                else f"every operator is as near to {near} as rounding allows"
+            )
+        ],
         side="neither" if operators.judged == "truth" else None,
         rests_on=[check("coverage", not lone, "some operators had no partner, or are not judged")],
         evidence=[said],
@@ -128,7 +134,7 @@ def _fine(operators: OperatorsResult) -> Finding:
     )
 
 
-def _next(first: OperatorResult, side: str | None, advice: Advice) -> list[str]:
+def _next(first: OperatorResult, side: str | None, advice: Advice) -> list[Command]:
     """The operator by itself; where it was given something else, that."""
     if first.fed_by:
         return advice.operator_input(f"{first.fed_by[-1]}:out", first.fed_by_side)
@@ -196,7 +202,7 @@ def onset_result(operators: OperatorsResult) -> OperatorResult | None:
     return max(at_onset, key=lambda r: r.limit_usage, default=None)
 
 
-def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Evidence]:
+def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Fact]:
     """Why this operator."""
     called = f" ({first.called_at})" if first.called_at else ""
     name = f"{first.site}{called}, {first.phase}"
@@ -206,7 +212,7 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         if (value := getattr(first, key)) is not None
     }
     evidence = [
-        Evidence(text=f"{name}: {_reason(first)}", values=values),
+        plain(f"{name}: {_reason(first)}", **values),
         *_operand_evidence(first),
         *_region_evidence(first),
     ]
@@ -231,25 +237,26 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         names = ", ".join(f"{u.site} ({u.source})" if u.source else u.site for u in before[:3])
         other = "reference" if first.fed_by_side == "candidate" else "candidate"
         texts.append(f"what feeds it has no partner in {letter(other)}: {names}")
-    evidence += [Evidence(text=text) for text in texts]
+    evidence += [plain(text) for text in texts]
     if operators.causal is not None:
         evidence.append(_causal_evidence(operators.causal))
     return evidence
 
 
-def _causal_evidence(check: CausalCheck) -> Evidence:
+def _causal_evidence(check: CausalCheck) -> Fact:
     rest = f"the rest is not fine yet: {', '.join(check.still[:3])}"
     if check.holds:
         shares = f"{check.before:.2g} → {check.largest_limit_usage:.2g}"
         rest = f"everything after it is fine (largest share of a limit {shares})"
-    return Evidence(
-        text=f"with A's result put in its place, {rest}",
-        values={"before": check.before, "after": check.largest_limit_usage},
+    return plain(
+        f"with A's result put in its place, {rest}",
+        before=check.before,
+        after=check.largest_limit_usage,
     )
 
 
-def _operand_evidence(first: OperatorResult) -> list[Evidence]:
-    evidence: list[Evidence] = []
+def _operand_evidence(first: OperatorResult) -> list[Fact]:
+    evidence: list[Fact] = []
     if not first.other_operands:
         return evidence
     for item in first.other_operands:
@@ -257,36 +264,34 @@ def _operand_evidence(first: OperatorResult) -> list[Evidence]:
         where = "made outside the recorded modules" if item.kind == "constant" else "in the call"
         by = f", {item.difference:.2%} off" if item.difference not in (None, math.inf) else ""
         evidence.append(
-            Evidence(
-                text=f"{item.argument}, {where}: {item.reference} in A, {item.candidate} in B{by}",
-                values=values,
+            plain(
+                f"{item.argument}, {where}: {item.reference} in A, {item.candidate} in B{by}",
+                **values,
             )
         )
     if first.why == "operands" and not first.measurable:
         text = "what that changes here is within rounding: the number differs for sure"
-        evidence.append(Evidence(text=text))
+        evidence.append(plain(text))
     if first.verdict in ("candidate", "reference"):
         text = "the truth is of A's code: it cannot tell which value is meant"
-        evidence.append(Evidence(text=text))
+        evidence.append(plain(text))
     return evidence
 
 
-def _region_evidence(first: OperatorResult) -> list[Evidence]:
+def _region_evidence(first: OperatorResult) -> list[Fact]:
     region = first.region
     if region is None:
         return []
     begin = f", from {', '.join(region.inputs[:3])}" if region.inputs else ""
-    evidence = [Evidence(text=f"compared as one step{begin}: {region.text}")]
+    evidence = [plain(f"compared as one step{begin}: {region.text}")]
     if region.candidate_times is not None and region.reference_times is not None:
         evidence.append(
-            Evidence(
-                text="by themselves, computed again in float64 from each side's own inputs, they "
+            plain(
+                "by themselves, computed again in float64 from each side's own inputs, they "
                 f"add {region.candidate_times:.3g} × what an ideal product does (it rounds once), "
                 f"A's {region.reference_times:.3g} ×",
-                values={
-                    "candidate_times": region.candidate_times,
-                    "reference_times": region.reference_times,
-                },
+                candidate_times=region.candidate_times,
+                reference_times=region.reference_times,
             )
         )
     return evidence
@@ -351,7 +356,7 @@ def _farther(first: OperatorResult) -> str:
 _MOST = 3
 
 
-def behind_operator(first: OperatorResult, explained: Explained) -> list[Evidence]:
+def behind_operator(first: OperatorResult, explained: Explained) -> list[Fact]:
     """What the arithmetic says of the operator at the onset; nothing where nothing was probed."""
     dtypes = {first.reference_dtype, first.candidate_dtype}
 
@@ -363,15 +368,15 @@ def behind_operator(first: OperatorResult, explained: Explained) -> list[Evidenc
     name = f"{first.operator} in {' and '.join(sorted(dtypes))}"
     if differ:
         return [
-            Evidence(text=f"arithmetic behind {name}: {item.text}", values=item.values)
+            plain(f"arithmetic behind {name}: {item.text}", **item.values)
             for item in sentences(differ, explained)[:_MOST]
         ]
     if not same:
         return []
     probes = ", ".join(dict.fromkeys(fact.probe for fact in same))
     return [
-        Evidence(
-            text=f"what was probed behind {name} is the same on both sides ({probes}): look at "
+        plain(
+            f"what was probed behind {name} is the same on both sides ({probes}): look at "
             "software and data first"
         )
     ]

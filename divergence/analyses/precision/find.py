@@ -5,8 +5,9 @@ from __future__ import annotations
 from divergence.analyses.precision.audit import audit_runs
 from divergence.analyses.precision.step import PHASES, gradient_errors
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.results.findings import Evidence, Finding, Verdict
+from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.operators import AuditResult
+from divergence.facts import plain
 from divergence.run.schema.site import of_parameter
 
 __all__ = ["explain", "find"]
@@ -33,7 +34,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
         Finding(
             claim="explanation", role="explains", leads=leads,
             evidence=[
-                Evidence(text=item.text + (cost if item.part == "reduced gradients" else ""))
+                plain(item.text + (cost if item.part == "reduced gradients" else ""))
                 for item in audit.findings
                 if (onset in item.operators or PHASES.get(item.part, "") == phase) == leads
             ],

@@ -19,8 +19,9 @@ from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.preflight.owner import without_pads
 from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
-from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict
+from divergence.comparison.results.findings import Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.facts import Fact, plain
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.record import Coordinates, Record
@@ -156,15 +157,16 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     share = _share(verdict.onset, measured)
     if share is None:
         return _of_prompts(verdict, verdict.onset, measured)
-    fact = Evidence(
-        text=f"at {share.site} {letter(share.side)}'s rank {share.rank} holds the share that "
+    disagreement = plain(
+        f"at {share.site} {letter(share.side)}'s rank {share.rank} holds the share that "
         f"is off: rel L2 {share.rel_l2:.2e}, in the others' shares {share.rest_rel_l2:.2e}",
-        values={"share": share.rel_l2, "others": share.rest_rel_l2},
+        share=share.rel_l2,
+        others=share.rest_rel_l2,
     )
     return [
         Finding(
-            claim="explanation", role="explains", clause=f", in the share of rank {share.rank}",
-            evidence=[fact],
+            claim="explanation", role="explains", addition=[fact("rank_share", rank=share.rank)],
+            evidence=[disagreement],
         )
     ]  # fmt: skip
 
@@ -181,7 +183,7 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
             usages[sample] = max(usage or 0.0, usages.get(sample, 0.0))
     wrong = {sample for sample, usage in usages.items() if usage > 1}
     told: list[str] = []
-    facts: list[Evidence] = []
+    facts: list[Fact] = []
     for side, run in (("reference", measured.reference), ("candidate", measured.candidate)):
         if not isinstance(run, UnshardedRun) or verdict.side not in (None, side):
             continue
@@ -198,17 +200,12 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
             f"{told[-1]} ran {len(theirs)} of the {len(usages)} prompts: {len(wrong)} of these are "
             f"beyond the limit, and none of the {rest} that other ranks ran"
         )
-        facts.append(
-            Evidence(
-                text=text,
-                values={"num_wrong": len(wrong), "num_run": len(theirs), "num_others": rest},
-            )
-        )
+        facts.append(plain(text, num_wrong=len(wrong), num_run=len(theirs), num_others=rest))
     if not told:
         return []
     who = " and ".join(told)  # where both sides dealt alike and no truth tells which is wrong
     ran = f", which {who} ran" if verdict.kind == "localized" else f" ({who} ran these)"
-    return [Finding(claim="explanation", role="explains", clause=ran, evidence=facts)]
+    return [Finding(claim="explanation", role="explains", addition=[plain(ran)], evidence=facts)]
 
 
 def _owners(run: UnshardedRun, onset: Onset) -> dict[int, frozenset[int]]:
@@ -234,23 +231,23 @@ def _finding(measured: Measured, held: ReplicaCheck, diff: ReplicaDiff) -> Findi
     pairs = measured.alignment.pairs
     pair = next((p for p in pairs if _is_at(p, diff)), None)
     result = None if pair is None else _result_of(pair, measured.sites)
-    fact = Evidence(
-        text=f"{_sentence(diff)} at {diff.site} ({diff.pass_} pass, prompt {diff.sample}, step "
+    disagreement = plain(
+        f"{_sentence(diff)} at {diff.site} ({diff.pass_} pass, prompt {diff.sample}, step "
         f"{diff.step}) and at {held.num_different - 1:,} more of {held.num_tensors:,} tensors "
         "that both hold"
         + (_UNMEASURED if diff.rel_l2 is None else f"; rel L2 {diff.rel_l2:.2e} there")
         + {"nobody": "; which of them is wrong cannot be told", "majority": ""}.get(
             diff.told_by, "; the other run agrees with the latter"
         ),
-        values={} if diff.rel_l2 is None else {"rel_l2": diff.rel_l2},
+        **{} if diff.rel_l2 is None else {"rel_l2": diff.rel_l2},
     )
     if not _is_fault(diff, result, pair):
-        note = Evidence(text=f"{fact.text}: no more than adding in another order explains")
+        note = plain(f"{disagreement['text']}: no more than adding in another order explains")
         return Finding(claim="replicas_disagree", role="hints", evidence=[note])
     return Finding(
         claim="replicas_disagree",
         kind="localized",
-        summary=f"{_sentence(diff)} at {diff.site}",
+        headline=[plain(f"{_sentence(diff)} at {diff.site}")],
         onset=Onset(
             site=diff.site if result is None else result.site,
             block=None if result is None else result.block,
@@ -263,8 +260,8 @@ def _finding(measured: Measured, held: ReplicaCheck, diff: ReplicaDiff) -> Findi
         equal_inputs=result is not None and result.pass_ == "anchored",
         side=diff.side,
         rests_on=[check("bytes", diff.rel_l2 is not None, "known by digests alone")],
-        evidence=[fact],
-        clause=_sentence(diff),
+        evidence=[disagreement],
+        addition=[plain(_sentence(diff))],
         flags=[] if result is None else [result.key],
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from divergence.comparison.decide import check
 from divergence.comparison.result import SuiteOperator, SuiteResult
-from divergence.comparison.results.findings import Evidence, Finding, Onset
+from divergence.comparison.results.findings import Finding, Onset
 from divergence.comparison.results.sites import Coverage
-from divergence.run.command import command_line
+from divergence.facts import Fact, plain
+from divergence.run.command import command
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
 
@@ -27,7 +28,7 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
         return Finding(
             claim="suite",
             kind="identical",
-            summary=f"all {len(result.cases)} results have the same bits{both}",
+            headline=[plain(f"all {len(result.cases)} results have the same bits{both}")],
             rests_on=covered,
             evidence=evidence,
         )
@@ -38,19 +39,23 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
             return Finding(
                 claim="suite",
                 kind="undetermined",
-                summary=f"{_differing(result)}, the most in {most.operator} (relative difference "
-                f"{most.rel_l2:.1e}); which side is right, only the truth tells",
+                headline=[
+                    plain(
+                        f"{_differing(result)}, the most in {most.operator} (relative difference "
+                        f"{most.rel_l2:.1e}); which side is right, only the truth tells"
+                    )
+                ],
                 rests_on=[check("measured", False, "")],
                 evidence=evidence,
-                next=[
-                    command_line("truth", a.path, o="truth"),
-                    command_line("compare", a.path, b.path, truth="truth"),
+                commands=[
+                    command("truth", a.path, o="truth"),
+                    command("compare", a.path, b.path, truth="truth"),
                 ],
             )
         return Finding(
             claim="suite",
             kind="within_floor",
-            summary=f"{_differing(result)}; both sides are as right as rounding allows",
+            headline=[plain(f"{_differing(result)}; both sides are as right as rounding allows")],
             rests_on=covered,
             evidence=evidence,
         )
@@ -66,15 +71,15 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
     return Finding(
         claim="suite",
         kind="nonfinite" if only_nonfinite else "systematic" if many else "localized",
-        summary=f"{who} computed {len(wrong)} of {len(result.operators)} operators worse than "
-        f"rounding explains: {_names(wrong)}",
+        headline=[plain(f"{who} computed {len(wrong)} of {len(result.operators)} operators worse than "
+        f"rounding explains: {_names(wrong)}")],
         onset=Onset(
             site=bad[0].site, block=None, sample=0, step=0, position=None,
             pass_=a.records[0].pass_,
         ),
         side=side,
         evidence=evidence,
-        next=[command_line("compare", a.path, b.path, truth="TRUTH", all=True)],
+        commands=[command("compare", a.path, b.path, truth="TRUTH", all=True)],
     )  # fmt: skip
 
 
@@ -89,7 +94,7 @@ def _differing(result: SuiteResult) -> str:
     return f"{count} of {len(result.cases)} results differ"
 
 
-def _fact(item: SuiteOperator) -> Evidence:
+def _fact(item: SuiteOperator) -> Fact:
     worst = item.worst
     values = {"rel_l2": worst.rel_l2}
     for name, side in (("reference", worst.reference), ("candidate", worst.candidate)):
@@ -100,8 +105,8 @@ def _fact(item: SuiteOperator) -> Evidence:
         values["w"] = worst.w
     who = {"reference": "A", "candidate": "B", "both": "both"}
     number = item.num_by_status[item.status]
-    return Evidence(
-        text=f"{item.operator.removeprefix('suite.')}: {who[item.side or 'both']}, {worst.why} "
+    return plain(
+        f"{item.operator.removeprefix('suite.')}: {who[item.side or 'both']}, {worst.why} "
         f"({module_of(worst.site)}); {number} of {item.num_cases} results",
-        values=values,
+        **values,
     )

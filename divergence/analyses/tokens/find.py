@@ -9,11 +9,12 @@ import msgspec
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Evidence, Finding, figure
+from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.results.tokens import TokenDifference, TokensResult
+from divergence.facts import Fact, plain
 from divergence.numerics.floor import THRESHOLDS
-from divergence.words import Side, letter
+from divergence.words import Side, figure, letter
 
 __all__ = ["find", "findings_of"]
 
@@ -52,7 +53,7 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
             Finding(
                 claim="drift",
                 kind="drift",
-                summary=f"no single block is beyond its limit, but {what}",
+                headline=[plain(f"no single block is beyond its limit, but {what}")],
                 rests_on=[check("anchored", False, "seen in the tokens of the free run alone")],
                 step=step,
                 side=farther,
@@ -69,7 +70,7 @@ def _beyond_kl(tokens: TokensResult) -> bool:
     return tokens.kl_ratio > tokens.kl_limit
 
 
-def _token_fault(tokens: TokensResult | None) -> tuple[str, Evidence, int | None] | None:
+def _token_fault(tokens: TokensResult | None) -> tuple[str, Fact, int | None] | None:
     """(what no rounding explains, its evidence, the step of one token), where tokens or
     distributions show it."""
     if tokens is None:
@@ -92,7 +93,7 @@ def _token_fault(tokens: TokensResult | None) -> tuple[str, Evidence, int | None
     return None
 
 
-def _token_evidence(tokens: TokensResult | None) -> list[Evidence]:
+def _token_evidence(tokens: TokensResult | None) -> list[Fact]:
     """The first flip, and the distributions where they are beyond their limit."""
     if tokens is None:
         return []
@@ -111,7 +112,7 @@ _SCALES = {
 }
 
 
-def _flip_evidence(flip: TokenDifference, *, name: str = "first different token") -> Evidence:
+def _flip_evidence(flip: TokenDifference, *, name: str = "first different token") -> Fact:
     """One flip in words."""
     what: list[str] = []
     if flip.margin is not None:
@@ -123,23 +124,24 @@ def _flip_evidence(flip: TokenDifference, *, name: str = "first different token"
         judged = ", not judged"
     values = {key: value for key in ("margin", "truth_margin", "z")
               if (value := getattr(flip, key)) is not None}  # fmt: skip
-    return Evidence(
-        text=f"{name}: prompt {flip.sample}, step {flip.step}{judged}"
+    return plain(
+        f"{name}: prompt {flip.sample}, step {flip.step}{judged}"
         + (f" ({', '.join(what)})" if what else ""),
-        values=values,
+        **values,
     )
 
 
-def _kl_evidence(tokens: TokensResult) -> list[Evidence]:
+def _kl_evidence(tokens: TokensResult) -> list[Fact]:
     """The distributions in words; nothing where there is no floor."""
     if tokens.kl_ratio is None or tokens.kl_limit is None or tokens.kl_mean is None:
         return []
     return [
-        Evidence(
-            text=f"KL of the decided tokens: mean {tokens.kl_mean:.2e}, p99 {tokens.kl_p99:.2e} "
+        plain(
+            f"KL of the decided tokens: mean {tokens.kl_mean:.2e}, p99 {tokens.kl_p99:.2e} "
             f"nats between the sides; {letter(tokens.floor_side)}'s from the truth: mean "
             f"{tokens.floor_kl_mean:.2e}, p99 {tokens.floor_kl_p99:.2e}; "
             f"{figure(tokens.kl_ratio)} × (limit {tokens.kl_limit:.1f})",
-            values={"ratio": tokens.kl_ratio, "limit": tokens.kl_limit},
+            ratio=tokens.kl_ratio,
+            limit=tokens.kl_limit,
         )
     ]

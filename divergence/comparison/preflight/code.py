@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from divergence.comparison.results.findings import PreflightLine, list_names
+from divergence.comparison.results.findings import PreflightLine
 from divergence.run.schema.manifest import CodeNote, Manifest
 from divergence.run.schema.site import starred
-from divergence.words import letter
+from divergence.words import letter, list_names
 
 __all__ = [
     "CodeDifference", "code_differences", "code_line", "difference_texts", "other_code",

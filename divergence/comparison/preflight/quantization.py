@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.run.schema.manifest import Manifest, ModelIdentity
 from divergence.run.schema.provenance import Calibration, EngineNote
+from divergence.words import list_names
 
 __all__ = ["dequantized_otherwise", "line_of_codes"]
 

@@ -12,12 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from divergence.comparison.results.findings import PreflightStatus, list_names
+from divergence.comparison.results.findings import PreflightStatus
 from divergence.numerics.formats import format_named
 from divergence.run.schema.manifest import ModelIdentity
 from divergence.run.schema.provenance import NUM_SUMS, ParameterNote
 from divergence.run.schema.site import starred
-from divergence.words import letter
+from divergence.words import letter, list_names
 
 __all__ = ["Relations", "related"]
 

@@ -11,8 +11,9 @@ from divergence.comparison.preflight.models import (
     weight_causes,
 )
 from divergence.comparison.preflight.relations import Relations, related
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.run.schema.manifest import Manifest, ModelIdentity
+from divergence.words import list_names
 
 __all__ = ["other_weights", "weights_line"]
 

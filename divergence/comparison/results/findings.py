@@ -6,18 +6,19 @@ verdict of them. Everything here is frozen.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
+from divergence.facts import Fact, Worded
+from divergence.run.command import Command
 from divergence.run.schema.site import phase_of
 from divergence.words import SideBothOrNeither
 
 __all__ = [
-    "Check", "Claim", "Evidence", "Finding", "Onset", "PreflightLine", "PreflightStatus", "Role",
-    "SiteKey", "Verdict", "VerdictKind", "behind_rank", "figure", "list_names", "schemes_apart",
-    "some_of",
+    "Check", "Claim", "Finding", "Onset", "PreflightLine", "PreflightStatus", "Role", "SiteKey",
+    "Verdict", "VerdictKind", "schemes_apart",
 ]  # fmt: skip
 
 VerdictKind = Literal[
@@ -87,54 +88,59 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
         return phase_of(self.site, self.step)
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """One fact that the verdict rests on."""
-
-    text: str
-    """The fact, as a sentence."""
-    values: dict[str, float] = {}
-    """The numbers in it, by name."""
-    block: str | None = None
-    """A block worth a look, although nothing is beyond a limit there."""
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class Check(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One condition that a verdict's confidence rests on."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"detail": "lacking"}
 
     name: str
     state: Literal["met", "failed", "not_made"]
-    detail: str = ""
+    lacking: Fact | None = None
     """What is lacking, where the condition is not met."""
+    detail: str = ""
+    """The same as a sentence."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Verdict(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The judgement: what differs, where it begins, and how certain that is."""
 
+    TEXTS: ClassVar[Mapping[str, str]] = {"summary": "headline", "next": "commands"}
+
     kind: VerdictKind
-    summary: str
-    """One line for people."""
+    headline: list[Fact] = []
+    """What the summary tells, in order."""
+    summary: str = ""
+    """One line for people, made of ``headline`` at the very end."""
     onset: Onset | None = None
     confidence: Literal["high", "medium", "low"]
     """Computed from ``checks``."""
     side: SideBothOrNeither | None = None
     """The run that is wrong, where that can be told."""
-    evidence: list[Evidence] = []
+    evidence: list[Fact] = []
     """The facts that the verdict rests on."""
+    commands: list[Command] = []
+    """What goes deeper."""
     next: list[str] = []
-    """Commands that go deeper."""
+    """The same, ready for a shell."""
     checks: list[Check] = []
     """The conditions that the confidence is computed from."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """What one analysis claims."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {
+        "summary": "headline", "clause": "addition", "next": "commands",
+    }  # fmt: skip
 
     claim: Claim
     role: Role = "convicts"
     kind: VerdictKind | None = None
     """The kind of the verdict, if this finding becomes the verdict."""
+    headline: list[Fact] = []
+    """What the verdict's summary tells, if this finding becomes the verdict."""
     summary: str = ""
-    """One line for people: the verdict's summary, if this finding becomes the verdict."""
+    """The same as one line for people."""
     onset: Onset | None = None
     place: tuple[int, int, int] | None = None
     """(sample, step, order) of the claim. Orders findings in time."""
@@ -145,75 +151,48 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     side: SideBothOrNeither | None = None
     rests_on: list[Check] = []
     """The checks that the claim needs. The confidence is computed from them."""
-    evidence: list[Evidence] = []
+    evidence: list[Fact] = []
     """The facts behind the claim, the most telling one first."""
-    beside: list[Evidence] = []
+    beside: list[Fact] = []
     """The facts to report where another finding is the verdict."""
+    addition: list[Fact] = []
+    """What continues the summary of a verdict about the same place."""
     clause: str = ""
-    """Text that continues the summary of a verdict about the same place."""
+    """The same in words."""
     leads: bool = False
     """For explanations: show it before the verdict's own evidence, not after all of it."""
     about_onset: bool = False
     """For explanations: show it after the first fact of the verdict's evidence."""
+    commands: list[Command] = []
+    """What goes deeper."""
     next: list[str] = []
+    """The same, ready for a shell."""
     flags: list[SiteKey] = []
     """Sites that the claim rests on. They are flagged if this finding becomes the verdict."""
 
     @property
     def says_something(self) -> bool:
         """Is it a claim, or is there evidence in it? An analysis may have looked and found none."""
-        return bool(self.evidence or self.clause) or self.role in ("convicts", "refines")
+        return bool(self.evidence or self.addition) or self.role in ("convicts", "refines")
 
 
 PreflightStatus = Literal["same", "differs", "blocking", "unknown"]
 """``unknown``: a side does not say it."""
 
 
-class PreflightLine(msgspec.Struct, frozen=True, kw_only=True):
+class PreflightLine(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One setting or fact of the two runs that is checked before any number."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"detail": "details"}
 
     check: str
     status: PreflightStatus
     reference: str
     candidate: str
-    detail: str | None = None
+    details: list[Fact] = []
     """What differs, for example the first parameters."""
-
-
-_LONG = 9999.5
-
-
-def some_of(what: str, numbers: Collection[int], total: int, *, alone: bool = False) -> str:
-    """``prompts 1, 2 (of 3)``; ``alone``: a single number is so in words, too."""
-    shown = [str(number) for number in sorted(numbers)]
-    if len(shown) == 1:
-        return f"{what} {shown[0]}{' alone' if alone else ''} (of {total})"
-    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
-    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
-
-
-def figure(value: float, digits: int = 1) -> str:
-    """``6.8``, ``1204.6``; ``4.0e+08`` where more digits would say nothing."""
-    return f"{value:.{digits}f}" if abs(value) < _LONG or value != value else f"{value:.1e}"
-
-
-def list_names(names: Sequence[str], most: int = 5, by: str = ", ") -> str:
-    """The first few, and how many more."""
-    rest = len(names) - most
-    last = "; and" if by == "; " else " and"
-    return by.join(names[:most]) + (f"{last} {rest} more" if rest > 0 else "")
-
-
-def behind_rank(verdict: Verdict, rank: Onset | None) -> str:
-    """What is off behind a rank that disagrees, in brackets. In the same block it need not be made
-    where it is seen."""
-    onset = verdict.onset
-    if verdict.kind in ("identical", "within_floor"):
-        return ""
-    if onset is None or rank is None or onset.block is None:
-        return f" ({verdict.summary})"
-    follows = onset.block == rank.block and onset.site != rank.site and verdict.kind == "localized"
-    return f" (behind it {onset.site} is off)" if follows else f" ({verdict.summary})"
+    detail: str | None = None
+    """The same in words."""
 
 
 def schemes_apart(reference: str, candidate: str) -> tuple[str, str]:

@@ -31,6 +31,7 @@ from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.operators import OperatorResult, OtherInput
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, OwnError, is_right_alone
+from divergence.facts import worded
 from divergence.run.reader import Run
 from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither, letter
@@ -119,9 +120,11 @@ def decided(
         checks = [*checks, check("agreement", False, "the levels blame different sides")]
     elif named.doubt is not None:
         checks = [*checks, CODE_NOT_TOLD]
-    texts = {fact.text for fact in finding.evidence}
-    evidence = [*finding.evidence, *(f for f in known.evidence if f.text not in texts)]
-    return replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)
+    others = (item for item in known.evidence if item not in finding.evidence)
+    evidence = [*finding.evidence, *others]
+    return worded(
+        replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)
+    )
 
 
 def _off_alone(errors: list[OwnError]) -> str | None:

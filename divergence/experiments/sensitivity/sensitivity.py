@@ -258,9 +258,9 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     candidate = None if made_here else there
     if narrow and not escalated and not made_here:
         candidate = beside(there, "-escalated")
-        commands.append(advice.escalate()[0])
+        commands.append(advice.escalate()[0].text)
     if known is None:
-        commands.append(advice.truth()[0])
+        commands.append(advice.truth()[0].text)
     if commands:
         also = "and an escalated pass, which is then made too" if narrow and made_here else ""
         commands.append(

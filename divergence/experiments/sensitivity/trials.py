@@ -29,6 +29,7 @@ from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import SiteResult
 from divergence.experiments.sensitivity.faults import SizedFault
+from divergence.facts import worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.recording.hooks.plant import FORWARDS
 from divergence.run.reader import Run
@@ -158,7 +159,7 @@ class SensitivityTrials:
         """What the blocks, the ends and the tokens say together. The ends and the tokens are those
         of the pair as it is: no trial changes them."""
         findings = [*find_in_blocks(measured).findings, *self._unchanged]
-        return decide(findings, measured.preflight).verdict
+        return worded(decide(findings, measured.preflight).verdict)
 
     def _changed(
         self, block: str, fault: SizedFault, size: float, records: Iterable[Record], escalated: bool

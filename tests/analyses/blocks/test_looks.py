@@ -14,6 +14,7 @@ from divergence.analyses.blocks.onset import is_everywhere, only_in
 from divergence.analyses.blocks.suspects import Escalation
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.results.sites import PromptRatio, SiteResult
+from divergence.facts import sentence
 from divergence.numerics.floor import spread
 
 ROWS, FEATURES = 16, 64
@@ -68,7 +69,7 @@ def test_a_fault_in_one_prompt_of_many_is_flagged_and_named():
     assert (unit.site, unit.why) == ("h.3:out", "forward")
     assert unit.typical < 2
     assert unit.first.sample == 2
-    assert only_in(unit) == " in prompt 2 alone (of 8)"
+    assert sentence(only_in(unit)) == " in prompt 2 alone (of 8)"
 
 
 def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
@@ -78,7 +79,7 @@ def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
     change(sites, (4, 0, 17), ratio=1.5 * 4 * control, ratio_max=1.5 * 4 * control)
     (unit,) = flagged(sites.values())
     assert (unit.site, unit.why) == ("h.4:out", "forward")
-    assert only_in(unit) == " in decode step 17 alone (of 64)"
+    assert sentence(only_in(unit)) == " in decode step 17 alone (of 64)"
 
 
 def test_others_that_are_near_to_their_limits_are_not_said_to_be_fine():
@@ -89,7 +90,7 @@ def test_others_that_are_near_to_their_limits_are_not_said_to_be_fine():
     (unit,) = flagged(sites.values())
     near = sorted(look.usage for look in unit.looks)
     assert near[-1] / 2 < near[-2] < 1 < near[-1]
-    assert only_in(unit) == " seen in prompt 2 (of 8)"
+    assert sentence(only_in(unit)) == " seen in prompt 2 (of 8)"
 
 
 def test_what_float32_shows_everywhere_is_not_said_to_be_in_some_forwards_alone():
@@ -136,7 +137,7 @@ def test_steps_from_one_on_are_said_as_such():
     for step in range(60, 65):
         change(sites, (4, 0, step), ratio=11.0)
     (unit,) = flagged(sites.values())
-    assert only_in(unit) == " from decode step 60 on"
+    assert sentence(only_in(unit)) == " from decode step 60 on"
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -163,7 +164,7 @@ def test_one_prompt_wrong_in_every_block_is_flagged():
         change(sites, (block, 5, 0), ratio=9.0)
     units = flagged(sites.values())
     assert [unit.why for unit in units] == ["forward"] * 6
-    assert only_in(units[0]) == " in prompt 5 alone (of 8)"
+    assert sentence(only_in(units[0])) == " in prompt 5 alone (of 8)"
 
 
 def test_prompts_of_one_batch_are_judged_apart():
@@ -177,7 +178,7 @@ def test_prompts_of_one_batch_are_judged_apart():
 
     assert not flagged([batch(block, None) for block in range(6)])
     (unit,) = flagged([batch(block, 6 if block == 2 else None) for block in range(6)])
-    assert (unit.site, only_in(unit)) == ("h.2:out", " in prompt 6 alone (of 8)")
+    assert (unit.site, sentence(only_in(unit))) == ("h.2:out", " in prompt 6 alone (of 8)")
 
 
 def test_one_step_of_routed_blocks_is_no_fault():

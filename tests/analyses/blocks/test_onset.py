@@ -12,6 +12,7 @@ from divergence.analyses.blocks.suspects import Family
 from divergence.analyses.blocks.units import Unit
 from divergence.comparison.decide import RANK, check, confidence_of
 from divergence.comparison.results.findings import Check
+from divergence.facts import sentence
 
 
 @pytest.mark.parametrize("names", [*itertools.product(("anchored", "clear", "truth"), repeat=2)])
@@ -54,4 +55,4 @@ def test_what_is_beyond_its_limit_is_so_by_more_than_it(usage):
         for number in range(5)
     ]  # fmt: skip
     evidence = onset._family_evidence(Family("Block", members, 5))
-    assert evidence.text == "5 of 5 Block are beyond their limit, the least by 2.0 ×"
+    assert sentence(evidence) == "5 of 5 Block are beyond their limit, the least by 2.0 ×"

@@ -13,12 +13,12 @@ from divergence.comparison.api import compare
 from divergence.comparison.decide import decide, explained
 from divergence.comparison.preflight.code import other_code, replaced_in
 from divergence.comparison.preflight.owner import disagreement
-from divergence.comparison.results.findings import Evidence, Finding, Onset
+from divergence.comparison.results.findings import Finding, Onset
 from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
+from divergence.facts import fact, plain, worded
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.words import letter
 
 BLOCK = "model.layers.1"
 
@@ -50,7 +50,7 @@ def manifest(like=None, **code):
 
 
 def verdict(side, kind="localized"):
-    return decide([block_finding(side, kind)]).verdict
+    return worded(decide([block_finding(side, kind)]).verdict)
 
 
 def block_finding(side, kind="localized", block=BLOCK):
@@ -59,8 +59,8 @@ def block_finding(side, kind="localized", block=BLOCK):
                   pass_="anchored")  # fmt: skip
     return Finding(
         claim="error_made_here", kind=kind, onset=onset, side=side, equal_inputs=True,
-        summary=f"the error is made at {block}:out, by {letter(side)}",
-        evidence=[Evidence(text="W is large")],
+        headline=[fact("made_at", seems=False, site=f"{block}:out", before=None, by=side)],
+        evidence=[plain("W is large")],
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def owned(verdict, truth, a, b):
     measured = SimpleNamespace(
         reference=runs[0], candidate=runs[1], truth=SimpleNamespace(run=truth)
     )
-    return explained(verdict, explain(measured, verdict, AnalysisResult()))
+    return worded(explained(verdict, explain(measured, verdict, AnalysisResult())))
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def operator_finding(side):
 
 def test_levels_that_blame_different_sides_are_told_as_a_contradiction():
     """No side, low confidence, and both levels by name."""
-    found = decide([block_finding("candidate"), operator_finding("reference")]).verdict
+    found = worded(decide([block_finding("candidate"), operator_finding("reference")]).verdict)
     assert (found.side, found.confidence, found.kind) == (None, "low", "localized")
     assert found.summary == (
         f"the evidence contradicts itself: {BLOCK}:out by B, {BLOCK}.mlp/aten.mul:out by A"
@@ -218,6 +218,6 @@ def test_levels_that_agree_or_say_nothing_do_not_contradict():
         ("candidate", None, BLOCK), ("candidate", "reference", "model.layers.2"),
     ):  # fmt: skip
         blocks = block_finding(block, block=place)
-        found = decide([blocks, operator_finding(operator)]).verdict
+        found = worded(decide([blocks, operator_finding(operator)]).verdict)
         assert "contradicts" not in found.summary
         assert found.side is not None

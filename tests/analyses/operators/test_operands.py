@@ -50,7 +50,7 @@ def judged(toy):
 
 
 def headline(result):
-    quiet = Finding(claim="within_rounding", kind="within_floor", summary="quiet")
+    quiet = Finding(claim="within_rounding", kind="within_floor", headline=[plain("quiet")])
     return decide([quiet, finding_of(result, _NoAdvice())]).verdict
 
 

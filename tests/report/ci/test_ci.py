@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from divergence.comparison.results.findings import Evidence
 from divergence.errors import UsageError
+from divergence.facts import Fact
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy, load_policy
 from divergence.report.ci.cases import checked_page, stopped_page
@@ -48,7 +48,7 @@ def hostile(reports):
     """Names and texts of a run that mean harm, wherever one may stand."""
     sites = [reports.make_site(f"{HOSTILE}{number}:out", order=number) for number in range(80)]
     verdict = reports.make_verdict(
-        "localized", summary=HOSTILE, evidence=[Evidence(text=HOSTILE * 500)] * 200
+        "localized", summary=HOSTILE, evidence=[Fact(text=HOSTILE * 500)] * 200
     )
     runs = {
         name: reports.make_run(HOSTILE, model=HOSTILE, label=HOSTILE)

@@ -1,0 +1,178 @@
+"""The sentences of a comparison: one template for each code. See divergence.facts for the form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SENTENCES: Mapping[str, str] = {
+    "plain": "{text}",
+    # what decide says of the findings together
+    "nothing_judged": "nothing was judged",
+    "no_analysis": "no analysis applies",
+    "level": "{site} by {side:letter}",
+    "levels_blame_apart": (
+        "the levels blame different sides: {levels:list}. A truth made by other code than A's does "
+        "that, and two faults do"
+    ),
+    "evidence_contradicts": "the evidence contradicts itself: {levels:list}",
+    "inside": ": ",
+    "inside_it": "; inside it, ",
+    "behind_rank": " ({what})",
+    "behind_rank_off": " (behind it {site} is off)",
+    "setting": "{check} {reference} / {candidate}",
+    "settings_differ": "{settings:list}{beyond:yes=; beyond that, |no=: }",
+    "side_not_known": "the {checks:list  and } of a side are not known",
+    "other": "other {checks:list  and }",
+    "other_explains_all": "other {checks:list  and }, which may explain everything below",
+    "compared_by_force": " (compared by force: other {checks:list  and })",
+    "other_codes": "other codes on the two sides",
+    "codes_cost": (
+        "A is {reference} and B is {candidate}: what differs is what that costs"
+        "[[ ({others:list})]]{within:yes=; here no more than rounding|no=}"
+    ),
+    "codes_cost_where": (
+        "divergence quantize RUN --each tells which matrices pay it; whether a machine is wrong, "
+        "two runs with the same codes tell (capture --like)"
+    ),
+    "codes_hide_faults": "a fault would not be told from it: {what}",
+    "one_run": "both are run {run}: one of them, or both, is a copy",
+    "with_itself": (
+        "a run compared with itself proves nothing[[, but that its ranks agree on the {num_held} "
+        "tensors that several hold]]{far:yes=; it is far from the truth|no=}"
+    ),
+    "not_exercised": " (not exercised: {modules:names 2})",
+    "by": "[[, by {by:letter}]]{both:yes=, equally wrong on both sides|no=}",
+    "some": "{numbers:some {what}}{alone:yes= alone|no=} (of {total})",
+    "rank_share": ", in the share of rank {rank}",
+    "whole_pass": "decode steps with the cache against one forward over the whole sequence: ",
+    # where an error is made
+    "made_at": (
+        "the error {seems:yes=seems to be made|no=is made} at {site}[[ or before it in {before}]]"
+        "[[, by {by:letter}]]"
+    ),
+    "scope": (
+        "{comma:yes=,|no=}{alone:yes=|no= seen}[[ in {parts:list  and }]]"
+        "[[ from decode step {since} on]]"
+    ),
+    "every_differs": "{off} by more than rounding, from {site} on[[{scope}]]: {cause}",
+    "family_off": "[[{num} of {total} {name} differ]]{num:none=every {name} differs|*=}",
+    "rows_off": "{num} of {total} {what} differ",
+    "cause_of_kind": (
+        "{decode:yes=what is kept between steps, or a kernel for one token|no=a kernel, a formula "
+        "or a precision setting}, not one layer"
+    ),
+    "cause_special": "what is special there?",
+    "cause_optimizer": "the optimizer's step or its settings, not one layer",
+    "cause_gradients": (
+        "[[the product that makes it in {kind}, or what is done with it]]{kind:none=not a kernel, "
+        "but what is done with gradients (adding up micro-batches, reducing among ranks, "
+        "dividing)|*=}"
+    ),
+    "below_floor": ": within the limits of the runs' own dtype, but far above float32's",
+    "every_off_below": (
+        "every {name} is off, within the limits of the runs' own dtype, but far above float32's: a "
+        "wrong formula or wrong data, not one layer"
+    ),
+    "blocks_read_table": "the blocks read this table, and an engine did not let it be replaced",
+    "judged_from_free_runs": (
+        "judged from free runs alone: what each block adds to the error that came in, against a "
+        "rounding model"
+    ),
+    "escalated_is_formula": (
+        "escalated pass: the same inputs in float32; what coarse kernels of the runs' dtype do "
+        "vanishes there, so this is a wrong formula or wrong data"
+    ),
+    "family_beyond": (
+        "{num_flagged} of {total} {name} are beyond their limit, the least by {least:.1f} ×"
+    ),
+    "also_beyond": "also beyond the limit: {places:names 4}",
+    "last_that_passes": "the last site before it in this block that passes: {site}",
+    "prefill_passes": (
+        "the prefill passes there: look at what is kept between steps (KV cache, positions, "
+        "recurrent state) and at kernels for one token"
+    ),
+    "zero_in_reference": "{site} ({phase}): A is zero there, and B is not",
+    "token_ratio": (
+        "{site}: one {sink:yes=sink |no=}token's error is {ratio:figure} × what rounding makes "
+        "(limit {limit:.1f} ×)[[, token {token}]]"
+    ),
+    "forward_ratio": (
+        "{site}: in prompt {sample} ({step:none={forward}|*=step {step}}) the typical token's "
+        "error is {ratio:figure} × what rounding makes (limit {limit:.1f} × for the largest of "
+        "{num_looks} forwards); over all of them {typical:figure} ×"
+    ),
+    "typical_ratio": (
+        "{site} ({phase}): the typical token's error is {ratio:figure} × what "
+        "{escalated:yes=float32 |no=}rounding makes[[, in the other blocks {control:.2f} ×]] "
+        "(limit {limit:.1f} ×); rel L2 {rel_l2:.2e}"
+    ),
+    "both_off": (
+        "{site} ({phase}): both are {value:figure} × what rounding makes away from the truth "
+        "(limit {limit:.1f} ×)"
+    ),
+    "typical_off": (
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s{like:none=; in "
+        "the other blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×)[[; median token off by {own:.2e} and "
+        "{other_error:.2e}]][[, {estimated:letter}'s by their difference, the other's measured]]"
+    ),
+    "forward_off": (
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s "
+        "{step:none=in the {forward}|*=at step {step}}, prompt {sample}{like:none=; in the other "
+        "blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×[[ for the largest of {num_looks} forwards]])"
+    ),
+    "token_off": (
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s at "
+        "{sink:yes=a sink token|no=one token} {step:none=in the {forward}|*=at step {step}}; in "
+        "the other blocks {control:.2f} × (limit {limit:.1f} ×)"
+    ),
+    "channel_off": (
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s in one "
+        "channel; in the other blocks {control:.2f} × (limit {limit:.1f} ×)"
+    ),
+    "gain_off": (
+        "{site} ({phase}): the {what} is scaled by {factor:.6g} in {side:letter}, {value:.0f} "
+        "standard deviations off the blocks of its kind (limit {limit:.0f})"
+    ),
+    "no_anchored_pass": "no anchored pass (capture --like)",
+    "not_clear": "{margin:.1f} × its limit; above 2 × it would be high",
+    # that only rounding differs
+    "only_rounding": (
+        "only rounding differs{sure:yes=|no=, as far as free runs tell}; both runs compute the "
+        "same model"
+    ),
+    "differ_unmeasured": (
+        "the two differ, first at {site} (step {step}), but by how much is not known: only digests "
+        "or statistics of it were kept"
+    ),
+    "nothing_rounds": (
+        "{within:yes=they|no=the runs} differ, but nothing that rounds was compared"
+    ),
+    "most_not_compared": ("most was not compared: {why}; what was differs by rounding alone"),
+    "hidden_below_floor": (
+        "what is smaller than this dtype's floor stays invisible {within:yes=unless made in "
+        "float32|no=without an escalated pass}{next:yes=: see next|no=, which takes a B that one "
+        "process runs}"
+    ),
+    "side_farther": (
+        "in all blocks ({phase}) {side:letter} is {times:.1f} × as far from the truth as "
+        "{other:letter}: within the limit, and more than other kernels usually make; {place} is as "
+        "good a place to look as any"
+    ),
+    "stands_out": (
+        "{site} ({phase}) differs {times:.1f} × more than others of its kind (rel L2 "
+        "{rel_l2:.1e}), within rounding: the first place to look"
+    ),
+    "made_between": (
+        "the error {seems:yes=seems to be made|no=is made} between [[blocks, at {num} of {total} "
+        "places, from ]]{first} and {then}{num:none=|*= on}[[, by {by:letter}]]{outside:yes=: "
+        "outside the modules, which pass|no=}"
+    ),
+    "codes_wrong_everywhere": (
+        "every quantiser of activations makes wrong codes, from {module} on: a kernel or a scheme, "
+        "not one layer"
+    ),
+    "codes_wrong_at": (
+        "the codes of {place} are wrong[[, by {by:letter}]]: its quantiser, or what comes before "
+        "it in the block"
+    ),
+}

@@ -21,7 +21,7 @@ from divergence.comparison.preflight.owner import without_pads
 from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results.findings import Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.facts import Fact, plain
+from divergence.facts import Fact, fact, plain
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.record import Coordinates, Record

@@ -16,6 +16,7 @@ from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.decide import decide
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.operators import OtherOperand
+from divergence.facts import plain
 from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.scalars import other_scalars
 

@@ -40,6 +40,8 @@ __all__ = ["explain", "find", "misfit_in"]
 
 _SHOWN = 3
 
+_Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 def find(measured: Measured) -> AnalysisResult:
     """At most one finding of each kind: the first in execution order. What is equal bit for bit
@@ -99,11 +101,11 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     ]
 
 
-def _not_compared(measured: Measured) -> dict[str, tuple[list[int], list[int]]]:
+def _not_compared(measured: Measured) -> dict[str, _Shapes]:
     """Both shapes, by site, of what blocks and trunk modules take or give and both sides have,
     where neither shape is that of the other's copies; in execution order."""
     a, b, rename = measured.reference, measured.candidate, measured.rename
-    sites: dict[str, tuple[list[int], list[int]]] = {}
+    sites: dict[str, _Shapes] = {}
     if not measured.alignment.skipped:
         return sites
     from divergence.analyses.ends.seams import is_passage

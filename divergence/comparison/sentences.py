@@ -42,7 +42,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "not_exercised": " (not exercised: {modules:names 2})",
     "by": "[[, by {by:letter}]]{both:yes=, equally wrong on both sides|no=}",
-    "some": "{numbers:some {what}}{alone:yes= alone|no=} (of {total})",
+    "some": "{numbers:some {what:step=decode step|*={what}}}{alone:yes= alone|no=} (of {total})",
     "rank_share": ", in the share of rank {rank}",
     "whole_pass": "decode steps with the cache against one forward over the whole sequence: ",
     # where an error is made

@@ -31,7 +31,7 @@ from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.operators import OperatorResult, OtherInput
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, OwnError, is_right_alone
-from divergence.facts import worded
+from divergence.facts import sentence, worded
 from divergence.run.reader import Run
 from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither, letter
@@ -83,7 +83,7 @@ def blame(
         return BlamedSide(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
         doubt = doubt_of_code(mine, theirs, goal.block)
-        return BlamedSide(side=None if doubt else blamed, doubt=doubt)
+        return BlamedSide(doubt=sentence(doubt)) if doubt else BlamedSide(side=blamed)
     if blamed == "candidate":
         output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"
         return _by_both_codes(maker, goal, made, truth, output)
@@ -158,7 +158,7 @@ def _by_both_codes(
         return BlamedSide(side="candidate", code=first.site)
     return BlamedSide(
         doubt=f"the two sides' code is not the same: in float64 {first}. By A's code B is wrong, "
-        f"by B's A; {doubt or 'which code is right no truth can tell'}",
+        f"by B's A; {sentence(doubt) if doubt else 'which code is right no truth can tell'}",
         code=first.site,
     )
 

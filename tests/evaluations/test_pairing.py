@@ -7,6 +7,7 @@ import pytest
 
 from divergence.evaluations.pairing import pair, preflight
 from divergence.evaluations.rows import ScoreRow, Series, SeriesName
+from divergence.facts import worded
 
 
 def series(*rows: ScoreRow, **settings: str) -> Series:
@@ -67,7 +68,10 @@ def test_duplicates():
     assert (found.pairing.num_duplicates, found.pairing.num_conflicting) == (1, 1)
     assert found.pairing.num_candidate_only == 0
     lines = {line.check: line for line in preflight(a, b, found)}
-    assert lines["duplicates"].detail == "1 rows repeat a document; 1 documents have two scores"
+    assert (
+        worded(lines["duplicates"]).detail
+        == "1 rows repeat a document; 1 documents have two scores"
+    )
 
 
 def test_repeats_are_a_mean_and_no_documents():

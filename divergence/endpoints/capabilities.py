@@ -93,10 +93,13 @@ class Capabilities:
             fact("endpoints.scores") if self.forces not in (None, STEPS) else None,
         ]
         return fact(
-            "endpoints.server", kind=self.server.kind, version=self.server.version,
-            protocol=self.protocol, answers_as=self.answers_as if self._is_other else None,
+            "endpoints.server",
+            kind=self.server.kind,
+            version=self.server.version,
+            protocol=self.protocol,
+            answers_as=self.answers_as if self._is_other else None,
             gives=[item for item in gives if item is not None] or [fact("endpoints.text")],
-        )  # fmt: skip
+        )
 
 
 def find_server(client: Client) -> Server:

@@ -196,10 +196,9 @@ def _compared(
             task_scores.append(task)
             continue
         task = measured(series, pairs, bands)
-        task_scores.append(replace(
-            task, preflight=lines, causes=causes_of(pairs, (a.dtype, b.dtype)),
-            remarks=_remarks(pairs),
-        ))  # fmt: skip
+        causes = causes_of(pairs, (a.dtype, b.dtype))
+        task = replace(task, preflight=lines, causes=causes, remarks=_remarks(pairs))
+        task_scores.append(task)
     return task_scores
 
 
@@ -234,8 +233,9 @@ def _candidate(a: Evaluation, b: Evaluation, tasks: list[TaskScores]) -> Candida
     verdict = worst_of([task.verdict for task in compared])
     remarks = [
         fact("evaluations.incomplete", side=side, what=log.incomplete)
-        for side, log in (("reference", a), ("candidate", b)) if log.incomplete
-    ]  # fmt: skip
+        for side, log in (("reference", a), ("candidate", b))
+        if log.incomplete
+    ]
     if a.format != b.format:
         remarks.append(fact("evaluations.two_tools", reference=a.format, candidate=b.format))
     return Candidate(
@@ -281,8 +281,8 @@ def _commands(
                     note=_why("to_explain"), **asked),
         ]  # fmt: skip
     if flips and report.verdict in ("worse", "better", "undecided"):
-        return [command("scores", *paths[:2], **asked, capture="MODEL", o="flips",
-                        note=_why("to_record"))]  # fmt: skip
+        asked |= {"capture": "MODEL", "o": "flips"}
+        return [command("scores", *paths[:2], **asked, note=_why("to_record"))]
     return []
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from divergence.evaluations.band import Band
 from divergence.evaluations.pairing import Pairs
@@ -170,10 +170,7 @@ def _headline(task: TaskScores) -> list[Fact]:
         rest.append(fact("evaluations.in_no_pair", num_documents=left))
     causes = task.causes
     if causes is not None and causes.median_shift > causes.limit:
-        rest.append(fact(
-            "evaluations.margins_moved", nats=causes.median_shift, source=causes.source,
-            limit=causes.limit,
-        ))  # fmt: skip
+        rest.append(fact("evaluations.margins_moved", **asdict(causes)))
     return [_verdict_fact(task, band), *rest]
 
 
@@ -214,9 +211,10 @@ def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
             num_paired = task.pairing.num_paired
             num_documents = num_paired + task.pairing.num_left_out
             if num_paired < policy.min_paired * num_documents:
-                failures.append(fact(
-                    "evaluations.few_paired", task=name, num_paired=num_paired,
-                    num_documents=num_documents, percent=100 * policy.min_paired,
-                ))  # fmt: skip
+                paired = {"num_paired": num_paired, "num_documents": num_documents}
+                percent = 100 * policy.min_paired
+                failures.append(
+                    fact("evaluations.few_paired", task=name, **paired, percent=percent)
+                )
     failures += [item for item in candidate.remarks if item.code == "evaluations.incomplete"]
     return replace(candidate, passed=not failures, failures=failures)

@@ -233,22 +233,21 @@ def _regrouped(rows: list[tuple[ScoreRow, ScoreRow]]) -> int:
 
 def _line(
     check: str, a: str, b: str, *details: Fact, same: bool, blocks: bool = False
-) -> PreflightLine:  # fmt: skip
+) -> PreflightLine:
     """``details``: what is counted, left out where it is 0."""
     status: PreflightStatus = "blocking" if blocks else "same" if same else "differs"
     parts = [item for item in details if item["num"] != 0]
-    return PreflightLine(
-        check=check, status=status, reference=a, candidate=b,
-        details=[fact("evaluations.parts", parts=parts)] if parts else [],
-    )  # fmt: skip
+    counted = [fact("evaluations.parts", parts=parts)] if parts else []
+    return PreflightLine(check=check, status=status, reference=a, candidate=b, details=counted)
 
 
 def _hashes(check: str, a: Series, b: Series, differing: Fact) -> PreflightLine:
     field = check.removesuffix("s")
     told = [any(getattr(row, field) is not None for row in series.rows[:1]) for series in (a, b)]
     if not all(told):
-        return PreflightLine(check=check, status="unknown", reference=_said(told[0]),
-                             candidate=_said(told[1]))  # fmt: skip
+        return PreflightLine(
+            check=check, status="unknown", reference=_said(told[0]), candidate=_said(told[1])
+        )
     return _line(check, "", "", differing, same=not differing["num"])
 
 

@@ -254,8 +254,10 @@ class Candidate(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One side against the reference."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {
-        "summary": "headline", "notes": "remarks", "reasons": "failures",
-    }  # fmt: skip
+        "summary": "headline",
+        "notes": "remarks",
+        "reasons": "failures",
+    }
 
     side: EvaluationSummary
     verdict: ScoresVerdict

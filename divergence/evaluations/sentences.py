@@ -17,7 +17,7 @@ SENTENCES: Mapping[str, str] = {
     "band": "{relative:yes={percent:g}% of A's score (±{width:.3g})|no=±{width:g}}",
     "in_no_pair": "; {num_documents:count document} {num_documents:1=is|*=are} in no pair",
     "margins_moved": (
-        "; margins moved by {nats:.2g} nats (median), and {source} explains {limit:.2g}"
+        "; margins moved by {median_shift:.2g} nats (median), and {source} explains {limit:.2g}"
     ),
     "no_task": "{side:reference=A|candidate=the candidate} has no {task}",
     "not_the_same": "not the same evaluation: {reasons:list ; }",

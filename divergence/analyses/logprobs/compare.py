@@ -107,10 +107,11 @@ def _engine(run: Run) -> str:
 
 
 def _stopped(a: Run, b: Run, lines: list[PreflightLine], line: PreflightLine) -> Report:
-    what: Fact | list[Fact] = line.details or (
-        plain(line.detail) if line.detail
-        else fact("logprobs.against", reference=line.reference, candidate=line.candidate)
-    )  # fmt: skip
+    what = line.details or [
+        fact("logprobs.against", reference=line.reference, candidate=line.candidate)
+    ]
+    if line.detail:
+        what = [plain(line.detail)]
     finding = Finding(
         claim="other_experiment", kind="incomparable",
         headline=[fact("logprobs.not_asked_the_same", what=what)],

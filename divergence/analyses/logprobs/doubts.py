@@ -97,8 +97,7 @@ def _untold(result: LogprobsResult, pairs: Sequence[PromptPair]) -> list[Fact]:
         doubts.append(fact("logprobs.ends_not_known", num_answers=num))
     if num := sum(pair.num_untold for pair in pairs):
         doubts.append(fact("logprobs.scores_not_known", num_tokens=num))
-    return doubts + [
-        fact("logprobs.not_likeliest", side=side, num_times=num,
-             nats=result.max_below_likeliest.get(side, math.nan))
-        for side, num in result.num_not_likeliest.items()
-    ]  # fmt: skip
+    for side, num in result.num_not_likeliest.items():
+        nats = result.max_below_likeliest.get(side, math.nan)
+        doubts.append(fact("logprobs.not_likeliest", side=side, num_times=num, nats=nats))
+    return doubts

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
 from divergence.analyses.logprobs.doubts import FAULT, doubts_of
 from divergence.analyses.logprobs.pairs import PromptPair
@@ -73,66 +75,66 @@ def _of_pattern(
 ) -> Finding:  # fmt: skip
     known = check("scale", scale.known, _why_unknown(scale))
     beyond = _beyond(result, pairs, scale, experts=experts)
-    dense = check(
-        "experts", experts is False, fact("logprobs.experts_move", known=bool(experts)),
-        made=bool(experts),
-    )  # fmt: skip
+    moved = fact("logprobs.experts_move", known=bool(experts))
+    dense = check("experts", experts is False, moved, made=bool(experts))
     prompts = _enough(pattern.shift.num_prompts)
     covered = check("coverage", whole, fact("logprobs.not_covered"))
-    delta, spread = result.delta, _spread(pairs, scale)
+    delta = result.delta
     mean = delta.mean_abs if delta else None
-    explained = {"mean": mean, "explained": scale.value, "source": scale.source}
-    setting = processed(pairs) if pattern.name in ("shifted", "everywhere") else None
-    few_tokens = fact(
-        "logprobs.odd_tokens", num_odd=len(pattern.odd), rest=pattern.rest,
-        num_tokens=delta.num_tokens if delta else 0,
-    )  # fmt: skip
+    explained: dict[str, Any] = {"mean": mean, "explained": scale.value, "source": scale.source}
+    causes: dict[str, Any] = {}
+    if pattern.name in ("shifted", "everywhere"):
+        causes = {"spread": _spread(pairs, scale), "setting": processed(pairs)}
+    odd: dict[str, Any] = {"num_odd": len(pattern.odd), "rest": pattern.rest}
+    few_tokens = fact("logprobs.odd_tokens", **odd, num_tokens=delta.num_tokens if delta else 0)
     rerouted = fact("logprobs.rerouted", known=bool(experts))
     if (expert := result.expert) is not None and expert.mean_abs > scale.value:
         return _finding(
             "localized",
             fact(
-                "logprobs.expert", num_tokens=expert.num_tokens, expert=expert.expert,
-                module=expert.block, mean=expert.mean_abs, rest=expert.rest_abs,
+                "logprobs.expert",
+                num_tokens=expert.num_tokens,
+                expert=expert.expert,
+                module=expert.block,
+                mean=expert.mean_abs,
+                rest=expert.rest_abs,
             ),
             prompts,
             onset=_onset((expert.sample, expert.position), expert.block),
-        )  # fmt: skip
+        )
     match pattern.name:
         case "nothing":
             return _of_flips(result, pairs, known, experts=experts) or _of_texts(result)
         case "few":
+            num_prompts = pattern.shift.num_prompts
             few = fact(
-                "logprobs.too_few_prompts", **explained, far=pattern.far,
-                num_prompts=pattern.shift.num_prompts,
-            )  # fmt: skip
+                "logprobs.too_few_prompts", **explained, far=pattern.far, num_prompts=num_prompts
+            )
             return _finding("undetermined", few, prompts)
         case "sequences":
             num_beyond = beyond_of(pairs, scale)[0] - len(pattern.odd)
-            odd = fact(
-                "logprobs.odd_prompts", num_odd=len(pattern.odd), num_prompts=result.num_sequences,
-                samples=[sample for sample, _ in pattern.odd], rest=pattern.rest,
+            stand_out = fact(
+                "logprobs.odd_prompts",
+                **odd,
+                num_prompts=result.num_sequences,
+                samples=[sample for sample, _ in pattern.odd],
                 num_beyond=num_beyond if num_beyond > 0 else None,
-            )  # fmt: skip
-            return _finding("localized", odd, prompts, onset=_onset(pattern.odd[0]))
+            )
+            return _finding("localized", stand_out, prompts, onset=_onset(pattern.odd[0]))
         case "positions" if experts is False:
             return _finding("localized", few_tokens, prompts, onset=_onset(pattern.odd[0]))
         case "positions" if not experts or (delta and delta.mean_abs > scale.value):
             perhaps = fact("logprobs.perhaps_rerouted", what=few_tokens, cause=rerouted)
-            return _finding(
-                "undetermined", perhaps, prompts, dense, onset=_onset(pattern.odd[0])
-            )  # fmt: skip
+            place = _onset(pattern.odd[0])
+            return _finding("undetermined", perhaps, prompts, dense, onset=place)
         case "growing":
             growing = fact("logprobs.growing", times=pattern.growth or 0.0)
             return _finding("drift", growing, prompts, dense)
         case "shifted":
-            shifted = fact(
-                "logprobs.shifted", mean=mean, direction=_direction(result), spread=spread,
-                setting=setting,
-            )  # fmt: skip
+            shifted = fact("logprobs.shifted", **explained, **causes, direction=_direction(result))
             return _finding("systematic", shifted, prompts, beyond, dense)
         case "everywhere":
-            everywhere = fact("logprobs.everywhere", **explained, spread=spread, setting=setting)
+            everywhere = fact("logprobs.everywhere", **explained, **causes)
             return _finding("drift", everywhere, prompts, beyond, dense)
     if (flipped := _of_flips(result, pairs, known, experts=experts)) is not None:
         return flipped
@@ -184,10 +186,11 @@ def _ended(pairs: Sequence[PromptPair]) -> Fact:
     if len(set(more)) > 1:
         return fact("logprobs.ended", num_answers=len(more), side=None)
     return fact(
-        "logprobs.ended", num_answers=len(more),
+        "logprobs.ended",
+        num_answers=len(more),
         side="reference" if more[0] > 0 else "candidate",
         each=fact("logprobs.tokens", num_tokens=abs(more[0])),
-    )  # fmt: skip
+    )
 
 
 def _enough(num: int) -> Check:
@@ -242,9 +245,12 @@ def _finding(
     kind: VerdictKind, headline: Fact | list[Fact], *checks: Check, onset: Onset | None = None
 ) -> Finding:
     return Finding(
-        claim="logprobs", kind=kind, rests_on=list(checks), onset=onset,
+        claim="logprobs",
+        kind=kind,
+        rests_on=list(checks),
+        onset=onset,
         headline=[headline] if isinstance(headline, Fact) else headline,
-    )  # fmt: skip
+    )
 
 
 def _direction(result: LogprobsResult) -> Fact:
@@ -265,27 +271,28 @@ def _facts(result: LogprobsResult, scale: Scale) -> list[Fact]:
         result.delta, result.divergence, result.shift, result.first_difference
     )  # fmt: skip
     if delta is not None:
-        facts.append(fact(
-            "logprobs.delta", num_tokens=delta.num_tokens, mean=delta.mean,
-            mean_abs=delta.mean_abs, p99_abs=delta.p99_abs, max_abs=delta.max_abs,
-        ))  # fmt: skip
+        facts.append(fact("logprobs.delta", **asdict(delta)))
     if kl is not None:
-        facts.append(fact("logprobs.kl", kl_lower=kl.kl_lower, kl_upper=kl.kl_upper, tail=kl.tail))
+        facts.append(fact("logprobs.kl", **asdict(kl)))
     if flip is not None:
         gaps = [margin for margin in (flip.margin, flip.candidate_margin) if margin is not None]
         gap = fact("logprobs.margin", nats=max(gaps, default=None))
         if flip.judgement == "fault" and max(gaps, default=0.0) <= FAULT * scale.value:
             gap = fact("logprobs.margin_by_list")
-        facts.append(fact(
-            "logprobs.first_parting", num_flips=result.num_flips, sample=flip.sample,
-            token=flip.position, margin=gap, judgement=flip.judgement,
-            first_fault=0 < result.num_faults < result.num_flips, num_after=result.num_after,
-        ))  # fmt: skip
+        facts.append(
+            fact(
+                "logprobs.first_parting",
+                num_flips=result.num_flips,
+                sample=flip.sample,
+                token=flip.position,
+                margin=gap,
+                judgement=flip.judgement,
+                first_fault=0 < result.num_faults < result.num_flips,
+                num_after=result.num_after,
+            )
+        )
     if shift is not None and shift.low is not None and shift.high is not None:
-        facts.append(fact(
-            "logprobs.shift", num_prompts=shift.num_prompts, mean=shift.mean, low=shift.low,
-            high=shift.high, p_value=shift.p_value or 0, smallest_shift=shift.smallest_shift,
-        ))  # fmt: skip
+        facts.append(fact("logprobs.shift", **asdict(shift)))
     elif shift is not None:
         facts.append(fact("logprobs.few_prompts", num_prompts=shift.num_prompts))
     if scale.without_dtype:
@@ -297,8 +304,4 @@ def _rollout_facts(result: LogprobsResult) -> list[Fact]:
     bad = [stat for stat in result.checks if stat.state != "normal"]
     if result.checks and not bad:
         return [fact("logprobs.rollout_normal")]
-    return [
-        fact("logprobs.rollout_off", framework=stat.framework, metric=stat.name, value=stat.value,
-             normal=stat.normal)
-        for stat in bad
-    ]  # fmt: skip
+    return [fact("logprobs.rollout_off", **asdict(stat)) for stat in bad]

@@ -96,9 +96,11 @@ def joined(finding: Finding, layers: LogprobLayers) -> Finding:
         return finding
     elsewhere = layers.share < _MOST
     shown = fact(
-        "logprobs.layers_show", share=layers.share, num_tokens=layers.num_tokens,
+        "logprobs.layers_show",
+        share=layers.share,
+        num_tokens=layers.num_tokens,
         what=[fact("logprobs.not_in_layers")] if elsewhere else layers.headline,
-    )  # fmt: skip
+    )
     headline = finding.headline
     differs = finding.kind not in ("identical", "within_floor")
     if layers.block is not None and differs and not elsewhere:

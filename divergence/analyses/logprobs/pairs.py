@@ -206,9 +206,9 @@ def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     for number, lengths in enumerate(zip(*counts, strict=True)):
         if None not in lengths and lengths[0] != lengths[1]:
             shown = [sentence(fact("logprobs.num_tokens", num_tokens=num)) for num in lengths]
-            return _blocking(*shown, fact(
-                "logprobs.other_length", sample=number, reference=lengths[0], candidate=lengths[1]
-            ))  # fmt: skip
+            ours, theirs = lengths
+            length = {"reference": ours, "candidate": theirs}
+            return _blocking(*shown, fact("logprobs.other_length", sample=number, **length))
     told = [all(sample.prompt_ids for sample in side) for side in samples]
     shown = [
         "ids" if ids else sentence(fact("logprobs.only_number")) if None not in num else UNKNOWN
@@ -218,9 +218,10 @@ def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     return PreflightLine(check="prompt ids", status=status, reference=shown[0], candidate=shown[1])
 
 
-def _blocking(reference: str, candidate: str, *details: Fact) -> PreflightLine:
-    return PreflightLine(check="prompt ids", status="blocking", reference=reference,
-                         candidate=candidate, details=list(details))  # fmt: skip
+def _blocking(a: str, b: str, *details: Fact) -> PreflightLine:
+    return PreflightLine(
+        check="prompt ids", status="blocking", reference=a, candidate=b, details=list(details)
+    )
 
 
 def _counts(run: Run) -> list[int | None]:
@@ -243,9 +244,12 @@ def _other_prompts(pairs: list[PromptPair]) -> Iterator[Fact]:
         least, most = sorted((a.num_prompt, b.num_prompt))
         if common < least or (common < most and not ended):
             yield fact(
-                "logprobs.other_tokens", sample=pair.sample, token=common,
-                reference=a.ids[common : common + 4], candidate=b.ids[common : common + 4],
-            )  # fmt: skip
+                "logprobs.other_tokens",
+                sample=pair.sample,
+                token=common,
+                reference=a.ids[common : common + 4],
+                candidate=b.ids[common : common + 4],
+            )
 
 
 def renumbered(

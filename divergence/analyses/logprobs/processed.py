@@ -77,8 +77,9 @@ def _by_lists(held: Sequence[PromptPair]) -> Fact | None:
     apart, rest = float(((y - x) ** 2).sum()), float(((y - ratio * x) ** 2).sum())
     if ratio <= 0 or abs(ratio - 1) < _OTHER or rest > (1 - _FITS) * apart:
         return None
-    return fact("logprobs.temperature", temperature=1 / ratio, share=1 - rest / apart,
-                num_tokens=len(x))  # fmt: skip
+    return fact(
+        "logprobs.temperature", temperature=1 / ratio, share=1 - rest / apart, num_tokens=len(x)
+    )
 
 
 def _by_size(held: Sequence[PromptPair]) -> Fact | None:
@@ -90,8 +91,8 @@ def _by_size(held: Sequence[PromptPair]) -> Fact | None:
     slope = float(np.cov(x, y)[0, 1] / x.var(ddof=1))
     if slope <= 0 or abs(slope - 1) < _OTHER:
         return None
-    return fact("logprobs.goes_with_size", share=share, temperature=1 / slope,
-                bound="most" if slope > 1 else "least")  # fmt: skip
+    bound = "most" if slope > 1 else "least"
+    return fact("logprobs.goes_with_size", share=share, temperature=1 / slope, bound=bound)
 
 
 def _renormalised(held: Sequence[PromptPair]) -> Fact | None:
@@ -104,6 +105,10 @@ def _renormalised(held: Sequence[PromptPair]) -> Fact | None:
     if float(size.max()) > min(_BOUNDED * usual, -math.log(_MOST_LOST)):
         return None
     return fact(
-        "logprobs.renormalised", side="candidate" if mean > 0 else "reference",
-        num_higher=len(delta) - against, num_tokens=len(delta), nats=usual, kept=math.exp(-usual),
-    )  # fmt: skip
+        "logprobs.renormalised",
+        side="candidate" if mean > 0 else "reference",
+        num_higher=len(delta) - against,
+        num_tokens=len(delta),
+        nats=usual,
+        kept=math.exp(-usual),
+    )

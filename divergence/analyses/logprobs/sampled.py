@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.sequences import Sequence as Text
@@ -129,10 +129,7 @@ def _find(texts: LogprobTexts | None) -> Finding:
             headline=[fact("logprobs.few_drawn", num_answers=num)],
             rests_on=[check("answers", False, fact("logprobs.more_answers"))],
         )  # fmt: skip
-    test = fact(
-        "logprobs.test", num_answers=texts.num_answers, num_prompts=texts.num_prompts,
-        mmd=texts.mmd, p_value=texts.p_value,
-    )  # fmt: skip
+    test = fact("logprobs.test", **asdict(texts))
     if texts.p_value <= LEVEL:
         return Finding(
             claim="logprobs", kind="systematic",

@@ -185,7 +185,7 @@ SENTENCES: Mapping[str, str] = {
         "machine on the same prompts, tells it"
     ),
     "rollout_normal": "every number that trainers watch is normal by its own limit",
-    "rollout_off": "{framework}'s {metric} is {value:.4g}, normal {normal}",
+    "rollout_off": "{framework}'s {name} is {value:.4g}, normal {normal}",
     "layers_show": (
         "the layer-level runs show {share:.0%} of Δ log p ({num_tokens:,} tokens): {what}"
     ),

@@ -118,9 +118,8 @@ def _measure(name: str, a: dict[int, float], b: dict[int, float], first: int) ->
 def _coverage(a: dict[int, float], b: dict[int, float], common: list[int]) -> list[Fact]:
     if len(a) == len(b) == len(common):
         return []
-    remarks = [fact(
-        "training.other_steps", num_reference=len(a), num_candidate=len(b), num_common=len(common)
-    )]  # fmt: skip
+    num = {"num_reference": len(a), "num_candidate": len(b), "num_common": len(common)}
+    remarks = [fact("training.other_steps", **num)]
     if common and max(a) != max(b):
         side = "reference" if max(a) > max(b) else "candidate"
         end, step = sorted((max(a), max(b)))

@@ -122,11 +122,9 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         remarks.append(fact("training.ddp_buckets", gradient_bytes=gradients))
     if used is not None and used.num_shared and axes.get("tp", 1) > 1:
         remarks.append(fact("training.shared_input", num_matrices=used.num_shared))
-    remarks += [
-        fact("training.whole_table", parameter=piece.name, counted=undivided > 0,
-             more_bytes=(axes["tp"] - 1) * piece.bytes)
-        for piece in tables
-    ]  # fmt: skip
+    for piece in tables:
+        table = {"parameter": piece.name, "more_bytes": (axes["tp"] - 1) * piece.bytes}
+        remarks.append(fact("training.whole_table", **table, counted=undivided > 0))
     return TrainingPlan(
         num_parameters=num_parameters,
         num_ranks=math.prod(axes.values()),

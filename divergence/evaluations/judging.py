@@ -211,10 +211,13 @@ def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
             num_paired = task.pairing.num_paired
             num_documents = num_paired + task.pairing.num_left_out
             if num_paired < policy.min_paired * num_documents:
-                paired = {"num_paired": num_paired, "num_documents": num_documents}
-                percent = 100 * policy.min_paired
-                failures.append(
-                    fact("evaluations.few_paired", task=name, **paired, percent=percent)
+                few = fact(
+                    "evaluations.few_paired",
+                    task=name,
+                    num_paired=num_paired,
+                    num_documents=num_documents,
+                    percent=100 * policy.min_paired,
                 )
+                failures.append(few)
     failures += [item for item in candidate.remarks if item.code == "evaluations.incomplete"]
     return replace(candidate, passed=not failures, failures=failures)

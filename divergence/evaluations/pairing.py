@@ -160,33 +160,35 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
     ]
     all_usable = sentence(fact("evaluations.all_usable"))
     lines = [
-        _line("documents", f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}",
+        _line("documents", [f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}"],
               fact("evaluations.only_in", num=pairing.num_reference_only, side="reference"),
               fact("evaluations.only_in", num=pairing.num_candidate_only, side="candidate"),
               same=not pairing.num_reference_only and not pairing.num_candidate_only,
               blocks=not pairing.num_paired),
         _hashes("prompts", a, b, fact("evaluations.other_words", num=pairing.num_other_prompt)),
         _hashes("targets", a, b, fact("evaluations.other_answer", num=pairing.num_other_target)),
-        _line("scores", *([all_usable] * 2 if not pairing.num_unscored else ["", ""]), *unusable,
+        _line("scores", ["", ""] if pairing.num_unscored else [all_usable] * 2, *unusable,
               same=not pairing.num_unscored),
-        _line("duplicates", *([f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2),
+        _line("duplicates", [f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2,
               fact("evaluations.duplicates", num=pairing.num_duplicates),
               fact("evaluations.conflicting", num=pairing.num_conflicting),
               same=not pairing.num_duplicates and not pairing.num_conflicting),
-        _line("repeats", *(f"{repeat:g}" for repeat in pairing.repeats),
+        _line("repeats", [f"{repeat:g}" for repeat in pairing.repeats],
               same=pairing.repeats[0] == pairing.repeats[1]),
-        _line("order", "", "", *([] if pairs.same_order else [fact("evaluations.other_order")]),
+        _line("order", ["", ""], *([] if pairs.same_order else [fact("evaluations.other_order")]),
               same=pairs.same_order),
     ]  # fmt: skip
     if (tops := _other_units(pairs)) is not None:
         units = [sentence(fact("evaluations.scores_up_to", largest=top)) for top in tops]
-        lines.append(_line("units", *units, same=False, blocks=True))
+        lines.append(_line("units", units, same=False, blocks=True))
     if a.higher_is_better != b.higher_is_better:
-        better = [fact("evaluations.direction", higher=side.higher_is_better) for side in (a, b)]
-        lines.append(_line("direction", *map(sentence, better), same=False, blocks=True))
+        better = [
+            sentence(fact("evaluations.direction", higher=side.higher_is_better)) for side in (a, b)
+        ]
+        lines.append(_line("direction", better, same=False, blocks=True))
     if num := _regrouped(pairs.rows):
         other = fact("evaluations.other_clusters", num_documents=num)
-        lines.append(_line("clusters", "", "", other, same=False, blocks=True))
+        lines.append(_line("clusters", ["", ""], other, same=False, blocks=True))
     for name in dict.fromkeys((*a.settings, *b.settings)):
         mine, theirs = a.settings.get(name), b.settings.get(name)
         told = mine is not None and theirs is not None
@@ -232,13 +234,15 @@ def _regrouped(rows: list[tuple[ScoreRow, ScoreRow]]) -> int:
 
 
 def _line(
-    check: str, a: str, b: str, *details: Fact, same: bool, blocks: bool = False
+    check: str, shown: list[str], *details: Fact, same: bool, blocks: bool = False
 ) -> PreflightLine:
     """``details``: what is counted, left out where it is 0."""
     status: PreflightStatus = "blocking" if blocks else "same" if same else "differs"
     parts = [item for item in details if item["num"] != 0]
     counted = [fact("evaluations.parts", parts=parts)] if parts else []
-    return PreflightLine(check=check, status=status, reference=a, candidate=b, details=counted)
+    return PreflightLine(
+        check=check, status=status, reference=shown[0], candidate=shown[1], details=counted
+    )
 
 
 def _hashes(check: str, a: Series, b: Series, differing: Fact) -> PreflightLine:
@@ -248,7 +252,7 @@ def _hashes(check: str, a: Series, b: Series, differing: Fact) -> PreflightLine:
         return PreflightLine(
             check=check, status="unknown", reference=_said(told[0]), candidate=_said(told[1])
         )
-    return _line(check, "", "", differing, same=not differing["num"])
+    return _line(check, ["", ""], differing, same=not differing["num"])
 
 
 def _said(known: bool) -> str:

@@ -195,20 +195,20 @@ def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     samples = a.manifest.tokens.samples, b.manifest.tokens.samples
     if len(samples[0]) != len(samples[1]):
         shown = [sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples]
-        return _blocking(*shown)
+        return _blocking(shown)
     for other in _other_prompts(pairs):
-        return _blocking("-", "-", other)
+        return _blocking(["-", "-"], other)
     for number, (ours, theirs) in enumerate(zip(*samples, strict=True)):
         untold = not (ours.prompt_ids and theirs.prompt_ids)
         if untold and None not in (ours.text, theirs.text) and ours.text != theirs.text:
-            return _blocking("-", "-", fact("logprobs.other_text", sample=number))
+            return _blocking(["-", "-"], fact("logprobs.other_text", sample=number))
     counts = [_counts(run) for run in (a, b)]
     for number, lengths in enumerate(zip(*counts, strict=True)):
         if None not in lengths and lengths[0] != lengths[1]:
             shown = [sentence(fact("logprobs.num_tokens", num_tokens=num)) for num in lengths]
             ours, theirs = lengths
-            length = {"reference": ours, "candidate": theirs}
-            return _blocking(*shown, fact("logprobs.other_length", sample=number, **length))
+            other = fact("logprobs.other_length", sample=number, reference=ours, candidate=theirs)
+            return _blocking(shown, other)
     told = [all(sample.prompt_ids for sample in side) for side in samples]
     shown = [
         "ids" if ids else sentence(fact("logprobs.only_number")) if None not in num else UNKNOWN
@@ -218,9 +218,13 @@ def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     return PreflightLine(check="prompt ids", status=status, reference=shown[0], candidate=shown[1])
 
 
-def _blocking(a: str, b: str, *details: Fact) -> PreflightLine:
+def _blocking(shown: list[str], *details: Fact) -> PreflightLine:
     return PreflightLine(
-        check="prompt ids", status="blocking", reference=a, candidate=b, details=list(details)
+        check="prompt ids",
+        status="blocking",
+        reference=shown[0],
+        candidate=shown[1],
+        details=list(details),
     )
 
 

@@ -118,8 +118,12 @@ def _measure(name: str, a: dict[int, float], b: dict[int, float], first: int) ->
 def _coverage(a: dict[int, float], b: dict[int, float], common: list[int]) -> list[Fact]:
     if len(a) == len(b) == len(common):
         return []
-    num = {"num_reference": len(a), "num_candidate": len(b), "num_common": len(common)}
-    remarks = [fact("training.other_steps", **num)]
+    num_a, num_b, num_common = len(a), len(b), len(common)
+    remarks = [
+        fact(
+            "training.other_steps", num_reference=num_a, num_candidate=num_b, num_common=num_common
+        )
+    ]
     if common and max(a) != max(b):
         side = "reference" if max(a) > max(b) else "candidate"
         end, step = sorted((max(a), max(b)))

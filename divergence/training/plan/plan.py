@@ -123,8 +123,9 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     if used is not None and used.num_shared and axes.get("tp", 1) > 1:
         remarks.append(fact("training.shared_input", num_matrices=used.num_shared))
     for piece in tables:
-        table = {"parameter": piece.name, "more_bytes": (axes["tp"] - 1) * piece.bytes}
-        remarks.append(fact("training.whole_table", **table, counted=undivided > 0))
+        more, counted = (axes["tp"] - 1) * piece.bytes, undivided > 0
+        table = fact("training.whole_table", parameter=piece.name, more_bytes=more, counted=counted)
+        remarks.append(table)
     return TrainingPlan(
         num_parameters=num_parameters,
         num_ranks=math.prod(axes.values()),

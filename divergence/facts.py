@@ -27,7 +27,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from divergence.layout import count, decimal, fixed, shape_text, share, size, times
+from divergence.layout import count, decimal, fixed, relative, shape_text, share, size, times
 from divergence.words import figure, letter, list_names
 
 P = ParamSpec("P")
@@ -111,6 +111,7 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "times": lambda value, _: times(value),
     "share": lambda value, _: share(value),
     "size": lambda value, _: size(value),
+    "relative": relative,
     "shape": lambda value, _: shape_text(value),
 }
 """Ways to write a value, each called with the value and the rest of the spec."""

@@ -15,7 +15,7 @@ from divergence.analyses.collectives.find import find_in_one, find_in_two
 from divergence.analyses.collectives.judge import judge
 from divergence.analyses.collectives.recorded import Recorded
 from divergence.comparison.analysis import report_of
-from divergence.comparison.facts import facts_of_operators
+from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.comparison.results.suites import (

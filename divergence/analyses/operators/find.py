@@ -15,7 +15,7 @@ from divergence.analyses.operators.operands import operands_text
 from divergence.comparison.advice import Advice
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.facts import Explained, explain_arithmetic, is_about, sentences
+from divergence.comparison.arithmetic import Explained, explain_arithmetic, is_about, sentences
 from divergence.comparison.results.findings import Check, Finding, Onset, Verdict
 from divergence.comparison.results.operators import (
     CausalCheck,

@@ -25,7 +25,7 @@ from divergence.analyses.suite.measure import (
     score_of_side,
 )
 from divergence.comparison.analysis import report_of
-from divergence.comparison.facts import facts_of_operators
+from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.result import (
     Report,
     SuiteCase,

@@ -88,6 +88,12 @@ def _names(value: Sequence[Any], argument: str) -> str:
     return list_names([_plain_text(item) for item in value], int(most or 5), by or ", ")
 
 
+def _series(value: Sequence[Any], _: str) -> str:
+    """``a, b and c``."""
+    *first, last = map(_plain_text, value)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def _some(numbers: Sequence[int], what: str) -> str:
     more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
     return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:4]))}{more}"
@@ -101,6 +107,7 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "list": _listed,
     "names": _names,
     "some": _some,
+    "series": _series,
     "decimal": lambda value, _: decimal(value),
     "fixed": lambda value, digits: fixed(value, int(digits or 3)),
     "times": lambda value, _: times(value),

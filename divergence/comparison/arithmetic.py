@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from divergence.comparison.analysis import is_probe
 from divergence.comparison.preflight.lines import preflight
@@ -208,7 +209,7 @@ def _number(item: ArithmeticFact, name: str) -> float:
 def _other_order(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
     a, b = pairs[0]
     width = widths.get(a.name.replace("order: ", "accumulator: ", 1), (None, None))
-    ws = {
+    ws: dict[str, Any] = {
         "expected_w": expected_w(a, b, accumulators=width),
         "measured_w": _number(b, "error") / (_number(a, "error") or math.nan),
     }

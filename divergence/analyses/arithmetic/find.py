@@ -8,8 +8,8 @@ rounding mode or a much coarser function is a difference of precision, which a m
 from __future__ import annotations
 
 from divergence.comparison.analysis import AnalysisResult, Measured, is_probe
-from divergence.comparison.decide import check
 from divergence.comparison.arithmetic import Explained, explain_arithmetic
+from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Finding
 from divergence.facts import fact
 

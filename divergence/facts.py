@@ -112,6 +112,7 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "fixed": lambda value, digits: fixed(value, int(digits or 3)),
     "times": lambda value, _: times(value),
     "share": lambda value, _: share(value),
+    "short": lambda value, _: f"{value:.1f}" if value < 100 else f"{value:.2g}",
     "size": lambda value, _: size(value),
     "shape": lambda value, _: shape_text(value),
 }

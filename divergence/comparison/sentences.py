@@ -226,4 +226,6 @@ SENTENCES: Mapping[str, str] = {
         "[[, and all {num_same} recorded tensors are equal bit for bit]]"
     ),
     "not_all_compared": "not everything was compared",
+    # analyses.suite and analyses.collectives
+    "not_every_case": "not every case was compared",
 }

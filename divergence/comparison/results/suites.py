@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
+from divergence.facts import Fact, Worded
 from divergence.words import Side, SideOrBoth
 
 __all__ = [
@@ -55,8 +57,10 @@ class SuiteSide(msgspec.Struct, frozen=True, kw_only=True):
     """Indices: share of rows that differ otherwise."""
 
 
-class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
+class SuiteCase(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One output of one case: a = reference, b = candidate, R = truth."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"why": "reason"}
 
     site: str
     operator: str
@@ -64,7 +68,10 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["values", "codes", "indices"]
     status: SuiteStatus
     side: SideOrBoth | None = None
+    reason: Fact | None = None
+    """What the limit was exceeded by, or what is not the same."""
     why: str | None = None
+    """The same in words."""
     same: bool
     """The bits of both sides are the same."""
     rel_l2: float

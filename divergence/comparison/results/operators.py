@@ -13,7 +13,7 @@ from divergence.facts import Fact, Worded, fact, sentence
 from divergence.words import Side, SideOrBoth
 
 __all__ = [
-    "PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "CausalCheck",
+    "INSIDE", "PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "CausalCheck",
     "OperatorResult", "OperatorsResult", "OtherInput", "OtherMask", "OtherOperand", "Part",
     "Question", "RegionResult", "UnmatchedOperator", "called_at",
 ]  # fmt: skip
@@ -289,8 +289,14 @@ PARTS: tuple[Part, ...] = get_args(Part)
 """In the order in which they are shown: what is most often wrong first."""
 
 
-class AuditedPlace(msgspec.Struct, frozen=True, kw_only=True):
+INSIDE = "inside "
+"""Before the name of a kernel, where a dtype would stand if it were recorded."""
+
+
+class AuditedPlace(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One part (such as a softmax) at one place of the model: the dtypes it really ran in."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"expected_by": "expected_from"}
 
     part: Part
     module: str
@@ -318,8 +324,10 @@ class AuditedPlace(msgspec.Struct, frozen=True, kw_only=True):
     """``computed`` belongs to a kernel that adds up inside, in a dtype that no record shows."""
     expected: list[str] = []
     """The dtypes that are wide enough; any one of them will do."""
-    expected_by: str = ""
+    expected_from: Fact | None = None
     """The source of that expectation."""
+    expected_by: str = ""
+    """The same in words."""
     own: bool = False
     """The expectation comes from the model's own code; otherwise it is common practice."""
     below: bool = False
@@ -327,8 +335,10 @@ class AuditedPlace(msgspec.Struct, frozen=True, kw_only=True):
     num_calls: int = 1
 
 
-class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
+class AuditRow(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One part on both sides."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"expected_by": "expected_from"}
 
     part: Part
     reference: list[str] | None = None
@@ -337,6 +347,7 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     candidate: list[str] | None = None
     """The same for the candidate."""
     expected: list[str] = []
+    expected_from: Fact | None = None
     expected_by: str = ""
     own: bool = False
     """The expectation comes from the model's own code; otherwise it is common practice."""
@@ -347,18 +358,24 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     num_places: int = 0
 
 
-class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
+class AuditFinding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One thing that the audit found wrong."""
 
+    TEXTS: ClassVar[Mapping[str, str]] = {"text": "what"}
+
     part: Part
-    text: str
-    """A sentence: who computed what in which dtype, and what was expected."""
+    what: Fact
+    """Who computed what in which dtype, and what was expected."""
+    text: str = ""
+    """The same as a sentence."""
     operators: list[str] = []
     """Operators of either side where it would be seen first."""
 
 
-class AuditResult(msgspec.Struct, frozen=True, kw_only=True):
+class AuditResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The audit of one run or of two."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     rows: list[AuditRow] = []
     findings: list[AuditFinding] = []
@@ -366,4 +383,7 @@ class AuditResult(msgspec.Struct, frozen=True, kw_only=True):
     """The reference's places. None if it recorded no operators, or computed in float64."""
     candidate: list[AuditedPlace] | None = None
     """The same for the candidate."""
+    remarks: list[Fact] = []
+    """What to know beside the table."""
     notes: list[str] = []
+    """The same in words."""

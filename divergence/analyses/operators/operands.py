@@ -231,7 +231,7 @@ def operand_facts(items: list[OtherOperand], side: str = "candidate") -> list[Fa
 
 def operands_text(items: list[OtherOperand], side: str) -> str:
     """The same in words, for a bug report."""
-    return " and ".join(map(sentence, operand_facts(items, side)))
+    return sentence(fact("operators.operands", operands=operand_facts(items, side)))
 
 
 def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[OtherInput]:

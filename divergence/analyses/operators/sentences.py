@@ -31,6 +31,7 @@ SENTENCES: Mapping[str, str] = {
         "{argument}={side:candidate={candidate} (A {reference})|reference={reference} (B "
         "{candidate})}"
     ),
+    "operands": "{operands:list  and }",
     "called": "called with {operands:list  and }[[; {farther}]]",
     "mask": (
         "in {shows:letter} {of_tokens:yes=token {query} sees token {key}|no=query {query} sees key "

@@ -50,6 +50,13 @@ _READ: dict[Part, Callable[[StepPrecision], str | None]] = {
     "moments": lambda step: step.moments,
     "buffers": lambda step: step.buffers,
 }
+_CODES: dict[Part, str] = {
+    "reduced gradients": "precision.reduced_gradients",
+    "gradient sums": "precision.gradient_sums",
+    "main weights": "precision.main_weights",
+    "moments": "precision.moments",
+    "buffers": "precision.buffers",
+}
 _SIDES: tuple[Side, Side] = ("reference", "candidate")
 
 
@@ -135,11 +142,11 @@ def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bo
             if step is not None and step.num_stepped
         ]
         return fact(
-            "precision.main_weights", **values,
+            _CODES[row.part], **values,
             holder=_SIDES[1 - odd] if other == "float32" else None,
             unmoved=[fact("precision.unmoved", share=share) for share in shares if any(shares)],
         )  # fmt: skip
     return fact(
-        f"precision.{row.part.replace(' ', '_')}", **values, other_dtype=other,
+        _CODES[row.part], **values, other_dtype=other,
         other=_SIDES[1 - odd] if other else None,
     )  # fmt: skip

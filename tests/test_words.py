@@ -33,7 +33,7 @@ dequantized detail deterministic device devices diff differ different differing 
 divergence driver dry dtype duplicates dynamic each elements elsewhere embedding empty ended
 entering env environment environments equal error escalate estimated example exit expected expert
 explain explained explanation extra fallbacks faults few first flags flips flushed fold force
-format forwards found frame framework functions generated generates graphs head here high higher
+format forwards found frame framework from functions generated generates graphs head here high higher
 holds hooks html id identical ids impl in index inf injected inputs is json judged judgement keep
 kernel key kind kl kv largest layer leads leans least left like likeliest link ln log logits
 logprob low lower markdown mask masked match matched matches max mean measurable measure measured
@@ -42,7 +42,7 @@ no nondeterministic nonfinite norm normal not note notes num number numbers nume
 one only origin other out over overlap overrides own p1 p90 p99 pad paired parameters passed
 passes pattern peers per perplexity phase place places plan platform png posinf prefill previous
 prob problem probs projections promised prompt prompts python quantization quick quiet rate reason
-region relative remote repeat repeatability repeated replaced replayed report reports reproduced
+region relative remarks remote repeat repeatability repeated replaced replayed report reports reproduced
 resolution rest rests result results resume revision right rms rounded rows runtime same scales
 schema score se seconds seed seen settings shape shown size sizes skipped smallest smooth source
 sqnr standard state status still stopped store stored stride substitute substitutes summary sums

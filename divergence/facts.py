@@ -46,6 +46,12 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     block: str | None = None
     """A block worth a look, although nothing is beyond a limit there."""
 
+    def __post_init__(self) -> None:
+        """Values are what JSON holds, so that a fact that was read again is equal."""
+        for name, value in self.values.items():
+            if isinstance(value, dict | list | tuple):
+                self.values[name] = _read_again(value)
+
     def __eq__(self, other: object) -> bool:
         """Facts are equal by what they tell, whether sentences are made already or not."""
         if not isinstance(other, Fact):
@@ -62,6 +68,14 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def with_values(self, **values: Any) -> Fact:
         """The fact with other values of these names."""
         return msgspec.structs.replace(self, values=self.values | values)
+
+
+def _read_again(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() >= {"code", "values", "text"}:
+        return msgspec.convert(value, Fact)
+    if isinstance(value, list | tuple):
+        return [_read_again(item) for item in value]
+    return value
 
 
 def fact(code: str, *, block: str | None = None, **values: Any) -> Fact:
@@ -99,6 +113,8 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "count": lambda value, noun: count(value, noun),
     "plural": lambda value, noun: noun if value == 1 else f"{noun}s",
     "list": _listed,
+    "lengths": lambda value, _: " x ".join(map(str, value)) or "one number",
+    "squared": lambda value, _: f"[{_listed(value, '')}]" if isinstance(value, list) else value,
     "names": _names,
     "some": _some,
     "decimal": lambda value, _: decimal(value),
@@ -130,7 +146,8 @@ def template_of(code: str) -> str:
 @functools.cache
 def table_of(domain: str) -> Mapping[str, str]:
     """The table of a domain, by its name; that of the comparison has no name."""
-    places = [f"divergence.{domain}", f"divergence.analyses.{domain}"]
+    rooms = ("divergence", "divergence.analyses", "divergence.comparison")
+    places = [f"{room}.{domain}" for room in rooms]
     for place in places if domain else ["divergence.comparison"]:
         try:
             return cast(Mapping[str, str], import_module(f"{place}.sentences").SENTENCES)
@@ -216,10 +233,11 @@ def with_sentences(function: Callable[P, T]) -> Callable[P, T]:
 class Worded:
     """A Struct with texts that are made of facts: ``TEXTS`` names, for each text, the field that
     holds its facts. Sentences of several facts follow on one another; what stands between them
-    belongs to the templates."""
+    belongs to the templates, or is the same between any two: ``BETWEEN``, by text."""
 
     __slots__ = ()
     TEXTS: ClassVar[Mapping[str, str]] = {}
+    BETWEEN: ClassVar[Mapping[str, str]] = {}
 
 
 def worded(value: T) -> T:
@@ -235,18 +253,18 @@ def worded(value: T) -> T:
         }
         for text, source in getattr(kind, "TEXTS", {}).items():
             if facts := changes.get(source, getattr(value, source)):
-                changes[text] = _texts(facts, many=isinstance(getattr(value, text), list))
+                if isinstance(facts, Fact):
+                    facts = [facts]
+                texts = [item.text for item in facts]
+                many = isinstance(getattr(value, text), list)
+                between = getattr(kind, "BETWEEN", {}).get(text, "")
+                changes[text] = texts if many else between.join(texts)
         return cast(T, msgspec.structs.replace(value, **changes)) if changes else value
     if isinstance(value, list | tuple):
         return cast(T, type(value)(map(worded, value)))
     if isinstance(value, dict):
         return cast(T, {key: worded(item) for key, item in value.items()})
     return value
-
-
-def _texts(facts: Fact | Sequence[Fact], *, many: bool) -> str | list[str]:
-    texts = [item.text for item in ([facts] if isinstance(facts, Fact) else facts)]
-    return texts if many else "".join(texts)
 
 
 @functools.cache

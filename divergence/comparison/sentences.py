@@ -171,6 +171,20 @@ SENTENCES: Mapping[str, str] = {
         "every quantiser of activations makes wrong codes, from {module} on: a kernel or a scheme, "
         "not one layer"
     ),
+    # commands
+    "on_machine": "on {side:letter}'s machine",
+    "with_model": "on a machine with the model",
+    "all_positions": "on A's machine: its prompts, all token positions",
+    "shown_without_model": "a script that shows it without the model",
+    "with_references_model": ("on B's machine, with A's model (--model PATH if it lies elsewhere)"),
+    "measure_all_the_same": "measure all the same",
+    "truth_judges_two": "a truth judges two runs, RUN being the one that it repeats",
+    # what was found of single tokens
+    "misfits": (
+        "{about:yes=sampling: |no=}{num_misfits} tokens are not the largest of their own logits, "
+        "the first in {side:letter} at prompt {sample}, step {step}: {chosen} was chosen, "
+        "{largest} is larger by {behind:.3g}"
+    ),
     "codes_wrong_at": (
         "the codes of {place} are wrong[[, by {by:letter}]]: its quantiser, or what comes before "
         "it in the block"

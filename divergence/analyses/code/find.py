@@ -18,7 +18,7 @@ from divergence.comparison.preflight.code import (
     truth_tells,
 )
 from divergence.comparison.results.findings import Finding, Verdict
-from divergence.facts import Fact, plain
+from divergence.facts import Fact, plain, sentence
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import module_of
@@ -65,14 +65,14 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
     differences = code_differences(a, b)
     if block is None:
         return [
-            plain(f"other code: {difference.text}")
+            plain(f"other code: {sentence(difference.text)}")
             for difference in differences
             if difference.deliberate
         ][:_MOST]
     texts = difference_texts(
         [difference for difference in differences if difference.concerns(block)], a, b
     )[:_MOST]
-    return [plain(f"the onset's block runs other code: {text}") for text in texts]
+    return [plain(f"the onset's block runs other code: {sentence(text)}") for text in texts]
 
 
 def _layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Fact]:

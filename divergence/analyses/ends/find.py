@@ -248,13 +248,10 @@ def _misfit(measured: Measured, misfits: Sequence[Misfit], site: str) -> Finding
 def _misfit_evidence(misfits: Sequence[Misfit]) -> Fact:
     first = misfits[0]
     sample, step = first.place
-    return plain(
-        f"sampling: {len(misfits)} tokens are not the largest of their own logits, the first "
-        f"in {letter(first.side)} at prompt {sample}, step {step}: {first.chosen} was chosen, "
-        f"{first.largest} is larger by {first.behind:.3g}",
-        num_misfits=len(misfits),
-        behind=first.behind,
-    )
+    return fact(
+        "misfits", about=True, num_misfits=len(misfits), side=first.side, sample=sample, step=step,
+        chosen=first.chosen, largest=first.largest, behind=first.behind,
+    )  # fmt: skip
 
 
 def _notes(seams: Sequence[Seam], choices: Sequence[Integers]) -> list[str]:

@@ -88,6 +88,11 @@ def plain(text: str, **values: Any) -> Fact:
     return Fact(code="plain", values={"text": text, **values})
 
 
+def apart(facts: Sequence[Fact]) -> list[Fact]:
+    """The facts as one, with semicolons between them; none of none."""
+    return list(facts) if len(facts) < 2 else [fact("several", facts=facts)]
+
+
 def has(facts: Iterable[Fact], *codes: str) -> bool:
     """Is a fact with one of these codes there?"""
     return any(item.code in codes for item in facts)
@@ -233,11 +238,10 @@ def with_sentences(function: Callable[P, T]) -> Callable[P, T]:
 class Worded:
     """A Struct with texts that are made of facts: ``TEXTS`` names, for each text, the field that
     holds its facts. Sentences of several facts follow on one another; what stands between them
-    belongs to the templates, or is the same between any two: ``BETWEEN``, by text."""
+    belongs to the templates."""
 
     __slots__ = ()
     TEXTS: ClassVar[Mapping[str, str]] = {}
-    BETWEEN: ClassVar[Mapping[str, str]] = {}
 
 
 def worded(value: T) -> T:
@@ -257,8 +261,7 @@ def worded(value: T) -> T:
                     facts = [facts]
                 texts = [item.text for item in facts]
                 many = isinstance(getattr(value, text), list)
-                between = getattr(kind, "BETWEEN", {}).get(text, "")
-                changes[text] = texts if many else between.join(texts)
+                changes[text] = texts if many else "".join(texts)
         return cast(T, msgspec.structs.replace(value, **changes)) if changes else value
     if isinstance(value, list | tuple):
         return cast(T, type(value)(map(worded, value)))

@@ -13,11 +13,11 @@ or another attention fails without explaining, since a correct one makes no more
 from __future__ import annotations
 
 from divergence.checklist.numbers import Said
-from divergence.checklist.pair import CheckedPair, both, differs, parts, worst
+from divergence.checklist.pair import CheckedPair, both, differs, worst
 from divergence.checklist.result import PointState
 from divergence.comparison.preflight.code import CodeDifference, code_differences
 from divergence.comparison.results.findings import Onset, Verdict
-from divergence.facts import Fact, fact
+from divergence.facts import Fact, apart, fact
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import ROOT, module_of, starred
 
@@ -26,7 +26,7 @@ __all__ = ["code", "precision", "settings_differ", "weights"]
 _UNREAD = "offloaded"
 
 
-def weights(pair: CheckedPair) -> tuple[PointState, Fact]:
+def weights(pair: CheckedPair) -> tuple[PointState, list[Fact]]:
     """Are the values the same, as far as both runs tell?"""
     line, state = pair.lines["weights"], pair.state_of("weights")
     lacking = [
@@ -37,15 +37,15 @@ def weights(pair: CheckedPair) -> tuple[PointState, Fact]:
     digests = [manifest.model.digest for manifest in pair.manifests]
     if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
         if line.details and not lacking:
-            return "unknown", parts(line.details)
-        return "unknown", fact("checklist.digests_not_recorded", sides=lacking or None)
+            return "unknown", line.details
+        return "unknown", [fact("checklist.digests_not_recorded", sides=lacking or None)]
     blocking = [
         preflight_line
         for preflight_line in pair.lines.values()
         if preflight_line.status == "blocking" and preflight_line.check in ("weights", "blocks")
     ]
     if blocking:
-        return "fail", parts(
+        return "fail", apart(
             [
                 item
                 for blocker in blocking
@@ -57,15 +57,14 @@ def weights(pair: CheckedPair) -> tuple[PointState, Fact]:
         if digest == _UNREAD
     }  # fmt: skip
     if unread:
-        return "unknown", fact("checklist.offloaded", num=len(unread))
+        return "unknown", [fact("checklist.offloaded", num=len(unread))]
     if state == "fail":
         two_dtypes = pair.differs("dtype") or pair.differs("quantization")
-        detail = parts(line.details or [fact("checklist.same_values")])
+        details = line.details or [fact("checklist.same_values")]
         if two_dtypes:
-            return "unknown", fact("checklist.weights_detail", detail=detail)
-        return "pass", detail
-    same = fact("checklist.same_weights", digest=digests[0][:12])
-    return "pass", parts(line.details or [same])
+            return "unknown", [fact("checklist.weights_detail", details=details)]
+        return "pass", details
+    return "pass", line.details or [fact("checklist.same_weights", digest=digests[0][:12])]
 
 
 def precision(pair: CheckedPair) -> tuple[PointState, Fact]:
@@ -103,7 +102,7 @@ def code(pair: CheckedPair) -> Said:
         texts.append(fact("checklist.code_not_recorded", sides=lacking))
     if not texts:
         return "pass", [both(pair, _say)], False
-    text = parts(texts, "first_parts")
+    text = fact("checklist.first_parts", parts=texts)
     verdict = pair.verdict
     if verdict is not None and verdict.kind in ("identical", "within_floor"):
         if not (lines or differences):

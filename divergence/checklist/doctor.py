@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.checklist.code import code, precision, settings_differ, weights
 from divergence.checklist.numbers import Said, phase, ranks, sampling
-from divergence.checklist.pair import CheckedPair, parts, worst
+from divergence.checklist.pair import CheckedPair, worst
 from divergence.checklist.points import points_of, tokens
 from divergence.checklist.result import Checkup, Rung, RungName
 from divergence.comparison.advice import Advice
@@ -31,7 +31,7 @@ from divergence.comparison.measure.runs import opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import summary_of
 from divergence.errors import IncomparableError, UsageError
-from divergence.facts import Fact, fact, worded
+from divergence.facts import Fact, apart, fact, worded
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import LOGPROBS
@@ -186,8 +186,8 @@ def _tokens(pair: CheckedPair) -> Said:
 def _weights(pair: CheckedPair) -> Said:
     """Other values make another computation. Another precision of the same values is allowed for
     in every limit, so it explains what is within them."""
-    (state, text), (same, how) = weights(pair), precision(pair)
-    evidence = [parts([how, text])]
+    (state, details), (same, how) = weights(pair), precision(pair)
+    evidence = apart([how, *details])
     if state == "fail":
         return "fail", evidence, True
     verdict = pair.verdict

@@ -18,7 +18,7 @@ from divergence.run.schema.manifest import Manifest
 
 __all__ = [
     "CheckedPair", "both", "choices_off", "differs", "in_both", "logits_kept", "not_recorded",
-    "parts", "worst",
+    "worst",
 ]  # fmt: skip
 
 _STATES: dict[str, PointState] = {"same": "pass", "differs": "fail", "blocking": "fail"}
@@ -120,11 +120,6 @@ def in_both(reference: Any, candidate: Any, *, apart: bool = False) -> Fact:
     if reference == candidate:
         return fact("checklist.both", what=reference)
     return fact("checklist.each", reference=reference, candidate=candidate, apart=apart)
-
-
-def parts(facts: Sequence[Fact], code: str = "parts") -> Fact:
-    """Several facts, apart."""
-    return facts[0] if len(facts) == 1 else fact(f"checklist.{code}", parts=facts)
 
 
 def not_recorded(sides: Sequence[str], what: str) -> Fact:

@@ -17,11 +17,10 @@ from divergence.checklist.pair import (
     in_both,
     logits_kept,
     not_recorded,
-    parts,
     worst,
 )
 from divergence.checklist.result import Point, PointName, PointState
-from divergence.facts import Fact, fact
+from divergence.facts import Fact, apart, fact
 from divergence.run.schema.manifest import Manifest
 from divergence.words import HEADLINES
 
@@ -50,8 +49,8 @@ def points_of(pair: CheckedPair) -> list[Point]:
 
 
 def _weights(pair: CheckedPair) -> Said:
-    asked = precision(pair), weights(pair)
-    return worst(*(state for state, _ in asked)), [parts([text for _, text in asked])]
+    (same, how), (state, details) = precision(pair), weights(pair)
+    return worst(same, state), apart([how, *details])
 
 
 def _say(state: PointState, code: str, **values: Any) -> Said:
@@ -164,12 +163,12 @@ def tokens(pair: CheckedPair) -> Said:
     """The prompts as token ids; a rung of the ladder asks it too."""
     line, state = pair.lines["prompt ids"], pair.state_of("prompt ids")
     if state == "unknown":
-        return "unknown", [parts(line.details or [fact("checklist.tokens_not_told")])]
+        return "unknown", line.details or [fact("checklist.tokens_not_told")]
     if state == "fail":
         template = None
         if pair.differs("chat template"):
             details = pair.lines["chat template"].details
-            template = parts(details or [fact("checklist.another_template")])
+            template = details or [fact("checklist.another_template")]
         return _say(
             "fail", "prompts_differ", reference=line.reference, candidate=line.candidate,
             details=line.details or None, template=template,

@@ -8,7 +8,6 @@ SENTENCES: Mapping[str, str] = {
     # how two sides are said
     "both": "both: {what}",
     "each": "A: {reference}{apart:yes=;|no=,} B: {candidate}",
-    "parts": "{parts:list ; }",
     "first_parts": "{parts:names 2 ; }",
     # what a run does not tell
     "not_recorded": (
@@ -26,10 +25,10 @@ SENTENCES: Mapping[str, str] = {
     "other_check": "other {check}",
     "offloaded": "{num} offloaded parameters were not digested",
     "same_values": "the same values",
-    "weights_detail": "weights: {detail}",
+    "weights_detail": "weights: {details}",
     "same_weights": "the same weights ({digest})",
     # code and settings
-    "line_differs": "{check} {reference} / {candidate}[[: {details:list ; }]]",
+    "line_differs": "{check} {reference} / {candidate}[[: {details}]]",
     "same_code": "the same code of {num} classes of module",
     "effect": "{what}; {identical:yes=every bit is equal|no=no more than rounding}",
     "unjudged_code": "{what}; {why}",
@@ -39,7 +38,7 @@ SENTENCES: Mapping[str, str] = {
     "seeds": "{seeds}{same:yes=|no=; decoding is greedy and draws nothing}",
     "tokens_not_told": "a run does not tell the tokens it was fed",
     "prompts_differ": (
-        "A: {reference}, B: {candidate}; {details:none=other ids|*={details:list ; }}"
+        "A: {reference}, B: {candidate}; {details:none=other ids|*={details}}"
         "{template:none=|*=; chat template: {template}}"
     ),
     "another_template": "another one",

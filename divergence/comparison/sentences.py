@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
     "plain": "{text}",
+    "several": "{facts:list ; }",
     # what decide says of the findings together
     "nothing_judged": "nothing was judged",
     "no_analysis": "no analysis applies",

@@ -27,7 +27,7 @@ from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import SiteResult
-from divergence.facts import Fact, plain
+from divergence.facts import Fact, fact, plain
 
 __all__ = [
     "JudgedUnits", "estimated_evidence", "find", "judge_units", "limits_used",
@@ -159,9 +159,9 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
 def _weights_evidence(measured: Measured) -> list[Fact]:
     """How the weights belong together, where they are not simply equal."""
     return [
-        plain(f"weights: {line.detail}")
+        fact("blocks.weights", relation=line.details or line.detail)
         for line in measured.preflight
-        if (line.check, line.status) == ("weights", "differs") and line.detail
+        if (line.check, line.status) == ("weights", "differs") and (line.details or line.detail)
     ]
 
 
@@ -177,7 +177,7 @@ def _context(measured: Measured, judged: JudgedUnits) -> Finding:
             *(plain(note) for note in measured.alignment.notes),
             *_weights_evidence(measured),
             *(
-                plain(f"{line.detail}: differences include its own noise")
+                fact("blocks.own_noise", what=line.details or line.detail)
                 for line in measured.preflight
                 if line.check == "repeatability" and line.status == "differs"
             ),

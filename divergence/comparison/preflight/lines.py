@@ -22,7 +22,7 @@ from divergence.comparison.preflight.models import (
     tokenizer_cause,
 )
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
-from divergence.facts import Fact, fact, sentence
+from divergence.facts import Fact, apart, fact, sentence
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Switch
 from divergence.run.schema.site import starred
@@ -157,7 +157,7 @@ def _same(
     same = a == b if same is None else same
     return PreflightLine(
         check=check, status="same" if same else "differs", reference=a, candidate=b,
-        details=[item for item in details if item is not None],
+        details=apart([item for item in details if item is not None]),
     )  # fmt: skip
 
 

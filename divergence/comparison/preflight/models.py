@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
-from divergence.facts import Fact, fact, sentence
+from divergence.facts import Fact, apart, fact, sentence
 from divergence.run.schema.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
 from divergence.run.schema.site import starred, unescape_path
 
@@ -198,7 +198,7 @@ def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[Preflig
     return [
         PreflightLine(
             check="blocks", status=status, reference=str(len(ours)), candidate=str(len(theirs)),
-            details=parts,
+            details=apart(parts),
         )
     ]  # fmt: skip
 

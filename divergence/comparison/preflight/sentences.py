@@ -161,7 +161,7 @@ SENTENCES: Mapping[str, str] = {
     # compared all the same, or stopped
     "other": "other {checks:list  and other }",
     "and": "; {what}",
-    "blocking": ("{check}: {details:none={reference} against {candidate}|*={details:list ; }}"),
+    "blocking": ("{check}: {details:none={reference} against {candidate}|*={details}}"),
     # two truths
     "truths_apart": (
         "{site} (prompt {sample}, step {step}) differs by {rel_l2:.2e}, and two float64 runs of "

@@ -14,7 +14,7 @@ from divergence.comparison.preflight.models import (
 )
 from divergence.comparison.preflight.relations import Relations, related
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
-from divergence.facts import Fact, fact
+from divergence.facts import Fact, apart, fact
 from divergence.run.schema.manifest import Manifest, ModelIdentity
 
 __all__ = ["other_weights", "weights_line"]
@@ -32,7 +32,7 @@ def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLi
         guess = relations is None or not relations.facts
         details = [*details, *weight_causes(model_a, model_b, guess=guess)]
     shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
-    return PreflightLine(check="weights", status=status, details=details,
+    return PreflightLine(check="weights", status=status, details=apart(details),
                          reference=shown[0], candidate=shown[1])  # fmt: skip
 
 

@@ -184,7 +184,6 @@ class PreflightLine(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One setting or fact of the two runs that is checked before any number."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {"detail": "details"}
-    BETWEEN: ClassVar[Mapping[str, str]] = {"detail": "; "}
 
     check: str
     status: PreflightStatus

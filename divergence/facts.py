@@ -114,6 +114,7 @@ def _some(numbers: Sequence[int], what: str) -> str:
 
 FORMATS: dict[str, Callable[[Any, str], str]] = {
     "letter": lambda value, _: letter(value),
+    "letters": lambda value, _: " and ".join(map(letter, value)),
     "figure": lambda value, digits: figure(value, int(digits or 1)),
     "count": lambda value, noun: count(value, noun),
     "plural": lambda value, noun: noun if value == 1 else f"{noun}s",
@@ -141,6 +142,15 @@ def sentence(item: Fact) -> str:
     if not item.code:
         return item.text
     return filled(template_of(item.code), item.values)
+
+
+def sentence_behind(item: Fact, place: str) -> str:
+    """The fact in words, without the head that names ``place`` where it begins with that."""
+    template = template_of(item.code)
+    head = re.match(r"\{(\w+)\}", template)
+    if head and str(item[head[1]]).startswith(place):
+        template = template.partition(": ")[2]
+    return filled(template, item.values)
 
 
 def template_of(code: str) -> str:
@@ -257,7 +267,7 @@ def worded(value: T) -> T:
         }
         for text, source in getattr(kind, "TEXTS", {}).items():
             if facts := changes.get(source, getattr(value, source)):
-                if isinstance(facts, Fact):
+                if not isinstance(facts, list | tuple):
                     facts = [facts]
                 texts = [item.text for item in facts]
                 many = isinstance(getattr(value, text), list)

@@ -137,7 +137,7 @@ def differs(line: PreflightLine) -> Fact:
 
 def choices_off(finding: Finding) -> list[Fact]:
     """Which tokens are not the largest of their own logits."""
-    return [finding.evidence[0].with_values(about=False)]
+    return [fact("checklist.choices_off", **finding.evidence[0].values)]
 
 
 def logits_kept(run: Run) -> tuple[int, int]:

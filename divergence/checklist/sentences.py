@@ -33,6 +33,10 @@ SENTENCES: Mapping[str, str] = {
     "effect": "{what}; {identical:yes=every bit is equal|no=no more than rounding}",
     "unjudged_code": "{what}; {why}",
     "code_explains": "{difference}: where the error begins, {site}",
+    "choices_off": (
+        "{num_misfits} tokens are not the largest of their own logits, the first in {side:letter} "
+        "at prompt {sample}, step {step}: {chosen} was chosen, {largest} is larger by {behind:.3g}"
+    ),
     # tokens and how they were chosen
     "choice_of_tokens": "{how:none=chooses no token|forced=tokens forced|greedy=greedy}",
     "seeds": "{seeds}{same:yes=|no=; decoding is greedy and draws nothing}",

@@ -182,7 +182,7 @@ SENTENCES: Mapping[str, str] = {
     "truth_judges_two": "a truth judges two runs, RUN being the one that it repeats",
     # what was found of single tokens
     "misfits": (
-        "{about:yes=sampling: |no=}{num_misfits} tokens are not the largest of their own logits, "
+        "sampling: {num_misfits} tokens are not the largest of their own logits, "
         "the first in {side:letter} at prompt {sample}, step {step}: {chosen} was chosen, "
         "{largest} is larger by {behind:.3g}"
     ),

@@ -18,7 +18,7 @@ from divergence.comparison.preflight.code import (
     truth_tells,
 )
 from divergence.comparison.results.findings import Finding, Verdict
-from divergence.facts import Fact, plain, sentence
+from divergence.facts import Fact, fact
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import module_of
@@ -26,9 +26,7 @@ from divergence.run.schema.site import module_of
 __all__ = ["CODE_NOT_TOLD", "code_evidence", "doubt_of_code", "explain", "why_no_side"]
 
 _MOST = 3
-CODE_NOT_TOLD = check(
-    "truth_of_reference_code", False, "the sides run different code, the truth A's", made=False
-)
+CODE_NOT_TOLD = check("truth_of_reference_code", False, fact("code.truth_of_a"), made=False)
 """The check that no truth can make."""
 
 
@@ -50,7 +48,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
                 claim="side_not_told",
                 role="abstains",
                 rests_on=[CODE_NOT_TOLD],
-                evidence=[plain(reason)],
+                evidence=[reason],
             )
         )
     return findings
@@ -65,55 +63,45 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
     differences = code_differences(a, b)
     if block is None:
         return [
-            plain(f"other code: {sentence(difference.text)}")
+            fact("code.other", what=difference.text)
             for difference in differences
             if difference.deliberate
         ][:_MOST]
     texts = difference_texts(
         [difference for difference in differences if difference.concerns(block)], a, b
     )[:_MOST]
-    return [plain(f"the onset's block runs other code: {sentence(text)}") for text in texts]
+    return [fact("code.other_in_block", what=text) for text in texts]
 
 
 def _layout_evidence(a: Manifest, b: Manifest, module: str) -> list[Fact]:
     """Parameters inside ``module`` that lie in memory otherwise on the two sides: of equal values,
     a kernel that takes them for contiguous reads others."""
-    texts = []
-    for name in a.model.parameters.keys() & b.model.parameters.keys():
-        sides = a.model.parameters[name], b.model.parameters[name]
-        if name.startswith(f"{module}.") and sides[0].strides != sides[1].strides:
-            shown = [
-                "contiguous" if note.strides is None else f"not contiguous (strides {note.strides})"
-                for note in sides
-            ]
-            texts.append(f"{name} is {shown[0]} in A, {shown[1]} in B")
-    return [plain(text) for text in sorted(texts)[:_MOST]]
+    facts = []
+    for name in sorted(a.model.parameters.keys() & b.model.parameters.keys()):
+        strides = a.model.parameters[name].strides, b.model.parameters[name].strides
+        if name.startswith(f"{module}.") and strides[0] != strides[1]:
+            facts.append(
+                fact("code.layout", parameter=name, reference=strides[0], candidate=strides[1])
+            )
+    return facts[:_MOST]
 
 
-def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:
+def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> Fact | None:
     """Why the truth cannot tell the side that the verdict names; None where it can."""
     if verdict.side == "reference" and verdict.kind in ("localized", "systematic", "drift"):
         own = a if truth.manifest.like != b.id else b
         if own.model.code and truth.manifest.model.code:  # held against each other
             return None
-        return (
-            "the truth is far from A and near B: so a faulty A "
-            "looks, and so does a truth that B's code made. The runs do not tell their "
-            "code, so no side is named: make the truth again on A's machine"
-        )
+        return fact("code.truth_like_b")
     if verdict.side != "candidate":
         return None
     return doubt_of_code(a, b, None if verdict.onset is None else verdict.onset.block)
 
 
-def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> str | None:
+def doubt_of_code(a: Manifest, b: Manifest, block: str | None) -> Fact | None:
     """Why a truth of A's code does not blame B where ``block`` is off; None where it does: the code
     there is the same, or was replaced on B alone."""
     if truth_tells(a, b, block):
         return None
-    names, mine = other_code(a, b, block), replaced_in(a, block)
-    return (
-        f"the sides run different code ({', '.join(names[:4])}), and the truth has "
-        "A's: by it B is off, but whose code is right it cannot tell"
-        + (f". A's was replaced: {', '.join(mine[:3])}" if mine else "")
-    )
+    classes, replaced = other_code(a, b, block)[:4], replaced_in(a, block)[:3]
+    return fact("code.side_in_doubt", classes=classes, replaced=replaced)

@@ -249,7 +249,7 @@ def _misfit_evidence(misfits: Sequence[Misfit]) -> Fact:
     first = misfits[0]
     sample, step = first.place
     return fact(
-        "misfits", about=True, num_misfits=len(misfits), side=first.side, sample=sample, step=step,
+        "misfits", num_misfits=len(misfits), side=first.side, sample=sample, step=step,
         chosen=first.chosen, largest=first.largest, behind=first.behind,
     )  # fmt: skip
 

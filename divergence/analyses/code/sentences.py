@@ -1,0 +1,24 @@
+"""The sentences of code: one template for each code. See divergence.facts for the form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SENTENCES: Mapping[str, str] = {
+    "truth_of_a": "the sides run different code, the truth A's",
+    "other": "other code: {what}",
+    "other_in_block": "the onset's block runs other code: {what}",
+    "layout": (
+        "{parameter} is {reference:none=contiguous|*=not contiguous (strides [{reference:list}])} "
+        "in A, {candidate:none=contiguous|*=not contiguous (strides [{candidate:list}])} in B"
+    ),
+    "truth_like_b": (
+        "the truth is far from A and near B: so a faulty A looks, and so does a truth that B's "
+        "code made. The runs do not tell their code, so no side is named: make the truth again on "
+        "A's machine"
+    ),
+    "side_in_doubt": (
+        "the sides run different code ({classes:list}), and the truth has A's: by it B is off, but "
+        "whose code is right it cannot tell[[. A's was replaced: {replaced:list}]]"
+    ),
+}

@@ -107,6 +107,11 @@ def _names(value: Sequence[Any], argument: str) -> str:
     return list_names([_plain_text(item) for item in value], int(most or 5), by or ", ")
 
 
+def _plural(value: Any, noun: str) -> str:
+    number = len(value) if isinstance(value, list | tuple) else value
+    return noun if number == 1 else f"{noun}s"
+
+
 def _some(numbers: Sequence[int], what: str) -> str:
     more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
     return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:4]))}{more}"
@@ -117,7 +122,7 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "letters": lambda value, _: " and ".join(map(letter, value)),
     "figure": lambda value, digits: figure(value, int(digits or 1)),
     "count": lambda value, noun: count(value, noun),
-    "plural": lambda value, noun: noun if value == 1 else f"{noun}s",
+    "plural": _plural,
     "list": _listed,
     "lengths": lambda value, _: " x ".join(map(str, value)) or "one number",
     "squared": lambda value, _: f"[{_listed(value, '')}]" if isinstance(value, list) else value,

@@ -43,7 +43,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "not_exercised": " (not exercised: {modules:names 2})",
     "by": "[[, by {by:letter}]]{both:yes=, equally wrong on both sides|no=}",
-    "some": "{numbers:some {what}}{alone:yes= alone|no=} (of {total})",
+    "some": "{numbers:some {what:step=decode step|*={what}}}{alone:yes= alone|no=} (of {total})",
     "rank_share": ", in the share of rank {rank}",
     "whole_pass": "decode steps with the cache against one forward over the whole sequence: ",
     # where an error is made
@@ -180,12 +180,6 @@ SENTENCES: Mapping[str, str] = {
     "with_references_model": ("on B's machine, with A's model (--model PATH if it lies elsewhere)"),
     "measure_all_the_same": "measure all the same",
     "truth_judges_two": "a truth judges two runs, RUN being the one that it repeats",
-    # what was found of single tokens
-    "misfits": (
-        "sampling: {num_misfits} tokens are not the largest of their own logits, "
-        "the first in {side:letter} at prompt {sample}, step {step}: {chosen} was chosen, "
-        "{largest} is larger by {behind:.3g}"
-    ),
     "codes_wrong_at": (
         "the codes of {place} are wrong[[, by {by:letter}]]: its quantiser, or what comes before "
         "it in the block"

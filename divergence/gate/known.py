@@ -21,6 +21,7 @@ import msgspec
 from divergence.analyses.blocks.drift import find_drift
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import SiteResult
+from divergence.facts import sentence
 from divergence.gate.policy import Known, Policy
 from divergence.gate.result import KnownUse
 
@@ -81,7 +82,7 @@ def _why_not(
     if any(check.num_different for check in report.replicas):
         return "ranks that must agree do not"
     drift = find_drift(_with_known_errors(report.sites, flagged), policy.thresholds)
-    return None if drift is None else f"beside what is known, {drift.summary}"
+    return None if drift is None else f"beside what is known, {sentence(drift.headline)}"
 
 
 def _with_known_errors(sites: list[SiteResult], flagged: list[SiteResult]) -> list[SiteResult]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from divergence.comparison.results.sites import SiteResult, allowed_errors, main_path
-from divergence.facts import Fact, plain
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.schema.site import ROOT, module_of
-from divergence.words import Side, figure, letter
+from divergence.words import Side
 
 __all__ = ["Drift", "find_drift"]
 
@@ -33,7 +34,7 @@ _MIN_ROWS = 8
 class Drift:
     """``side``: the farther from the truth, where there is one."""
 
-    summary: str
+    headline: Fact
     evidence: Fact
     step: int
     side: Side | None = None
@@ -74,10 +75,6 @@ def find_drift(
     return None
 
 
-def _where(site: SiteResult) -> str:
-    return f"free pass, prompt {site.sample}, step {site.step}, {site.site}"
-
-
 def _num_rows(site: SiteResult) -> int:
     return math.prod(site.shape[:-1])
 
@@ -98,9 +95,8 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     side: Side = "candidate" if w > limit else "reference"
     times = w if w > limit else 1 / max(w, 1e-300)
     return Drift(
-        summary=f"no single block is beyond its limit, but {letter(side)}'s free run ends "
-        f"{figure(times)} × as far from the truth as the other's, at {site.site}",
-        evidence=plain(_where(site), w=w, limit=limit),
+        headline=fact("blocks.ends_farther", side=side, times=times, site=site.site),
+        evidence=_where(site, w=w, limit=limit),
         step=site.step,
         side=side,
     )
@@ -119,12 +115,15 @@ def _against_floors(
     ratio = site.token_rel_l2_median / allowed
     if ratio <= limit:
         return None
-    makers = "the blocks" if site.role == "block" else "the blocks and what follows them"
     return Drift(
-        summary=f"no single block is beyond the floor, but the error grows to "
-        f"{site.token_rel_l2_median:.1e} at {site.site}, {figure(ratio)} × what "
-        f"{makers} make together",
-        evidence=plain(_where(site), ratio=ratio, limit=limit),
+        headline=fact(
+            "blocks.grows_to",
+            site=site.site,
+            rel_l2=site.token_rel_l2_median,
+            ratio=ratio,
+            behind=site.role != "block",
+        ),
+        evidence=_where(site, ratio=ratio, limit=limit),
         step=site.step,
     )
 
@@ -137,8 +136,11 @@ def _behind_blocks(site: SiteResult, thresholds: Thresholds) -> Drift | None:
     if site.ratio <= limit:
         return None
     return Drift(
-        summary=f"no single block is beyond its limit, but the error grows at {site.site}, behind "
-        f"the blocks, by {figure(site.ratio)} × what came in and rounding explain",
-        evidence=plain(_where(site), ratio=site.ratio, limit=limit),
+        headline=fact("blocks.grows_behind", site=site.site, ratio=site.ratio),
+        evidence=_where(site, ratio=site.ratio, limit=limit),
         step=site.step,
     )
+
+
+def _where(site: SiteResult, **values: Any) -> Fact:
+    return fact("blocks.in_free_pass", sample=site.sample, step=site.step, site=site.site, **values)

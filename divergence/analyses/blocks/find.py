@@ -143,8 +143,8 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
             Finding(
                 claim="drift",
                 kind="drift",
-                headline=[plain(drift.summary)],
-                rests_on=[check("anchored", False, "seen in the free run alone")],
+                headline=[drift.headline],
+                rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"))],
                 step=drift.step,
                 side=drift.side,
                 evidence=[drift.evidence],
@@ -247,16 +247,17 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
 
         evidence = [unit_evidence(unit) for unit in shared[:3]]
     count = sum(site.pass_ != "escalated" for site in measured.sites)
-    summary = f"all {count} compared tensors are equal bit for bit"
-    if missing > count:  # as of a training step and of a decoding
-        summary += f"; most had no partner: {missing} tensors or tokens"
-    elif missing:
-        summary += f" ({missing} tensors or tokens had no partner)"
+    headline = [fact("blocks.all_equal", num=count)]
+    if missing:  # most are so of a training step and a decoding
+        code = "blocks.most_without_partner" if missing > count else "blocks.without_partner"
+        headline.append(fact(code, num=missing))
+    if shared:
+        headline.append(fact("blocks.both_far"))
     return Finding(
         claim="equal",
         kind="identical",
-        headline=[plain(summary + ("; both are far from the truth" if shared else ""))],
-        rests_on=[check("coverage", not missing, "not everything was compared")],
+        headline=headline,
+        rests_on=[check("coverage", not missing, fact("blocks.not_all_compared"))],
         side="both" if shared else "neither",
         evidence=[*evidence, *_weights_evidence(measured)],
     )
@@ -266,8 +267,7 @@ def _unanchored_evidence(steps: list[int]) -> list[Fact]:
     """Forwards that the anchored pass did not reach are judged less exactly."""
     if not steps:
         return []
-    names = ", ".join(map(str, steps[:6])) + (" …" if len(steps) > 6 else "")
-    return [plain(f"not anchored, so judged from free runs: step {names}")]
+    return [fact("blocks.not_anchored", steps=steps[:6], more=len(steps) > 6)]
 
 
 def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
@@ -275,7 +275,7 @@ def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     estimated = [site for site in sites if site.estimated is not None]
     if not estimated:
         return []
-    said, values = [], {"num_estimated": float(len(estimated))}
+    facts = []
     for phase, steps in (("prefill", False), ("decode", True)):
         errors = [
             site.estimated.relative_error
@@ -286,15 +286,8 @@ def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
         ]
         if errors:
             middle, worst = statistics.median(errors), max(errors)
-            values[phase] = middle
-            said.append(f"in the {phase} ±{100 * middle:.0f}% (at worst ±{100 * worst:.0f}%)")
-    return [
-        plain(
-            f"{len(estimated)} of {len(sites)} differences are estimated from sketches; "
-            f"relative L2 {', '.join(said)}, in 95 of 100 cases",
-            **values,
-        )
-    ]
+            facts.append(fact("blocks.estimate", phase=phase, typical=middle, worst=worst))
+    return [fact("blocks.estimated", num_estimated=len(estimated), num=len(sites), errors=facts)]
 
 
 def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
@@ -302,21 +295,16 @@ def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     unmeasured = [site for site in sites if site.is_unmeasured]
     if not unmeasured:
         return []
-    evidence = [
-        plain(
-            f"{len(unmeasured)} of {len(sites)} compared tensors differ, but by how much is "
-            "not known: neither bytes nor sketches of both sides are left",
-            num_unmeasured=len(unmeasured),
-        )
-    ]
-    told = [site for site in unmeasured if site.at_least]
-    if told:
-        most = max(told, key=lambda site: site.at_least or 0.0)
+    evidence = [fact("blocks.unmeasured", num_unmeasured=len(unmeasured), num=len(sites))]
+    most = max(unmeasured, key=lambda site: site.at_least or 0.0)
+    if most.at_least:
         evidence.append(
-            plain(
-                f"by their statistics, at {most.site} ({most.pass_}, step {most.step}) the "
-                f"two are at least {most.at_least:.1e} apart (relative L2)",
-                at_least=most.at_least or 0.0,
+            fact(
+                "blocks.at_least_apart",
+                site=most.site,
+                pass_=most.pass_,
+                step=most.step,
+                at_least=most.at_least,
             )
         )
     return evidence

@@ -22,10 +22,10 @@ from msgspec.structs import replace
 from divergence.comparison.analysis import Measured
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
-from divergence.facts import Fact, plain
+from divergence.facts import Fact, fact
 from divergence.run.schema.contents import is_mask
 from divergence.run.schema.site import module_of
-from divergence.words import Side, SideOrBoth, letter, some_of
+from divergence.words import Side, SideOrBoth
 
 __all__ = ["find_nonfinite"]
 
@@ -49,10 +49,13 @@ def find_nonfinite(measured: Measured) -> Finding | None:
     first = min(candidates, key=place)
     counts = first.nonfinite
     assert counts is not None
-    side, summary = (_both if first in shared else _unlike)(first, counts)
+    side, what = _shared_by(first, counts) if first in shared else _unlike(first, counts)
+    headline = [what]
     num_prompts = len(measured.reference.manifest.tokens.group_of(first.sample))
     if 0 < len(counts.prompts) < num_prompts:
-        summary += f", in {some_of('prompt', counts.prompts, num_prompts)}"
+        prompts = sorted(counts.prompts)
+        some = fact("some", what="prompt", numbers=prompts, total=num_prompts, alone=False)
+        headline.append(fact("blocks.in_prompts", prompts=some))
     onset = onset_at(first)
     if counts.sample is not None:
         onset = replace(onset, sample=counts.sample, position=counts.position)
@@ -60,7 +63,7 @@ def find_nonfinite(measured: Measured) -> Finding | None:
     return Finding(
         claim="nonfinite",
         kind="nonfinite",
-        headline=[plain(summary)],
+        headline=headline,
         onset=onset,
         place=order_of(first),
         equal_inputs=first.pass_ == "anchored",
@@ -105,46 +108,42 @@ def _is_no_result(site: SiteResult) -> bool:
     return site.role == "block" and main and counts.reference_neginf > 0
 
 
-def _both(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None, str]:
-    what = _named(counts.reference_nan, counts.reference_inf)
-    return "both", f"{what} on both sides, first at {site.site}: equal, but no result"
+def _shared_by(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None, Fact]:
+    what = _numbers(counts.reference_nan, counts.reference_inf)
+    return "both", fact("blocks.nonfinite_shared", what=what, site=site.site)
 
 
-def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None, str]:
+def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None, Fact]:
     alone = counts.reference_alone, counts.candidate_alone
     if all(alone):
-        return "both", (
-            f"nan or inf on both sides first at {site.site}, each where the other has a number"
-        )
+        return "both", fact("blocks.nonfinite_apart", site=site.site)
     if not any(alone):
-        return None, f"nan and inf of another kind or sign on the two sides, first at {site.site}"
+        return None, fact("blocks.nonfinite_other_kind", site=site.site)
     side: Side = "candidate" if alone[1] else "reference"
     mine = counts.candidate_nan, counts.candidate_inf
     other = counts.reference_nan, counts.reference_inf
     if side == "reference":
         mine, other = other, mine
-    rest = "fewer" if any(other) else "none"
-    return side, (
-        f"{_named(*mine)} in {letter(side)} first at {site.site}, where the other side has {rest}"
+    return side, fact(
+        "blocks.nonfinite_alone", what=_numbers(*mine), side=side, site=site.site, fewer=any(other)
     )
 
 
-def _named(num_nan: int, num_inf: int) -> str:
+def _numbers(num_nan: int, num_inf: int) -> list[Fact]:
     counts = ((num_nan, "nan"), (num_inf, "inf"))
-    return " and ".join(f"{count} {name}" for count, name in counts if count)
+    return [fact("blocks.num_nonfinite", num=num, what=what) for num, what in counts if num]
 
 
 def _counts(site: SiteResult, counts: NonfiniteCount) -> Fact:
-    reference = counts.reference_nan + counts.reference_inf
-    candidate = counts.candidate_nan + counts.candidate_inf
-    apart = _num_apart(site)
-    told = f"; the sides do not agree at {apart}" if apart else "; the sides agree at each"
-    return plain(
-        f"{site.site}: A {counts.reference_nan} nan and {counts.reference_inf} inf "
-        f"({counts.reference_neginf} of them -inf), B {counts.candidate_nan} nan and "
-        f"{counts.candidate_inf} inf ({counts.candidate_neginf} of them -inf) among "
-        f"{site.numel} elements{told}",
-        reference=reference,
-        candidate=candidate,
-        apart=apart,
+    return fact(
+        "blocks.nonfinite_counts",
+        site=site.site,
+        num_elements=site.numel,
+        reference_nan=counts.reference_nan,
+        reference_inf=counts.reference_inf,
+        reference_neginf=counts.reference_neginf,
+        candidate_nan=counts.candidate_nan,
+        candidate_inf=counts.candidate_inf,
+        candidate_neginf=counts.candidate_neginf,
+        num_apart=_num_apart(site),
     )

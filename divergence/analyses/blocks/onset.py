@@ -263,7 +263,7 @@ def only_in(*units: Unit) -> Fact | None:
         if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
             since = min(steps)
         else:
-            parts.append(_some("decode step", steps, len(all_steps), alone=alone))
+            parts.append(_some("step", steps, len(all_steps), alone=alone))
     if not parts and since is None:
         return None
     return fact("scope", parts=parts, since=since, alone=alone, comma=False)

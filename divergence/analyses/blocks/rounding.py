@@ -22,10 +22,10 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import order_of
-from divergence.facts import Fact, fact, plain
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.command import Command
-from divergence.words import Side, letter
+from divergence.words import Side
 
 __all__ = ["StandOut", "evidence_of", "find_standouts", "within_rounding"]
 
@@ -46,7 +46,11 @@ def within_rounding(
         reason = fact("differ_unmeasured", site=first.site, step=first.step)
     elif not judged:
         reason = fact("nothing_rounds", within=False)
-    elsewhere = _elsewhere(measured)
+    elsewhere = None
+    if measured.experts:
+        from divergence.comparison.rerouted import mostly_rerouted
+
+        elsewhere = mostly_rerouted(measured.sites)
     if reason is None and elsewhere is not None:
         reason = fact("most_not_compared", why=elsewhere)
     if reason is not None:
@@ -55,7 +59,7 @@ def within_rounding(
             claim="not_known",
             kind="undetermined",
             headline=[reason],
-            rests_on=[check(lacking, False, elsewhere or "")],
+            rests_on=[check(lacking, False, elsewhere)],
             commands=next_commands(measured, None, escalation),
         )
     sure = measured.anchored and not unanchored
@@ -64,19 +68,17 @@ def within_rounding(
     if against_truth:
         closest = max(against_truth, key=lambda unit: unit.limit_usage)
         evidence.append(
-            plain(
-                f"against {'the truth' if measured.floor is None else _FLOOR}: "
-                f"{len(against_truth)} sites judged, none beyond a limit; the nearest to one is "
-                f"{closest.site} ({closest.phase}), at {100 * closest.limit_usage:.0f}% of it",
-                limit_usage=closest.limit_usage,
+            fact(
+                "blocks.judged_against",
+                floor=measured.floor is not None,
                 num_judged=len(against_truth),
+                site=closest.site,
+                phase=closest.phase,
+                limit_usage=closest.limit_usage,
             )
         )
     evidence += [
-        plain(
-            f"{unit.site} ({unit.phase}): the sides differ by {unit.typical:.1f} × the "
-            "rounding model, but are equally near the truth: a legitimate difference"
-        )
+        fact("blocks.equally_near", site=unit.site, phase=unit.phase, ratio=unit.typical)
         for unit in excused[:3]
     ]
     evidence += escalation.healthy()
@@ -87,22 +89,19 @@ def within_rounding(
     # of what is estimated the truth judges nothing, and so says nothing of either side
     estimated = any(result.estimated for unit in judged for result in unit.results)
     by_truth = bool(against_truth) and measured.floor is None
-    told = sure and by_truth and not measured.partial and not estimated
+    truth_tells = sure and by_truth and not measured.partial and not estimated
     checks = [
-        check("anchored", sure, "no anchored pass (capture --like)"),
-        check(
-            "measured", not unmeasured, "of some tensors only digests or statistics were kept"
-        ),
-        check("truth", told, _no_truth(measured, by_truth, estimated), made=by_truth),
+        check("anchored", sure, fact("no_anchored_pass")),
+        check("measured", not unmeasured, fact("blocks.not_kept")),
+        check("truth", truth_tells, _no_truth(measured, by_truth, estimated), made=by_truth),
         check("no_standout", not standouts, _what_stands_out(standouts)),
-        check("floor_trusted", not measured.widened_beyond, "a --floor run is beyond the limits "
-              "itself"),
-    ]  # fmt: skip
+        check("floor_trusted", not measured.widened_beyond, fact("blocks.floor_beyond")),
+    ]
     if measured.narrow:
         checks.append(
             check("escalated", escalation.complete, _no_escalation(measured), made=False)
         )  # fmt: skip
-    healthy = told and not any(standout.side for standout in standouts)
+    healthy = truth_tells and not any(standout.side for standout in standouts)
     return Finding(
         claim="within_rounding",
         kind="within_floor",
@@ -112,15 +111,6 @@ def within_rounding(
         evidence=evidence,
         commands=_next(measured, standouts, escalation),
     )
-
-
-def _elsewhere(measured: Measured) -> str | None:
-    """Where most tokens went to other experts, and were not judged."""
-    if not measured.experts:
-        return None
-    from divergence.comparison.rerouted import mostly_rerouted
-
-    return mostly_rerouted(measured.sites)
 
 
 def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation) -> list[Command]:
@@ -135,52 +125,54 @@ def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation)
     return [item for n, item in enumerate(commands) if item not in commands[:n]]
 
 
-def _what_stands_out(standouts: list[StandOut]) -> str:
+def _what_stands_out(standouts: list[StandOut]) -> Fact | None:
     sides = [standout.side for standout in standouts if standout.side is not None]
     if sides:
-        return f"{letter(sides[0])} is farther from the truth in all blocks"
+        return fact("blocks.farther_everywhere", side=sides[0])
     blocks = [standout.unit.results[0].block or standout.unit.site for standout in standouts]
-    return f"{blocks[0]} differs more than the other blocks" if blocks else ""
+    return fact("blocks.differs_more", place=blocks[0]) if blocks else None
 
 
-def _no_truth(measured: Measured, judged: bool, estimated: bool) -> str:
+def _no_truth(measured: Measured, judged: bool, estimated: bool) -> Fact:
     if measured.floor is not None:
-        return "no truth (divergence truth), but the float64 error of one side alone"
+        return fact("blocks.error_of_one_side")
     if estimated:
-        return "the truth judges only what was kept in full"
+        return fact("blocks.truth_of_full")
     if judged and measured.partial:
-        return "the truth is incomplete"
+        return fact("blocks.truth_incomplete")
     beside = measured.advice.truth_beside
-    return f"no truth ({'divergence truth' if beside is None else f'--truth {beside}'})"
+    return fact("blocks.no_truth") if beside is None else fact("blocks.truth_beside", path=beside)
 
 
-def _no_escalation(measured: Measured) -> str:
+def _no_escalation(measured: Measured) -> Fact:
     if measured.advice.escalated and measured.truth is None:
-        return "the float32 check takes a truth"
+        return fact("blocks.float32_takes_truth")
     if not measured.advice.escalate():
-        what = "of several ranks" if measured.advice.divided else "between two dtypes"
-        return f"no float32 check {what}"
-    return "no float32 check (capture --escalate)"
+        return fact("blocks.no_float32_here", ranks=measured.advice.divided)
+    return fact("blocks.no_float32")
 
 
 def _largest(judged: list[Unit]) -> Fact:
     worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
     token = max(judged, key=lambda unit: unit.worst)
-    largest = (
-        f"largest error of a typical token: {worst.typical:.2f} × the floor, at {worst.site} "
-        f"({worst.phase}; limit {worst.limit:.2g})"
-        if worst.typical
-        else "the typical token is equal bit for bit at every site"
-    )
-    return plain(
-        f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "
-        f"(limit {token.worst_limit:.2g})",
-        ratio=worst.typical,
-        limit=worst.limit,
+    typical = fact("blocks.typical_equal")
+    if worst.typical:
+        typical = fact(
+            "blocks.typical_largest",
+            site=worst.site,
+            phase=worst.phase,
+            ratio=worst.typical,
+            limit=worst.limit,
+        )
+    return fact(
+        "blocks.largest",
+        typical=typical,
+        site=token.site,
+        ratio=token.worst,
+        limit=token.worst_limit,
     )
 
 
-_FLOOR = "the measured float64 error of one side"
 _SEEN = 0.02
 """Floors: siblings nearer to each other than this are taken to be this far apart, so that one
 element rounded otherwise makes no stand-out."""

@@ -1,10 +1,109 @@
-"""The sentences of blocks. See divergence.facts for the form."""
+"""The sentences of blocks: one template for each code. See divergence.facts for the form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
+    # equal, or not measured
+    "all_equal": "all {num} compared tensors are equal bit for bit",
+    "most_without_partner": "; most had no partner: {num} tensors or tokens",
+    "without_partner": " ({num} tensors or tokens had no partner)",
+    "both_far": "; both are far from the truth",
+    "not_all_compared": "not everything was compared",
     "weights": "weights: {relation}",
     "own_noise": "{what}: differences include its own noise",
+    "not_anchored": ("not anchored, so judged from free runs: step {steps:list}{more:yes= …|no=}"),
+    "estimate": "in the {phase} ±{typical:.0%} (at worst ±{worst:.0%})",
+    "estimated": (
+        "{num_estimated} of {num} differences are estimated from sketches; relative L2 "
+        "{errors:list}, in 95 of 100 cases"
+    ),
+    "unmeasured": (
+        "{num_unmeasured} of {num} compared tensors differ, but by how much is not known: neither "
+        "bytes nor sketches of both sides are left"
+    ),
+    "at_least_apart": (
+        "by their statistics, at {site} ({pass_}, step {step}) the two are at least "
+        "{at_least:.1e} apart (relative L2)"
+    ),
+    # nan and inf
+    "num_nonfinite": "{num} {what}",
+    "nonfinite_shared": "{what:list  and } on both sides, first at {site}: equal, but no result",
+    "nonfinite_apart": (
+        "nan or inf on both sides first at {site}, each where the other has a number"
+    ),
+    "nonfinite_other_kind": (
+        "nan and inf of another kind or sign on the two sides, first at {site}"
+    ),
+    "nonfinite_alone": (
+        "{what:list  and } in {side:letter} first at {site}, where the other side has "
+        "{fewer:yes=fewer|no=none}"
+    ),
+    "in_prompts": ", in {prompts}",
+    "nonfinite_counts": (
+        "{site}: A {reference_nan} nan and {reference_inf} inf ({reference_neginf} of them -inf), "
+        "B {candidate_nan} nan and {candidate_inf} inf ({candidate_neginf} of them -inf) among "
+        "{num_elements} elements; the sides "
+        "{num_apart:0=agree at each|*=do not agree at {num_apart}}"
+    ),
+    # a family: what "every ..." is about
+    "kind_at": "{place} ({kind})",
+    "kind_input": "input of {place} ({kind})",
+    "kind_entering": "{kind} ({place}, what enters {module})",
+    "kind_products": "{kind} ({dtype} matrix products)",
+    # what the escalated pass says
+    "escalated": (
+        "escalated pass: {of_token:yes=one token's error is |no=}{ratio:.3g} × the float32 floor "
+        "at {site} (limit {limit:.1f}); it {stays:yes=stays in float32, so it is a wrong formula "
+        "or wrong data|no=vanishes in float32: kernels of the runs' dtype that compute too "
+        "coarsely}"
+    ),
+    "escalated_healthy": (
+        "escalated pass (float32): nothing of formula or data is wrong; the largest is "
+        "{ratio:.2f} × the float32 floor, at {site} (limit {limit:.1f})"
+    ),
+    # within rounding
+    "largest": "{typical}; of any token: {ratio:.2f} ×, at {site} (limit {limit:.2g})",
+    "typical_largest": (
+        "largest error of a typical token: {ratio:.2f} × the floor, at {site} ({phase}; limit "
+        "{limit:.2g})"
+    ),
+    "typical_equal": "the typical token is equal bit for bit at every site",
+    "judged_against": (
+        "against {floor:yes=the measured float64 error of one side|no=the truth}: {num_judged} "
+        "sites judged, none beyond a limit; the nearest to one is {site} ({phase}), at "
+        "{limit_usage:.0%} of it"
+    ),
+    "equally_near": (
+        "{site} ({phase}): the sides differ by {ratio:.1f} × the rounding model, but are equally "
+        "near the truth: a legitimate difference"
+    ),
+    "not_kept": "of some tensors only digests or statistics were kept",
+    "floor_beyond": "a --floor run is beyond the limits itself",
+    "farther_everywhere": "{side:letter} is farther from the truth in all blocks",
+    "differs_more": "{place} differs more than the other blocks",
+    "error_of_one_side": "no truth (divergence truth), but the float64 error of one side alone",
+    "truth_of_full": "the truth judges only what was kept in full",
+    "truth_incomplete": "the truth is incomplete",
+    "no_truth": "no truth (divergence truth)",
+    "truth_beside": "no truth (--truth {path})",
+    "float32_takes_truth": "the float32 check takes a truth",
+    "no_float32_here": ("no float32 check {ranks:yes=of several ranks|no=between two dtypes}"),
+    "no_float32": "no float32 check (capture --escalate)",
+    # drift
+    "seen_in_free_run": "seen in the free run alone",
+    "in_free_pass": "free pass, prompt {sample}, step {step}, {site}",
+    "ends_farther": (
+        "no single block is beyond its limit, but {side:letter}'s free run ends {times:figure} × "
+        "as far from the truth as the other's, at {site}"
+    ),
+    "grows_to": (
+        "no single block is beyond the floor, but the error grows to {rel_l2:.1e} at {site}, "
+        "{ratio:figure} × what the blocks{behind:yes= and what follows them|no=} make together"
+    ),
+    "grows_behind": (
+        "no single block is beyond its limit, but the error grows at {site}, behind the blocks, by "
+        "{ratio:figure} × what came in and rounding explain"
+    ),
 }

@@ -23,7 +23,7 @@ from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
 from divergence.comparison.analysis import Measured, Shown
 from divergence.comparison.preflight.code import truth_tells
 from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.facts import Fact, plain
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.command import Command
 from divergence.run.schema.site import BACKWARD, module_of, of_parameter
@@ -90,20 +90,15 @@ class Escalation:
         if not mine:
             return []
         worst = max(mine, key=lambda u: u.limit_usage)
-        what, ratio, limit = "", worst.typical, worst.limit
-        if worst.why in ("token", "sink"):
-            what, ratio = "one token's error is ", max(worst.worst, worst.sink)
-            limit = worst.worst_limit
-        if any(u in self.flagged for u in mine):
-            says = "it stays in float32, so it is a wrong formula or wrong data"
-        else:
-            says = "it vanishes in float32: kernels of the runs' dtype that compute too coarsely"
+        of_token = worst.why in ("token", "sink")
         return [
-            plain(
-                f"escalated pass: {what}{ratio:.3g} × the float32 floor at {worst.site} "
-                f"(limit {limit:.1f}); {says}",
-                ratio=ratio,
-                limit=limit,
+            fact(
+                "blocks.escalated",
+                site=worst.site,
+                of_token=of_token,
+                ratio=max(worst.worst, worst.sink) if of_token else worst.typical,
+                limit=worst.worst_limit if of_token else worst.limit,
+                stays=any(u in self.flagged for u in mine),
             )
         ]
 
@@ -113,12 +108,8 @@ class Escalation:
             return []
         worst = max(self.units, key=lambda unit: unit.limit_usage)
         return [
-            plain(
-                f"escalated pass (float32): nothing of formula or data is wrong; the largest "
-                f"is {worst.typical:.2f} × the float32 floor, at {worst.site} "
-                f"(limit {worst.limit:.1f})",
-                ratio=worst.typical,
-                limit=worst.limit,
+            fact(
+                "blocks.escalated_healthy", site=worst.site, ratio=worst.typical, limit=worst.limit
             )
         ]
 
@@ -150,9 +141,9 @@ _LEAST = 3
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``name`` for "every ...": a class, with the places where not all of them are meant."""
+    """``name``: a class, or a fact that tells the place where not all of the class are meant."""
 
-    name: str
+    name: str | Fact
     members: list[Unit]
     num_all: int
 
@@ -183,9 +174,9 @@ def find_family(units: list[Unit], flagged: list[Unit]) -> Family | None:
 _WHOLE = ("typical", "both", "gain", "forward")
 
 
-def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str:
-    """What "every ..." is about: a class, or one place of it; for what enters a module, the
-    module around it, whose own code lies between."""
+def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str | Fact:
+    """A family's name: its class, or one place of it; for what enters a module, the module around
+    it, whose own code lies between."""
     _, path, port, kind, *_ = unit.kind
     place = path.removeprefix(".")
     if not place:
@@ -194,12 +185,16 @@ def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str:
         around = path.rpartition(".")[0]
         outer = next((u.kind[3] for u in units if u.kind[0] == "block" and u.kind[1] == around), "")
         where = around.removeprefix(".") or "block"
-        return f"{outer} ({where}, what enters {place})" if outer else f"input of {place} ({kind})"
+        if outer:
+            return fact("blocks.kind_entering", kind=outer, place=where, module=place)
+        return fact("blocks.kind_input", kind=kind, place=place)
     sources = _sources(unit, units)
     if len({u.kind[1] for u in sources}) > 1 and all(u in typical for u in sources):
-        dtype = unit.results[0].candidate_dtype
-        return f"{kind} ({dtype} matrix products)" if kind in _MATMULS else kind or place
-    return f"{place} ({kind})"
+        if kind in _MATMULS:
+            dtype = unit.results[0].candidate_dtype
+            return fact("blocks.kind_products", kind=kind, dtype=dtype)
+        return kind or place
+    return fact("blocks.kind_at", kind=kind, place=place)
 
 
 def _sources(unit: Unit, units: list[Unit]) -> list[Unit]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
@@ -22,12 +22,12 @@ from divergence.comparison.decide import check
 from divergence.comparison.measure.floors import work_format
 from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.facts import Fact, fact, plain
+from divergence.facts import Fact, fact
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
 from divergence.run.schema.provenance import QuantizationNote
 from divergence.run.schema.site import CODES, HEAD_CODES, is_codes, module_of, starred
-from divergence.words import Side, SideOrBoth, letter
+from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def find(measured: Measured) -> AnalysisResult:
     sites, uncoded = _sites(measured), list(_uncoded(measured))
     if not sites:
         return AnalysisResult(findings=uncoded)
-    told = measured.truth is not None
+    by_truth = measured.truth is not None
     off: list[tuple[_Site, dict[Side, tuple[list[CodeQuestion], SiteResult]]]] = []
     for site in sites.values():
         faults = {side: beyond for side in site.errors if (beyond := site.beyond(side)) is not None}
@@ -79,18 +79,17 @@ def find(measured: Measured) -> AnalysisResult:
     first, faults = off[0]
     sides = {side for _, mine in off for side in mine}
     side: SideOrBoth | None = None
-    if told:
+    if by_truth:
         side = "both" if len(sides) > 1 else sides.pop()
     _, at = next(iter(faults.values()))
     family = len(off) >= 3 and len(off) > len(sites) / 2
-    place = _named(at.site, "what enters ")
     headline = (
         fact("codes_wrong_everywhere", module=module_of(at.site))
         if family
-        else fact("codes_wrong_at", place=place, by=side if side in _SIDES else None)
+        else fact("codes_wrong_at", place=_place(at.site), by=side if side in _SIDES else None)
     )
     evidence = [
-        _evidence(_named(where.site), who if told else None, looks)
+        _evidence(where.site, who if by_truth else None, looks)
         for _, mine in off[:3]
         for who, (looks, where) in mine.items()
     ]
@@ -104,7 +103,7 @@ def find(measured: Measured) -> AnalysisResult:
                 place=order_of(first.results[0]),
                 equal_inputs=True,
                 side=side,
-                rests_on=[check("truth", told, "no truth", made=told)],
+                rests_on=[check("truth", by_truth, fact("codes.no_truth"), made=by_truth)],
                 evidence=evidence,
                 beside=evidence[:1],
                 commands=measured.advice.look_at(at.site),
@@ -122,13 +121,13 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     anchored = {site.site for site in measured.sites if site.pass_ == "anchored"}
     coded = {starred(module_of(site)) for site in anchored if is_codes(site)}
     ports = {site.rpartition(":")[2] for site in anchored if is_codes(site)}
-    lacking = []
+    lacking: list[Fact] = []
     for run in (measured.reference, measured.candidate):
         note = run.manifest.model.quantization
         if note is None:
             continue
         if note.has_coded_inputs and CODES not in ports:
-            lacking.append("activations")
+            lacking.append(fact("codes.of_activations"))
         elif note.has_coded_inputs and verdict.onset is not None:
             block = verdict.onset.block
             inside = [
@@ -138,27 +137,26 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
             ]
             lacking += _silent(note, coded, {starred(path) for path in inside})
         if note.kv_cache is not None and not ports & set(HEAD_CODES.values()):
-            lacking.append("keys and values")
+            lacking.append(fact("codes.of_cache"))
     lacking = [*dict.fromkeys(lacking)]
     if not lacking:
         return []
-    why = f"codes of {' and of '.join(lacking)} were not recorded: one that rounding flips looks "
-    why += "like a fault"
+    why = fact("codes.not_recorded", what=lacking)
     return [
         Finding(
             claim="side_not_told", role="abstains", rests_on=[check("measured", False, why)],
-            evidence=[plain(why)],
+            evidence=[why],
         )
     ]  # fmt: skip
 
 
-def _silent(note: QuantizationNote, coded: set[str], inside: set[str]) -> Iterator[str]:
+def _silent(note: QuantizationNote, coded: set[str], inside: set[str]) -> Iterator[Fact]:
     """Of the modules ``inside`` a block: what quantises its inputs and told no code, as stacked
     experts do. A scheme's name may be that of a parameter."""
     for scheme in note.schemes:
         for name in scheme.modules if scheme.activations is not None else ():
             if name not in coded and inside & {name, name.rpartition(".")[0]}:
-                yield f"what enters {name}"
+                yield fact("codes.entering", module=name)
 
 
 def _uncoded(measured: Measured) -> Iterator[Finding]:
@@ -179,22 +177,19 @@ def _uncoded(measured: Measured) -> Iterator[Finding]:
         if not lacking:
             continue
         first = min(lacking, key=lambda key: (asked[key], *key))[0]
-        num, of = (sum(key[0] == first for key in keys) for keys in (lacking, asked))
-        text = (
-            f"{letter(side)} makes no codes of {_named(first, 'what enters ')} in {num} of {of} "
-            "forwards: what it takes there is no code times its scale"
-        )
-        yield Finding(claim="context", role="context", evidence=[plain(text)])
+        num, total = (sum(key[0] == first for key in keys) for keys in (lacking, asked))
+        missing = fact("codes.none_made", side=side, place=_place(first), num=num, total=total)
+        yield Finding(claim="context", role="context", evidence=[missing])
 
 
-def _named(site: str, inputs: str = "") -> str:
-    """What the codes of a site are of; ``inputs`` stands before a module whose input they are."""
+def _place(site: str, *, entering: bool = True) -> Fact | str:
+    """What the codes of a site are of: the queries, keys or values of a module, or its input.
+    ``entering``: say of an input that it is one."""
     path, _, port = site.partition(":")
-    path, letters = module_of(path), [each for each in HEAD_CODES if HEAD_CODES[each] == port]
-    return f"the {_HEADS[letters[0]]} of {path}" if letters else f"{inputs}{path}"
-
-
-_HEADS = {"q": "queries", "k": "keys", "v": "values"}
+    head = next((key for key, value in HEAD_CODES.items() if value == port), None)
+    if head is not None:
+        return fact("codes.of_heads", head=head, module=module_of(path))
+    return fact("codes.entering", module=module_of(path)) if entering else module_of(path)
 
 
 def _sites(measured: Measured) -> dict[str, _Site]:
@@ -268,39 +263,32 @@ def _lattice(codes: torch.Tensor) -> torch.Tensor:
 def _healthy(sites: Sequence[_Site]) -> Finding:
     num = sum(site.num_codes for site in sites)
     different = sum(site.num_different for site in sites)
-    text = f"codes of activations: all {num:,} are equal on both sides"
+    evidence = fact("codes.all_equal", num_codes=num)
     if different:
         most = max(site.most_apart for site in sites)
-        text = (
-            f"codes of activations: {different:,} of {num:,} differ, by {most} at most, where "
-            "x / scale lies next to the middle between two of them: rounding"
+        evidence = fact(
+            "codes.round_apart", num_codes=num, num_different=different, most_apart=most
         )
-    return Finding(
-        claim="context", role="context",
-        evidence=[plain(text, num_codes=num, num_different=different)],
-    )  # fmt: skip
+    return Finding(claim="context", role="context", evidence=[evidence])
 
 
-def _evidence(place: str, side: Side | None, looks: Sequence[CodeQuestion]) -> Fact:
-    who = "B's codes against A's" if side is None else f"{letter(side)}'s codes"
-    values = {look.what: look.value for look in looks} | {"num_codes": looks[0].num_codes}
+def _evidence(site: str, side: Side | None, looks: Sequence[CodeQuestion]) -> Fact:
     # the mean that tells what it is before the count of what it leads to
-    told = "; ".join(
-        _text(look) for look in sorted(looks, key=lambda look: look.what == "outliers")
+    ordered = sorted(looks, key=lambda look: look.what == "outliers")
+    return fact(
+        "codes.beyond",
+        place=_place(site, entering=False),
+        side=side,
+        looks=[_look(look) for look in ordered],
     )
-    return plain(f"{place}, {who}: {told}", **values)
 
 
-def _text(look: CodeQuestion) -> str:
-    over = f"(limit {look.limit:.2g}, {look.num_codes:,} codes)"
+def _look(look: CodeQuestion) -> Fact:
+    values: dict[str, Any] = {"limit": look.limit, "num_codes": look.num_codes}
     if look.what == "outliers":
-        return (
-            f"{look.value:,.0f} of {look.num_codes:,} are not the nearest to x / scale, but up to "
-            f"{look.farthest:.1f} from it"
-        )
+        return fact("codes.outliers", num=look.value, farthest=look.farthest, **values)
     if look.what == "inward":
-        toward = "near to" if look.value > 0 else "far from"
-        return f"{abs(look.value):.2f} too {toward} zero on average {over}"
+        return fact("codes.inward", codes=abs(look.value), near=look.value > 0, **values)
     if look.what == "offset":
-        return f"{look.value:+.2f} on average {over}"
-    return f"{100 * look.value:+.2f}% in scale {over}"
+        return fact("codes.offset", codes=look.value, **values)
+    return fact("codes.stretched", share=look.value, **values)

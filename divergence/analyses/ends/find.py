@@ -17,18 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from divergence.comparison.align.pieces import Piece, PromptStep, logits_row, why_no_pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.facts import Fact, fact, plain
+from divergence.facts import Fact, fact, sentence
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
-from divergence.words import Side, figure, letter
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from divergence.analyses.ends.integers import Integers
     from divergence.analyses.ends.seams import Seam
 
-__all__ = ["explain", "find", "misfit_in", "not_compared"]
+__all__ = ["explain", "find", "misfit_in"]
 
 _SHOWN = 3
+
+_Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -69,37 +71,41 @@ def find(measured: Measured) -> AnalysisResult:
         findings.append(_misfit(measured, misfits, site))
     within = [seam for seam in seams if not seam.beyond]
     unjudged = [integer for integer in integers if integer.choice and not integer.judged]
-    return AnalysisResult(findings=findings, notes=_notes(within, unjudged))
+    notes = [sentence(item) for item in _notes(within, unjudged)]
+    return AnalysisResult(findings=findings, notes=notes)
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
     """What both sides hand on in shapes that cannot be held together: nothing is known of it, and
     what uses it is not blamed with certainty."""
-    sites = not_compared(measured)
+    sites = _not_compared(measured)
     if not sites or verdict.kind == "incomparable":
         return []
-    texts = [f"{site.removesuffix(':out')} was not compared: {' against '.join(shapes)}"
-             for site, shapes in sites.items()]  # fmt: skip
+    facts = [
+        fact("ends.not_compared", module=site.removesuffix(":out"), reference=a, candidate=b)
+        for site, (a, b) in sites.items()
+    ]
     places = measured.reference.records
     orders = {record.site: record.order for record in places if record.pass_ == "free"}
     onset = None if verdict.onset is None else orders.get(verdict.onset.site)
     before = onset is not None and any(orders[site] <= onset for site in sites)
-    more = f" and {len(texts) - 1} more" if texts[1:] else ""
+    unseen = check("fed_by_compared", False, fact("ends.fed_by_uncompared"))
     return [
         Finding(
-            claim="explanation", role="explains", addition=[plain(f"; {texts[0]}{more}")],
-            rests_on=[check("fed_by_compared", False, "what comes before it was not all compared")]
-            if before else [],
-            evidence=[plain(text) for text in texts[:_SHOWN]],
+            claim="explanation",
+            role="explains",
+            addition=[fact("ends.and_not_compared", first=facts[0], num_more=len(facts) - 1)],
+            rests_on=[unseen] if before else [],
+            evidence=facts[:_SHOWN],
         )
-    ]  # fmt: skip
+    ]
 
 
-def not_compared(measured: Measured) -> dict[str, tuple[str, str]]:
+def _not_compared(measured: Measured) -> dict[str, _Shapes]:
     """Both shapes, by site, of what blocks and trunk modules take or give and both sides have,
     where neither shape is that of the other's copies; in execution order."""
     a, b, rename = measured.reference, measured.candidate, measured.rename
-    sites: dict[str, tuple[str, str]] = {}
+    sites: dict[str, _Shapes] = {}
     if not measured.alignment.skipped:
         return sites
     from divergence.analyses.ends.seams import is_passage
@@ -113,8 +119,7 @@ def not_compared(measured: Measured) -> dict[str, tuple[str, str]]:
         if why_no_pair(Piece(ours, item.sample), Piece(theirs, item.sample)) is not None and (
             ours.shape != theirs.shape
         ):
-            shapes = ["x".join(map(str, record.shape)) or "scalar" for record in (ours, theirs)]
-            sites.setdefault(item.site, (shapes[0], shapes[1]))
+            sites.setdefault(item.site, (ours.shape, theirs.shape))
     return sites
 
 
@@ -126,13 +131,11 @@ def _is_exact(site: SiteResult) -> bool:
 
 def _unequal(measured: Measured, unequal: Sequence[Integers]) -> Finding:
     first = unequal[0]
-    what = "a choice that does not follow from its own scores" if first.choice else (
-        "an integer tensor differs, and integers do not round"
-    )  # fmt: skip
+    code = "ends.choice_not_of_scores" if first.choice else "ends.integers_differ"
     return Finding(
         claim="integers_differ",
         kind="localized",
-        headline=[plain(f"{what}: {first.result.site}"), fact("by", by=first.side, both=False)],
+        headline=[fact(code, site=first.result.site), fact("by", by=first.side, both=False)],
         onset=onset_at(first.result),
         place=order_of(first.result),
         side=first.side,
@@ -145,13 +148,17 @@ def _unequal(measured: Measured, unequal: Sequence[Integers]) -> Finding:
 
 def _integer_evidence(gap: Integers) -> Fact:
     result = gap.result
-    of = "tokens" if gap.choice else "elements"
-    return plain(
-        f"{result.site} ({result.pass_}, prompt {result.sample}, step {result.step}): "
-        f"{gap.num_different} of {gap.num_compared} {of} differ, the first is {gap.reference} in "
-        f"A, {gap.candidate} in B",
+    return fact(
+        "ends.num_differ",
+        site=result.site,
+        pass_=result.pass_,
+        sample=result.sample,
+        step=result.step,
+        tokens=gap.choice,
         num_different=gap.num_different,
         num_compared=gap.num_compared,
+        reference=gap.reference,
+        candidate=gap.candidate,
     )
 
 
@@ -196,8 +203,8 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
         place=order_of(first.result),
         side=side,
         rests_on=[
-            check("one_side_alone", first.way == "changed", "both sides compute something there"),
-            check("clear", times > 2, f"{times:.1f} × its limit; above 2 × it would be high"),
+            check("one_side_alone", first.way == "changed", fact("ends.both_compute")),
+            check("clear", times > 2, fact("not_clear", margin=times)),
         ],
         evidence=[_seam_evidence(first)],
         beside=[_seam_evidence(seam) for seam in places[:_SHOWN]],
@@ -207,21 +214,18 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
 
 
 def _seam_evidence(seam: Seam) -> Fact:
-    place = f"prompt {seam.result.sample}, step {seam.result.step}"
-    if seam.way == "changed":
-        other = "reference" if seam.by == "candidate" else "candidate"
-        text = (
-            f"{letter(other)} hands {seam.before} on to {seam.site} as it is; {letter(seam.by)} "
-            f"changes it by {seam.size:.1e} of its norm (two roundings make at most "
-            f"{seam.limit:.1e}), {place}"
-        )
-    else:
-        text = (
-            f"between {seam.before} and {seam.site} the two sides' difference grows by "
-            f"{figure(seam.size)} × what came in and rounding explain (limit {seam.limit:.1f}), "
-            f"{place}"
-        )
-    return plain(text, size=seam.size, limit=seam.limit)
+    values: dict[str, Any] = {
+        "before": seam.before,
+        "site": seam.site,
+        "size": seam.size,
+        "limit": seam.limit,
+        "sample": seam.result.sample,
+        "step": seam.result.step,
+    }
+    if seam.way == "grown":
+        return fact("ends.grown", **values)
+    other = "reference" if seam.by == "candidate" else "candidate"
+    return fact("ends.changed", **values, side=seam.by, other=other)
 
 
 def _misfit(measured: Measured, misfits: Sequence[Misfit], site: str) -> Finding:
@@ -231,12 +235,7 @@ def _misfit(measured: Measured, misfits: Sequence[Misfit], site: str) -> Finding
     return Finding(
         claim="not_the_largest_logit",
         kind="localized",
-        headline=[
-            plain(
-                f"the token at prompt {sample}, step {step} is not the largest of its own logits "
-                f"in {letter(first.side)}: sampling, not the model"
-            )
-        ],
+        headline=[fact("ends.not_largest", sample=sample, step=step, side=first.side)],
         onset=Onset(site=site, block=None, sample=sample, step=step, position=None),
         side=first.side if len(sides) == 1 else "both",
         evidence=[_misfit_evidence(misfits)],
@@ -249,29 +248,42 @@ def _misfit_evidence(misfits: Sequence[Misfit]) -> Fact:
     first = misfits[0]
     sample, step = first.place
     return fact(
-        "misfits", num_misfits=len(misfits), side=first.side, sample=sample, step=step,
-        chosen=first.chosen, largest=first.largest, behind=first.behind,
-    )  # fmt: skip
+        "ends.misfits",
+        num_misfits=len(misfits),
+        side=first.side,
+        sample=sample,
+        step=step,
+        chosen=first.chosen,
+        largest=first.largest,
+        behind=first.behind,
+    )
 
 
-def _notes(seams: Sequence[Seam], choices: Sequence[Integers]) -> list[str]:
+def _notes(seams: Sequence[Seam], choices: Sequence[Integers]) -> list[Fact]:
     """What is no fault by itself and worth knowing. ``seams``: within their limits; ``choices``:
     of which nothing more is known than that they differ."""
-    notes: list[str] = []
     small = {(seam.before, seam.site, seam.by): seam for seam in seams}
-    for (before, site, by), seam in list(small.items())[:_SHOWN]:
-        how = f"by no more than rounding ({seam.size:.1e})"
-        if seam.limit == float("inf"):
-            how = "and the two sides meet there: other code, the same tensor"
-        notes.append(
-            f"between {before} and {site} {letter(by)} changes what the other side hands on, {how}"
+    notes = [
+        fact(
+            "ends.changed_within",
+            before=before,
+            site=site,
+            side=by,
+            size=seam.size,
+            meet=seam.limit == float("inf"),
         )
+        for (before, site, by), seam in list(small.items())[:_SHOWN]
+    ]
     if choices:
         most = max(choices, key=lambda choice: choice.num_different / max(1, choice.num_compared))
         notes.append(
-            f"choices made of numbers differ at {len({c.result.site for c in choices})} sites, "
-            f"most at {most.result.site}: {most.num_different} of {most.num_compared} tokens; "
-            "rounding may decide them, so they are judged by their scores"
+            fact(
+                "ends.choices_differ",
+                num_sites=len({c.result.site for c in choices}),
+                site=most.result.site,
+                num_different=most.num_different,
+                num_compared=most.num_compared,
+            )
         )
     return notes
 

@@ -16,7 +16,7 @@ from divergence.comparison.experts import Routes, Unexplained, route_key, routed
 from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.comparison.routers import logits_decide, same_experts
-from divergence.facts import Fact, fact, plain
+from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.schema.site import module_of
 from divergence.words import Side
@@ -51,32 +51,26 @@ def find(measured: Measured) -> AnalysisResult:
     blocks = {result.block for result, _ in choices}
     num_routed = len(routed_blocks(measured.reference.manifest))
     many = len(blocks) >= 3 and 2 * len(blocks) > num_routed
-    name = module_of(first.router) if first.router else f"the router of {behind.block}"
-    what = f"{len(blocks)} of {num_routed} routers, from {name} on, send" if many else (
-        f"{name} sends"
+    name: Fact | str = fact("experts.router_of", module=behind.block)
+    if first.router:
+        name = module_of(first.router)
+    sends = fact("experts.router_sends", router=name, scores=len(set(first.follows)) == 2)
+    if many:
+        sends = fact("experts.routers_send", router=name, num=len(blocks), num_routed=num_routed)
+    evidence = fact(
+        "experts.sent_elsewhere",
+        num_different=sum(len(choice.tokens) for _, choice in choices),
+        num_compared=sum(choice.num_tokens for _, choice in choices),
+        token=first.tokens[0], sample=behind.sample, step=behind.step,
+        reference=first.experts[0][0].tolist(), candidate=first.experts[1][0].tolist(),
     )  # fmt: skip
-    scores = len(set(first.follows)) == 2
-    than = "its own scores say" if scores and not many else "rounding explains"
-    count = sum(len(choice.tokens) for _, choice in choices)
-    total = sum(choice.num_tokens for _, choice in choices)
-    experts = [chosen[0].tolist() for chosen in first.experts]
-    evidence = plain(
-        f"{count} of {total} tokens went to other experts, far from any tie: the first "
-        f"is token {first.tokens[0]} of prompt {behind.sample}, step {behind.step}, to "
-        f"{experts[0]} in A and {experts[1]} in B",
-        num_different=count,
-        num_compared=total,
-    )
     position = first.tokens[0] if behind.step == 0 else seen.worst_position
     return AnalysisResult(
         findings=[
             Finding(
                 claim="integers_differ",
                 kind="systematic" if many else "localized",
-                headline=[
-                    plain(f"{what} tokens to other experts than {than}"),
-                    fact("by", by=side, both=False),
-                ],
+                headline=[sends, fact("by", by=side, both=False)],
                 onset=replace(onset_at(seen), position=position, sample=behind.sample),
                 place=order_of(seen),
                 equal_inputs=behind.pass_ != "free",
@@ -126,10 +120,10 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
         if s.site == onset.site and s.pass_ == onset.pass_ and route_key(s) in routes.found
         and (s.of is None or s.of == verdict.side)
     ]  # fmt: skip
-    said = _shared(mine, routes)
-    if said is None:
+    shared = _shared(mine, routes)
+    if shared is None:
         return []
-    return [Finding(claim="explanation", role="explains", about_onset=True, evidence=[said])]
+    return [Finding(claim="explanation", role="explains", about_onset=True, evidence=[shared])]
 
 
 def _shared(results: Sequence[SiteResult], routes: Routes) -> Fact | None:
@@ -149,10 +143,10 @@ def _shared(results: Sequence[SiteResult], routes: Routes) -> Fact | None:
     if not named:
         return None
     there = sum(any(e in chosen for e in named) for chosen in fine)
-    tokens = "token" if len(off) == 1 else f"{len(off)} tokens"
-    all_ = "" if len(off) == 1 else "all "
-    text = f"the {tokens} beyond the typical token's limit {all_}went to expert" + (
-        f" {named[0]}" if len(named) == 1 else f"s {', '.join(map(str, named))}"
+    return fact(
+        "experts.shared",
+        num_tokens=len(off),
+        experts=named,
+        num_fine=len(fine),
+        num_there=there,
     )
-    text += f"; of the {len(fine)} that are fine, {there or 'none'} did"
-    return plain(text, num_tokens=len(off), num_fine=there)

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
 from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.facts import plain
+from divergence.facts import fact
 from divergence.run.schema.site import OPTIMIZER, of_parameter
 
 __all__ = ["explain", "find"]
@@ -37,16 +38,6 @@ rounding allows more."""
 _MULTIPLE = 1e-2
 """A factor is one where those of nearly all gradients lie as near to their median."""
 _APART = 0.02
-
-_NOTHING_ELSE = {
-    False: "and nothing that blocks hand on in the backward is",
-    True: "and what enters the optimizer's step is equal",
-}
-_OTHER_FACTOR = {
-    False: "a divisor (ranks, micro-batches, tokens) or a loss scale that is not the same",
-    True: "another limit, norm or loss scale",
-}
-_CLIPPED = "not a kernel, but how they are clipped or unscaled"
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -69,25 +60,25 @@ def find(measured: Measured) -> AnalysisResult:
             beyond.append((site, same.rel_l2, bound))
     if not beyond:
         return AnalysisResult()
-    first, rounding, bound = min(beyond, key=lambda told: order_of(told[0]))
-    fact = plain(
-        f"in the free pass {first.site} is off by {first.rel_l2:.1e} of its norm, where what "
-        f"enters it explains {bound:.1e}; with equal inputs by {rounding:.1e}. So are "
-        f"{len(beyond)} of {len(own)} parameters' gradients",
-        rel_l2=first.rel_l2 or 0.0,
+    first, rounding, bound = min(beyond, key=lambda item: order_of(item[0]))
+    evidence = fact(
+        "gradients.free_alone",
+        site=first.site,
+        rel_l2=first.rel_l2,
         limit=bound,
+        rounding=rounding,
+        num_beyond=len(beyond),
+        num=len(own),
     )
     finding = Finding(
         claim="error_between",
         kind="localized",
-        headline=[
-            plain(f"the error is made at {first.site}, in the free pass alone: it does not repeat")
-        ],
+        headline=[fact("gradients.made_in_free", site=first.site)],
         onset=onset_at(first),
         place=order_of(first),
-        rests_on=[check("repeats", False, "the anchored pass of the same run is right there")],
-        evidence=[fact],
-        beside=[fact],
+        rests_on=[check("repeats", False, fact("gradients.anchored_passes"))],
+        evidence=[evidence],
+        beside=[evidence],
         commands=measured.advice.look_at(first.site),
         flags=[site.key for site, *_ in beyond],
     )
@@ -108,28 +99,16 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     if shared is None or len(shared.beyond) < 2:
         return []
     num, entering = len(shared.beyond), f"{OPTIMIZER}:in." in onset.site
-    text, other = _NOTHING_ELSE[onset.phase == "optimizer"], _OTHER_FACTOR[entering]
-    cause = _CLIPPED if entering else shared.cause
-    evidence = [
-        plain(
-            f"{num} of {shared.total} {shared.what} are off, {text}: {cause}", num_beyond=float(num)
-        )
-    ]
+    off: dict[str, Any] = {"num": num, "total": shared.total, "what": shared.what}
+    cause = fact("gradients.cause_clipping") if entering else shared.cause
+    evidence = [fact("gradients.off", **off, optimizer=onset.phase == "optimizer", cause=cause)]
     factor = _factor(shared.beyond) if onset.phase == "backward" or entering else None
     if factor is not None and num > 0.9 * shared.total:
-        evidence.append(
-            plain(f"all of them are {factor:.4g} × A's in B: {other}", factor=factor)
-        )  # fmt: skip
-    others = f", as in {num - 1} more of {shared.total} {shared.what}"
-    clause = "" if verdict.kind == "systematic" else others  # which says how many are off itself
-    return [
-        Finding(
-            claim="explanation",
-            role="explains",
-            addition=[plain(clause)] if clause else [],
-            evidence=evidence,
-        )
-    ]
+        evidence.append(fact("gradients.factor", factor=factor, clipped=entering))
+    addition = [fact("gradients.as_in_others", **off | {"num": num - 1})]
+    if verdict.kind == "systematic":  # which says how many are off itself
+        addition = []
+    return [Finding(claim="explanation", role="explains", addition=addition, evidence=evidence)]
 
 
 def _factor(sites: Sequence[SiteResult]) -> float | None:

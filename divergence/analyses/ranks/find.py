@@ -21,12 +21,12 @@ from divergence.comparison.preflight.owner import without_pads
 from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results.findings import Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, order_of
-from divergence.facts import Fact, fact, plain
+from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.record import Coordinates, Record
 from divergence.run.unshard import RankDisagreement, UnshardedRun
-from divergence.words import Side, letter
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
@@ -41,20 +41,15 @@ order moves each element by a few."""
 _LIMIT = 6.0
 """Floors beyond which a disagreement is a fault: the judge's own limit for a site with siblings."""
 
-_UNMEASURED = (
-    "; by how much digests do not tell, so that a sum taken in another order on each rank is not "
-    "excluded"
-)
-
 Where = dict[tuple[Side, Coordinates], Pair]
 
 
 def find(measured: Measured) -> AnalysisResult:
     """One finding for each side whose ranks disagree, of the first place where they do."""
     checks = check_replicas(measured.reference, measured.candidate, measured.alignment.pairs)
-    told = [(held, _telling(held)) for held in checks]
+    telling = [(checked, _telling(checked)) for checked in checks]
     return AnalysisResult(
-        findings=[_finding(measured, held, diff) for held, diff in told if diff is not None],
+        findings=[_finding(measured, checked, diff) for checked, diff in telling if diff],
         parts={"replicas": checks},
     )
 
@@ -157,16 +152,18 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     share = _share(verdict.onset, measured)
     if share is None:
         return _of_prompts(verdict, verdict.onset, measured)
-    disagreement = plain(
-        f"at {share.site} {letter(share.side)}'s rank {share.rank} holds the share that "
-        f"is off: rel L2 {share.rel_l2:.2e}, in the others' shares {share.rest_rel_l2:.2e}",
-        share=share.rel_l2,
-        others=share.rest_rel_l2,
+    off = fact(
+        "ranks.share_off",
+        site=share.site,
+        side=share.side,
+        rank=share.rank,
+        rel_l2=share.rel_l2,
+        rest_rel_l2=share.rest_rel_l2,
     )
     return [
         Finding(
             claim="explanation", role="explains", addition=[fact("rank_share", rank=share.rank)],
-            evidence=[disagreement],
+            evidence=[off],
         )
     ]  # fmt: skip
 
@@ -182,8 +179,8 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
         for sample, usage in rows:
             usages[sample] = max(usage or 0.0, usages.get(sample, 0.0))
     wrong = {sample for sample, usage in usages.items() if usage > 1}
-    told: list[str] = []
-    facts: list[Fact] = []
+    owning: list[Fact] = []
+    evidence: list[Fact] = []
     for side, run in (("reference", measured.reference), ("candidate", measured.candidate)):
         if not isinstance(run, UnshardedRun) or verdict.side not in (None, side):
             continue
@@ -194,18 +191,22 @@ def _of_prompts(verdict: Verdict, onset: Onset, measured: Measured) -> list[Find
         theirs = {sample for sample in usages if owners.get(sample) == ranks}
         if not wrong <= theirs or 2 * len(wrong) <= len(theirs):
             continue
-        told.append(f"{_names(sorted(ranks))} of {letter(side)}")
-        rest = len(usages) - len(theirs)
-        text = (
-            f"{told[-1]} ran {len(theirs)} of the {len(usages)} prompts: {len(wrong)} of these are "
-            f"beyond the limit, and none of the {rest} that other ranks ran"
+        owning.append(fact("ranks.of_side", ranks=sorted(ranks), side=side))
+        evidence.append(
+            fact(
+                "ranks.ran_wrong",
+                ranks=owning[-1],
+                num_run=len(theirs),
+                total=len(usages),
+                num_wrong=len(wrong),
+                num_others=len(usages) - len(theirs),
+            )
         )
-        facts.append(plain(text, num_wrong=len(wrong), num_run=len(theirs), num_others=rest))
-    if not told:
+    if not owning:
         return []
-    who = " and ".join(told)  # where both sides dealt alike and no truth tells which is wrong
-    ran = f", which {who} ran" if verdict.kind == "localized" else f" ({who} ran these)"
-    return [Finding(claim="explanation", role="explains", addition=[plain(ran)], evidence=facts)]
+    # of both sides where they dealt alike and no truth tells which is wrong
+    ran = fact("ranks.ran", ranks=owning, localized=verdict.kind == "localized")
+    return [Finding(claim="explanation", role="explains", addition=[ran], evidence=evidence)]
 
 
 def _owners(run: UnshardedRun, onset: Onset) -> dict[int, frozenset[int]]:
@@ -227,27 +228,32 @@ def _telling(check: ReplicaCheck) -> ReplicaDiff | None:
     return by_pass.get("anchored") or by_pass.get("free")
 
 
-def _finding(measured: Measured, held: ReplicaCheck, diff: ReplicaDiff) -> Finding:
+def _finding(measured: Measured, checked: ReplicaCheck, diff: ReplicaDiff) -> Finding:
     pairs = measured.alignment.pairs
     pair = next((p for p in pairs if _is_at(p, diff)), None)
     result = None if pair is None else _result_of(pair, measured.sites)
-    disagreement = plain(
-        f"{_sentence(diff)} at {diff.site} ({diff.pass_} pass, prompt {diff.sample}, step "
-        f"{diff.step}) and at {held.num_different - 1:,} more of {held.num_tensors:,} tensors "
-        "that both hold"
-        + (_UNMEASURED if diff.rel_l2 is None else f"; rel L2 {diff.rel_l2:.2e} there")
-        + {"nobody": "; which of them is wrong cannot be told", "majority": ""}.get(
-            diff.told_by, "; the other run agrees with the latter"
-        ),
-        **{} if diff.rel_l2 is None else {"rel_l2": diff.rel_l2},
+    code = "ranks.disagree_untold" if diff.told_by == "nobody" else "ranks.disagree"
+    alone = len(diff.ranks) == 1
+    who = fact(code, ranks=diff.ranks, peers=diff.peers, side=diff.side, alone=alone)
+    disagreement = fact(
+        "ranks.disagreement",
+        who=who,
+        site=diff.site,
+        pass_=diff.pass_,
+        sample=diff.sample,
+        step=diff.step,
+        num_more=checked.num_different - 1,
+        num_tensors=checked.num_tensors,
+        rel_l2=diff.rel_l2,
+        told_by=diff.told_by,
     )
     if not _is_fault(diff, result, pair):
-        note = plain(f"{disagreement['text']}: no more than adding in another order explains")
+        note = fact("ranks.other_order", disagreement=disagreement)
         return Finding(claim="replicas_disagree", role="hints", evidence=[note])
     return Finding(
         claim="replicas_disagree",
         kind="localized",
-        headline=[plain(f"{_sentence(diff)} at {diff.site}")],
+        headline=[fact("ranks.disagree_at", who=who, site=diff.site)],
         onset=Onset(
             site=diff.site if result is None else result.site,
             block=None if result is None else result.block,
@@ -259,26 +265,11 @@ def _finding(measured: Measured, held: ReplicaCheck, diff: ReplicaDiff) -> Findi
         place=None if result is None else order_of(result),
         equal_inputs=result is not None and result.pass_ == "anchored",
         side=diff.side,
-        rests_on=[check("bytes", diff.rel_l2 is not None, "known by digests alone")],
+        rests_on=[check("bytes", diff.rel_l2 is not None, fact("ranks.by_digests"))],
         evidence=[disagreement],
-        addition=[plain(_sentence(diff))],
+        addition=[who],
         flags=[] if result is None else [result.key],
     )
-
-
-def _sentence(diff: ReplicaDiff) -> str:
-    """``rank 1 of B disagrees with ranks 0, 2, 3``; of neither more than of the other where nobody
-    tells which is wrong."""
-    ours, peers = _names(diff.ranks), _names(diff.peers)
-    if diff.told_by == "nobody":
-        return f"{peers} and {ours} of {letter(diff.side)} disagree"
-    verb = "disagrees" if len(diff.ranks) == 1 else "disagree"
-    return f"{ours} of {letter(diff.side)} {verb} with {peers}"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - 6} more" if len(ranks) > 6 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:6]))}{more}"
 
 
 def _is_fault(diff: ReplicaDiff, result: SiteResult | None, pair: Pair | None) -> bool:

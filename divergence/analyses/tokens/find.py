@@ -12,9 +12,9 @@ from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.results.tokens import TokenDifference, TokensResult
-from divergence.facts import Fact, plain
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS
-from divergence.words import Side, figure, letter
+from divergence.words import Side
 
 __all__ = ["find", "findings_of"]
 
@@ -45,7 +45,7 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     findings = [Finding(claim="context", role="context", evidence=_token_evidence(tokens))]
     fault = _token_fault(tokens)
     if fault is not None and tokens is not None:
-        what, evidence, step = fault
+        headline, evidence, step = fault
         farther: Side | None = None  # of two sides the one whose distance is not the floor
         if tokens.floor_side is not None:
             farther = "candidate" if tokens.floor_side == "reference" else "reference"
@@ -53,8 +53,8 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
             Finding(
                 claim="drift",
                 kind="drift",
-                headline=[plain(f"no single block is beyond its limit, but {what}")],
-                rests_on=[check("anchored", False, "seen in the tokens of the free run alone")],
+                headline=[headline],
+                rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))],
                 step=step,
                 side=farther,
                 evidence=[evidence],
@@ -70,26 +70,17 @@ def _beyond_kl(tokens: TokensResult) -> bool:
     return tokens.kl_ratio > tokens.kl_limit
 
 
-def _token_fault(tokens: TokensResult | None) -> tuple[str, Fact, int | None] | None:
+def _token_fault(tokens: TokensResult | None) -> tuple[Fact, Fact, int | None] | None:
     """(what no rounding explains, its evidence, the step of one token), where tokens or
     distributions show it."""
     if tokens is None:
         return None
     fault = next((flip for flip in tokens.differences if flip.judgement == "fault"), None)
     if fault is not None:
-        return (
-            f"the token at prompt {fault.sample}, step {fault.step} flips over a gap of "
-            f"{fault.z:.1f} σ of {_SCALES['floor']}",
-            _flip_evidence(fault),
-            fault.step,
-        )
+        headline = fact("tokens.flips", sample=fault.sample, step=fault.step, z=fault.z)
+        return headline, _flip_evidence(fault), fault.step
     if tokens.kl_ratio is not None and _beyond_kl(tokens):
-        return (
-            f"the distributions of the decided tokens are {figure(tokens.kl_ratio)} × as far "
-            "apart as the floor's from the truth",
-            _kl_evidence(tokens)[0],
-            None,
-        )
+        return fact("tokens.far_apart", ratio=tokens.kl_ratio), _kl_evidence(tokens)[0], None
     return None
 
 
@@ -101,46 +92,42 @@ def _token_evidence(tokens: TokensResult | None) -> list[Fact]:
     evidence = [] if first is None else [_flip_evidence(first)]
     faults = [flip for flip in tokens.differences if flip.judgement == "fault"]
     if faults and faults[0] is not first:
-        evidence.append(_flip_evidence(faults[0], name="first that is no tie"))
+        evidence.append(_flip_evidence(faults[0], later=True))
     return evidence + (_kl_evidence(tokens) if _beyond_kl(tokens) else [])
 
 
-_SCALES = {
-    "floor": "the logit error that rounding makes",
-    "model": "the logit error that rounding may make",
-    "difference": "the logits' difference",
-}
-
-
-def _flip_evidence(flip: TokenDifference, *, name: str = "first different token") -> Fact:
-    """One flip in words."""
-    what: list[str] = []
+def _flip_evidence(flip: TokenDifference, *, later: bool = False) -> Fact:
+    """One flip. ``later``: not the first, but the first that is no tie."""
+    sizes: list[Fact] = []
     if flip.margin is not None:
-        what.append(f"margin {flip.margin:.3g}")
+        sizes.append(fact("tokens.margin", margin=flip.margin))
     if flip.z is not None:
-        what.append(f"{flip.z:.1f} σ of {_SCALES[flip.z_of or 'difference']}")
-    judged = "" if flip.judgement is None else f", a {flip.judgement}"
-    if flip.judgement is None and flip.z_of in ("difference", "model"):
-        judged = ", not judged"
-    values = {key: value for key in ("margin", "truth_margin", "z")
-              if (value := getattr(flip, key)) is not None}  # fmt: skip
-    return plain(
-        f"{name}: prompt {flip.sample}, step {flip.step}{judged}"
-        + (f" ({', '.join(what)})" if what else ""),
-        **values,
+        sizes.append(fact("tokens.deviations", z=flip.z, of=flip.z_of or "difference"))
+    unjudged = flip.judgement is None and flip.z_of in ("difference", "model")
+    return fact(
+        "tokens.flip",
+        later=later,
+        sample=flip.sample,
+        step=flip.step,
+        unjudged=unjudged,
+        judgement=flip.judgement,
+        sizes=sizes,
+        truth_margin=flip.truth_margin,
     )
 
 
 def _kl_evidence(tokens: TokensResult) -> list[Fact]:
-    """The distributions in words; nothing where there is no floor."""
+    """The distributions; nothing where there is no floor."""
     if tokens.kl_ratio is None or tokens.kl_limit is None or tokens.kl_mean is None:
         return []
     return [
-        plain(
-            f"KL of the decided tokens: mean {tokens.kl_mean:.2e}, p99 {tokens.kl_p99:.2e} "
-            f"nats between the sides; {letter(tokens.floor_side)}'s from the truth: mean "
-            f"{tokens.floor_kl_mean:.2e}, p99 {tokens.floor_kl_p99:.2e}; "
-            f"{figure(tokens.kl_ratio)} × (limit {tokens.kl_limit:.1f})",
+        fact(
+            "tokens.kl",
+            mean=tokens.kl_mean,
+            p99=tokens.kl_p99,
+            side=tokens.floor_side,
+            floor_mean=tokens.floor_kl_mean,
+            floor_p99=tokens.floor_kl_p99,
             ratio=tokens.kl_ratio,
             limit=tokens.kl_limit,
         )

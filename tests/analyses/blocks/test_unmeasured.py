@@ -20,8 +20,11 @@ def test_estimates_of_prefill_and_decode_steps_are_told_apart():
     """A decode step has one row, and is known worse: the prefill's figure is its own."""
     sites = [site(0, error=0.02), site(0, error=0.04), site(1, error=0.2), site(2, rel_l2=0.1)]
     (said,) = estimated_evidence(sites)
-    assert said.values["num_estimated"] == 3 and sentence(said).startswith("3 of 4 ")
-    assert said.values["prefill"] == 0.03 and said.values["decode"] == 0.2
+    assert said["num_estimated"] == 3 and sentence(said).startswith("3 of 4 ")
+    assert {error["phase"]: error["typical"] for error in said["errors"]} == {
+        "prefill": 0.03,
+        "decode": 0.2,
+    }
     assert "in the prefill ±3% (at worst ±4%), in the decode ±20% (at worst ±20%)" in sentence(said)
 
 

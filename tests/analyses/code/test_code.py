@@ -15,6 +15,7 @@ from divergence.comparison.preflight.models import (
     template_cause,
     weight_causes,
 )
+from divergence.facts import sentence
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import CodeNote
@@ -69,7 +70,7 @@ def test_another_block_is_not_explained_by_it(runs):
     a, b = (run.manifest for run in runs)
     assert code_evidence(a, b, "model.layers.1")
     assert not code_evidence(a, b, "model.layers.0")
-    assert code_evidence(a, b, None)[0].text.startswith("other code: LlamaMLP.forward")
+    assert sentence(code_evidence(a, b, None)[0]).startswith("other code: LlamaMLP.forward")
 
 
 def test_equal_code_says_nothing(runs, manifests):
@@ -114,7 +115,7 @@ def test_the_function_that_differs_is_named(manifests):
         "LigerRMSNorm (liger_kernel.transformers.rms_norm) only on B in place of "
         "LlamaRMSNorm" in line.detail
     )
-    texts = [one.text for one in code_evidence(a, b, "model.layers.2")]
+    texts = [sentence(item) for item in code_evidence(a, b, "model.layers.2")]
     assert any("rotate_half" in text for text in texts)
 
 
@@ -140,7 +141,7 @@ def test_numbers_and_functions_of_torch_count(manifests):
     detail = code_line(a, b).detail
     assert "LlamaAttention.scaling 0.25 / 0.26" in detail
     assert "torch.matmul was replaced by plugin.py:1 on B" in detail
-    texts = [one.text for one in code_evidence(a, b, "model.layers.0")]
+    texts = [sentence(item) for item in code_evidence(a, b, "model.layers.0")]
     assert any("torch.matmul was replaced" in text for text in texts)
 
 

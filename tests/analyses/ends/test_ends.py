@@ -11,6 +11,7 @@ from divergence.analyses.blocks.drift import find_drift
 from divergence.analyses.ends.find import misfit_in
 from divergence.comparison.align.pieces import logits_row
 from divergence.comparison.api import compare
+from divergence.facts import sentence
 from divergence.gate.check import check
 from divergence.numerics.floor import THRESHOLDS
 from divergence.recording.api import capture
@@ -433,8 +434,8 @@ def test_drift_behind_the_blocks(run):
     ]  # fmt: skip
     found = find_drift(sites, THRESHOLDS)
     assert found is not None
-    assert "at .:out" in found.summary
-    assert "prompt 1, step 2" in found.evidence.text
+    assert "at .:out" in sentence(found.headline)
+    assert "prompt 1, step 2" in sentence(found.evidence)
     assert find_drift(report.sites, THRESHOLDS, routed=True) is None  # one token, any expert
     for place, told in (((1, 2), False), ((1, 1), True)):  # tokens of it went to other experts
         apart = find_drift(sites, THRESHOLDS, rerouted=lambda *here, place=place: here == place)

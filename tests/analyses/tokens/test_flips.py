@@ -14,6 +14,7 @@ from divergence.analyses.tokens.find import findings_of
 from divergence.analyses.tokens.flips import TIE
 from divergence.analyses.tokens.measure import compare_tokens
 from divergence.comparison.api import compare
+from divergence.facts import worded
 from divergence.gate.check import evaluate, is_tie
 from divergence.gate.policy import Policy
 from divergence.numerics.floor import THRESHOLDS
@@ -52,7 +53,7 @@ class HandMade:
 
 def drift_in(tokens):
     """What is claimed of the tokens alone."""
-    return next((f for f in findings_of(tokens) if f.claim == "drift"), None)
+    return next((f for f in worded(findings_of(tokens)) if f.claim == "drift"), None)
 
 
 def noise(seed: int, size: float) -> torch.Tensor:

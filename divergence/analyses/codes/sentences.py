@@ -1,0 +1,40 @@
+"""The sentences of codes: one template for each code. See divergence.facts for the form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SENTENCES: Mapping[str, str] = {
+    # what codes are of
+    "of_activations": "activations",
+    "of_cache": "keys and values",
+    "of_heads": "the {head:q=queries|k=keys|v=values} of {module}",
+    "entering": "what enters {module}",
+    # what they tell
+    "no_truth": "no truth",
+    "all_equal": "codes of activations: all {num_codes:,} are equal on both sides",
+    "round_apart": (
+        "codes of activations: {num_different:,} of {num_codes:,} differ, by {most_apart} at most, "
+        "where x / scale lies next to the middle between two of them: rounding"
+    ),
+    "beyond": "{place}, {side:none=B's codes against A's|*={side:letter}'s codes}: {looks:list ; }",
+    "outliers": (
+        "{num:,.0f} of {num_codes:,} are not the nearest to x / scale, but up to {farthest:.1f} "
+        "from it"
+    ),
+    "inward": (
+        "{codes:.2f} too {near:yes=near to|no=far from} zero on average (limit {limit:.2g}, "
+        "{num_codes:,} codes)"
+    ),
+    "offset": "{codes:+.2f} on average (limit {limit:.2g}, {num_codes:,} codes)",
+    "stretched": "{share:+.2%} in scale (limit {limit:.2g}, {num_codes:,} codes)",
+    # where none were made, or none kept
+    "none_made": (
+        "{side:letter} makes no codes of {place} in {num} of {total} forwards: what it takes there "
+        "is no code times its scale"
+    ),
+    "not_recorded": (
+        "codes of {what:list  and of } were not recorded: one that rounding flips looks like a "
+        "fault"
+    ),
+}

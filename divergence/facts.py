@@ -112,6 +112,12 @@ def _plural(value: Any, noun: str) -> str:
     return noun if number == 1 else f"{noun}s"
 
 
+def _series(value: Sequence[Any], _: str) -> str:
+    """``a, b and c``."""
+    *first, last = map(_plain_text, value)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def _some(numbers: Sequence[int], what: str) -> str:
     more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
     return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:4]))}{more}"
@@ -128,10 +134,12 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "squared": lambda value, _: f"[{_listed(value, '')}]" if isinstance(value, list) else value,
     "names": _names,
     "some": _some,
+    "series": _series,
     "decimal": lambda value, _: decimal(value),
     "fixed": lambda value, digits: fixed(value, int(digits or 3)),
     "times": lambda value, _: times(value),
     "share": lambda value, _: share(value),
+    "short": lambda value, _: f"{value:.1f}" if value < 100 else f"{value:.2g}",
     "size": lambda value, _: size(value),
     "shape": lambda value, _: shape_text(value),
 }

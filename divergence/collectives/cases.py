@@ -116,6 +116,9 @@ _PLANS: dict[Collective, Plan] = {
     "send_recv": _MOVED,
 }
 
+NOT_SUPPORTED = " is not supported: "
+"""In a recorded reason, between ``COLLECTIVE of DTYPE`` and what the library says."""
+
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCase:

@@ -21,6 +21,7 @@ import torch
 
 from divergence.arithmetic.additions.fprev import NotATreeError, reveal
 from divergence.arithmetic.additions.trees import Tree
+from divergence.facts import fact, sentence
 from divergence.numerics.formats import format_named
 
 __all__ = ["Masks", "Stretch", "decode", "name_order", "number_of_calls", "stretches_text"]
@@ -278,8 +279,7 @@ def stretches_text(stretches: list[Stretch], num_ranks: int) -> str:
     else:
         text = _bracketed(tree, tree.num_leaves + len(tree.nodes) - 1)
     text = text if len(text) <= 40 else f"{text[:37]}..."
-    chunks = len(stretches)
-    return text if chunks == 1 else f"{text}, and {chunks - 1} more chunk{'s' * (chunks > 2)}"
+    return sentence(fact("collectives.chunks", order=text, num_more=len(stretches) - 1 or None))
 
 
 def _bracketed(tree: Tree, at: int) -> str:

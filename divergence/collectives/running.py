@@ -20,7 +20,14 @@ from typing import Any
 import torch
 
 from divergence.collectives.bandwidth import TIMED, seconds_of_one, timed_bytes, timed_elements
-from divergence.collectives.cases import ADDING, PREFIX, ROOT_RANK, Collective, CollectiveCase
+from divergence.collectives.cases import (
+    ADDING,
+    NOT_SUPPORTED,
+    PREFIX,
+    ROOT_RANK,
+    Collective,
+    CollectiveCase,
+)
 from divergence.collectives.chosen import ChosenCollectives
 from divergence.collectives.orders import Masks
 from divergence.collectives.values import draw
@@ -86,7 +93,7 @@ def record_all(recorder: RankRecorder, work: CollectiveWork) -> None:
         if why is None:
             _record_case(recorder, case)
         else:
-            reason = f"{case.collective} of {case.dtype} is not supported: {why}"
+            reason = f"{case.collective} of {case.dtype}{NOT_SUPPORTED}{why}"
             recorder.skipped[reason] = recorder.skipped.get(reason, 0) + 1
     for case in work.orders:
         tell(f"order.{case.path}")

@@ -107,7 +107,7 @@ def compare(
         names = load_name_map(name_map)
     lines = preflight(a, b, names=names)
     if a.manifest.arithmetic or b.manifest.arithmetic:
-        from divergence.comparison.facts import explain_arithmetic
+        from divergence.comparison.arithmetic import explain_arithmetic
 
         lines += explain_arithmetic(a.manifest, b.manifest).lines
     blocking = [line for line in lines if line.status == "blocking"]

@@ -184,4 +184,57 @@ SENTENCES: Mapping[str, str] = {
         "the codes of {place} are wrong[[, by {by:letter}]]: its quantiser, or what comes before "
         "it in the block"
     ),
+    # comparison.arithmetic: what two machines' arithmetic explains
+    "more_arithmetic": "{num_more} more differences of arithmetic; inspect -v lists a run's facts",
+    "num_probed": "{num:0=not probed|*={num:count fact}}",
+    "no_common_fact": "no fact that both runs hold",
+    "arithmetic_is_same": (
+        "the probed arithmetic is the same on both sides ({num:count fact}"
+        "[[; {num_unsure} more not verified]])"
+    ),
+    "num_held": "{total:none={num:count fact}|*={num} of {total} facts}",
+    "num_differ": (
+        "{num_differ} of {num:count fact} differ, {num_precise:none=none in precision: harmless|"
+        "*={num_precise} in precision: {worst}}"
+    ),
+    "num_of_probe": "{probe} ({num})",
+    "not_verified": "{num_unsure} not verified",
+    "probes_differ": "{kinds:list}[[; {num_unsure} not verified]]",
+    "arithmetic_differs": "{where:names 2}: {what}",
+    "answers": (
+        "{probe:accumulator=partial sums of |subnormals=subnormal numbers |rounding=rounding |*=}"
+        "{reference} in A, {candidate} in B"
+    ),
+    "answer": (
+        "{value:fused=fused multiply-adds|rounded products=products rounded before they are added"
+        "|exact products, fused=exact products, several added at once|*={value}}"
+    ),
+    "keeps": ("{coarse:letter} keeps {low} of its float32 inputs, {fine:letter} {high}"),
+    "other_bits": "other bits; {subject}: {most}",
+    "ulp_at_worst": "{reference_ulp:.3g} ulp at worst in A, {candidate_ulp:.3g} in B",
+    "order_differs": (
+        "{where:names 2}: {same:yes=both add as {reference}, but other terms stand together|"
+        "no=A adds {reference}, B {candidate}}[[: {ws:list}]]"
+        "[[, most of it from storing in {stored_in}]]"
+    ),
+    "expected_w": "expected W {w:figure 2}",
+    "measured_w": "measured W {w:figure 2}",
+    # analyses.arithmetic: two probes
+    "tensors_differ": "{num_different} of {total} recorded tensors differ",
+    "tensors_without_partner": "{num} tensors had no partner: other shapes or orders",
+    "no_fact_in_common": "the runs hold no fact in common",
+    "other_precision": (
+        "the two machines compute in other precision: {num:count fact} differ, {num_precise} of "
+        "them in precision"
+    ),
+    "other_rounding": (
+        "the two machines round otherwise: {num:count fact} differ, none of them in precision"
+    ),
+    "same_arithmetic": (
+        "the probed arithmetic is the same"
+        "[[, and all {num_same} recorded tensors are equal bit for bit]]"
+    ),
+    "not_all_compared": "not everything was compared",
+    # analyses.suite and analyses.collectives
+    "not_every_case": "not every case was compared",
 }

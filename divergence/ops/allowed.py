@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from divergence.ops.backward import BACKWARD_NAMES
+from divergence.run.schema.manifest import NO_TENSOR
 from divergence.run.schema.site import did_you_mean
 
 __all__ = [
@@ -85,7 +86,7 @@ def find_operator(name: str) -> torch._ops.OpOverload:
         raise Refusal(f"{short_name(name)} reads or writes files")
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     if not writes and not any("Tensor" in str(result.type) for result in schema.returns):
-        raise Refusal(f"{short_name(name)} returns no tensor")
+        raise Refusal(f"{short_name(name)} {NO_TENSOR}")
     return resolved
 
 

@@ -39,6 +39,7 @@ from divergence.recording.hooks.arguments import draws_random_numbers, written_a
 from divergence.recording.hooks.dataflow import tensors_in
 from divergence.recording.widening import Widening
 from divergence.run.schema.fingerprint import plain_tensor
+from divergence.run.schema.manifest import NO_TENSOR
 from divergence.run.schema.record import Call, Operand
 
 __all__ = ["RANDOM", "UNINITIALISED", "execute_ports"]
@@ -163,7 +164,7 @@ def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, 
     """The tensors of the results as capture numbers them; what was written where none is given."""
     tensors = tensors_in(results) or written
     if not tensors:
-        raise Refusal(f"{short_name(name)} returns no tensor")
+        raise Refusal(f"{short_name(name)} {NO_TENSOR}")
     ports = ["out", *(f"out.{number}" for number in range(1, len(tensors)))]
     return {
         port: plain_tensor(tensor.detach()) for port, tensor in zip(ports, tensors, strict=True)

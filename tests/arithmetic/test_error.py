@@ -8,7 +8,7 @@ import torch
 from divergence.arithmetic.additions.facts import note_finding
 from divergence.arithmetic.additions.order import find_order, typical_error
 from divergence.arithmetic.notebook import Notebook
-from divergence.comparison.facts import expected_w
+from divergence.comparison.arithmetic import expected_w
 from divergence.run.schema.provenance import ArithmeticFact
 from tests.models.matrix_unit import matrix_unit
 from tests.models.trees import balanced, sequential

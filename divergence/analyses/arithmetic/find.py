@@ -8,10 +8,10 @@ rounding mode or a much coarser function is a difference of precision, which a m
 from __future__ import annotations
 
 from divergence.comparison.analysis import AnalysisResult, Measured, is_probe
+from divergence.comparison.arithmetic import Explained, explain_arithmetic
 from divergence.comparison.decide import check
-from divergence.comparison.facts import Explained, count_of, explain_arithmetic
 from divergence.comparison.results.findings import Finding
-from divergence.facts import plain
+from divergence.facts import fact
 
 __all__ = ["find"]
 
@@ -19,63 +19,52 @@ __all__ = ["find"]
 def find(measured: Measured) -> AnalysisResult:
     """Of two probes, the verdict; of any other runs, what the arithmetic explains."""
     a, b = measured.reference.manifest, measured.candidate.manifest
-    facts = explain_arithmetic(a, b)
+    arithmetic = explain_arithmetic(a, b)
     if is_probe(a) and is_probe(b):
-        return AnalysisResult(findings=[_of_probes(measured, facts)])
+        return AnalysisResult(findings=[_of_probes(measured, arithmetic)])
     return AnalysisResult(
-        findings=[Finding(claim="context", role="context", evidence=facts.brief())]
+        findings=[Finding(claim="context", role="context", evidence=arithmetic.brief())]
     )
 
 
-def _of_probes(measured: Measured, facts_found: Explained) -> Finding:
-    sites, missing = measured.sites, measured.missing
-    different = [site for site in sites if not site.identical]
-    tensors = f"{len(different)} of {len(sites)} recorded tensors differ"
-    count = plain(tensors, num_different=len(different))
-    evidence = [*facts_found.evidence, count]
+def _of_probes(measured: Measured, arithmetic: Explained) -> Finding:
+    total, missing = len(measured.sites), measured.missing
+    num_different = sum(not site.identical for site in measured.sites)
+    evidence = [
+        *arithmetic.evidence,
+        fact("tensors_differ", num_different=num_different, total=total),
+    ]
     if missing:
-        evidence.append(plain(f"{missing} tensors had no partner: other shapes or orders"))
-    if not facts_found.evidence:
+        evidence.append(fact("tensors_without_partner", num=missing))
+    if not arithmetic.evidence:
         return Finding(
-            claim="arithmetic", kind="undetermined", headline=[plain("the runs hold no fact in common")],
-            rests_on=[check("measured", False, "")], evidence=evidence,
-        )  # fmt: skip
-    facts = count_of(facts_found.num_differ, "fact")
-    if facts_found.precise:
+            claim="arithmetic",
+            kind="undetermined",
+            headline=[fact("no_fact_in_common")],
+            rests_on=[check("measured", False)],
+            evidence=evidence,
+        )
+    num, num_precise = arithmetic.num_differ, len(arithmetic.precise)
+    if num_precise:
         return Finding(
             claim="arithmetic",
             kind="systematic",
-            headline=[
-                plain(
-                    f"the two machines compute in other precision: {facts} differ, "
-                    f"{len(facts_found.precise)} of them in precision"
-                )
-            ],
+            headline=[fact("other_precision", num=num, num_precise=num_precise)],
             evidence=evidence,
         )
-    if facts_found.num_differ:
+    if num:
         return Finding(
             claim="arithmetic",
             kind="within_floor",
-            headline=[
-                plain(
-                    f"the two machines round otherwise: {facts} differ, none of them in precision"
-                )
-            ],
+            headline=[fact("other_rounding", num=num)],
             side="neither",
             evidence=evidence,
         )
-    same = not different
     return Finding(
         claim="arithmetic",
-        kind="identical" if same else "within_floor",
-        headline=[
-            plain(
-                "the probed arithmetic is the same"
-                + (f", and all {len(sites)} recorded tensors are equal bit for bit" if same else "")
-            )
-        ],
+        kind="within_floor" if num_different else "identical",
+        headline=[fact("same_arithmetic", num_same=None if num_different else total)],
         side="neither",
-        rests_on=[check("coverage", not missing, "not everything was compared")],
-        evidence=[] if same and not missing else evidence,
+        rests_on=[check("coverage", not missing, fact("not_all_compared"))],
+        evidence=evidence if num_different or missing else [],
     )

@@ -15,7 +15,7 @@ from divergence.analyses.collectives.find import find_in_one, find_in_two
 from divergence.analyses.collectives.judge import judge
 from divergence.analyses.collectives.recorded import Recorded
 from divergence.comparison.analysis import report_of
-from divergence.comparison.facts import facts_of_operators
+from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.comparison.results.suites import (
@@ -24,6 +24,7 @@ from divergence.comparison.results.suites import (
     CollectivesSide,
 )
 from divergence.errors import UsageError
+from divergence.facts import Fact, fact, sentence
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.words import Progress, Side, SideOrBoth
@@ -72,13 +73,14 @@ def _pair(
     for site, case in ours.items():
         other = theirs.get(site)
         if other is None:
-            skipped.append(_skip(site, "no partner", "reference"))
+            skipped.append(_skip(site, fact("collectives.no_partner"), "reference"))
             continue
         reason = None
         if reference.num_ranks != candidate.num_ranks:
-            reason = f"{reference.num_ranks} ranks and {candidate.num_ranks}: they add other terms"
+            nums = {"reference": reference.num_ranks, "candidate": candidate.num_ranks}
+            reason = fact("collectives.other_num_ranks", block=None, **nums)
         elif _inputs(reference, case.place) != _inputs(candidate, case.place):
-            reason = "the ranks put in other values"
+            reason = fact("collectives.other_inputs")
         if reason is not None:
             skipped.append(_skip(site, reason, "both"))
             continue
@@ -92,7 +94,11 @@ def _pair(
             ]
             size = max(far, default=float("nan"))
             differing.append(CollectiveDiff(site=site, ranks=tuple(ranks), rel_l2=size))
-    skipped += [_skip(site, "no partner", "candidate") for site in theirs if site not in ours]
+    skipped += [
+        _skip(site, fact("collectives.no_partner"), "candidate")
+        for site in theirs
+        if site not in ours
+    ]
     result = CollectivesResult(
         sides=judged, num_common=num_common, num_same=num_common - len(differing),
         differing=sorted(differing, key=lambda diff: -diff.rel_l2),
@@ -118,5 +124,5 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return 0.0 if far == 0.0 else far / norm if norm else float("inf")
 
 
-def _skip(site: str, reason: str, side: SideOrBoth) -> Skipped:
-    return Skipped("free", 0, 0, site, reason, side)
+def _skip(site: str, reason: Fact, side: SideOrBoth) -> Skipped:
+    return Skipped("free", 0, 0, site, sentence(reason), side)

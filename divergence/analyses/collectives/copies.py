@@ -17,15 +17,15 @@ from divergence.analyses.collectives.definitions import bits_differ
 from divergence.analyses.collectives.recorded import RecordedCase
 from divergence.arithmetic.additions.trees import Tree
 from divergence.collectives.orders import Stretch
-from divergence.words import list_names
+from divergence.facts import Fact, fact
 
-__all__ = ["odd_ranks"]
+__all__ = ["odd_ranks", "ranks_named"]
 
 _FEW = 5
 """Ranks whose every order is tried: 60 chains of five."""
 
-Odd = tuple[tuple[int, ...], torch.Tensor, str]
-"""The ranks at fault, the elements that differ, what is wrong as a clause."""
+Odd = tuple[tuple[int, ...], torch.Tensor, Fact]
+"""The ranks at fault, the elements that differ, what is wrong."""
 
 
 def odd_ranks(case: RecordedCase, stretches: Sequence[Stretch]) -> Odd | None:
@@ -40,12 +40,11 @@ def odd_ranks(case: RecordedCase, stretches: Sequence[Stretch]) -> Odd | None:
     others = sorted(rank for group in groups if group is not believed for rank in group)
     differ = bits_differ(case.results[believed[0]], case.results[others[0]])
     if case.case.adds and all(_some_order(case, stretches, group[0]) for group in groups):
-        orders = ", ".join(_named(group) for group in groups[:4])
-        text = f"ranks hold different bits, as each of these adds in its own order: {orders}"
-        return (), differ, text
+        orders = [ranks_named(group) for group in groups[:4]]
+        return (), differ, fact("collectives.own_orders", groups=orders)
     if not told:
-        return (), differ, "ranks hold different bits"
-    return tuple(others), differ, f"holds other bits than {_named(believed)}"
+        return (), differ, fact("collectives.bits_differ")
+    return tuple(others), differ, fact("collectives.other_bits", ranks=ranks_named(believed))
 
 
 def _believed(
@@ -98,5 +97,6 @@ def _chain(order: Sequence[int]) -> Tree:
     return Tree.of(num, nodes)
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {list_names([*map(str, ranks)], 6)}"
+def ranks_named(ranks: Sequence[int]) -> Fact:
+    """``ranks 0, 1``."""
+    return fact("collectives.ranks", num=len(ranks), ranks=list(ranks))

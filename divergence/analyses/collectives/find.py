@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from divergence.analyses.collectives.copies import ranks_named
 from divergence.collectives.cases import ADDING
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Check, Finding, Onset
@@ -14,13 +16,12 @@ from divergence.comparison.results.suites import (
     CollectivesSide,
     OrderRow,
 )
-from divergence.facts import Fact, plain
-from divergence.layout import count
+from divergence.facts import Fact, fact
 from divergence.run.command import command
 from divergence.run.reader import Run
-from divergence.words import SideOrBoth, letter, list_names
+from divergence.words import Side, SideOrBoth
 
-__all__ = ["find_in_one", "find_in_two", "orders_text"]
+__all__ = ["find_in_one", "find_in_two"]
 
 _MOST = 6
 
@@ -28,24 +29,20 @@ _MOST = 6
 def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
     """The one finding on one run."""
     if judged.faults:
-        return _of_faults([judged], [run], judged.faults, "reference", of=1)
+        return _of_faults([judged], [run], "reference")
     num = sum(row.num_cases for row in judged.rows)
     done = run.manifest.complete and not judged.num_missing
-    cases = "the one case holds" if num == 1 else f"all {num:,} cases hold"
-    held = f"{cases} on {judged.num_ranks} ranks ({judged.backend}): "
-    who = "every rank has" if done else "the ranks whose results are there have"
-    detail = f"{who} what it should" if done else f"{who} what they should"
-    detail += ", the same bits each time"
-    orders = orders_text(judged.orders)
+    orders = _orders(judged.orders)
+    headline = fact("collectives.nothing_checked", orders=orders)
+    if num:
+        headline = fact(
+            "collectives.holds", num=num, num_ranks=judged.num_ranks, backend=judged.backend,
+            done=done, orders=orders,
+        )  # fmt: skip
     return Finding(
         claim="collectives",
         kind="within_floor" if num else "undetermined",
-        headline=[
-            plain(
-                (f"{held}{detail}" if num else "nothing was checked but orders and times")
-                + (f"; {orders}" if orders else "")
-            )
-        ],
+        headline=[headline],
         rests_on=_checks(judged, done),
         evidence=_facts(judged),
     )
@@ -53,214 +50,178 @@ def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
 
 def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -> Finding:
     """The one finding on two runs."""
-    faulty = [judged for judged in result.sides if judged.faults]
+    sides = result.sides
+    faulty = [judged for judged in sides if judged.faults]
     if faulty:
         side: SideOrBoth = "both" if len(faulty) == 2 else faulty[0].side
         runs = {"reference": a, "candidate": b}
-        return _of_faults(
-            faulty, [runs[judged.side] for judged in faulty], faulty[0].faults, side, of=2
-        )  # fmt: skip
-    sides = result.sides
+        return _of_faults(faulty, [runs[judged.side] for judged in faulty], side, named=True)
     done = a.manifest.complete and b.manifest.complete and not coverage.unmatched
-    checks = [check("coverage", done, "not every case was compared")]
+    checks = [check("coverage", done, fact("not_every_case"))]
     checks += [item for judged in sides for item in _checks(judged, True)[1:]]
-    facts = [fact for judged in sides for fact in _facts(judged, name=True)]
+    facts = [item for judged in sides for item in _facts(judged, side=judged.side)]
     if not result.num_common:
+        nums = [judged.num_ranks for judged in sides]
+        other = nums[0] != nums[1]
+        none_common = fact(
+            "collectives.none_common",
+            checked=all(any(row.num_cases for row in judged.rows) for judged in sides),
+            num_in_reference=nums[0] if other else None,
+            num_in_candidate=nums[1] if other else None,
+        )
         return Finding(
             claim="collectives",
             kind="undetermined",
-            headline=[plain(f"{_alone(sides)}no case is common to both{_numbers(sides)}")],
-            rests_on=[check("measured", False, "nothing was compared")],
+            headline=[none_common],
+            rests_on=[check("measured", False, fact("collectives.nothing_compared"))],
             evidence=facts,
         )
     if not result.differing:
         return Finding(
             claim="collectives",
             kind="identical",
-            headline=[plain(f"all {result.num_common:,} cases have the same bits, and are right")],
+            headline=[fact("collectives.all_same", num=result.num_common)],
             rests_on=checks,
             evidence=facts,
         )
-    most = result.differing[0]
-    told = [orders_text(judged.orders) or "an order that is not known" for judged in sides]
-    orders = f"in both {told[0]}" if told[0] == told[1] else f"in A {told[0]}, in B {told[1]}"
+    reference, candidate = (
+        _orders(judged.orders) or fact("collectives.order_not_known") for judged in sides
+    )
+    differ = fact(
+        "collectives.differ", num=len(result.differing), total=result.num_common,
+        rel_l2=result.differing[0].rel_l2, same_orders=reference == candidate,
+        reference=reference, candidate=candidate,
+    )  # fmt: skip
     return Finding(
         claim="collectives",
         kind="within_floor",
-        headline=[
-            plain(
-                f"{len(result.differing):,} of {result.num_common:,} cases differ, by no more than "
-                f"rounding explains (relative difference up to {most.rel_l2:.1e}): {orders}"
-            )
-        ],
+        headline=[differ],
         rests_on=checks,
         evidence=facts,
         commands=[command("compare", a.path, b.path, all=True)],
     )
 
 
-def _alone(sides: Sequence[CollectivesSide]) -> str:
-    checked = all(any(row.num_cases for row in judged.rows) for judged in sides)
-    return "each run is right by itself; " if checked else ""
-
-
-def _numbers(sides: Sequence[CollectivesSide]) -> str:
-    a, b = (judged.num_ranks for judged in sides)
-    return f" ({a} ranks and {b})" if a != b else ""
-
-
 def _checks(judged: CollectivesSide, done: bool) -> list[Check]:
     made = any(row.num_cases for row in judged.rows)
     return [
-        check("coverage", done, "not every rank's results are in the run"),
-        check("measured", made, "no case was run"),
+        check("coverage", done, fact("collectives.ranks_missing")),
+        check("measured", made, fact("collectives.no_case")),
     ]
 
 
 def _of_faults(
     sides: Sequence[CollectivesSide],
     runs: Sequence[Run],
-    faults: Sequence[CollectiveFault],
     side: SideOrBoth,
     *,
-    of: int,
+    named: bool = False,
 ) -> Finding:
-    """``of``: how many runs there are."""
-    first = faults[0]
-    whose = "" if of == 1 else f" of {letter(sides[0].side)}"
-    collectives = {fault.collective for judged in sides for fault in judged.faults}
+    """``sides``: those with faults. ``named``: there are two, and whose fault it is is told."""
+    first = sides[0].faults[0]
+    collectives = sorted({fault.collective for judged in sides for fault in judged.faults})
     known = {row.collective for judged in sides for row in judged.rows}
     many = len(known) > 3 and 2 * len(collectives) > len(known)
-    cases = len({fault.site for judged in sides for fault in judged.faults})
-    more = (
-        f" ({count(cases, 'case')} in all: {', '.join(sorted(collectives))})" if cases > 1 else ""
-    )
-    facts = [
-        plain(("" if of == 1 else f"{letter(judged.side)}: ") + _sentence(fault, alike))
-        for judged in sides
-        for fault, alike in _grouped(judged.faults)[:_MOST]
-    ]
+    num_cases = len({fault.site for judged in sides for fault in judged.faults})
+    headline = fact(
+        "collectives.fault", who=_who(first, sides[0].side if named else None),
+        **_case(first), num_cases=num_cases if num_cases > 1 else None, collectives=collectives,
+    )  # fmt: skip
     missing = any(judged.num_missing for judged in sides) or not all(
         r.manifest.complete for r in runs
     )
+    # another fault may name the same ranks by what they hold
+    confirmed = any(not other.assumed and other.ranks == first.ranks for other in sides[0].faults)
+    adds = first.collective in ADDING
+    assumed = fact("collectives.part_assumed") if adds else fact("collectives.look_alike")
     return Finding(
         claim="collectives",
         kind="systematic" if many else "localized",
-        headline=[
-            plain(
-                f"{_who(first, whose)}: {first.collective} of {first.dtype}, {first.size} "
-                f"({first.elements:,} elements), {first.values}: {first.text}{more}"
-            )
-        ],
+        headline=[headline],
         onset=Onset(site=first.site, block=None, sample=0, step=0, position=None),
         side=side,
         rests_on=[
-            check("coverage", not missing, "not every rank's results are in the run"),
-            check(
-                "rank",
-                not first.assumed or _confirmed(first, sides[0].faults),
-                _assumed(first),
-                made=False,
-            ),
+            check("coverage", not missing, fact("collectives.ranks_missing")),
+            check("rank", not first.assumed or confirmed, assumed, made=False),
         ],
-        evidence=facts,
+        evidence=[
+            item for judged in sides for item in _lines(judged, judged.side if named else None)
+        ],
         commands=[command("compare", *(run.path for run in runs), all=True)],
     )
 
 
-def _assumed(fault: CollectiveFault) -> str:
-    if fault.collective in ADDING:
-        return "that each rank reduces its own part of the buffer is assumed"
-    return "what was sent wrong and what was received wrong look alike"
-
-
-def _confirmed(fault: CollectiveFault, faults: Sequence[CollectiveFault]) -> bool:
-    """Does another fault name the same ranks by what they hold?"""
-    return any(not other.assumed and other.ranks == fault.ranks for other in faults)
-
-
-def _who(fault: CollectiveFault, whose: str = "") -> str:
-    if fault.ranks:
-        return f"{_names(fault.ranks)}{whose}"
-    wrong = f"{_names(fault.wrong_ranks)}{whose}"
-    if len(fault.wrong_ranks) > 1:
-        return f"{wrong}, all wrong (one rank made it, or each did)"
-    if fault.wrong_ranks:
-        return f"{wrong}, which alone holds the result (any may have made it)"
-    return f"a rank{whose} that cannot be told"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {list_names([*map(str, ranks)], 6)}"
-
-
-def _grouped(faults: Sequence[CollectiveFault]) -> list[tuple[CollectiveFault, int]]:
-    """The first fault of each kind, and how many there are of it."""
+def _lines(judged: CollectivesSide, side: Side | None) -> list[Fact]:
+    """The first fault of each kind, and how many there are like it."""
     groups: dict[tuple[object, ...], list[CollectiveFault]] = {}
-    for fault in faults:
+    for fault in judged.faults:
         groups.setdefault((fault.check, fault.collective, fault.ranks), []).append(fault)
-    return [(group[0], len(group)) for group in groups.values()]
+    return [
+        fact("collectives.fault_line", side=side, who=_who(group[0]), **_case(group[0]),
+             num_wrong=group[0].num_wrong, num_alike=len(group) - 1 or None)
+        for group in list(groups.values())[:_MOST]
+    ]  # fmt: skip
 
 
-def _sentence(fault: CollectiveFault, alike: int) -> str:
-    also = f", and in {count(alike - 1, 'more case')} alike" if alike > 1 else ""
-    return (
-        f"{_who(fault)}, {fault.collective} of {fault.dtype} {fault.size} {fault.values}: "
-        f"{fault.text} ({fault.num_wrong:,} of {fault.elements:,} elements){also}"
-    )
+def _case(fault: CollectiveFault) -> dict[str, Any]:
+    return {
+        "collective": fault.collective,
+        "dtype": fault.dtype,
+        "size": fault.size,
+        "elements": fault.elements,
+        "values": fault.values,
+        "what": fault.what,
+    }
 
 
-def orders_text(orders: Sequence[OrderRow]) -> str:
+def _who(fault: CollectiveFault, side: Side | None = None) -> Fact:
+    if fault.ranks:
+        return fact("collectives.named", ranks=ranks_named(fault.ranks), side=side)
+    if not fault.wrong_ranks:
+        return fact("collectives.nobody", side=side)
+    code = "collectives.all_wrong" if len(fault.wrong_ranks) > 1 else "collectives.one_holds"
+    return fact(code, ranks=ranks_named(fault.wrong_ranks), side=side)
+
+
+def _orders(orders: Sequence[OrderRow]) -> Fact | None:
     """``all_reduce adds by ring``; several where sizes or dtypes differ."""
-    told: dict[str, list[OrderRow]] = {}
+    first: dict[str, OrderRow] = {}
     for row in orders:
         if row.collective == "all_reduce":
-            told.setdefault(row.order, []).append(row)
-    if not told:
-        return ""
-    names = [
-        f"by {name}" if len(told) == 1 else f"by {name} ({rows[0].dtype} {rows[0].size} ...)"
-        for name, rows in told.items()
-    ]
-    by = " and ".join(names).replace("by one addition", "in one addition")
-    return "all_reduce adds " + by.replace("by not revealed", "in an order that is not known")
+            first.setdefault(row.order, row)
+    several = len(first) > 1
+    ways = [
+        fact("collectives.way", order=row.order, dtype=row.dtype if several else None,
+             size=row.size if several else None)
+        for row in first.values()
+    ]  # fmt: skip
+    return fact("collectives.adds", ways=ways) if ways else None
 
 
-def _facts(judged: CollectivesSide, *, name: bool = False) -> list[Fact]:
-    """What else is worth a line."""
-    whose = f"{letter(judged.side)}: " if name else ""
+def _facts(judged: CollectivesSide, *, side: Side | None = None) -> list[Fact]:
+    """What else is worth a line. ``side``: whose, where there are two."""
     facts = []
     sums = {row.collective: row.limit_usage for row in judged.rows if row.limit_usage is not None}
     if sums:
-        worst = max(sums, key=lambda collective: sums[collective] or 0.0)
+        worst = max(sums, key=lambda collective: sums[collective])
         facts.append(
-            plain(
-                f"{whose}sums are at most {sums[worst] or 0.0:.0%} of what rounding in any "
-                f"order of {judged.num_ranks} ranks may be off by ({worst})",
-                limit_usage=sums[worst] or 0.0,
-            )
-        )
+            fact("collectives.usage", side=side, limit_usage=sums[worst],
+                 num_ranks=judged.num_ranks, collective=worst)
+        )  # fmt: skip
     proven = [row for row in judged.orders if row.accumulates is not None]
     if proven:
-        how = sorted({f"{row.dtype} in {row.accumulates}" for row in proven})
+        pairs = sorted({(row.dtype, row.accumulates or "") for row in proven})
+        kept = [fact("collectives.kept", dtype=own, accumulates=wide) for own, wide in pairs]
         num = sum(row.num_replayed for row in proven)
-        facts.append(
-            plain(
-                f"{whose}replaying the orders gives {num:,} recorded elements bit by bit; "
-                f"partial sums are kept of {', '.join(how)}"
-            )
-        )
+        facts.append(fact("collectives.replayed", side=side, num=num, kept=kept))
     rows = judged.identities
     if rows:
-        promised = [row for row in rows if row.promised]
-        same = sum(row.num_different == 0 for row in rows)
         facts.append(
-            plain(
-                f"{whose}reduce-scatter, then all-gather make the all-reduce's bits in {same} "
-                f"of {len(rows)} cases; the orders of addition promise it in {len(promised)}"
-            )
-        )
+            fact("collectives.identities", side=side, total=len(rows),
+                 num_same=sum(row.num_different == 0 for row in rows),
+                 num_promised=sum(row.promised for row in rows))
+        )  # fmt: skip
     flushed = sum(row.num_flushed for row in judged.rows)
     if flushed:
-        facts.append(plain(f"{whose}subnormal sums become 0 in {count(flushed, 'case')}"))
+        facts.append(fact("collectives.flushed", side=side, num=flushed))
     return facts

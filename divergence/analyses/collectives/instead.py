@@ -1,4 +1,4 @@
-"""What ranks hold where they are wrong, as a clause that is true of each of them."""
+"""What ranks hold where they are wrong, as facts that are true of each of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from divergence.analyses.collectives.definitions import Sum, bits_differ
 from divergence.analyses.collectives.recorded import RecordedCase
+from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_of
 
 __all__ = ["Right", "instead"]
@@ -22,7 +23,7 @@ _AVERAGES = 1e-3
 def instead(
     case: RecordedCase, held: Mapping[int, torch.Tensor], wrong: Mapping[int, torch.Tensor],
     rights: Mapping[int, Right],
-) -> str:  # fmt: skip
+) -> Fact:  # fmt: skip
     """``wrong``: by rank, of each rank that is wrong the elements, results of one size."""
     ranks = list(wrong)
     swaps = {_swapped(held[rank], rights[rank], case.num_ranks) for rank in ranks}
@@ -30,40 +31,41 @@ def instead(
     if swapped is not None:
         return swapped
     clauses = [list(_clauses(held[r], wrong[r], case, r, rights[r])) for r in ranks]
-    common = [text for text in clauses[0] if all(text in others for others in clauses[1:])]
+    common = [item for item in clauses[0] if all(item in others for others in clauses[1:])]
     where = _where(torch.stack([wrong[rank] for rank in ranks]).any(dim=0))
-    return f"{where} {common[0] if common else _far(held, wrong, rights)}"
+    what = common[0] if common else _far(held, wrong, rights)
+    return fact("collectives.instead", where=where, what=what)
 
 
-def _where(wrong: torch.Tensor) -> str:
+def _where(wrong: torch.Tensor) -> Fact:
     places = wrong.nonzero().flatten()
     size, count, first, last = len(wrong), len(places), int(places[0]), int(places[-1])
     if count == size:
-        return f"all {size:,} elements"
+        return fact("collectives.all_elements", size=size)
     if last == size - 1 and count == size - first:
-        return f"the last {count:,} of {size:,} elements"
-    return f"{count:,} of {size:,} elements, from {first:,} to {last:,},"
+        return fact("collectives.last_elements", num=count, size=size)
+    return fact("collectives.some_elements", num=count, size=size, first=first, last=last)
 
 
 def _clauses(
     out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Right
-) -> Iterator[str]:
+) -> Iterator[Fact]:
     """What can be said of one rank, the plainest first."""
     held = out[wrong]
     if out.dtype.is_floating_point and not held.double().isfinite().all():
-        yield "are nan or inf"
+        yield fact("collectives.are_nonfinite")
         return
     if bool((held == 0).all()):
-        yield "are 0"
+        yield fact("collectives.are_zero")
     copied = [
         giver
         for giver, x in enumerate(case.inputs)
         if x.shape == out.shape and not bits_differ(out, x)[wrong].any()
     ]
     if rank in copied:
-        yield "are what the rank itself put in"
+        yield fact("collectives.are_own")
     for giver in copied:
-        yield f"are what rank {giver} put in"
+        yield fact("collectives.are_of_rank", rank=giver)
     if isinstance(exact, Sum):
         yield from _terms(out, wrong, case, rank, exact)
         yield from _factor(held, wrong, exact)
@@ -71,26 +73,26 @@ def _clauses(
 
 def _terms(
     out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Sum
-) -> Iterator[str]:
+) -> Iterator[Fact]:
     """A rank's terms that are missing or added twice. Where several would do (ranks that cancel
     each other), it is not told which."""
     error, bound = exact.error(out)[wrong], 4 * exact.bound[wrong]
-    told: list[tuple[str, bool]] = []
+    fits: list[tuple[Fact, bool]] = []
     for giver, x in enumerate(case.inputs):
         theirs = x.chunk(case.num_ranks)[rank] if x.shape != out.shape else x
         term = theirs.double()[wrong]
         if not (term != 0).any():
             continue
-        ways = (("lack what rank", error + term), ("hold twice what rank", error - term))
-        for words, left in ways:
-            if bool((left.abs() <= bound + 0.01 * term.abs()).all()):
-                told.append((f"{words} {giver} put in", bool((left.abs() <= bound).all())))
-    sure = [text for text, exactly in told if exactly] or [text for text, _ in told]
+        ways = (("collectives.lack", error + term), ("collectives.hold_twice", error - term))
+        for code, rest in ways:
+            if bool((rest.abs() <= bound + 0.01 * term.abs()).all()):
+                fits.append((fact(code, rank=giver), bool((rest.abs() <= bound).all())))
+    sure = [item for item, exactly in fits if exactly] or [item for item, _ in fits]
     if len(sure) == 1:
         yield sure[0]
 
 
-def _factor(held: torch.Tensor, wrong: torch.Tensor, exact: Sum) -> Iterator[str]:
+def _factor(held: torch.Tensor, wrong: torch.Tensor, exact: Sum) -> Iterator[Fact]:
     """One multiple of the sum, as an average is; of sums that are not all one number."""
     sums, bound = exact.high[wrong], exact.bound[wrong]
     square = float(sums.square().sum())
@@ -104,31 +106,30 @@ def _factor(held: torch.Tensor, wrong: torch.Tensor, exact: Sum) -> Iterator[str
         return
     parts = 1.0 / factor
     if round(parts) > 1 and abs(parts - round(parts)) < _AVERAGES:
-        yield f"are the sum divided by {round(parts)}"
+        yield fact("collectives.are_divided", parts=round(parts))
     else:
-        yield f"are {factor:.4g} times the sum"
+        yield fact("collectives.are_multiple", factor=factor)
 
 
 def _far(
     held: Mapping[int, torch.Tensor], wrong: Mapping[int, torch.Tensor], rights: Mapping[int, Right]
-) -> str:
+) -> Fact:
     """How far from the sum, at most."""
     worst = 0.0
     for rank, where in wrong.items():
         exact = rights[rank]
         if not isinstance(exact, Sum):
-            return "are not what they should be"
+            return fact("collectives.are_other")
         error, bound = exact.error(held[rank])[where].abs(), exact.bound[where]
         if bool((bound == 0).any()):
-            return "are not the exact sum"
+            return fact("collectives.are_not_exact")
         worst = max(worst, float((error / bound.clamp_min(1e-300)).max()))
     if not 1.0 < worst <= 1e12:
-        return "are not the exact sum"
-    times = f"{worst:,.0f}" if worst >= 10 else f"{worst:.2g}"
-    return f"are up to {times} times as far from the sum as rounding explains"
+        return fact("collectives.are_not_exact")
+    return fact("collectives.are_far", ratio=worst, large=worst >= 10)
 
 
-def _swapped(out: torch.Tensor, exact: Right, num_ranks: int) -> str | None:
+def _swapped(out: torch.Tensor, exact: Right, num_ranks: int) -> Fact | None:
     """Two chunks that stand in each other's place."""
     if len(out) < 2 * num_ranks:
         return None
@@ -149,5 +150,6 @@ def _swapped(out: torch.Tensor, exact: Right, num_ranks: int) -> str | None:
     matches = {i: [j for j in range(num_ranks) if j != i and fits(i, j)] for i in wrong}
     if len(wrong) < 2 or not all(len(others) == 1 for others in matches.values()):
         return None
-    told = [f"chunk {i} holds what belongs in chunk {others[0]}" for i, others in matches.items()]
-    return ", ".join(told[:4])
+    swapped = [fact("collectives.chunk_swapped", chunk=i, other=others[0])
+              for i, others in matches.items()]  # fmt: skip
+    return fact("collectives.swapped", chunks=swapped[:4])

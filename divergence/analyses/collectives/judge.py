@@ -22,7 +22,7 @@ from divergence.analyses.collectives.makers import Made, groups_of, made_by, sen
 from divergence.analyses.collectives.narrow import adds_alike, adds_narrow, only_one
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
 from divergence.analyses.collectives.wrong import WrongCall, wrong_of
-from divergence.collectives.cases import COLLECTIVES, CollectiveCase
+from divergence.collectives.cases import COLLECTIVES, NOT_SUPPORTED, CollectiveCase
 from divergence.collectives.orders import Stretch, decode
 from divergence.comparison.results.suites import (
     CollectiveCheck,
@@ -30,6 +30,7 @@ from divergence.comparison.results.suites import (
     CollectiveRow,
     CollectivesSide,
 )
+from divergence.facts import Fact, fact, plain
 from divergence.run.reader import Run
 from divergence.words import Progress, Side, silent
 
@@ -58,7 +59,7 @@ class _Judge:
 
     def add(
         self, case: RecordedCase, check: CollectiveCheck, wrong: torch.Tensor | int,
-        ranks: tuple[int, ...], text: str, *, elements: int = 0, assumed: bool = False,
+        ranks: tuple[int, ...], *what: Fact, elements: int = 0, assumed: bool = False,
         wrong_ranks: Iterable[int] = (),
     ) -> None:  # fmt: skip
         count = wrong if isinstance(wrong, int) else int(wrong.sum())
@@ -68,7 +69,7 @@ class _Judge:
             CollectiveFault(
                 check=check, collective=spec.collective, dtype=spec.dtype, size=spec.size,
                 values=spec.values, site=case.site, elements=size, num_wrong=count, ranks=ranks,
-                text=text, assumed=assumed,
+                what=list(what), assumed=assumed,
                 wrong_ranks=tuple(r for r in sorted(wrong_ranks) if r not in ranks),
             )
         )  # fmt: skip
@@ -109,23 +110,24 @@ def judge(run: Run, side: Side, progress: Progress | None = None) -> Collectives
         faults=_sorted(_without_contradictions(all_of.faults)), orders=order_rows,
         identities=[pair.row for pair in pairs],
         bandwidth=list(recorded.bandwidth()), num_missing=all_of.num_missing,
-        unsupported=_unsupported(run),
+        lacking=_unsupported(run),
     )  # fmt: skip
 
 
-def _unsupported(run: Run) -> list[str]:
+def _unsupported(run: Run) -> list[Fact]:
     """``float8_e4m3fn in all_reduce, broadcast: Invalid scalar type``; other reasons stay."""
-    told: dict[tuple[str, str], list[str]] = {}
+    collectives: dict[tuple[str, str], list[str]] = {}
     others = []
     for reason in run.manifest.plan.skipped_operators:
-        what, separator, why = reason.partition(" is not supported: ")
+        what, separator, why = reason.partition(NOT_SUPPORTED)
         name, of, dtype = what.partition(" of ")
         if separator and of:
-            told.setdefault((dtype, why), []).append(name)
+            collectives.setdefault((dtype, why), []).append(name)
         else:
-            others.append(reason)
+            others.append(plain(reason))
     return [
-        f"{dtype} in {', '.join(names)}: {why}" for (dtype, why), names in told.items()
+        fact("collectives.unsupported", dtype=dtype, collectives=names, why=why)
+        for (dtype, why), names in collectives.items()
     ] + others
 
 
@@ -148,8 +150,8 @@ def _judge_case(all_of: _Judge, case: RecordedCase) -> None:
     if name in _REPLICATED and not wrong.found:
         odd = odd_ranks(case, all_of.orders.get(_key(case.case), []))
         if odd is not None:
-            ranks, differ, text = odd
-            all_of.add(case, "same_bits", differ, ranks, text)
+            ranks, differ, what = odd
+            all_of.add(case, "same_bits", differ, ranks, what)
     tally.num_repeated += _judge_repeats(all_of, case, wrong)
     tally.num_right += len(all_of.faults) == num_faults
 
@@ -161,19 +163,20 @@ def _judge_call(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> None:
     for rank, size in wrong.misfits.items():
         sizes.setdefault((len(case.results[rank]), size), []).append(rank)
     for (num, size), ranks in sizes.items():
-        text = f"{num:,} elements are there in place of {size:,}"
-        all_of.add(case, check, num, tuple(ranks), text, elements=num)
+        misfit = fact("collectives.misfit", num=num, size=size)
+        all_of.add(case, check, num, tuple(ranks), misfit, elements=num)
     if not wrong.elements:
         if case.case.adds and not wrong.found:
             _look_below(all_of, case)
     elif not _named_by_replay(all_of, case, wrong):
         for group in groups_of(case, wrong.elements):
             made = _made(case, group)
-            text = instead(case, case.results, group, wrong.rights) + made.note
+            what = instead(case, case.results, group, wrong.rights)
             union = torch.stack(list(group.values())).any(dim=0)
             all_of.add(
-                case, check, union, made.ranks, text, assumed=made.assumed, wrong_ranks=group
-            )
+                case, check, union, made.ranks, what, *made.how, assumed=made.assumed,
+                wrong_ranks=group,
+            )  # fmt: skip
 
 
 def _made(case: RecordedCase, group: dict[int, torch.Tensor]) -> Made:
@@ -190,14 +193,14 @@ def _named_by_replay(all_of: _Judge, case: RecordedCase, wrong: WrongCall) -> bo
     if narrow is not None:
         ranks, dtype = narrow
         told = ranks if len(ranks) == 1 else only_one(case, elements, ranks)
-        text = f"adds in {dtype}: with its additions rounded so, every bit is explained"
+        what = fact("collectives.adds_in", dtype=dtype)
         assumed = len(ranks) > 1 and case.case.collective != "reduce_scatter"
-        all_of.add(case, "sum", beyond, told, text, assumed=assumed)
+        all_of.add(case, "sum", beyond, told, what, assumed=assumed)
         return True
     dtype_of_all = adds_alike(all_of.recorded, stretches, case)
     if dtype_of_all is not None:
-        text = f"add in {dtype_of_all}: with every addition rounded so, every bit is explained"
-        all_of.add(case, "sum", beyond, tuple(range(case.num_ranks)), text)
+        what = fact("collectives.all_add_in", dtype=dtype_of_all)
+        all_of.add(case, "sum", beyond, tuple(range(case.num_ranks)), what)
     return dtype_of_all is not None
 
 
@@ -213,9 +216,9 @@ def _look_below(all_of: _Judge, case: RecordedCase) -> None:
     narrow = adds_narrow(all_of.recorded, stretches, case)
     if narrow is not None:
         ranks, dtype = narrow
-        text = f"adds in {dtype}, unlike the others: every bit is explained so, and not otherwise"
+        what = fact("collectives.adds_unlike_others", dtype=dtype)
         told = ranks if len(ranks) == 1 else ()
-        all_of.add(case, "sum", len(out), told, text, elements=len(out))
+        all_of.add(case, "sum", len(out), told, what, elements=len(out))
 
 
 def _judge_repeats(all_of: _Judge, case: RecordedCase, first: WrongCall) -> bool:
@@ -234,10 +237,11 @@ def _judge_repeats(all_of: _Judge, case: RecordedCase, first: WrongCall) -> bool
         return True
     if first.found or not _a_call_is_wrong(all_of, case, calls):
         made, orders = _made(case, differing), case.case.adds and not first.found
-        text = "adds in another order each time" if orders else "gives other bits each time"
-        text += ": only its part of the buffer changes" if orders and made.assumed else ""
+        what = fact("collectives.other_bits_each_time")
+        if orders:
+            what = fact("collectives.other_order_each_time", part=made.assumed)
         wrong = differing[min(differing)]
-        all_of.add(case, "repeatable", wrong, made.ranks, text, assumed=made.assumed)
+        all_of.add(case, "repeatable", wrong, made.ranks, what, assumed=made.assumed)
     return False
 
 
@@ -251,11 +255,13 @@ def _a_call_is_wrong(
             continue
         for group in groups_of(case, wrong.elements):
             made = _made(case, group)
-            text = f"in call {number}, {instead(case, held, group, wrong.rights)}{made.note}"
+            what = instead(case, held, group, wrong.rights)
             union = torch.stack(list(group.values())).any(dim=0)
             all_of.add(
-                case, "repeatable", union, made.ranks, text, assumed=made.assumed, wrong_ranks=group
-            )
+                case, "repeatable", union, made.ranks,
+                fact("collectives.in_call", call=number, what=what), *made.how,
+                assumed=made.assumed, wrong_ranks=group,
+            )  # fmt: skip
         return True
     return False
 
@@ -268,8 +274,8 @@ def _judge_identity(all_of: _Judge, pair: Identity) -> None:
         for fault in all_of.faults
     )
     if pair.row.promised and pair.row.num_different and not known:
-        text = "other bits than all_reduce makes, though both add every element in one order"
-        all_of.add(pair.composed, "identity", pair.differ, (), text)
+        what = fact("collectives.promise_broken")
+        all_of.add(pair.composed, "identity", pair.differ, (), what)
 
 
 def _key(case: CollectiveCase) -> Key:
@@ -283,7 +289,7 @@ def _without_contradictions(faults: list[CollectiveFault]) -> list[CollectiveFau
         if fault.check in ("sum", "definition"):
             wrong.setdefault(fault.collective, set()).update(fault.ranks)
     return [
-        replace(fault, ranks=(), text="ranks hold different bits")
+        replace(fault, ranks=(), what=[fact("collectives.bits_differ")])
         if fault.check == "same_bits" and wrong.get(fault.collective, set()) - set(fault.ranks)
         else fault
         for fault in faults

@@ -13,6 +13,7 @@ import torch
 
 from divergence.analyses.collectives.recorded import RecordedCase
 from divergence.collectives.cases import ROOT_RANK
+from divergence.facts import Fact, fact
 
 __all__ = ["Made", "groups_of", "made_by", "part_of", "sent_by"]
 
@@ -23,11 +24,11 @@ Wrong = Mapping[int, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Made:
     """Who made it, nobody where that is not told. ``assumed``: by the part of the buffer alone.
-    ``note``: how it was told, for the end of the clause."""
+    ``how``: by what it is known, for the end of the clause."""
 
     ranks: tuple[int, ...]
     assumed: bool = False
-    note: str = ""
+    how: tuple[Fact, ...] = ()
 
 
 def groups_of(case: RecordedCase, wrong: Wrong) -> list[dict[int, torch.Tensor]]:
@@ -57,7 +58,7 @@ def made_by(case: RecordedCase, wrong: Wrong) -> Made:
     part = part_of(_union(wrong), case.num_ranks)
     if part is None:
         return Made(())
-    return Made((part,), assumed=True, note=", in its part of the buffer")
+    return Made((part,), assumed=True, how=(fact("collectives.own_part"),))
 
 
 def sent_by(case: RecordedCase, wrong: Wrong) -> Made:
@@ -70,14 +71,14 @@ def sent_by(case: RecordedCase, wrong: Wrong) -> Made:
         return _broadcast(case, ranks, everywhere)
     senders = _senders(case, wrong)
     if senders:
-        return Made(tuple(senders), assumed=not everywhere, note=": what this rank sent")
+        return Made(tuple(senders), assumed=not everywhere, how=(fact("collectives.sent"),))
     givers = {giver for rank, where in wrong.items() for giver in _givers(case, rank, where)}
     if everywhere or len(givers) != 1:
         return Made(() if everywhere else ranks)
     (giver,) = givers
     if giver in ranks or (case.case.collective == "all_gather" and case.num_ranks > 2):
         return Made(ranks)  # the others got the same, and have it right
-    return Made(ranks, assumed=True, note=f": what rank {giver} sent")
+    return Made(ranks, assumed=True, how=(fact("collectives.sent_by", rank=giver),))
 
 
 def _senders(case: RecordedCase, wrong: Wrong) -> set[int]:

@@ -28,6 +28,7 @@ from divergence.comparison.results.operators import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import NO_TENSOR
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import BACKWARD, phase_of
 from divergence.words import Side
@@ -106,7 +107,7 @@ def measure_operators(
     replays = "replayed" in passes
     # an operator that takes a number out of a tensor returns no tensor
     skipped = [*a.manifest.plan.skipped_operators, *b.manifest.plan.skipped_operators]
-    numbers = any("returns no tensor" in reason for reason in skipped)
+    numbers = any(reason.endswith(NO_TENSOR) for reason in skipped)
     units: dict[tuple[str, str, str], OperatorUnit] = {}
     lone: dict[Side, list[CallNode]] = {"reference": [], "candidate": []}
     unreached: dict[Side, list[CallNode]] = {"reference": [], "candidate": []}

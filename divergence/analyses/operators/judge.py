@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from divergence.analyses.operators.errors import MeasuredOperators, OperatorUnit
 from divergence.analyses.operators.limits import Size, judge_unit, region_result
-from divergence.analyses.operators.regions import in_words
+from divergence.analyses.operators.regions import counted
 from divergence.comparison.calls.graph import CallNode
 from divergence.comparison.results.operators import (
     OperatorResult,
@@ -28,10 +28,11 @@ from divergence.comparison.results.operators import (
     OtherInput,
     UnmatchedOperator,
 )
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import module_of, phase_of
-from divergence.words import Side, letter
+from divergence.words import Side
 
 __all__ = ["first_source", "judge_operators"]
 
@@ -69,10 +70,8 @@ def judge_operators(
             with_truth=measured.with_truth, alone=measured.frame == "operator",
         )  # fmt: skip
         if two_dtypes:  # casts are to other dtypes by right
-            told = [
-                other_operand for other_operand in result.other_operands if other_operand.is_value
-            ]
-            result = replace(result, other_operands=told)
+            numbers = [operand for operand in result.other_operands if operand.is_value]
+            result = replace(result, other_operands=numbers)
         if two_dtypes and result.why != "nonfinite":
             result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
         if (
@@ -122,7 +121,7 @@ def judge_operators(
             for side in _SIDES
             for node in extra[side].values()
         ],
-        notes=[*_not_compared(measured), *_of_pads(untold), *_of_experts(measured.rerouted)],
+        remarks=_remarks(measured, untold),
     )
 
 
@@ -146,26 +145,25 @@ def _inherits(
     return fed and (result.verdict == "unjudged" or result.limit_usage > 1)
 
 
-def _of_pads(untold: dict[tuple[str, str], None]) -> list[str]:
-    """What was not judged since the batch's pads may be in it."""
+def _remarks(measured: MeasuredOperators, untold: dict[tuple[str, str], None]) -> list[Fact]:
+    """What was not compared or judged, and why: calls without a partner that lead to nothing that
+    both sides have, results that may hold the batch's pads, and what is behind other experts."""
+    remarks = []
+    sides = [
+        fact("operators.unreached", calls=counted(nodes), side=side,
+             paths=[node.path for node in nodes[:2]], more=len(nodes) > 2)
+        for side, nodes in measured.unreached.items()
+        if nodes
+    ]  # fmt: skip
+    if len(sides) > 1:  # what one side computes besides has nothing to be compared with
+        remarks.append(fact("operators.nothing_common", sides=sides))
     paths = list(dict.fromkeys(path for path, _ in untold))
-    if not paths:
-        return []
-    shown = ", ".join(paths[:2]) + (", …" if len(paths) > 2 else "")
-    return [
-        f"could not be judged: {len(paths)} results that may hold the batch's pads, and do not "
-        f"tell where ({shown}); capture without --batch to have them judged"
-    ]
-
-
-def _of_experts(samples: list[int]) -> list[str]:
-    """What was not judged since rounding chose other experts."""
-    if not samples:
-        return []
-    return [
-        "could not be judged: the backward behind experts that rounding chose otherwise for some "
-        f"tokens, in prompt{'s' * (len(samples) > 1)} {', '.join(map(str, samples))}"
-    ]
+    if paths:
+        remarks.append(fact("operators.pads", num=len(paths), paths=paths[:2], more=len(paths) > 2))
+    samples = measured.rerouted
+    if samples:
+        remarks.append(fact("operators.rerouted", num=len(samples), samples=samples))
+    return remarks
 
 
 def _telling(
@@ -220,22 +218,6 @@ def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str])
         identical=unit.num_equal == len(unit.forwards),
         region=None if unit.region is None or unit.region.is_copied else region_result(unit),
     )
-
-
-def _not_compared(measured: MeasuredOperators) -> list[str]:
-    """Calls without a partner that lead to nothing that both sides have: said, never guessed."""
-    parts = [
-        f"{in_words(nodes)} of {letter(side)} ({', '.join(node.path for node in nodes[:2])}"
-        + (", …)" if len(nodes) > 2 else ")")
-        for side, nodes in measured.unreached.items()
-        if nodes
-    ]
-    if len(parts) < 2:  # what one side computes besides has nothing to be compared with
-        return []
-    return [
-        f"could not be compared: {' and '.join(parts)} have no result in common with the other "
-        "side's"
-    ]
 
 
 _NEAR = 0.55  # of the limit: as far as healthy operators go

@@ -35,6 +35,7 @@ from divergence.comparison.results.operators import (
     Question,
     RegionResult,
 )
+from divergence.facts import fact, sentence
 from divergence.numerics.floor import Thresholds, rare_ratio
 from divergence.numerics.pairs.operator import OperatorErrors, slices_of
 from divergence.words import Side
@@ -366,12 +367,16 @@ def region_result(unit: OperatorUnit) -> RegionResult:
         argument = names.get(region.number, str(region.number))
     times = (None, None) if unit.own is None else tuple(own.times for own in unit.own)
     return RegionResult(
-        text=region.text,
+        replaced=region.replaced,
         reference=[node.path for node in region.reference],
         candidate=[node.path for node in region.candidate],
-        inputs=list(dict.fromkeys(name or "outside the block" for _, name in region.inputs)),
+        inputs=list(dict.fromkeys(_input(name) for _, name in region.inputs)),
         consumer=None if consumer is None else consumer.reference.path,
         argument=argument,
         reference_times=times[0],
         candidate_times=times[1],
     )
+
+
+def _input(name: str) -> str:
+    return sentence(fact("operators.origin", name=name or None))

@@ -17,10 +17,10 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.floors import work_dtype
 from divergence.comparison.measure.truth import Truth
 from divergence.comparison.results.operators import OperatorsResult
+from divergence.facts import fact, sentence
 from divergence.numerics.floor import Thresholds
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
-from divergence.words import letter
 
 __all__ = ["compare_operators", "measure", "operator_notes"]
 
@@ -85,21 +85,15 @@ def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[st
         for name, run in (("reference", a), ("candidate", b))
     }
     if operators is not None and _two_dtypes(a.manifest, b.manifest):
-        return ["the runs are of two dtypes: their operators are shown, but not judged"]
+        return [sentence(fact("operators.two_dtypes"))]
     if operators is not None or not any(counts.values()):
         return []
-    if all(counts.values()) and a.manifest.tokens.groups != b.manifest.tokens.groups:
-        return [
-            "both runs recorded operators, but of other batches: those are no pairs, and are not "
-            "compared (modules are)"
-        ]
     if all(counts.values()):
+        other_batches = a.manifest.tokens.groups != b.manifest.tokens.groups
         return [
-            "both runs recorded operators, but in passes whose blocks had other inputs: they are "
-            "not compared (repeat one from the other: capture --like)"
+            sentence(fact("operators.other_batches"))
+            if other_batches
+            else sentence(fact("operators.other_block_inputs"))
         ]
-    holder, other = sorted(counts, key=lambda name: -counts[name])
-    return [
-        f"{letter(holder)} recorded {counts[holder]:,} operators, {letter(other)} none: "
-        "they are not compared"
-    ]
+    side, other = sorted(counts, key=lambda name: -counts[name])
+    return [sentence(fact("operators.one_side_only", side=side, num=counts[side], other=other))]

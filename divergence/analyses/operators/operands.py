@@ -27,14 +27,15 @@ from msgspec.structs import replace
 from divergence.analyses.operators.regions import Region, computing
 from divergence.comparison.calls.graph import COPIES, CallNode, maker_of
 from divergence.comparison.results.operators import OtherInput, OtherOperand
+from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.record import Call, Operand, Record
 from divergence.run.schema.scalars import OtherScalar, other_scalars, scalar_words
 
 __all__ = [
-    "argument_names", "given_inputs", "operand_record", "operands_text", "other_inputs",
-    "other_operands", "region_operands", "relative_difference",
+    "argument_names", "given_inputs", "operand_facts", "operand_record", "operands_text",
+    "other_inputs", "other_operands", "region_operands", "relative_difference",
 ]  # fmt: skip
 
 _SMALL = 64
@@ -62,8 +63,8 @@ def other_operands(
         OtherOperand(
             argument=item.argument,
             kind="scalar",
-            reference=scalar_words(item.reference),
-            candidate=scalar_words(item.candidate),
+            reference_value=plain(scalar_words(item.reference)),
+            candidate_value=plain(scalar_words(item.candidate)),
             is_value=item.is_number and not (measured and _is_near(item)),
             difference=_relative(item.reference, item.candidate),
         )
@@ -114,8 +115,8 @@ def _tensors_for_numbers(
         difference = _relative(*numbers)
         if difference is not None and difference > _ONE_ROUNDING * max(*units, 2.0**-24):
             operands.append(OtherOperand(
-                argument=name, kind="constant", reference=f"{numbers[0]:.9g}",
-                candidate=f"{numbers[1]:.9g}", difference=difference,
+                argument=name, kind="constant", reference_value=plain(f"{numbers[0]:.9g}"),
+                candidate_value=plain(f"{numbers[1]:.9g}"), difference=difference,
             ))  # fmt: skip
     return operands
 
@@ -173,8 +174,8 @@ def _other_constant(
     if not _differs(x, y, operands[0].dtype, difference):
         return None
     return OtherOperand(
-        argument=name, kind="constant", reference=_values(x), candidate=_values(y), is_value=True,
-        difference=difference,
+        argument=name, kind="constant", reference_value=_value(x), candidate_value=_value(y),
+        is_value=True, difference=difference,
     )  # fmt: skip
 
 
@@ -194,18 +195,20 @@ def _is_mask(values: torch.Tensor) -> bool:
     return values.is_floating_point() and bool(((values == 0) | (values < -1e4)).all())
 
 
-def _values(values: torch.Tensor) -> str:
-    if values.numel() <= _SHOWN:
-        shown = ", ".join(f"{v:.9g}" if isinstance(v, float) else str(v)
-                          for v in values.reshape(-1).tolist())  # fmt: skip
-        return shown if values.ndim == 0 else f"[{shown}]"
-    if not values.is_floating_point():
-        return f"{int((values != 0).sum())} of {values.numel()} set"
-    if not values.any():
-        return f"{values.numel()} zeros"
-    if _is_mask(values):
-        return f"{int((values != 0).sum())} of {values.numel()} masked"
-    return f"{values.numel()} values of norm {float(values.double().norm()):.6g}"
+def _value(tensor: torch.Tensor) -> Fact:
+    """A tensor in a few words."""
+    total, num_set = tensor.numel(), int((tensor != 0).sum())
+    if total <= _SHOWN:
+        numbers = [f"{v:.9g}" if isinstance(v, float) else str(v)
+                   for v in tensor.reshape(-1).tolist()]  # fmt: skip
+        return fact("operators.numbers", numbers=numbers, scalar=tensor.ndim == 0)
+    if not tensor.is_floating_point():
+        return fact("operators.num_set", num_set=num_set, total=total)
+    if not num_set:
+        return fact("operators.zeros", total=total)
+    if _is_mask(tensor):
+        return fact("operators.num_masked", num_set=num_set, total=total)
+    return fact("operators.norm", total=total, norm=float(tensor.double().norm()))
 
 
 def _relative(mine: object, other: object) -> float | None:
@@ -217,14 +220,18 @@ def _relative(mine: object, other: object) -> float | None:
     return abs(other - mine) / abs(mine) if mine else float("inf")
 
 
-def operands_text(items: list[OtherOperand], side: str = "candidate") -> str:
+def operand_facts(items: list[OtherOperand], side: str = "candidate") -> list[Fact]:
     """``other=0.13125 (A 0.125)``: a side's own first."""
-    return " and ".join(
-        f"{arg.argument}={arg.candidate} (A {arg.reference})"
-        if side == "candidate"
-        else f"{arg.argument}={arg.reference} (B {arg.candidate})"
-        for arg in items[:3]
-    )
+    return [
+        fact("operators.operand", argument=item.argument, side=side,
+             reference=item.reference_value, candidate=item.candidate_value)
+        for item in items[:3]
+    ]  # fmt: skip
+
+
+def operands_text(items: list[OtherOperand], side: str) -> str:
+    """The same in words, for a bug report."""
+    return " and ".join(map(sentence, operand_facts(items, side)))
 
 
 def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[OtherInput]:
@@ -244,12 +251,12 @@ def given_inputs(ours: CallNode, theirs: CallNode, a: Run, b: Run) -> list[Other
         inputs.append(
             OtherInput(
                 argument=names.get(number, str(number)),
-                reference=mine.weight or maker_of(mine) or mine.origin or "outside the block",
-                candidate=other.weight or maker_of(other) or other.origin or "outside the block",
+                origin_in_reference=fact("operators.origin", name=_maker(mine)),
+                origin_in_candidate=fact("operators.origin", name=_maker(other)),
                 difference=difference,
             )
         )
-    return sorted(inputs, key=lambda item: -(item.difference or 0.0))
+    return worded(sorted(inputs, key=lambda item: -(item.difference or 0.0)))
 
 
 def other_inputs(
@@ -273,16 +280,20 @@ def other_inputs(
         if left is not None and right is not None and left.xxh3 == right.xxh3:
             continue
         viewed = _same_maker(mine, other, partner) and mine.weight == other.weight
-        words = _words(mine), _words(other)
-        if words[0] == words[1]:
-            words = f"{words[0]}{_strides(mine)}", f"{words[1]}{_strides(other)}"
+        origins = [_origin(operand) for operand in (mine, other)]
+        if origins[0] == origins[1]:
+            origins = [
+                fact("operators.strided", origin=origins[0], strides=operand.stride or None)
+                for operand in (mine, other)
+            ]
         difference = None
         if left is not None and right is not None and mine.shape == other.shape:
             difference = relative_difference(a.read(left), b.read(right))
         inputs.append(
             OtherInput(
-                argument=names.get(number, str(number)), reference=words[0], candidate=words[1],
-                viewed=viewed and maker_of(mine) is not None, difference=difference,
+                argument=names.get(number, str(number)), origin_in_reference=origins[0],
+                origin_in_candidate=origins[1], viewed=viewed and maker_of(mine) is not None,
+                difference=difference,
             )
         )  # fmt: skip
     return inputs
@@ -339,13 +350,13 @@ def argument_names(call: Call) -> dict[int, str]:
     return names
 
 
-def _words(operand: Operand) -> str:
+def _maker(operand: Operand) -> str | None:
+    return operand.weight or maker_of(operand) or operand.origin or None
+
+
+def _origin(operand: Operand) -> Fact:
     """Where it comes from."""
-    origin = operand.weight or maker_of(operand) or operand.origin or "outside the block"
-    via = f" via {' '.join(operand.via)}" if operand.via else ""
-    offset = f" from element {operand.offset}" if operand.offset else ""
-    return f"{origin}{via}{offset}"
-
-
-def _strides(operand: Operand) -> str:
-    return f" with strides {operand.stride}" if operand.stride else " contiguous"
+    return fact(
+        "operators.origin", name=_maker(operand), via=list(operand.via),
+        element=operand.offset or None,
+    )  # fmt: skip

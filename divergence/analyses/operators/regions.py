@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from divergence.analyses.operators.products import CONSTANTS
 from divergence.comparison.calls.graph import CallNode, Places, Source, is_copy
 from divergence.comparison.calls.match import Match
+from divergence.facts import Fact, fact
 from divergence.run.schema.record import Operand
 
-__all__ = ["Region", "Regions", "computing", "in_words", "regions_in"]
+__all__ = ["Region", "Regions", "computing", "counted", "regions_in"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,16 +56,18 @@ class Region:
         )
 
     @property
-    def text(self) -> str:
+    def replaced(self) -> Fact:
         """``8 products and 7 additions in place of one product``."""
-        theirs, ours = in_words(self.candidate), in_words(self.reference)
-        if theirs == ours:  # then their shapes tell
-            sizes = ["x".join(map(str, side[-1].results[0].shape)) or "scalar"
-                     for side in (self.candidate, self.reference)]  # fmt: skip
-            if sizes[0] == sizes[1]:
-                return f"{theirs} with other casts or layouts"
-            theirs, ours = f"{theirs} ({sizes[0]})", f"{ours} ({sizes[1]})"
-        return f"{theirs} in place of {ours}"
+        candidate, reference = counted(self.candidate), counted(self.reference)
+        shapes = [side[-1].results[0].shape for side in (self.candidate, self.reference)]
+        alike = candidate == reference  # then their shapes tell
+        if alike and shapes[0] == shapes[1]:
+            return fact("operators.other_layouts", calls=candidate)
+        return fact(
+            "operators.in_place_of", candidate=candidate, reference=reference,
+            candidate_shape=shapes[0] if alike else None,
+            reference_shape=shapes[1] if alike else None,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -189,7 +192,7 @@ def _region(
 _WORDS = {
     "product": ("mm", "bmm", "matmul", "linear", "mv", "dot", "_scaled_mm", "_grouped_mm", "einsum",
                 "convolution"),
-    "product with bias": ("addmm", "baddbmm", "addmv", "addbmm"),
+    "product_with_bias": ("addmm", "baddbmm", "addmv", "addbmm"),
     "addition": ("add", "sub", "rsub", "__iadd__"),
     "multiplication": ("mul", "__imul__"),
     "division": ("div",),
@@ -203,7 +206,6 @@ _WORDS = {
     "copy": ("clone", "copy", "contiguous"),
 }  # fmt: skip
 _NAMES = {name: word for word, names in _WORDS.items() for name in names}
-_PLURALS = {"product with bias": "products with bias", "softmax": "softmaxes"}
 
 
 def computing(nodes: Sequence[CallNode]) -> list[CallNode]:
@@ -211,26 +213,21 @@ def computing(nodes: Sequence[CallNode]) -> list[CallNode]:
     return [node for node in nodes if not is_copy(node) and node.name not in CONSTANTS]
 
 
-def in_words(nodes: Sequence[CallNode]) -> str:
+def counted(nodes: Sequence[CallNode]) -> list[Fact]:
     """How many of what: ``8 products and 7 additions``. Copies and casts only where nothing else
     is there."""
-    counts = Counter(_word(node) for node in computing(nodes) or nodes)
-    parts = [
-        f"one {word}" if count == 1 else f"{count} {_PLURALS.get(word, word + 's')}"
-        for word, count in counts.items()
-    ]
-    if len(parts) > 4:
+    counts = Counter(_kind(node) for node in computing(nodes) or nodes)
+    calls = [fact("operators.calls", num=num, kind=kind) for kind, num in counts.items()]
+    if len(calls) > 4:
         rest = sum(list(counts.values())[3:])
-        parts = [*parts[:3], f"{rest} more"]
-    if not parts:
-        return "nothing"
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+        calls = [*calls[:3], fact("operators.more_calls", num=rest)]
+    return calls or [fact("operators.no_calls")]
 
 
-def _word(node: CallNode) -> str:
+def _kind(node: CallNode) -> str:
     name = node.name.partition(".")[2]
     if "attention" in name:
-        return "fused attention"
+        return "fused_attention"
     if "norm" in name and name != "linalg_vector_norm":
-        return "fused norm"
+        return "fused_norm"
     return _NAMES.get(name, name or node.name)

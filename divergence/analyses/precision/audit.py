@@ -7,7 +7,7 @@ fused attention or norm is named as such; a 16-bit softmax or matrix product say
 and gave, and what it adds up in is for the probe to tell.
 
 A part is below what is expected where that narrowest dtype has fewer bits or less range than every
-dtype that would do (precision.expectations). A run computed in float64 is not audited. A sentence
+dtype that would do (precision.expectations). A run computed in float64 is not audited. A finding
 is made where the sides computed the same module's part in different dtypes, or where a side is
 below what the model's own code asks for; below common practice alone is shown in the table and
 accuses nobody.
@@ -32,18 +32,20 @@ from divergence.analyses.precision.parts import find_parts
 from divergence.analyses.precision.step import step_rows
 from divergence.comparison.calls.graph import forwards_of, operator_passes
 from divergence.comparison.results.operators import (
+    INSIDE,
     PARTS,
     AuditedPlace,
     AuditFinding,
     AuditResult,
     AuditRow,
 )
+from divergence.facts import Fact, fact, with_sentences
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import BACKWARD, is_operator_site, module_of
-from divergence.words import SideOrBoth, letter
+from divergence.words import Side, SideOrBoth
 
 __all__ = ["audit_runs", "audited_places", "differing", "finding"]
 
@@ -53,6 +55,7 @@ MAX_OPERATORS = 64
 _PASSES = ("anchored", "free", "whole", "replayed")
 
 
+@with_sentences
 def audit_runs(
     reference: Run, candidate: Run | None = None, *, rename: Callable[[str], str] = lambda s: s
 ) -> AuditResult | None:
@@ -63,28 +66,29 @@ def audit_runs(
     """
     ours = audited_places(reference)
     theirs = None if candidate is None else audited_places(candidate)
-    of_step, said_of_step = step_rows(
+    step, step_findings = step_rows(
         reference.manifest, None if candidate is None else candidate.manifest
     )
     if ours is None and theirs is None:
-        return AuditResult(rows=of_step, findings=said_of_step) if of_step else None
-    notes = []
+        return AuditResult(rows=step, findings=step_findings) if step else None
+    remarks = []
     alike = candidate is None or reference.manifest.model.dtype == candidate.manifest.model.dtype
     if ours is not None and theirs is not None and not alike:
-        notes = [
-            "the runs have different dtypes: each is held to what is expected, not to the other"
-        ]
-    told: dict[str, list[str]] = {}
+        remarks = [fact("precision.other_dtypes")]
+    probed: dict[tuple[str, ...], list[Fact]] = {}
     for name, run, places in (("reference", reference, ours), ("candidate", candidate, theirs)):
         if run is not None and places is not None:
-            whose = "the run" if candidate is None else letter(name)
+            side = None if candidate is None else name
             model = run.manifest.model.model_class
             if family_of(model) is None:
-                unknown = f"what {model} itself expects is not known"
-                notes.append(f"{unknown}: {whose} is held to common practice")
-            for text in _probed(run.manifest, places):
-                told.setdefault(text, []).append(whose)
-    notes += [f"{' and '.join(names)}: {text}" for text, names in told.items()]
+                remarks.append(fact("precision.model_not_known", model=model, side=side))
+            for key in _probed(run.manifest, places):
+                probed.setdefault(key, []).append(fact("precision.side", side=side))
+    for (dtype, accumulator, *operators), sides in probed.items():
+        remarks.append(
+            fact("precision.probed", sides=sides, dtype=dtype, accumulator=accumulator,
+                 operators=operators)
+        )  # fmt: skip
     rows, findings = [], []
     for part in PARTS:
         mine, other = ([p for p in places or () if p.part == part] for places in (ours, theirs))
@@ -98,12 +102,12 @@ def audit_runs(
             differs=bool(pairs),
         )
         rows.append(row)
-        said = finding(row, mine, other, pairs, alone=candidate is None)
-        if said is not None:
-            findings.append(said)
+        item = finding(row, mine, other, pairs, alone=candidate is None)
+        if item is not None:
+            findings.append(item)
     return AuditResult(
-        rows=rows + of_step, findings=findings + said_of_step, reference=ours, candidate=theirs,
-        notes=notes,
+        rows=rows + step, findings=findings + step_findings, reference=ours, candidate=theirs,
+        remarks=remarks,
     )  # fmt: skip
 
 
@@ -116,7 +120,7 @@ def _row(mine: list[AuditedPlace], other: list[AuditedPlace]) -> AuditRow:
     return AuditRow(
         part=(*mine, *other)[0].part,
         expected=judged.expected if judged else [],
-        expected_by=judged.expected_by if judged else "",
+        expected_from=judged.expected_from if judged else None,
         own=judged.own if judged else False,
         below=whose,
         num_places=max(sum(place.num_calls for place in side) for side in (mine, other)),
@@ -185,7 +189,7 @@ def _place(part: PartOperators, manifest: Manifest, family: OperatorFamily | Non
         accumulates=not part.kernel
         and all(accumulates(node) for node, dtype in results if dtype == narrowest),
         expected=list(expected),
-        expected_by="" if wanted is None else wanted.by,
+        expected_from=None if wanted is None else wanted.by,
         own=wanted is not None and wanted.own,
         below=not part.kernel and is_below(computed, expected),
     )
@@ -215,7 +219,7 @@ def _recorded_logits(run: Run, site: str, family: OperatorFamily | None) -> Iter
         AuditedPlace(
             part="logits", module=module_of(site), site=site, operators=[], operands=[],
             result=dtype, computed=dtype, expected=list(expected),
-            expected_by="" if wanted is None else wanted.by,
+            expected_from=None if wanted is None else wanted.by,
             own=wanted is not None and wanted.own, below=is_below(dtype, expected),
             num_calls=len(records),
         )
@@ -235,23 +239,21 @@ def _width(dtype: str) -> tuple[int, float]:
 def _computed(places: list[AuditedPlace]) -> list[str]:
     counts: Counter[str] = Counter()
     for place in places:
-        counts[place.computed or f"inside {place.kernel}"] += place.num_calls
+        counts[place.computed or f"{INSIDE}{place.kernel}"] += place.num_calls
     return [name for name, _ in counts.most_common()]
 
 
-def _probed(manifest: Manifest, places: list[AuditedPlace]) -> list[str]:
-    """What verified probes say of the accumulators behind these places, dtype by dtype."""
+def _probed(manifest: Manifest, places: list[AuditedPlace]) -> list[tuple[str, ...]]:
+    """What verified probes say of the accumulators behind these places: dtype, accumulator and the
+    operators that were probed."""
     stored = {place.computed for place in places if place.accumulates}
     by_probe: dict[tuple[str, str], list[str]] = {}
-    for fact in manifest.arithmetic:
-        *words, dtype = fact.subject.split() or [""]
-        if fact.probe == "accumulator" and fact.verified and dtype in stored:
+    for item in manifest.arithmetic:
+        *words, dtype = item.subject.split() or [""]
+        if item.probe == "accumulator" and item.verified and dtype in stored:
             what = " ".join(itertools.takewhile(lambda word: "=" not in word, words))
-            by_probe.setdefault((dtype, fact.value), []).append(what)
-    return [
-        f"{dtype} is accumulated in {value} (probed: {', '.join(dict.fromkeys(names))})"
-        for (dtype, value), names in by_probe.items()
-    ]
+            by_probe.setdefault((dtype, item.value), []).append(what)
+    return [(*key, *dict.fromkeys(names)) for key, names in by_probe.items()]
 
 
 PlacePair = tuple[AuditedPlace, AuditedPlace]
@@ -294,22 +296,23 @@ def finding(
     """What there is to say of one part; None where nothing is. ``pairs``: see ``differing``."""
     accused = row.below if row.own else None
     if pairs:
-        text, places = _against_each_other(row, pairs)
+        what, places = _against_each_other(row, pairs)
     elif accused:
         places = [place for place in (*ours, *theirs) if place.below]
-        who = "both sides compute" if accused == "both" else f"{letter(accused)} computes"
-        who = "the run computes" if alone else who
         other = {"reference": theirs, "candidate": ours}.get(accused, [])
-        inside = next((place.kernel for place in other if place.kernel), None)
-        hidden = "" if inside is None else f"; on the other side it is inside {inside}"
-        text = f"{who} {row.part} in {_dtype_and_place(places[0])}{_expected(row)}{hidden}"
+        what = fact(
+            "precision.computes_below", who="run" if alone else accused, part=row.part,
+            place=_dtype_and_place(places[0]), expected=row.expected,
+            expected_from=row.expected_from,
+            kernel=next((place.kernel for place in other if place.kernel), None),
+        )  # fmt: skip
     else:
         return None
     sites = [site for place in places for site in (*place.operators, *place.near)]
-    return AuditFinding(part=row.part, text=text, operators=list(dict.fromkeys(sites)))
+    return AuditFinding(part=row.part, what=what, operators=list(dict.fromkeys(sites)))
 
 
-def _against_each_other(row: AuditRow, pairs: list[PlacePair]) -> tuple[str, list[AuditedPlace]]:
+def _against_each_other(row: AuditRow, pairs: list[PlacePair]) -> tuple[Fact, list[AuditedPlace]]:
     """The odd side first: the one below what is expected, else the one that is not as expected,
     else the narrower one, else the candidate."""
     reference, candidate = pairs[0]
@@ -323,24 +326,16 @@ def _against_each_other(row: AuditRow, pairs: list[PlacePair]) -> tuple[str, lis
             side[0] == "candidate",
         ),
     )
-    other = "candidate" if odd == "reference" else "reference"
-    others = len({place.module for place, _ in pairs}) - 1
-    more = f", also in {others} other module{'s' if others > 1 else ''}" if others else ""
-    text = (
-        f"{letter(odd)} computes {row.part} in {_dtype_and_place(first)}, {letter(other)} in "
-        f"{second.computed}{more}{_expected(row)}"
-    )
-    return text, [place for pair in pairs for place in pair]
+    other: Side = "candidate" if odd == "reference" else "reference"
+    what = fact(
+        "precision.computes", side=odd, part=row.part, place=_dtype_and_place(first), other=other,
+        dtype=second.computed, num_more=len({place.module for place, _ in pairs}) - 1 or None,
+        expected=row.expected, expected_from=row.expected_from,
+    )  # fmt: skip
+    return what, [place for pair in pairs for place in pair]
 
 
-def _dtype_and_place(place: AuditedPlace) -> str:
-    where = (place.source or place.site).partition(" in ")[0]
+def _dtype_and_place(place: AuditedPlace) -> Fact:
     # one kernel: it rounds what it gives; what it adds up in is not in the records
-    inside = "; as stored: what its kernel accumulates in is for the probe to tell"
-    return f"{place.computed} ({where}{inside if place.accumulates else ''})"
-
-
-def _expected(row: AuditRow) -> str:
-    if not row.expected:
-        return ""
-    return f"; expected {' or '.join(row.expected)} ({row.expected_by})"
+    where = (place.source or place.site).partition(" in ")[0]
+    return fact("precision.place", dtype=place.computed, where=where, accumulates=place.accumulates)

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 
 from divergence.comparison.results.operators import Part
+from divergence.facts import Fact, fact, plain
 from divergence.numerics.formats import FORMATS, format_named
 
 __all__ = ["FAMILIES", "Expectation", "OperatorFamily", "expectation", "family_of", "is_below"]
@@ -30,7 +31,7 @@ class Expectation:
     """``dtypes``: any of them is enough. ``own``: the model's own code says so."""
 
     dtypes: tuple[str, ...]
-    by: str
+    by: Fact
     own: bool
 
 
@@ -122,38 +123,41 @@ def expectation(part: Part, family: OperatorFamily | None, dtype: str) -> Expect
     if format_named(dtype).kind != "float":
         return None  # a quantised model: its parts' dtypes are its own affair
     if family is not None:
-        word, by = _own(part, family)
-        if word is not None:
+        own = _own(part, family)
+        if own is not None:
+            word, by = own
             return Expectation(dtypes=(dtype if word == MODEL else word,), by=by, own=True)
     if part == "residual add" and family is not None and family.residual_in_fp32:
-        return Expectation(dtypes=("float32",), by="residual_in_fp32, by default", own=False)
-    if part in ("norm statistics", "softmax"):
-        return Expectation(dtypes=("float32",), by="common practice", own=False)
-    if part == "router":
-        return Expectation(dtypes=("float32", "bfloat16"), by="common practice", own=False)
-    if part == "kv cache":
-        return Expectation(dtypes=(dtype, *_CACHES), by="common practice", own=False)
-    if part == "rotary table":
-        return Expectation(dtypes=("float32",), by="common practice", own=False)
-    return Expectation(dtypes=(dtype,), by="the model's dtype", own=family is not None)
+        by = fact("precision.residual_switch")
+        return Expectation(dtypes=("float32",), by=by, own=False)
+    practice = {
+        "norm statistics": ("float32",),
+        "softmax": ("float32",),
+        "router": ("float32", "bfloat16"),
+        "kv cache": (dtype, *_CACHES),
+        "rotary table": ("float32",),
+    }
+    if part in practice:
+        by = fact("precision.common_practice")
+        return Expectation(dtypes=practice[part], by=by, own=False)
+    return Expectation(dtypes=(dtype,), by=fact("precision.model_dtype"), own=family is not None)
 
 
-def _own(part: Part, family: OperatorFamily) -> tuple[str | None, str]:
+def _own(part: Part, family: OperatorFamily) -> tuple[str, Fact] | None:
     """(dtype, whose code) where the family's code decides it."""
-    file = f"modeling_{family.file}.py"
     if part == "norm statistics":
-        return "float32", family.norm or "nn.LayerNorm, inside its kernel"
+        return "float32", plain(family.norm) if family.norm else fact("precision.in_kernel")
     if part == "norm weight" and family.norm is not None:
-        return family.weight, family.norm
+        return family.weight, plain(family.norm)
     if part == "softmax" and family.softmax is not None:
-        return family.softmax, f"attention of {file}"
+        return family.softmax, fact("precision.attention_of", file=f"modeling_{family.file}.py")
     if family.router is not None:
         name, scores, product = family.router
         if part == "router":
-            return scores, name
+            return scores, plain(name)
         if part == "router product":
-            return product, name
-    return None, ""
+            return product, plain(name)
+    return None
 
 
 def is_below(dtype: str, expected: tuple[str, ...] | list[str]) -> bool:

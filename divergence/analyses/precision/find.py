@@ -7,7 +7,6 @@ from divergence.analyses.precision.step import PHASES, gradient_errors
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.operators import AuditResult
-from divergence.facts import plain
 from divergence.run.schema.site import of_parameter
 
 __all__ = ["explain", "find"]
@@ -20,8 +19,8 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:
-    """The audit's sentences: those about the operator at the onset before all other evidence, and
-    those about sums of gradients, or the optimizer's weights, where it is one of these."""
+    """What the audit found: that about the operator at the onset before all other evidence, and
+    that about sums of gradients, or the optimizer's weights, where it is one of these."""
     audit = answer.parts["audit"]
     if not isinstance(audit, AuditResult):
         return []
@@ -29,12 +28,14 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     if verdict.onset is not None:
         onset = verdict.onset.site.rpartition(":")[0]
         phase = verdict.onset.phase if of_parameter(verdict.onset.site) else None
-    cost = gradient_errors(measured) if any(item.part in PHASES for item in audit.findings) else ""
+    training = any(item.part in PHASES for item in audit.findings)
+    errors = gradient_errors(measured) if training else None
     return [
         Finding(
             claim="explanation", role="explains", leads=leads,
             evidence=[
-                plain(item.text + (cost if item.part == "reduced gradients" else ""))
+                item.what.with_values(errors=errors) if item.part == "reduced gradients"
+                else item.what
                 for item in audit.findings
                 if (onset in item.operators or PHASES.get(item.part, "") == phase) == leads
             ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.operators import AuditedPlace, AuditResult, AuditRow
+from divergence.comparison.results.operators import INSIDE, AuditedPlace, AuditResult, AuditRow
 from divergence.layout import BLANK, MAX_WIDTH, Line, count, cut, heading, line, prose
 
 __all__ = ["audit_lines", "dtype_words", "expectation", "footer", "show"]
@@ -58,13 +58,13 @@ def dtype_words(side: list[str] | None) -> str:
     """What a part was computed in."""
     if side is None:
         return "not audited"
-    known = ["in one kernel" if name.startswith("inside ") else name for name in side]
+    known = ["in one kernel" if name.startswith(INSIDE) else name for name in side]
     return ", ".join(dict.fromkeys(known)) or "-"
 
 
 def _place(name: str, place: AuditedPlace) -> Line:
     flow = f"{'+'.join(place.operands) or '?'} → {place.result}"
-    dtype = place.computed or f"inside {place.kernel}"
+    dtype = place.computed or f"{INSIDE}{place.kernel}"
     where = f"; {place.source}" if place.source else ""
     text = f"{place.site}: {dtype}; {flow}; {count(place.num_calls, 'call')}{where}"
     mark = "!" if place.below and place.own else "?" if place.below else " "

@@ -13,27 +13,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from divergence.analyses.precision.expectations import is_below
 from divergence.comparison.results.operators import AuditFinding, AuditRow, Part
+from divergence.facts import Fact, fact
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.provenance import StepPrecision
 from divergence.run.schema.site import of_parameter
-from divergence.words import SideOrBoth
+from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:
     from divergence.comparison.analysis import Measured
 
 __all__ = ["PHASES", "gradient_errors", "step_rows"]
 
-_MEGATRON = "Megatron-LM's default"
 _EXPECTED: dict[Part, tuple[str, bool]] = {
-    "reduced gradients": (_MEGATRON, True),
-    "gradient sums": (_MEGATRON, True),
-    "main weights": ("Micikevicius et al. 2018", True),
-    "moments": ("common practice", True),
-    "buffers": ("common practice", False),
+    "reduced gradients": ("precision.megatron", True),
+    "gradient sums": ("precision.megatron", True),
+    "main weights": ("precision.mixed_precision", True),
+    "moments": ("precision.common_practice", True),
+    "buffers": ("precision.common_practice", False),
 }
 """Who expects float32, and whether a side below it is named."""
 
@@ -50,16 +50,7 @@ _READ: dict[Part, Callable[[StepPrecision], str | None]] = {
     "moments": lambda step: step.moments,
     "buffers": lambda step: step.buffers,
 }
-_DOES: dict[Part, tuple[str, str]] = {
-    "reduced gradients": ("reduces", "reduce"),
-    "gradient sums": ("adds up", "add up"),
-    "moments": ("keeps", "keep"),
-    "buffers": ("keeps", "keep"),
-}
-_WHAT: dict[Part, str] = {
-    "reduced gradients": "gradients among ranks", "gradient sums": "micro-batches' gradients",
-    "moments": "the optimizer's moments", "buffers": "the model's buffers",
-}  # fmt: skip
+_SIDES: tuple[Side, Side] = ("reference", "candidate")
 
 
 def step_rows(
@@ -90,32 +81,31 @@ def step_rows(
         ]
         row = AuditRow(
             part=part, reference=given[0], candidate=given[1], expected=["float32"],
-            expected_by=by, own=named, below=whose,
+            expected_from=fact(by), own=named, below=whose,
             differs=None not in dtypes and dtypes[0] != dtypes[1], num_places=1,
         )  # fmt: skip
         rows.append(row)
         if row.differs or (whose is not None and named):
-            text = _sentence(row, sides, alone=candidate is None)
-            findings.append(AuditFinding(part=part, text=text))
+            what = _what_is_done(row, sides, alone=candidate is None)
+            findings.append(AuditFinding(part=part, what=what))
     return rows, findings
 
 
-def gradient_errors(measured: Measured) -> str:
-    """``; their error against the truth: A 4e-3, B 2e-3 ...``: the median parameter's. Empty
-    without a truth."""
-    known = [
+def gradient_errors(measured: Measured) -> Fact | None:
+    """The error of both sides' parameters' gradients against the truth: the median parameter's.
+    None without a truth."""
+    truths = [
         site.truth for site in measured.sites
         if site.pass_ == "free" and site.phase == "backward" and of_parameter(site.site)
         and site.truth is not None
     ]  # fmt: skip
-    if not known:
-        return ""
-    errors = (
-        statistics.median(truth.reference_error for truth in known),
-        statistics.median(truth.candidate_error for truth in known),
+    if not truths:
+        return None
+    return fact(
+        "precision.gradient_errors",
+        reference=statistics.median(truth.reference_error for truth in truths),
+        candidate=statistics.median(truth.candidate_error for truth in truths),
     )
-    said = ", ".join(f"{side} {error:.1e}" for side, error in zip("AB", errors, strict=True))
-    return f"; parameters' gradients are off the truth by {said} (median parameter)"
 
 
 def _step(manifest: Manifest | None) -> StepPrecision | None:
@@ -124,38 +114,32 @@ def _step(manifest: Manifest | None) -> StepPrecision | None:
     return manifest.training.precision
 
 
-def _sentence(row: AuditRow, sides: list[StepPrecision | None], *, alone: bool) -> str:
+def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bool) -> Fact:
+    """Who does it in which dtype: the side that is below what is expected, or both alike."""
     dtypes = [cell[0] if cell else None for cell in (row.reference, row.candidate)]
     odd = 0 if row.below == "reference" else 1
-    if row.below is None and dtypes[1] == "float32":
+    if alone or row.below == "both" or (row.below is None and dtypes[1] == "float32"):
         odd = 0
-    if alone or row.below == "both":
-        odd = 0
-    who = "the run" if alone else "both sides" if row.below == "both" else "AB"[odd]
-    if not alone and row.below == "both" and row.differs:
-        who = "A"
-    many = who == "both sides"
-    expected = f"; expected {row.expected[0]} ({row.expected_by})"
-    other = dtypes[1 - odd]
-    beside = f", {'BA'[odd]} in {other}" if not alone and not many and other else ""
+    both = not alone and row.below == "both" and not row.differs
+    other = dtypes[1 - odd] if not alone and not both else None
+    values: dict[str, Any] = {
+        "who": "run" if alone else "both" if both else _SIDES[odd],
+        "dtype": dtypes[odd],
+        "expected": row.expected,
+        "expected_from": row.expected_from,
+    }
     if row.part == "main weights":
-        steps = "step" if many else "steps"
-        text = f"{who} {steps} the {dtypes[odd]} weights themselves, without float32 copies"
-        lost = _lost([sides[odd]] if not many else sides)
-        beside = f" ({'BA'[odd]} has them)" if beside and other == "float32" else ""
-        return f"{text}{beside}{lost}{expected}"
-    does = _DOES[row.part][many]
-    return f"{who} {does} {_WHAT[row.part]} in {dtypes[odd]}{beside}{expected}"
-
-
-def _lost(steps: list[StepPrecision | None]) -> str:
-    """What the step did not move."""
-    shares = [
-        step.num_unmoved / step.num_stepped
-        for step in steps
-        if step is not None and step.num_stepped
-    ]
-    if not shares or not max(shares):
-        return ""
-    said = " and ".join(f"{share:.1%}" for share in shares)
-    return f": {said} of the weights that have a gradient did not move, the step was too small"
+        shares = [
+            step.num_unmoved / step.num_stepped
+            for step in (steps if both else [steps[odd]])
+            if step is not None and step.num_stepped
+        ]
+        return fact(
+            "precision.main_weights", **values,
+            holder=_SIDES[1 - odd] if other == "float32" else None,
+            unmoved=[fact("precision.unmoved", share=share) for share in shares if any(shares)],
+        )  # fmt: skip
+    return fact(
+        f"precision.{row.part.replace(' ', '_')}", **values, other_dtype=other,
+        other=_SIDES[1 - odd] if other else None,
+    )  # fmt: skip

@@ -25,7 +25,7 @@ from divergence.analyses.suite.measure import (
     score_of_side,
 )
 from divergence.comparison.analysis import report_of
-from divergence.comparison.facts import facts_of_operators
+from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.result import (
     Report,
     SuiteCase,
@@ -36,13 +36,14 @@ from divergence.comparison.result import (
 )
 from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.errors import IncomparableError, UsageError
+from divergence.facts import Fact, fact, sentence
 from divergence.numerics.formats import format_of
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of, operator_of, split_site
-from divergence.words import Progress, SideOrBoth, letter, silent
+from divergence.words import Progress, SideOrBoth, silent
 
 __all__ = ["compare_suites", "report_on"]
 
@@ -75,13 +76,14 @@ def report_on(
 
 def _notes(a: Run, b: Run) -> list[str]:
     """What each side skipped or was told to use."""
-    notes = []
-    for name, run in (("reference", a), ("candidate", b)):
-        for reason, count in run.manifest.plan.skipped_operators.items():
-            notes.append(f"{letter(name)} skipped {count} cases: {reason}")
+    facts = []
+    for side, run in (("reference", a), ("candidate", b)):
+        for reason, num in run.manifest.plan.skipped_operators.items():
+            facts.append(fact("suite.skipped", side=side, num=num, reason=reason))
         for item in run.manifest.overrides:
-            notes.append(f"{letter(name)} used {item.name} {item.used} instead of {item.reference}")
-    return notes
+            names = {"name": item.name, "used": item.used, "reference": item.reference}
+            facts.append(fact("suite.used", side=side, **names))
+    return list(map(sentence, facts))
 
 
 def compare_suites(
@@ -103,18 +105,23 @@ def compare_suites(
         (progress or silent)("compare", number, len(ours), site)
         other = theirs.get(site)
         if other is None:
-            skipped.append(_skip(record, "no partner", "reference"))
+            skipped.append(_skip(record, fact("suite.no_partner"), "reference"))
             continue
         path = module_of(site)
         if inputs_a.get(path) != inputs_b.get(path):
-            skipped.append(_skip(record, "the inputs are not the same bytes", "both"))
+            skipped.append(_skip(record, fact("suite.other_inputs"), "both"))
         elif (record.shape, record.dtype) != (other.shape, other.dtype):
-            reason = f"{record.dtype} {list(record.shape)} and {other.dtype} {list(other.shape)}"
+            reason = fact(
+                "suite.other_results", reference_dtype=record.dtype, reference_shape=record.shape,
+                candidate_dtype=other.dtype, candidate_shape=other.shape,
+            )  # fmt: skip
             skipped.append(_skip(record, reason, "both"))
         else:
             cases.append(_case(a, b, truth, record, other))
     skipped += [
-        _skip(theirs[site], "no partner", "candidate") for site in theirs if site not in ours
+        _skip(theirs[site], fact("suite.no_partner"), "candidate")
+        for site in theirs
+        if site not in ours
     ]
     if not cases:
         raise IncomparableError(
@@ -194,12 +201,12 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
         judged = ~truths.value.float().isnan()
         expected = float(truths.floor[judged].double().sum()) / max(1, count)
     over = [excess(side, expected_off=expected, count=count) for side in sides]
-    status, side, why = _status(sides, over, same)
+    status, side, reason = _status(sides, over, same)
     if kind == "values":
         ideal, before = ideal_error(truths, format_of(reference.dtype))
         case = msgspec.structs.replace(case, ideal_error=ideal, floor=before, w=_w(sides))
     return msgspec.structs.replace(
-        case, status=status, side=side, why=why, expected_off=expected,
+        case, status=status, side=side, reason=reason, expected_off=expected,
         reference=sides[0], candidate=sides[1],
     )  # fmt: skip
 
@@ -219,7 +226,7 @@ def _w(sides: list[SuiteSide]) -> float:
 
 def _status(
     sides: list[SuiteSide], over: list[float], same: bool
-) -> tuple[SuiteStatus, SideOrBoth | None, str | None]:
+) -> tuple[SuiteStatus, SideOrBoth | None, Fact | None]:
     wrong = [value > 1.0 for value in over]
     if any(wrong):
         worst = sides[0] if over[0] >= over[1] else sides[1]
@@ -230,10 +237,10 @@ def _status(
     # some round to 0 on every side
     flushed = [zeros[0] > 2 * zeros[1], zeros[1] > 2 * zeros[0]]
     if any(flushed):
-        return "flushed", _side(flushed), "subnormals become 0"
+        return "flushed", _side(flushed), fact("suite.flushed")
     tied = [bool(side.rows_tied) for side in sides]
     if any(tied):
-        return "ties", _side(tied), "another of exactly equal scores than the first"
+        return "ties", _side(tied), fact("suite.tied")
     return "healthy", None, None
 
 
@@ -241,21 +248,17 @@ def _side(which: list[bool]) -> SideOrBoth:
     return "both" if all(which) else "reference" if which[0] else "candidate"
 
 
-def _reason(side: SuiteSide) -> str:
+def _reason(side: SuiteSide) -> Fact:
     """What the limit was exceeded by."""
     if side.num_nonfinite:
-        return f"{side.num_nonfinite} values are nan or inf"
+        return fact("suite.nonfinite", num_nonfinite=side.num_nonfinite)
+    if side.score is not None and side.score > SCORE_LIMIT:
+        return fact("suite.score", score=side.score, limit=SCORE_LIMIT)
     if side.score is not None:
-        if side.score > SCORE_LIMIT:
-            return f"{_short(side.score)} times what rounding explains"
-        return f"rows are scaled by {_short(side.gain or 0.0)} standard deviations"
+        return fact("suite.gain", gain=side.gain or 0.0, limit=GAIN_LIMIT)
     if side.off_by_one is not None:
-        return f"{side.off_by_one:.2%} of codes off by one, {side.off_by_more:.2%} by more"
-    return f"{side.rows_wrong:.1%} of rows choose otherwise than the definition"
-
-
-def _short(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:.2g}"
+        return fact("suite.codes_off", off_by_one=side.off_by_one, off_by_more=side.off_by_more)
+    return fact("suite.rows_wrong", rows_wrong=side.rows_wrong)
 
 
 def _badness(case: SuiteCase) -> tuple[int, float]:
@@ -297,8 +300,8 @@ def _implementation(manifest: Manifest, path: str) -> str:
     return "-" if note is None else note.kind
 
 
-def _skip(record: Record, reason: str, side: SideOrBoth) -> Skipped:
+def _skip(record: Record, reason: Fact, side: SideOrBoth) -> Skipped:
     return Skipped(
         pass_=record.pass_, sample=record.sample, step=record.step, site=record.site,
-        reason=reason, side=side,
+        reason=sentence(reason), side=side,
     )  # fmt: skip

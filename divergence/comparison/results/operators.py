@@ -4,14 +4,16 @@ precision audit: in which dtype each part of a model really ran, on each side.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import ClassVar, Literal, get_args
 
 import msgspec
 
+from divergence.facts import Fact, Worded, fact, sentence
 from divergence.words import Side, SideOrBoth
 
 __all__ = [
-    "PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "CausalCheck",
+    "INSIDE", "PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "CausalCheck",
     "OperatorResult", "OperatorsResult", "OtherInput", "OtherMask", "OtherOperand", "Part",
     "Question", "RegionResult", "UnmatchedOperator", "called_at",
 ]  # fmt: skip
@@ -24,14 +26,22 @@ Question = Literal[
 OperatorVerdict = Literal["fine", "candidate", "reference", "both", "differs", "unjudged"]
 
 
-class OtherInput(msgspec.Struct, frozen=True, kw_only=True):
+class OtherInput(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """An argument that comes from elsewhere on the two sides: another operator's result, another
     view of one, another weight, or an outside value that differs."""
 
+    TEXTS: ClassVar[Mapping[str, str]] = {
+        "reference": "origin_in_reference", "candidate": "origin_in_candidate",
+    }  # fmt: skip
+
     argument: str
-    reference: str
+    origin_in_reference: Fact
+    """Where the reference's value comes from."""
+    origin_in_candidate: Fact
+    """Where the candidate's value comes from."""
+    reference: str = ""
     """Where the reference's value comes from, in words."""
-    candidate: str
+    candidate: str = ""
     """Where the candidate's value comes from, in words."""
     viewed: bool = False
     """The origin is the same, but it is viewed in another way (another shape or stride)."""
@@ -52,17 +62,23 @@ class OtherMask(msgspec.Struct, frozen=True, kw_only=True):
     """Query and key are tokens' positions: a prefill without pads."""
 
 
-class OtherOperand(msgspec.Struct, frozen=True, kw_only=True):
+class OtherOperand(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """A scalar argument, or a constant made outside the recorded modules, that differs between the
     sides. This is a fact about the calls, not a measurement."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {
+        "reference": "reference_value", "candidate": "candidate_value",
+    }  # fmt: skip
 
     argument: str
     site: str | None = None
     """Of a region: the reference's call. None where it is the operator of the result itself."""
     kind: Literal["scalar", "constant"]
-    reference: str
+    reference_value: Fact
+    candidate_value: Fact
+    reference: str = ""
     """The reference's value, in words."""
-    candidate: str
+    candidate: str = ""
     """The candidate's value, in words."""
     is_value: bool = True
     """The argument enters the arithmetic as a number (an attention scale, an epsilon, a mask).
@@ -72,12 +88,15 @@ class OtherOperand(msgspec.Struct, frozen=True, kw_only=True):
     number."""
 
 
-class RegionResult(msgspec.Struct, frozen=True, kw_only=True):
+class RegionResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """Operators of both sides that compute one thing in different ways, compared as one step."""
 
-    text: str
-    """The candidate's operators in place of the reference's, for example ``8 products and 7
-    additions in place of one product``."""
+    TEXTS: ClassVar[Mapping[str, str]] = {"text": "replaced"}
+
+    replaced: Fact
+    """The candidate's operators in place of the reference's."""
+    text: str = ""
+    """The same in words, for example ``8 products and 7 additions in place of one product``."""
     reference: list[str]
     """Paths of the reference's operators in execution order. The last one gives the common result;
     where ``argument`` is set, it gives that argument of ``consumer``."""
@@ -98,8 +117,9 @@ class RegionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def called_at(source: str | None, backward_of: str | None) -> str | None:
     """The line of Python that called an operator, or whose backward did; None where unknown."""
-    of = None if backward_of is None else f"backward of {backward_of}"
-    return ", ".join(filter(None, (of, source))) or None
+    if source is None and backward_of is None:
+        return None
+    return sentence(fact("operators.called_at", source=source, backward_of=backward_of))
 
 
 class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,8 +235,10 @@ class CausalCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The sites that are still beyond their limit."""
 
 
-class OperatorsResult(msgspec.Struct, frozen=True, kw_only=True):
+class OperatorsResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """All operators of the modules that were recorded."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     frame: Literal["block", "operator"]
     """Where the sides had equal inputs. ``block``: each side ran the block on its own from equal
@@ -236,7 +258,10 @@ class OperatorsResult(msgspec.Struct, frozen=True, kw_only=True):
     results: list[OperatorResult] = []
     unmatched: list[UnmatchedOperator] = []
     causal: CausalCheck | None = None
+    remarks: list[Fact] = []
+    """What was not compared or not judged, and why."""
     notes: list[str] = []
+    """The same in words."""
 
 
 Part = Literal[
@@ -264,8 +289,14 @@ PARTS: tuple[Part, ...] = get_args(Part)
 """In the order in which they are shown: what is most often wrong first."""
 
 
-class AuditedPlace(msgspec.Struct, frozen=True, kw_only=True):
+INSIDE = "inside "
+"""Before the name of a kernel, where a dtype would stand if it were recorded."""
+
+
+class AuditedPlace(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One part (such as a softmax) at one place of the model: the dtypes it really ran in."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"expected_by": "expected_from"}
 
     part: Part
     module: str
@@ -293,8 +324,10 @@ class AuditedPlace(msgspec.Struct, frozen=True, kw_only=True):
     """``computed`` belongs to a kernel that adds up inside, in a dtype that no record shows."""
     expected: list[str] = []
     """The dtypes that are wide enough; any one of them will do."""
-    expected_by: str = ""
+    expected_from: Fact | None = None
     """The source of that expectation."""
+    expected_by: str = ""
+    """The same in words."""
     own: bool = False
     """The expectation comes from the model's own code; otherwise it is common practice."""
     below: bool = False
@@ -302,8 +335,10 @@ class AuditedPlace(msgspec.Struct, frozen=True, kw_only=True):
     num_calls: int = 1
 
 
-class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
+class AuditRow(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One part on both sides."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"expected_by": "expected_from"}
 
     part: Part
     reference: list[str] | None = None
@@ -312,6 +347,7 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     candidate: list[str] | None = None
     """The same for the candidate."""
     expected: list[str] = []
+    expected_from: Fact | None = None
     expected_by: str = ""
     own: bool = False
     """The expectation comes from the model's own code; otherwise it is common practice."""
@@ -322,18 +358,24 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     num_places: int = 0
 
 
-class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
+class AuditFinding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One thing that the audit found wrong."""
 
+    TEXTS: ClassVar[Mapping[str, str]] = {"text": "what"}
+
     part: Part
-    text: str
-    """A sentence: who computed what in which dtype, and what was expected."""
+    what: Fact
+    """Who computed what in which dtype, and what was expected."""
+    text: str = ""
+    """The same as a sentence."""
     operators: list[str] = []
     """Operators of either side where it would be seen first."""
 
 
-class AuditResult(msgspec.Struct, frozen=True, kw_only=True):
+class AuditResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The audit of one run or of two."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     rows: list[AuditRow] = []
     findings: list[AuditFinding] = []
@@ -341,4 +383,7 @@ class AuditResult(msgspec.Struct, frozen=True, kw_only=True):
     """The reference's places. None if it recorded no operators, or computed in float64."""
     candidate: list[AuditedPlace] | None = None
     """The same for the candidate."""
+    remarks: list[Fact] = []
+    """What to know beside the table."""
     notes: list[str] = []
+    """The same in words."""

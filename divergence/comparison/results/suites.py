@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
+from divergence.facts import Fact, Worded
 from divergence.words import Side, SideOrBoth
 
 __all__ = [
@@ -55,8 +57,10 @@ class SuiteSide(msgspec.Struct, frozen=True, kw_only=True):
     """Indices: share of rows that differ otherwise."""
 
 
-class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
+class SuiteCase(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One output of one case: a = reference, b = candidate, R = truth."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"why": "reason"}
 
     site: str
     operator: str
@@ -64,7 +68,10 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["values", "codes", "indices"]
     status: SuiteStatus
     side: SideOrBoth | None = None
+    reason: Fact | None = None
+    """What the limit was exceeded by, or what is not the same."""
     why: str | None = None
+    """The same in words."""
     same: bool
     """The bits of both sides are the same."""
     rel_l2: float
@@ -124,8 +131,10 @@ gave other bits. ``identity``: reduce-scatter and all-gather do not make the all
 orders of addition promise."""
 
 
-class CollectiveFault(msgspec.Struct, frozen=True, kw_only=True):
+class CollectiveFault(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One thing that is wrong with one case."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"text": "what"}
 
     check: CollectiveCheck
     collective: str
@@ -139,8 +148,10 @@ class CollectiveFault(msgspec.Struct, frozen=True, kw_only=True):
     """Elements that are wrong."""
     ranks: tuple[int, ...]
     """Who made it; empty where it cannot be told."""
-    text: str
-    """What is wrong, as a clause."""
+    what: list[Fact]
+    """What is wrong."""
+    text: str = ""
+    """The same as a clause."""
     assumed: bool = False
     """The rank is told by the part of the buffer that is wrong, as reduce-scatter deals parts."""
     wrong_ranks: tuple[int, ...] = ()
@@ -217,8 +228,10 @@ class BandwidthRow(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes a second that a link has by its maker's word, where it was stated."""
 
 
-class CollectivesSide(msgspec.Struct, frozen=True, kw_only=True):
+class CollectivesSide(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One run, judged by itself."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"unsupported": "lacking"}
 
     side: Side
     num_ranks: int
@@ -228,8 +241,10 @@ class CollectivesSide(msgspec.Struct, frozen=True, kw_only=True):
     orders: list[OrderRow] = []
     identities: list[IdentityRow] = []
     bandwidth: list[BandwidthRow] = []
-    unsupported: list[str] = []
+    lacking: list[Fact] = []
     """What this group cannot do."""
+    unsupported: list[str] = []
+    """The same in words."""
     num_missing: int = 0
     """Results that are not in the run."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from divergence.comparison.facts import is_about
+from divergence.comparison.arithmetic import is_about
 from divergence.ops.reproducer.differences import Difference
 from divergence.ops.reproducer.script import operand_names
 from divergence.run.schema.manifest import Environment, Manifest

@@ -45,6 +45,7 @@ from divergence.recording.hooks.dataflow import (
 )
 from divergence.recording.model.structure import inside
 from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.manifest import NO_TENSOR
 from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.site import escape_path, join_site, operator_path
 from divergence.run.writing.captured_tensor import CapturedTensor
@@ -215,7 +216,7 @@ class OperatorRecorder(TorchDispatchMode):
         if not results:  # foreach operators and the like give nothing back: what was written
             results = [t for argument in writes for t in tensors_in(named.get(argument))]
         if not results:
-            self.skipped["it returns no tensor"] += 1
+            self.skipped[f"it {NO_TENSOR}"] += 1
             return result
         if self._substitute is not None:
             self._put_in_place(self._substitute, told.where, results)

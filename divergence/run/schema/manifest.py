@@ -30,10 +30,36 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "COLLECTIVES", "SCHEMA_VERSION", "SUITE", "UNKNOWN", "Calibration", "CodeNote", "CompiledNote",
-    "EngineNote", "EngineValue", "Environment", "Manifest", "Mesh", "MeshAxis", "ModelIdentity",
-    "ModuleNote", "ModuleRole", "Override", "OwnTruth", "Plan", "QuantizationNote", "Repeatability",
-    "SampleTokens", "Settings", "Sizes", "StoreMode", "Switch", "SwitchStatus", "Task", "Tokens",
+    "COLLECTIVES",
+    "NO_TENSOR",
+    "SCHEMA_VERSION",
+    "SUITE",
+    "UNKNOWN",
+    "Calibration",
+    "CodeNote",
+    "CompiledNote",
+    "EngineNote",
+    "EngineValue",
+    "Environment",
+    "Manifest",
+    "Mesh",
+    "MeshAxis",
+    "ModelIdentity",
+    "ModuleNote",
+    "ModuleRole",
+    "Override",
+    "OwnTruth",
+    "Plan",
+    "QuantizationNote",
+    "Repeatability",
+    "SampleTokens",
+    "Settings",
+    "Sizes",
+    "StoreMode",
+    "Switch",
+    "SwitchStatus",
+    "Task",
+    "Tokens",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 8
@@ -42,6 +68,9 @@ SUITE = "suite:"
 COLLECTIVES = f"{SUITE}collectives"
 """The suite that several processes run."""
 
+NO_TENSOR = "returns no tensor"
+"""How a reason in ``Plan.skipped_operators`` ends, of an operator that takes a number out of one.
+"""
 NO_DIGEST = "0" * 32
 """Stands in the place of a manifest's digest while that is made."""
 UNKNOWN = "unknown"
@@ -305,7 +334,8 @@ class Plan(_Strict, kw_only=True):
     substitutes: list[str] = []
     """Operators whose results were replaced by another run's."""
     skipped_operators: dict[str, Count] = {}
-    """Number of calls that were not recorded or not run again, by reason."""
+    """Number of calls that were not recorded or not run again, by reason: ``NO_TENSOR``, or words.
+    """
     modules: dict[str, ModuleNote] = {}
     """Every hooked module, by path."""
     not_called: dict[str, Count] = {}

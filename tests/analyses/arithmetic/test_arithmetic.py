@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from divergence.analyses.arithmetic.find import find
-from divergence.comparison.facts import expected_w, explain_arithmetic
+from divergence.comparison.arithmetic import expected_w, explain_arithmetic
+from divergence.facts import sentence
 from divergence.run.schema.manifest import (
     Environment,
     Manifest,
@@ -50,7 +51,7 @@ def manifest(*facts: ArithmeticFact, source: str = "tiny", dtype: str = "bfloat1
 
 
 def texts(a: Manifest, b: Manifest) -> list[str]:
-    return [item.text for item in explain_arithmetic(a, b).evidence]
+    return [sentence(item) for item in explain_arithmetic(a, b).evidence]
 
 
 TF32 = fact(f"input bits: {SHAPE} float32", "10 bits (TF32), cut off",
@@ -77,7 +78,9 @@ def test_orders_are_explained_with_their_expected_w():
         manifest(order("fused blocks", 65664)), manifest(order("sequential 512", 131327))
     )
     (item,) = found.evidence
-    assert item.text == (f"{SHAPE} float32: A adds fused blocks, B sequential 512: expected W 1.41")
+    assert sentence(item) == (
+        f"{SHAPE} float32: A adds fused blocks, B sequential 512: expected W 1.41"
+    )
     assert item.values["expected_w"] == pytest.approx((131327 / 65664) ** 0.5)
 
 
@@ -86,7 +89,7 @@ def test_measured_w_stands_in_the_explanation():
     a = manifest(order("pairwise", 5000, numbers={"error": 1e-7}))
     b = manifest(order("sequential 512", 131327, numbers={"error": 4e-7}))
     (item,) = explain_arithmetic(a, b).evidence
-    assert item.text.endswith("expected W 5.12, measured W 4.00")
+    assert sentence(item).endswith("expected W 5.12, measured W 4.00")
 
 
 def test_w_by_hand():
@@ -136,7 +139,7 @@ def test_what_is_not_verified_is_counted_and_never_explained_with():
     for pair in ((doubted, order("pairwise", 5000)), (order("pairwise", 5000), doubted)):
         found = explain_arithmetic(manifest(pair[0], FULL), manifest(pair[1], FULL))
         (item,) = found.evidence
-        assert item.text == (
+        assert sentence(item) == (
             "the probed arithmetic is the same on both sides (1 fact; 1 more not verified)"
         )
         assert found.lines[0].status == "same"
@@ -146,7 +149,7 @@ def test_equal_machines_say_so_in_one_line():
     """Every fact equal."""
     side = manifest(FULL, order("pairwise", 5000))
     found = explain_arithmetic(side, side)
-    assert [item.text for item in found.evidence] == [
+    assert [sentence(item) for item in found.evidence] == [
         "the probed arithmetic is the same on both sides (2 facts)"
     ]
     assert (found.lines[0].status, found.num_differ) == ("same", 0)
@@ -188,8 +191,8 @@ def test_a_report_gets_a_few_lines():
     b = manifest(*(fact(name, f"b{k}") for k, name in enumerate(names)), TF32)
     brief = explain_arithmetic(a, b).brief()
     assert len(brief) == 4
-    assert "TF32" in brief[0].text
-    assert brief[-1].text == "7 more differences of arithmetic; inspect -v lists a run's facts"
+    assert "TF32" in sentence(brief[0])
+    assert sentence(brief[-1]) == "7 more differences of arithmetic; inspect -v lists a run's facts"
 
 
 def asked(a, b):

@@ -11,6 +11,7 @@ from divergence import Run, capture, compare
 from divergence.analyses.collectives.find import _who
 from divergence.comparison.results.suites import CollectiveFault
 from divergence.errors import UsageError
+from divergence.facts import sentence
 from divergence.recording.ranks.processes import Ranks
 
 HERE = "tests.analyses.collectives.wrong_collectives"
@@ -61,9 +62,8 @@ def test_ranks_that_add_in_orders_of_their_own_are_not_blamed(three):
 def test_the_root_of_a_reduce_is_not_blamed_for_what_it_got(three):
     (fault,) = three["reduce"]
     assert (fault.ranks, fault.text) == ((), "all 1,037 elements lack what rank 1 put in")
-    assert (
-        _who(fault, " of B") == "rank 0 of B, which alone holds the result (any may have made it)"
-    )
+    who = sentence(_who(fault, "candidate"))
+    assert who == "rank 0 of B, which alone holds the result (any may have made it)"
 
 
 def test_a_repetition_that_lacks_a_rank_is_no_other_order(three):
@@ -107,7 +107,7 @@ def test_where_every_rank_is_wrong_none_is_named_one_by_one(made):
     ]
     assert fault.ranks == ()
     assert "are what the rank itself put in" in fault.text
-    assert _who(fault) == "ranks 0, 1, 2, all wrong (one rank made it, or each did)"
+    assert sentence(_who(fault)) == "ranks 0, 1, 2, all wrong (one rank made it, or each did)"
 
 
 def test_terms_that_cancel_are_not_taken_for_one_another(made):

@@ -8,6 +8,7 @@ import torch
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.find import finding_of
 from divergence.analyses.operators.judge import judge_operators
+from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")
 X = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(0))
@@ -74,7 +75,7 @@ def test_the_first_token_that_sees_another_is_named(judged, dtype, how, mine, ot
     """A window of one too many, no causality, a window that is not meant: the operator that hides
     is named, not the softmax, which is right on both sides, and the side is B."""
     result = judged(attention(mine, how=how), attention(other, how=how, inside=True), dtype=dtype)
-    finding = finding_of(result)
+    finding = worded(finding_of(result))
     assert words in finding.summary
     assert "softmax" not in result.onset
     assert result.side == "candidate"
@@ -83,7 +84,7 @@ def test_the_first_token_that_sees_another_is_named(judged, dtype, how, mine, ot
 def test_without_a_truth_no_side_is_named(judged):
     """The masks differ for sure; whose is meant two runs do not tell."""
     result = judged(attention(window(4)), attention(window(5), inside=True), truth=False)
-    assert "token 4 sees token 0" in finding_of(result).summary
+    assert "token 4 sees token 0" in worded(finding_of(result)).summary
     assert result.side is None
 
 
@@ -98,4 +99,4 @@ def test_queries_of_a_padded_batch_are_not_called_tokens(judged):
     """With pads on the left a row of scores is not the token of that number."""
     other = attention(window(5), how="filled", inside=True)
     result = judged(attention(window(4), how="filled"), other, pads=((3, 21, 0),))
-    assert "in B query 7 sees key 3, which A hides" in finding_of(result).summary
+    assert "in B query 7 sees key 3, which A hides" in worded(finding_of(result)).summary

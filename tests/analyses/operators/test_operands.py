@@ -16,7 +16,7 @@ from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.decide import decide
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.operators import OtherOperand
-from divergence.facts import plain
+from divergence.facts import plain, sentence, worded
 from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.scalars import other_scalars
 
@@ -45,14 +45,14 @@ def judged(toy):
         values = [t.to(dtype) for t in inputs]
         a, b = toy(f, values), toy(g, values)
         right = toy(f, [t.double() for t in inputs], compute_dtype="float64") if truth else None
-        return judge_operators(measure_operators(a, b, PASSES, truth=right), notes={})
+        return worded(judge_operators(measure_operators(a, b, PASSES, truth=right), notes={}))
 
     return judge
 
 
 def headline(result):
     quiet = Finding(claim="within_rounding", kind="within_floor", headline=[plain("quiet")])
-    return decide([quiet, finding_of(result, _NoAdvice())]).verdict
+    return worded(decide([quiet, finding_of(result, _NoAdvice())]).verdict)
 
 
 def attention(scale):
@@ -250,7 +250,7 @@ def test_a_small_buffer_is_a_constant(toy):
     """Of another machine's making, by its digest and its value."""
     buffers = [{"scale": torch.tensor([value])} for value in (0.125, 0.126)]
     runs = [toy(lambda x, scale: x * scale, [X], weights=one) for one in buffers]
-    result = judge_operators(measure_operators(*runs, PASSES), notes={})
+    result = worded(judge_operators(measure_operators(*runs, PASSES), notes={}))
     (item,) = result.results[0].other_operands
     assert (item.kind, item.reference, item.candidate) == ("constant", "[0.125]", "[0.126000002]")
 
@@ -269,7 +269,7 @@ def test_a_small_buffer_is_a_constant(toy):
 )
 def test_a_tensor_in_a_few_words(values, said):
     """A tensor of zeros masks nothing, and need be no mask."""
-    assert operands._values(values) == said
+    assert sentence(operands._value(values)) == said
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,8 @@ def test_a_tensor_in_a_few_words(values, said):
 )
 def test_a_sides_own_argument_comes_first(side, said):
     """With the other side's behind it."""
-    item = OtherOperand(argument="eps", kind="scalar", reference="1", candidate="2")
+    values = {"reference_value": plain("1"), "candidate_value": plain("2")}
+    item = OtherOperand(argument="eps", kind="scalar", **values)
     assert operands.operands_text([item], side) == said
 
 

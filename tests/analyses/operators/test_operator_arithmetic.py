@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from divergence.analyses.operators.find import behind_operator
-from divergence.comparison.facts import Explained, subjects_of
+from divergence.comparison.arithmetic import Explained, subjects_of
 from divergence.comparison.results.operators import OperatorResult
+from divergence.facts import sentence
 from divergence.run.schema.provenance import ArithmeticFact
 
 
@@ -45,14 +46,14 @@ def test_operators_stand_on_probed_ones(operator, words):
 def test_a_difference_behind_the_operator_is_said():
     """Other facts are left out."""
     (told,) = behind_operator(operator("aten.mm"), Explained(differing=[EXP, TF32]))
-    assert told.text.startswith("arithmetic behind aten.mm in float32: ")
-    assert "fused multiply-adds in A" in told.text
+    assert sentence(told).startswith("arithmetic behind aten.mm in float32: ")
+    assert "fused multiply-adds in A" in sentence(told)
 
 
 def test_equal_arithmetic_sends_the_reader_elsewhere():
     """Only where something about this operator was verified on both sides."""
     found = Explained(differing=[EXP], equal=[TF32[0]])
     (told,) = behind_operator(operator("aten.mm"), found)
-    assert "is the same on both sides (fma): look at software" in told.text
+    assert "is the same on both sides (fma): look at software" in sentence(told)
     assert behind_operator(operator("aten.mm", "bfloat16"), found) == []
     assert behind_operator(operator("aten.topk"), found) == []

@@ -10,6 +10,7 @@ import torch
 
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.judge import judge_operators
+from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
@@ -30,7 +31,7 @@ def judged(toy):
             wide = {name: value.double() for name, value in (weights or {}).items()}
             inputs = [t.double() if t.is_floating_point() else t for t in inputs]
             truth = toy(right, inputs, weights=wide, steps=steps, compute_dtype="float64")
-        return judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
+        return worded(judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={}))
 
     return judge
 

@@ -9,6 +9,7 @@ from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.judge import judge_operators
 from divergence.analyses.operators.pads import Pads
 from divergence.comparison.api import compare
+from divergence.facts import worded
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 
@@ -29,7 +30,7 @@ def judged(toy):
         b = toy(lambda x: forward(x, 2.0, wrong), [X], pads=pads)
         right = toy(lambda x: forward(x, 0.5, 0.0), [X.double()], compute_dtype="float64",
                     pads=pads)  # fmt: skip
-        return judge_operators(measure_operators(a, b, PASSES, truth=right), notes={})
+        return worded(judge_operators(measure_operators(a, b, PASSES, truth=right), notes={}))
 
     return judge
 

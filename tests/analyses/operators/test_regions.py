@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.judge import judge_operators
+from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")
 
@@ -42,7 +43,7 @@ def judged(toy):
             runs.append(toy(code, values, weights=own, compute_dtype=wide))
         a, b, r = runs
         measured = measure_operators(a, b, PASSES, truth=r if truth else None)
-        return judge_operators(measured, notes={})
+        return worded(judge_operators(measured, notes={}))
 
     return judge
 

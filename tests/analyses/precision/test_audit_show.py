@@ -11,6 +11,7 @@ from divergence.comparison.results.operators import (
     AuditResult,
     AuditRow,
 )
+from divergence.facts import plain, worded
 
 PLACE = AuditedPlace(
     part="softmax",
@@ -91,9 +92,9 @@ def test_every_place_on_request():
 def test_one_run_alone_has_one_column_and_its_findings():
     """There is no verdict to hold them."""
     found = audit(reference=["bfloat16"], candidate=None)
-    said = AuditFinding(part="softmax", text="the run computes softmax in bfloat16")
-    found = msgspec.structs.replace(found, candidate=None, findings=[said])
-    lines = texts(found, alone=True)
+    item = AuditFinding(part="softmax", what=plain("the run computes softmax in bfloat16"))
+    found = msgspec.structs.replace(found, candidate=None, findings=[item])
+    lines = texts(worded(found), alone=True)
     assert lines[1] == "    part              computed in        expected"
     assert "    !: the run computes softmax in bfloat16" in lines
 

@@ -22,20 +22,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from divergence.comparison.analysis import is_probe
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.findings import PreflightLine
-from divergence.facts import Fact, plain
+from divergence.facts import Fact, fact, sentence
 from divergence.numerics.formats import FORMATS
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.provenance import ArithmeticFact
-from divergence.words import figure, list_names
 
 __all__ = [
-    "Explained", "count_of", "expected_w", "explain_arithmetic", "facts_of_operators", "is_about",
-    "sentences", "subjects_of",
+    "Explained", "differences", "expected_w", "explain_arithmetic", "facts_of_operators",
+    "is_about", "subjects_of",
 ]  # fmt: skip
 
 _ORDER = (
@@ -48,8 +48,6 @@ _PRECISION = ("input bits", "accumulator", "rounding")
 _POOR_ULP = 16.0
 """A function whose worst error passes this on one side alone is coarser, not rounded otherwise."""
 _MOST_LINES = 3
-_MOST_SUBJECTS = 2
-
 
 FactPair = tuple[ArithmeticFact, ArithmeticFact]
 """The reference's fact and the candidate's of one name."""
@@ -57,7 +55,7 @@ FactPair = tuple[ArithmeticFact, ArithmeticFact]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """``lines``: for preflight, none where neither run was probed. ``evidence``: one sentence a
+    """``lines``: for preflight, none where neither run was probed. ``evidence``: one fact a
     difference, what explains most first, or one that says there is none. ``precise``: probes of
     ``_PRECISION`` (and ``ulp``) that differ. ``differing``, ``equal``: verified facts that both
     sides hold; ``widths``: what both found of partial sums, by name, verified or not."""
@@ -75,12 +73,9 @@ class Explained:
 
     def brief(self) -> list[Fact]:
         """A few lines, for a report on something else."""
-        lines = list(self.evidence[:_MOST_LINES])
-        rest = len(self.evidence) - _MOST_LINES
-        if rest > 0:
-            more = f"{rest} more differences of arithmetic; inspect -v lists a run's facts"
-            lines.append(plain(more))
-        return lines
+        num_more = len(self.evidence) - _MOST_LINES
+        more = [fact("more_arithmetic", num_more=num_more)] if num_more > 0 else []
+        return [*self.evidence[:_MOST_LINES], *more]
 
 
 _OF_MODELS = (
@@ -100,15 +95,15 @@ def facts_of_operators(a: Run, b: Run) -> tuple[list[PreflightLine], Explained]:
 def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     """Hold the facts of two runs side by side. Facts on 16-bit formats that neither run
     computes in are left out, unless the runs are probes."""
-    ref, cand = ({fact.name: fact for fact in m.arithmetic} for m in (a, b))
+    ref, cand = ({item.name: item for item in m.arithmetic} for m in (a, b))
     if not ref and not cand:
         return Explained()
     names = [name for name in ref if name in cand]
     if not names:
-        say = [count_of(len(facts), "fact") if facts else "not probed" for facts in (ref, cand)]
+        reference, candidate = (sentence(fact("num_probed", num=len(held))) for held in (ref, cand))
         line = PreflightLine(
-            check="arithmetic", status="same", reference=say[0], candidate=say[1],
-            detail="no fact that both runs hold",
+            check="arithmetic", status="same", reference=reference, candidate=candidate,
+            details=[fact("no_common_fact")],
         )  # fmt: skip
         return Explained(lines=[line])
     formats = None if is_probe(a) and is_probe(b) else {a.model.dtype, b.model.dtype, "float32"}
@@ -121,62 +116,60 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
         equal=[ref[name] for name in sure if name not in differ],
         widths={name: (ref[name], cand[name]) for name in names if name.startswith("accumulator")},
     )
-    evidence = sentences(explained.differing, explained)
+    evidence = differences(explained.differing, explained)
     if not differ:
-        text = f"the probed arithmetic is the same on both sides ({count_of(len(sure), 'fact')}"
-        text += f"; {unsure} more not verified)" if unsure else ")"
-        evidence = [plain(text)]
-    kinds = {probe: [n for n in differ if ref[n].probe == probe] for probe in _ORDER}
-    told = ", ".join(f"{probe} ({len(kind)})" for probe, kind in kinds.items() if kind)
+        evidence = [fact("arithmetic_is_same", num=len(sure), num_unsure=unsure or None)]
+    probes = [ref[name].probe for name in differ]
+    details = [fact("not_verified", num_unsure=unsure)] if unsure else []
+    if any(probe in _ORDER for probe in probes):
+        kinds = [fact("num_of_probe", probe=probe, num=probes.count(probe))
+                 for probe in _ORDER if probe in probes]  # fmt: skip
+        details = [fact("probes_differ", kinds=kinds, num_unsure=unsure or None)]
     precise = [name for name in differ if _is_precision(ref[name], cand[name])]
-    weight = ", none in precision: harmless"
-    if precise:
-        first = sentences([(ref[name], cand[name]) for name in precise], explained)[0].text
-        weight = f", {len(precise)} in precision: {first.rpartition(': ')[2]}"
-    facts = count_of(len(names), "fact")
+    held = fact("num_held", num=len(names), total=None if len(names) == len(ref) else len(ref))
+    compared = fact("num_held", num=len(names), total=None)
+    if differ:
+        worst = differences([(ref[name], cand[name]) for name in precise], explained)
+        compared = fact(
+            "num_differ", num_differ=len(differ), num=len(names), num_precise=len(precise) or None,
+            worst=worst[0]["most"] or worst[0]["what"] if worst else None,
+        )  # fmt: skip
     line = PreflightLine(
         check="arithmetic",
         status="differs" if differ else "same",
-        reference=facts if len(names) == len(ref) else f"{len(names)} of {len(ref)} facts",
-        candidate=f"{len(differ)} of {facts} differ{weight}" if differ else facts,
-        detail="; ".join(filter(None, (told, f"{unsure} not verified" if unsure else ""))) or None,
+        reference=sentence(held),
+        candidate=sentence(compared),
+        details=details,
     )
     return replace(explained, lines=[line], evidence=evidence, precise=precise)
 
 
-def sentences(pairs: Sequence[FactPair], explained: Explained) -> list[Fact]:
-    """One a difference; those that say the same of several shapes are one. Of orders, those that
-    change the error most come first."""
-    told = [(group[0][0].probe, _evidence(group, explained.widths)) for group in _grouped(pairs)]
-    place = {probe: number for number, probe in enumerate(_ORDER)}
+def differences(pairs: Sequence[FactPair], explained: Explained) -> list[Fact]:
+    """One fact a difference; those that say the same of several shapes are one. Of orders, those
+    that change the error most come first."""
 
-    def key(item: tuple[str, Fact]) -> tuple[int, float]:
-        values = item[1].values
-        weight = abs(math.log(values.get("measured_w", values.get("expected_w", 1.0)) or 1.0))
-        return place.get(item[0], len(place)), -weight
+    def key(item: Fact) -> tuple[int, float]:
+        probe, w = item["probe"], item.values.get("measured_w", item["expected_w"]) or 1.0
+        place = _ORDER.index(probe) if probe in _ORDER else len(_ORDER)
+        return place, -abs(math.log(w))
 
-    return [evidence for _, evidence in sorted(told, key=key)]
+    return sorted((_difference(group, explained.widths) for group in _grouped(pairs)), key=key)
 
 
-def count_of(number: int, name: str) -> str:
-    """``1 fact``, ``2 facts``."""
-    return f"{number} {name}" + ("" if number == 1 else "s")
-
-
-def _format(fact: ArithmeticFact) -> str:
+def _format(item: ArithmeticFact) -> str:
     """The last word of a subject is its dtype."""
-    return fact.subject.rpartition(" ")[2]
+    return item.subject.rpartition(" ")[2]
 
 
 def _is_precision(a: ArithmeticFact, b: ArithmeticFact) -> bool:
     if a.probe == "ulp":
-        worst = sorted(fact.numbers.get("worst", 0.0) for fact in (a, b))
+        worst = sorted(item.numbers.get("worst", 0.0) for item in (a, b))
         return worst[1] > _POOR_ULP >= worst[0]
     return a.probe in _PRECISION
 
 
 def _grouped(pairs: Sequence[FactPair]) -> list[list[FactPair]]:
-    """Pairs of one probe with the same two answers are one sentence."""
+    """Pairs of one probe with the same two answers are one fact."""
     groups: dict[tuple[object, ...], list[FactPair]] = {}
     for pair in pairs:
         a, b = pair
@@ -187,67 +180,47 @@ def _grouped(pairs: Sequence[FactPair]) -> list[list[FactPair]]:
     return list(groups.values())
 
 
-def _evidence(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
+def _difference(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
+    """Pairs of one probe with the same two answers."""
     a, b = pairs[0]
-    where = list_names([pair[0].subject for pair in pairs], _MOST_SUBJECTS)
     if a.probe == "order":
-        return _order_evidence(a, b, where, widths)
+        return _other_order(pairs, widths)
+    answers = (fact("answer", value=item.value) for item in (a, b))
+    reference, candidate = answers
+    what, most = fact("answers", probe=a.probe, reference=reference, candidate=candidate), None
     if a.probe == "input bits":
-        return plain(f"{where}: {_kept(a, b)}")
+        sides = [("reference", a), ("candidate", b)]
+        sides.sort(key=lambda side: min(_number(side[1], "input"), _number(side[1], "weight")))
+        (coarse, low), (fine, high) = sides
+        what = fact("keeps", coarse=coarse, low=low.value, fine=fine, high=high.value)
     if a.probe == "ulp":
-        worst = max(pairs, key=lambda pair: max(fact.numbers.get("worst", 0.0) for fact in pair))
-        x, y = (_number(fact, "worst") for fact in worst)
-        return plain(
-            f"{where}: other bits; {worst[0].subject}: {x:.3g} ulp at worst in A, {y:.3g} in B",
-            reference_ulp=x,
-            candidate_ulp=y,
-        )
-    word_a, word_b = (_WORDS.get(fact.value, fact.value) for fact in (a, b))
-    said = _SAYINGS.get(a.probe, "{}").format(word_a)
-    return plain(f"{where}: {said} in A, {word_b} in B")
+        worst = max(pairs, key=lambda pair: max(item.numbers.get("worst", 0.0) for item in pair))
+        numbers = [_number(item, "worst") for item in worst]
+        most = fact("ulp_at_worst", reference_ulp=numbers[0], candidate_ulp=numbers[1])
+        what = fact("other_bits", subject=worst[0].subject, most=most)
+    where = [pair[0].subject for pair in pairs]
+    return fact("arithmetic_differs", probe=a.probe, where=where, what=what, most=most)
 
 
-_SAYINGS = {
-    "accumulator": "partial sums of {}",
-    "subnormals": "subnormal numbers {}",
-    "rounding": "rounding {}",
-}
-"""Probe → how its values are said in a sentence."""
-_WORDS = {
-    "fused": "fused multiply-adds",
-    "rounded products": "products rounded before they are added",
-    "exact products, fused": "exact products, several added at once",
-}
+def _number(item: ArithmeticFact, name: str) -> float:
+    return item.numbers.get(name, math.nan)
 
 
-def _kept(a: ArithmeticFact, b: ArithmeticFact) -> str:
-    """Both sides' input bits, the coarser one first."""
-    sides = [("A", a), ("B", b)]
-    sides.sort(key=lambda side: min(_number(side[1], "input"), _number(side[1], "weight")))
-    (coarse, low), (fine, high) = sides
-    return f"{coarse} keeps {low.value} of its float32 inputs, {fine} {high.value}"
-
-
-def _number(fact: ArithmeticFact, name: str) -> float:
-    return fact.numbers.get(name, math.nan)
-
-
-def _order_evidence(
-    a: ArithmeticFact, b: ArithmeticFact, where: str, widths: Mapping[str, FactPair]
-) -> Fact:
+def _other_order(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Fact:
+    a, b = pairs[0]
     width = widths.get(a.name.replace("order: ", "accumulator: ", 1), (None, None))
-    ws = {
-        "expected": expected_w(a, b, accumulators=width),
-        "measured": _number(b, "error") / (_number(a, "error") or math.nan),
+    ws: dict[str, Any] = {
+        "expected_w": expected_w(a, b, accumulators=width),
+        "measured_w": _number(b, "error") / (_number(a, "error") or math.nan),
     }
-    values = {f"{name}_w": w for name, w in ws.items() if w is not None and math.isfinite(w)}
-    told = ", ".join(f"{name.replace('_w', ' W')} {figure(w, 2)}" for name, w in values.items())
-    if told and FORMATS[_format(a)].itemsize < 4:
-        told += f", most of it from storing in {_format(a)}"
-    text = f"{where}: A adds {a.value}, B {b.value}"
-    if a.value == b.value:
-        text = f"{where}: both add as {a.value}, but other terms stand together"
-    return plain(f"{text}: {told}" if told else text, **values)
+    finite = {name: w for name, w in ws.items() if w is not None and math.isfinite(w)}
+    narrow = bool(finite) and FORMATS[_format(a)].itemsize < 4
+    return fact(
+        "order_differs", probe=a.probe, where=[pair[0].subject for pair in pairs],
+        reference=a.value, candidate=b.value, same=a.value == b.value,
+        ws=[fact(name, w=w) for name, w in finite.items()],
+        stored_in=_format(a) if narrow else None, **finite,
+    )  # fmt: skip
 
 
 def expected_w(
@@ -265,13 +238,13 @@ def expected_w(
     if out is None:
         return None
     errors = []
-    for fact, width in zip((a, b), accumulators, strict=True):
-        terms, partials = _number(fact, "terms"), _number(fact, "partials")
+    for item, width in zip((a, b), accumulators, strict=True):
+        terms, partials = _number(item, "terms"), _number(item, "partials")
         known = width.numbers if width is not None and width.verified else {}
-        if known.get("cut", 0.0) or _number(fact, "widest") > 2:
+        if known.get("cut", 0.0) or _number(item, "widest") > 2:
             return None
         bits = known.get("bits", 24.0)
-        rounded = terms if _number(fact, "rounded_products") == 1 else 0.0
+        rounded = terms if _number(item, "rounded_products") == 1 else 0.0
         error = 4.0**-bits * (partials + rounded)
         if out.mantissa_bits + 1 < bits:
             error += 4.0 ** -(out.mantissa_bits + 1) * terms
@@ -312,11 +285,11 @@ def subjects_of(operator: str) -> tuple[str, ...]:
     return _SUBJECTS.get(name, (name,))
 
 
-def is_about(fact: ArithmeticFact, operator: str, dtypes: Collection[str]) -> bool:
+def is_about(item: ArithmeticFact, operator: str, dtypes: Collection[str]) -> bool:
     """Does the fact tell something of ``operator`` in one of these dtypes? The probes looked at
     operators of their own, at shapes of their own: the same operation in the same dtype."""
     known = set(dtypes)
     if "softmax" in operator:
         known.add("float32")  # it computes in float32 inside
-    words = fact.subject.split()
+    words = item.subject.split()
     return bool(words) and words[0] in subjects_of(operator) and words[-1] in known

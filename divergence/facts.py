@@ -27,7 +27,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from divergence.layout import count, decimal, fixed, shape_text, share, size, times
+from divergence.layout import count, decimal, fixed, relative, shape_text, share, size, times
 from divergence.words import figure, letter, list_names
 
 P = ParamSpec("P")
@@ -141,6 +141,7 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "share": lambda value, _: share(value),
     "short": lambda value, _: f"{value:.1f}" if value < 100 else f"{value:.2g}",
     "size": lambda value, _: size(value),
+    "relative": relative,
     "shape": lambda value, _: shape_text(value),
 }
 """Ways to write a value, each called with the value and the rest of the spec."""

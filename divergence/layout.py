@@ -21,8 +21,8 @@ from divergence.words import printable, shortened
 
 __all__ = [
     "BLANK", "MAX_WIDTH", "Line", "Span", "bar", "columns", "count", "cut", "decimal", "fixed",
-    "fold", "heading", "line", "print_lines", "prose", "shape_text", "share", "size", "times",
-    "write_text",
+    "fold", "heading", "line", "print_lines", "prose", "relative", "shape_text", "share", "size",
+    "times", "write_text",
 ]  # fmt: skip
 
 MAX_WIDTH = 100
@@ -155,6 +155,11 @@ def share(value: float | None) -> str:
         return decimal(value)
     percent = float(f"{100 * value:.1e}")
     return f"{percent:.{max(0, 1 - math.floor(math.log10(percent)))}f}%"
+
+
+def relative(value: float, sign: str = "") -> str:
+    """A relative difference: ``1.23%``, ``3.1e-05``; with ``+`` for ``sign`` each sign is shown."""
+    return f"{value:{sign}.1e}" if 0 < abs(value) < 1e-4 else f"{value:{sign}.2%}"
 
 
 def bar(value: float | None, decades: tuple[int, int]) -> str:

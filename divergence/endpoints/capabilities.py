@@ -19,6 +19,7 @@ from typing import Any, Literal
 from divergence.endpoints.client import Client
 from divergence.endpoints.protocols import PROTOCOLS, Protocol, Question, ServerAnswer
 from divergence.errors import EndpointError, UsageError
+from divergence.facts import Fact, fact, sentence
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.writing.scores import BY_TEXT
 
@@ -63,7 +64,7 @@ class Capabilities:
     tokenizes: Route | None = None
     answers_as: str | None = None
     """The model that an answer names, which behind a gateway may not be the one asked for."""
-    lacks: tuple[str, ...] = field(default=())
+    lacks: tuple[Fact, ...] = field(default=())
 
     @property
     def facts(self) -> dict[str, str]:
@@ -75,25 +76,30 @@ class Capabilities:
             "prompts scored": self.forces or "no",
             **({} if self.logprobs else {"units": "characters"}),
             **({"answers as": self.answers_as} if self._is_other else {}),
-            **({"lacks": "; ".join(self.lacks)} if self.lacks else {}),
+            **({"lacks": "; ".join(map(sentence, self.lacks))} if self.lacks else {}),
         }
 
     @property
     def _is_other(self) -> bool:
         return self.answers_as not in (None, self.model)
 
-    def told(self) -> str:
-        """For people, before anything is captured."""
-        given = [
-            f"log-probabilities with the {self.num_top} likeliest tokens" if self.logprobs else "",
-            "token ids" if self.token_ids else "",
-            "the prompt's token ids" if self.prompt_ids else "",
-            "scores of prompts" if self.forces not in (None, STEPS) else "",
+    @property
+    def given(self) -> Fact:
+        """What it gives, before anything is captured."""
+        gives = [
+            fact("endpoints.logprobs", num_top=self.num_top) if self.logprobs else None,
+            fact("endpoints.token_ids") if self.token_ids else None,
+            fact("endpoints.prompt_ids") if self.prompt_ids else None,
+            fact("endpoints.scores") if self.forces not in (None, STEPS) else None,
         ]
-        said = ", ".join(filter(None, given)) or "text alone"
-        if self._is_other:
-            said += f"; it answers as {self.answers_as}"
-        return f"{self.server.kind} {self.server.version}, {self.protocol}: gives {said}"
+        return fact(
+            "endpoints.server",
+            kind=self.server.kind,
+            version=self.server.version,
+            protocol=self.protocol,
+            answers_as=self.answers_as if self._is_other else None,
+            gives=[item for item in gives if item is not None] or [fact("endpoints.text")],
+        )
 
 
 def find_server(client: Client) -> Server:
@@ -193,26 +199,23 @@ def _echoes(client: Client, protocol: Protocol, question: Question) -> bool:
     return len(echoed.tokens) > 1 and len(scored) > 1
 
 
-def _lacks(caps: Capabilities) -> tuple[str, ...]:
+def _lacks(caps: Capabilities) -> tuple[Fact, ...]:
     """What cannot be concluded, and why."""
-    said = []
+    lacks = []
     if not caps.logprobs:
-        said.append("no log-probabilities: texts alone are compared")
+        lacks.append(fact("endpoints.no_logprobs"))
     elif not caps.num_top:
-        said.append("no likeliest tokens beside the chosen one: no KL, no margins")
+        lacks.append(fact("endpoints.no_likeliest"))
     if not caps.token_ids:
-        said.append("no token ids: tokens are matched by text, and two may share one")
+        lacks.append(fact("endpoints.no_token_ids"))
     if not caps.prompt_ids:
-        said.append(
-            "the prompt's token ids are not told, only their number: another template of the same "
-            "length is not seen" if caps.counts
-            else "nothing is told of the prompt's tokens: another template is not seen"
-        )  # fmt: skip
+        number = fact("endpoints.only_number_of_prompt")
+        lacks.append(number if caps.counts else fact("endpoints.no_prompt_ids"))
     if caps.forces == STEPS:
-        said.append("prompts are not scored: with --like each token is a request of its own")
+        lacks.append(fact("endpoints.scores_by_steps"))
     elif not caps.forces:
-        said.append("prompts are not scored: answers are compared up to the first difference")
-    return tuple(said)
+        lacks.append(fact("endpoints.no_scores"))
+    return tuple(lacks)
 
 
 def _list(value: Any, key: str) -> list[Any]:

@@ -22,6 +22,7 @@ from divergence.endpoints.protocols import ServerAnswer
 from divergence.endpoints.questions import Asked, asked_of, check_options
 from divergence.endpoints.scoring import Vocabulary, scores_of
 from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
+from divergence.facts import sentence
 from divergence.options.capture import CaptureOptions
 from divergence.recording.new_run import check_output
 from divergence.run.reader import Run
@@ -62,9 +63,9 @@ def capture_endpoint(
     chat = options.chat or any(prompt.question.messages for prompt in asked)
     name = None if model is None else str(model)
     caps = probe(client, server, name, asked[0].question, chat=chat)
-    tell("taken", 0, None, caps.told())
-    for text in caps.lacks:
-        tell("note", 0, None, text)
+    tell("taken", 0, None, sentence(caps.given))
+    for item in caps.lacks:
+        tell("note", 0, None, sentence(item))
     if like is not None and not caps.forces:
         asked = [replace(prompt, question=prompt.free, forced=()) for prompt in asked]
     if any(prompt.forced for prompt in asked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence._version import __version__
+from divergence.comparison.results.findings import PreflightLine
 from divergence.errors import UsageError
 from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
 from divergence.evaluations.flips import causes_of
@@ -26,8 +28,9 @@ from divergence.evaluations.result import (
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.evaluations.statistics import need_scipy
 from divergence.evaluations.statistics.means import cluster_sums, lopsided
+from divergence.facts import Fact, fact, sentence, with_sentences
 from divergence.gate.policy import Policy, load_policy
-from divergence.run.command import command_line
+from divergence.run.command import Command, command
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.schema.site import one_or_more
@@ -38,6 +41,7 @@ __all__ = ["scores"]
 _Paired = dict[SeriesName, tuple[Series, Pairs]]
 
 
+@with_sentences
 def scores(
     reference: str | Path,
     candidate: str | Path,
@@ -128,7 +132,7 @@ def scores(
         report = replace(report, candidates=[
             joined(made[0], first, rest[0].dtype, paired[0], runs), *made[1:]
         ])  # fmt: skip
-    return replace(report, next=_next(report, paths, runs, reading))
+    return replace(report, commands=_commands(report, paths, runs, reading))
 
 
 def _refuse_same(paths: Sequence[str]) -> None:
@@ -176,102 +180,111 @@ def _compared(
     task_scores: list[TaskScores] = []
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in paired:
-            side = "A" if name not in ours else "the candidate"
-            task_scores.append(_stopped(name, f"{side} has no {name}"))
+            side = "reference" if name not in ours else "candidate"
+            stopped = fact("evaluations.no_task", side=side, task=str(name))
+            task_scores.append(_stopped(name, stopped))
             continue
         series, pairs = paired[name]
         lines = preflight(series, theirs[name], pairs)
         blocked = [line for line in lines if line.status == "blocking"]
-        if not pairs.pairing.num_paired or (blocked and not force):
-            reasons = [
-                f"{line.check}: {line.detail or f'{line.reference} / {line.candidate}'}"
-                for line in blocked
-            ] + [f"{line.check}: {line.detail}" for line in lines if line.status == "differs"
-                 and line.detail and not pairs.pairing.num_paired]  # fmt: skip
-            stopped = _stopped(name, f"not the same evaluation: {'; '.join(reasons)}")
-            task_scores.append(replace(stopped, preflight=lines, pairing=pairs.pairing))
+        num_paired = pairs.pairing.num_paired
+        if not num_paired or (blocked and not force):
+            if not num_paired:
+                blocked += [line for line in lines if line.status == "differs" and line.details]
+            stopped = fact("evaluations.not_the_same", reasons=[_reason(line) for line in blocked])
+            task = replace(_stopped(name, stopped), preflight=lines, pairing=pairs.pairing)
+            task_scores.append(task)
             continue
         task = measured(series, pairs, bands)
         causes = causes_of(pairs, (a.dtype, b.dtype))
-        task_scores.append(replace(task, preflight=lines, causes=causes, notes=_notes(task, pairs)))
+        task = replace(task, preflight=lines, causes=causes, remarks=_remarks(pairs))
+        task_scores.append(task)
     return task_scores
 
 
-def _stopped(name: SeriesName, summary: str) -> TaskScores:
+def _reason(line: PreflightLine) -> Fact:
+    apart = fact("evaluations.apart", reference=line.reference, candidate=line.candidate)
+    return fact("evaluations.check", check=line.check, what=line.details or apart)
+
+
+def _stopped(name: SeriesName, why: Fact) -> TaskScores:
     return TaskScores(task=name.task, filter=name.filter, metric=name.metric,
-                      verdict="incomparable", summary=summary)  # fmt: skip
+                      verdict="incomparable", headline=[why])  # fmt: skip
 
 
-def _notes(task: TaskScores, pairs: Pairs) -> list[str]:
-    notes: list[str] = []
+def _remarks(pairs: Pairs) -> list[Fact]:
+    remarks: list[Fact] = []
     if all(a.score == b.score and a.choices == b.choices and a.answer == b.answer
            for a, b in pairs.rows):  # fmt: skip
         exact = all(a.choices is not None for a, _ in pairs.rows)
-        bits = ", with the same log-likelihoods to the last digit" if exact else ""
-        notes.append(f"every answer is the same{bits}: the same results twice, or the same bits")
+        remarks.append(fact("evaluations.same_answers", to_the_digit=exact))
     clusters = pairs.pairing.num_clusters
     if pairs.clusters is not None and clusters < 20:
-        told = "1 cluster" if clusters == 1 else f"{clusters} clusters"
-        notes.append(f"no more than {told}: intervals of so few may be too narrow")
+        remarks.append(fact("evaluations.few_clusters", num_clusters=clusters))
     sums, _ = cluster_sums(pairs.candidate - pairs.reference, pairs.clusters)
     if pairs.clusters is not None and lopsided(sums):
-        num = int((sums != 0).sum())
-        differ = "1 cluster differs" if num == 1 else f"{num} clusters differ"
-        notes.append(
-            f"only {differ}, nearly all in one direction: the "
-            "interval and equality may be less sure than said, if rare clusters flip as a whole"
-        )
-    return notes
+        num_clusters = int((sums != 0).sum())
+        remarks.append(fact("evaluations.lopsided_clusters", num_clusters=num_clusters))
+    return remarks
 
 
 def _candidate(a: Evaluation, b: Evaluation, tasks: list[TaskScores]) -> Candidate:
     compared = [task for task in tasks if task.verdict != "incomparable"]
     verdict = worst_of([task.verdict for task in compared])
-    notes = [f"{side}: {log.incomplete}" for side, log in (("A", a), ("B", b)) if log.incomplete]
+    remarks = [
+        fact("evaluations.incomplete", side=side, what=log.incomplete)
+        for side, log in (("reference", a), ("candidate", b))
+        if log.incomplete
+    ]
     if a.format != b.format:
-        notes.append(f"two tools: {a.format} and {b.format}")
+        remarks.append(fact("evaluations.two_tools", reference=a.format, candidate=b.format))
     return Candidate(
-        side=_summary(b), verdict=verdict, summary=_told(tasks), tasks=tasks, notes=notes
+        side=_summary(b), verdict=verdict, headline=_headline(tasks), tasks=tasks, remarks=remarks
     )  # fmt: skip
 
 
-def _told(tasks: list[TaskScores]) -> str:
-    """One task in words, several as counts."""
+def _headline(tasks: list[TaskScores]) -> list[Fact]:
+    """Of one task its own, of several how many have which verdict."""
     compared = [task for task in tasks if task.verdict != "incomparable"]
     if len(tasks) == 1 or not compared:
-        return tasks[0].summary
+        return tasks[0].headline
+    verdicts = Counter(task.verdict for task in tasks)
     counts = [
-        f"{sum(task.verdict == verdict for task in tasks)} {verdict}"
+        fact("evaluations.num_of", num_scores=verdicts[verdict], verdict=verdict)
         for verdict in ("worse", "undecided", "better", "equal", "incomparable")
-        if any(task.verdict == verdict for task in tasks)
+        if verdict in verdicts
     ]
-    return f"of {len(tasks)} scores {', '.join(counts)}"
+    return [fact("evaluations.scores", num_scores=len(tasks), counts=counts)]
 
 
 def _summary(side: Evaluation) -> EvaluationSummary:
     return EvaluationSummary(path=side.path, format=side.format, model=side.model,
-                             dtype=side.dtype, tool=side.tool, notes=side.notes)  # fmt: skip
+                             dtype=side.dtype, tool=side.tool, remarks=side.remarks)  # fmt: skip
 
 
-def _next(
+def _commands(
     report: ScoresReport, paths: list[str], runs: Sequence[str | Path | Run], reading: ReadRequest
-) -> list[str]:
+) -> list[Command]:
     asked: dict[str, Any] = {"task": reading.tasks, "metric": reading.metrics,
                              "filter": reading.filters, "cluster": reading.cluster}  # fmt: skip
     if runs:
         candidate, other = (str(run.path if isinstance(run, Run) else run) for run in runs)
-        return [command_line("compare", candidate, other, note="the layer where it begins")]
+        return [command("compare", candidate, other, note=_why("to_begin"))]
     flips = any(task.num_lost or task.num_gained for candidate in report.candidates[:1]
                 for task in candidate.tasks)  # fmt: skip
     if report.captured is not None:
         run = report.captured.path
         return [
-            command_line("capture", like=run, o=f"{run}-b", note="on the other machine"),
-            command_line("compare", run, f"{run}-b", note="the layer"),
-            command_line("scores", *paths[:2], pair=("--runs", run, f"{run}-b"),
-                         note="which flips these runs explain", **asked),
+            command("capture", like=run, o=f"{run}-b", note=_why("on_other")),
+            command("compare", run, f"{run}-b", note=_why("to_layer")),
+            command("scores", *paths[:2], pair=("--runs", run, f"{run}-b"),
+                    note=_why("to_explain"), **asked),
         ]  # fmt: skip
     if flips and report.verdict in ("worse", "better", "undecided"):
-        note = "the prompts that flipped, as a run: on A's machine, with the model's path"
-        return [command_line("scores", *paths[:2], **asked, capture="MODEL", o="flips", note=note)]
+        asked |= {"capture": "MODEL", "o": "flips"}
+        return [command("scores", *paths[:2], **asked, note=_why("to_record"))]
     return []
+
+
+def _why(code: str) -> str:
+    return sentence(fact(f"evaluations.{code}"))

@@ -30,6 +30,7 @@ from divergence.evaluations.formats import prompts_of
 from divergence.evaluations.pairing import Pairs
 from divergence.evaluations.result import Captured, FlipCauses
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.facts import Fact, fact
 from divergence.recording.prompts import Prompt
 from divergence.words import Progress
 
@@ -37,7 +38,7 @@ __all__ = ["OF_ALL", "capture_flips", "causes_of", "explained", "flips_of", "shi
 
 _LIMIT = 4.0
 _MEAN_TO_SIGMA = math.sqrt(math.pi / 2)
-OF_ALL = "the shifts of all documents"
+OF_ALL = fact("evaluations.shifts_of_all")
 
 
 def shift_of(a: ScoreRow, b: ScoreRow) -> float | None:
@@ -61,33 +62,33 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
     if not judged.any():
         return None
     values = np.array([math.nan if shift is None else shift for shift in shifts])
-    limit, of = _limit(values[judged], dtypes)
+    limit, source = _limit(values[judged], dtypes)
     diff = pairs.candidate - pairs.reference
     if not diff.any() and np.median(values[judged]) <= limit:
         return None
     flips = judged & (diff != 0)
     ties, real = flips & (values <= limit), flips & ~(values <= limit)
     return FlipCauses(
-        limit=limit, limit_of=of, num_ties=int(ties.sum()), num_shifts=int(real.sum()),
+        limit=limit, source=source, num_ties=int(ties.sum()), num_shifts=int(real.sum()),
         difference_of_ties=float(diff[ties].sum() / len(diff)),
         difference_of_shifts=float(diff[real].sum() / len(diff)),
         median_shift=float(np.median(values[judged])), num_judged=int(judged.sum()),
     )  # fmt: skip
 
 
-def _limit(shifts: np.ndarray, dtypes: Sequence[str | None]) -> tuple[float, str]:
-    bound, of = explained(dtypes)
+def _limit(shifts: np.ndarray, dtypes: Sequence[str | None]) -> tuple[float, Fact]:
+    bound, source = explained(dtypes)
     limit = _LIMIT * _MEAN_TO_SIGMA * float(shifts.mean())
-    return (limit, OF_ALL) if limit <= bound else (bound, of)
+    return (limit, OF_ALL) if limit <= bound else (bound, source)
 
 
-def explained(dtypes: Sequence[str | None]) -> tuple[float, str]:
-    """How far a margin may move by the rounding of the coarser dtype, in nats, and in words."""
+def explained(dtypes: Sequence[str | None]) -> tuple[float, Fact]:
+    """How far a margin may move by the rounding of the coarser dtype, in nats, and of which."""
     known = [dtype for dtype in dtypes if dtype in BY_DTYPE]
     coarse = max(known, key=lambda dtype: BY_DTYPE[dtype]) if len(known) == len(dtypes) else None
     bound = math.sqrt(2) * (WIDEST if coarse is None else BY_DTYPE[coarse])
-    of = f"the rounding of {coarse}" if coarse else "the rounding of bfloat16, for want of a dtype"
-    return _LIMIT * _MEAN_TO_SIGMA * bound, of
+    source = fact("evaluations.rounding", dtype=coarse or "bfloat16", known=coarse is not None)
+    return _LIMIT * _MEAN_TO_SIGMA * bound, source
 
 
 def flips_of(pairs: Pairs) -> list[int]:

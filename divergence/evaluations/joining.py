@@ -35,8 +35,10 @@ from divergence.evaluations.formats import lm_eval, prompts_of
 from divergence.evaluations.pairing import Pairs
 from divergence.evaluations.result import Candidate, FlipCauses, RunCauses, RunFlip
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.facts import Fact, fact
 from divergence.recording.prompts import Prompt, tokenize
 from divergence.run.reader import Run
+from divergence.words import Side
 
 __all__ = ["joined"]
 
@@ -145,10 +147,10 @@ def _causes(
     prompts = prompts_of(side.format, series, places)
     judged = side.format == "lm-eval" and any(pairs.rows[n][0].choices for n in numbers)
     asked = lm_eval.asked(series, places) if judged else {}
-    limit, of = explained(joint.dtypes)
+    limit, source = explained(joint.dtypes)
     # the documents' own shifts are a finer limit, and hold for runs in the same dtypes
-    if causes is not None and causes.limit_of == OF_ALL and tuple(dtypes) == joint.dtypes:
-        limit, of = min(limit, causes.limit), OF_ALL
+    if causes is not None and causes.source == OF_ALL and tuple(dtypes) == joint.dtypes:
+        limit, source = min(limit, causes.limit), OF_ALL
     flips: list[RunFlip] = []
     shares: Counter[str] = Counter()
     off: tuple[list[float], list[float]] = [], []
@@ -159,7 +161,7 @@ def _causes(
         if samples is None:
             continue
         if first.choices is not None and second.choices is not None:
-            answer: _Answer | str | None = _chosen(
+            answer: _Answer | Fact | None = _chosen(
                 asked[first.place], (first, second), series.name.metric, joint
             )
         else:
@@ -176,58 +178,61 @@ def _causes(
         return None
     count, (reference, other) = Counter(flip.judgement for flip in flips), joint.runs
     return RunCauses(
-        reference=str(reference.path), candidate=str(other.path), limit=limit, limit_of=of,
+        reference=str(reference.path), candidate=str(other.path), limit=limit, source=source,
         num_flips=len(numbers), num_ties=count["tie"], num_shifts=count["shift"],
         num_not_reproduced=count["not_reproduced"], num_not_told=count["not_told"],
         difference_of_ties=float(shares["tie"]) / len(pairs.rows),
         difference_of_shifts=float(shares["shift"]) / len(pairs.rows), flips=flips,
-        notes=_notes(joint, dtypes) + _strange(off, limit),
+        remarks=_remarks(joint, dtypes) + _strange(off, limit),
     )  # fmt: skip
 
 
-def _notes(joint: _Joint, dtypes: Sequence[str | None]) -> list[str]:
+_SIDES: tuple[Side, Side] = ("reference", "candidate")
+
+
+def _remarks(joint: _Joint, dtypes: Sequence[str | None]) -> list[Fact]:
     """Runs in another dtype than what was evaluated say less of it."""
     return [
-        f"{name}'s run is in {run}, and {name} was evaluated in {evaluated}"
-        for name, run, evaluated in zip("AB", joint.dtypes, dtypes, strict=True)
-        if evaluated is not None and run != evaluated
+        fact("evaluations.run_dtype", side=side, run_dtype=run_dtype, dtype=dtype)
+        for side, run_dtype, dtype in zip(_SIDES, joint.dtypes, dtypes, strict=True)
+        if dtype is not None and run_dtype != dtype
     ]
 
 
-def _strange(off: tuple[list[float], list[float]], limit: float) -> list[str]:
+def _strange(off: tuple[list[float], list[float]], limit: float) -> list[Fact]:
     """A run whose margins are not those of its side's own log ran something else."""
     medians = [statistics.median(distances) if distances else 0.0 for distances in off]
     return [
-        f"{name}'s run is off from {name}'s own log by a median of {median:.2g} nats: other "
-        "weights, prompts or settings than were evaluated"
-        for name, median in zip("AB", medians, strict=True)
+        fact("evaluations.run_off", side=side, nats=median)
+        for side, median in zip(_SIDES, medians, strict=True)
         if not median <= limit
     ]
 
 
 def _judged(
-    document: str, answer: _Answer | str | None, joint: _Joint, samples: tuple[int, int],
+    document: str, answer: _Answer | Fact | None, joint: _Joint, samples: tuple[int, int],
     limit: float,
 ) -> RunFlip:  # fmt: skip
     told = RunFlip(document=document, sample=samples[0], step=0, judgement="not_told")
-    if isinstance(answer, str):
-        return replace(told, why=answer)
+    if isinstance(answer, Fact):
+        return replace(told, reason=answer)
     if answer is None:
-        return replace(told, judgement="not_reproduced", why="no token differs")
+        same = fact("evaluations.no_token_differs")
+        return replace(told, judgement="not_reproduced", reason=same)
     names = [_text(joint, token) for token in answer.tokens]
     told = replace(told, step=answer.step, reference=names[0], candidate=names[1])
     a, b = (_margin(run, sample, answer) for run, sample in zip(joint.runs, samples, strict=True))
     if a is None or b is None:
-        return replace(told, why="a run has no logits of it")
+        return replace(told, reason=fact("evaluations.no_logits"))
     if not math.isfinite(a) or not math.isfinite(b):
-        return replace(told, judgement="shift", why="logits that are not finite")
+        return replace(told, judgement="shift", reason=fact("evaluations.nonfinite_logits"))
     told = replace(told, reference_margin=a, candidate_margin=b)
     if a - b > limit and a >= -limit and b <= limit:
         return replace(told, judgement="shift")
     if max(abs(a), abs(b)) <= limit:
         return replace(told, judgement="tie")
     if not answer.whole:
-        return replace(told, why="the answers have several tokens, and the runs the first")
+        return replace(told, reason=fact("evaluations.several_tokens"))
     return replace(told, judgement="not_reproduced")
 
 
@@ -258,11 +263,11 @@ def _parted(runs: tuple[Run, Run], samples: tuple[int, int]) -> _Answer | None:
 
 def _chosen(
     asked: tuple[str, list[str]], rows: tuple[ScoreRow, ScoreRow], metric: str, joint: _Joint
-) -> _Answer | str:
+) -> _Answer | Fact:
     """The first tokens of A's choice and of B's, or why they are not known."""
     context, texts = asked
     if joint.tokenizer is None:
-        return "the model's tokenizer is not here"
+        return fact("evaluations.no_tokenizer")
     before = joint.ids(Prompt(text=context)) or ()
     tails, weights = [], []
     mine, theirs = (row.choices or () for row in rows)
@@ -270,11 +275,11 @@ def _chosen(
     for text in (texts[number] for number in numbers):
         ids = joint.ids(Prompt(text=context + text)) or ()
         if ids[: len(before)] != before or len(ids) == len(before):
-            return "the choice's first token begins within the prompt"
+            return fact("evaluations.begins_in_prompt")
         tails.append(ids[len(before) :])
         weights.append(lm_eval.weight(metric, text))
     if tails[0][0] == tails[1][0]:
-        return "both choices begin with the same token"
+        return fact("evaluations.same_token")
     whole = all(len(tail) == 1 for tail in tails)
     margin, other = (choices[numbers[0]] - choices[numbers[1]] for choices in (mine, theirs))
     tokens = tails[0][0], tails[1][0]

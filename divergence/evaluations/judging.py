@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from divergence.evaluations.band import Band
 from divergence.evaluations.pairing import Pairs
@@ -39,10 +39,10 @@ from divergence.evaluations.statistics.significance import (
     sign_test,
     smallest_difference,
 )
+from divergence.facts import Fact, fact
 from divergence.gate.policy import ScoresPolicy
-from divergence.layout import count
 
-__all__ = ["adjusted", "gated", "measured", "summary_of"]
+__all__ = ["adjusted", "band_of", "gated", "measured"]
 
 _WHOLE = 0.5
 """Share of a cluster's documents beyond which it flips as a whole."""
@@ -84,7 +84,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
         p_value, test = sign_test(sums, sizes)
     return TaskScores(
         task=series.name.task, filter=series.name.filter, metric=series.name.metric,
-        verdict="undecided", summary="", higher_is_better=series.higher_is_better,
+        verdict="undecided", higher_is_better=series.higher_is_better,
         pairing=pairs.pairing, reference=float(pairs.reference.mean()),
         candidate=float(pairs.candidate.mean()), difference=float(plain.mean),
         standard_error=float(plain.error), low=float(low), high=float(high),
@@ -143,7 +143,7 @@ def adjusted(tasks: Sequence[TaskScores]) -> list[TaskScores]:
         task = replace(task, verdict=_verdict(task))
         if task.verdict in ("worse", "better"):  # which is settled
             task = replace(task, bands=[replace(band, needed=None) for band in task.bands])
-        results[place] = replace(task, summary=summary_of(task))
+        results[place] = replace(task, headline=_headline(task))
     return results
 
 
@@ -156,40 +156,40 @@ def _verdict(task: TaskScores) -> ScoresVerdict:
     return "better" if (task.difference > 0) == task.higher_is_better else "worse"
 
 
-def band_text(band: BandResult) -> str:
+def band_of(band: BandResult) -> Fact:
     """``3% of A's score (±0.0124)``."""
-    if band.relative:
-        return f"{100 * band.limit:g}% of A's score (±{band.width:.3g})"
-    return f"±{band.width:g}"
+    percent = 100 * band.limit
+    return fact("evaluations.band", relative=band.relative, percent=percent, width=band.width)
 
 
-def summary_of(task: TaskScores) -> str:
-    """One sentence."""
+def _headline(task: TaskScores) -> list[Fact]:
+    """The verdict, then what it does not count."""
     band = task.bands[0]
-    words = band_text(band)
-    left = 0 if task.pairing is None else task.pairing.num_left_out
-    rest = f"; {count(left, 'document')} {'is' if left == 1 else 'are'} in no pair" if left else ""
+    rest = []
+    if task.pairing is not None and (left := task.pairing.num_left_out):
+        rest.append(fact("evaluations.in_no_pair", num_documents=left))
     causes = task.causes
     if causes is not None and causes.median_shift > causes.limit:
-        rest += (
-            f"; margins moved by {causes.median_shift:.2g} nats (median), and {causes.limit_of} "
-            f"explains {causes.limit:.2g}"
-        )
+        rest.append(fact("evaluations.margins_moved", **asdict(causes)))
+    return [_verdict_fact(task, band), *rest]
+
+
+def _verdict_fact(task: TaskScores, band: BandResult) -> Fact:
+    width = band_of(band)
     if task.verdict == "equal":
-        real = ", a difference beyond chance" if (task.p_adjusted or 1) <= LEVEL else ""
-        return f"equal within {words}{real}{rest}"
+        differs = (task.p_adjusted or 1) <= LEVEL
+        return fact("evaluations.equal", band=width, differs=differs)
     if task.verdict in ("worse", "better"):
         assert task.low is not None and task.high is not None
         beyond = min(abs(task.low), abs(task.high)) > band.width
-        return f"{task.verdict} beyond chance{f', by more than {words}' if beyond else ''}{rest}"
-    if band.few_clusters:
-        return (
-            f"undecided within {words}: only few clusters of documents differ, as a whole and "
-            f"nearly all in one direction, which shows no equality{rest}"
+        return fact(
+            "evaluations.beyond_chance", verdict=task.verdict, band=width if beyond else None
         )
+    if band.few_clusters:
+        return fact("evaluations.few_clusters_differ", band=width)
     if band.needed is None:
-        return f"undecided: a score of {task.reference:.3g} leaves a band of no width{rest}"
-    return f"undecided within {words}: some {band.needed:,} documents would be needed{rest}"
+        return fact("evaluations.no_width", score=task.reference)
+    return fact("evaluations.undecided", band=width, num_documents=band.needed)
 
 
 def _round_up(number: int | None) -> int | None:
@@ -202,18 +202,22 @@ def _round_up(number: int | None) -> int | None:
 
 def gated(candidate: Candidate, policy: ScoresPolicy) -> Candidate:
     """With whether the policy is met. What was not compared is not a pass."""
-    reasons: list[str] = []
+    failures: list[Fact] = []
     for task in candidate.tasks:
-        name = SeriesName(task.task, task.filter, task.metric)
+        name = str(SeriesName(task.task, task.filter, task.metric))
         if task.verdict not in policy.verdicts:
-            reasons.append(f"{name}: {task.summary}")
+            failures.append(fact("evaluations.task", task=name, what=task.headline))
         elif task.pairing is not None:
-            held = task.pairing
-            all_of_both = held.num_paired + held.num_left_out
-            if held.num_paired < policy.min_paired * all_of_both:
-                reasons.append(
-                    f"{name}: {held.num_paired:,} of {all_of_both:,} documents were paired, and "
-                    f"the policy asks for {100 * policy.min_paired:g}%"
+            num_paired = task.pairing.num_paired
+            num_documents = num_paired + task.pairing.num_left_out
+            if num_paired < policy.min_paired * num_documents:
+                few = fact(
+                    "evaluations.few_paired",
+                    task=name,
+                    num_paired=num_paired,
+                    num_documents=num_documents,
+                    percent=100 * policy.min_paired,
                 )
-    reasons += [note for note in candidate.notes if note[:2] in ("A:", "B:")]
-    return replace(candidate, passed=not reasons, reasons=reasons)
+                failures.append(few)
+    failures += [item for item in candidate.remarks if item.code == "evaluations.incomplete"]
+    return replace(candidate, passed=not failures, failures=failures)

@@ -16,11 +16,10 @@ import numpy as np
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.evaluations.result import Pairing
 from divergence.evaluations.rows import ScoreRow, Series
-from divergence.layout import count
+from divergence.facts import Fact, fact, sentence
 
 __all__ = ["Pairs", "pair", "preflight"]
 
-_NOT_SAID = "not said"
 _DIGITS = 1e-6
 
 
@@ -53,7 +52,7 @@ class _Side:
     unscored: set[str]
     duplicates: int
     conflicting: set[str]
-    whys: Counter[str]
+    whys: Counter[Fact]
 
 
 def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
@@ -92,7 +91,7 @@ def pair(a: Series, b: Series, *, force: bool = False) -> Pairs:
         num_duplicates=reference.duplicates + other.duplicates,
         num_conflicting=len(conflicting),
         repeats=(num_answers / num, num_other_answers / num) if num else (0.0, 0.0),
-        whys=dict(reference.whys + other.whys),
+        whys={sentence(why): count for why, count in (reference.whys + other.whys).items()},
     )  # fmt: skip
     positions = {document: number for number, document in enumerate(other.scored)}
     order = [positions[second.document] for _, second in rows]
@@ -115,7 +114,7 @@ def _side(rows: list[ScoreRow]) -> _Side:
                 side.conflicting.add(row.document)
             continue
         if row.score is None:
-            side.whys[row.why or "without a score"] += 1
+            side.whys[row.why or fact("evaluations.without_score")] += 1
             side.unscored.add(row.document)
         else:
             side.scored.setdefault(row.document, []).append(row)
@@ -156,54 +155,60 @@ def _clusters(names: list[str | None]) -> np.ndarray | None:
 def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
     """What must be equal before any number is believed."""
     pairing = pairs.pairing
+    unusable = [fact("evaluations.unusable", num=pairing.num_unscored)] + [
+        fact("evaluations.unusable_why", num=num, why=why) for why, num in pairing.whys.items()
+    ]
+    all_usable = sentence(fact("evaluations.all_usable"))
     lines = [
-        _line("documents", f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}",
+        _line("documents", [f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}"],
+              fact("evaluations.only_in", num=pairing.num_reference_only, side="reference"),
+              fact("evaluations.only_in", num=pairing.num_candidate_only, side="candidate"),
               same=not pairing.num_reference_only and not pairing.num_candidate_only,
-              blocks=not pairing.num_paired,
-              detail=_told({"only in A": pairing.num_reference_only,
-                            "only in B": pairing.num_candidate_only})),
-        _hashes("prompts", a, b, pairing.num_other_prompt, "asked in other words"),
-        _hashes("targets", a, b, pairing.num_other_target, "with another right answer"),
-        _line("scores", *(["all usable"] * 2 if not pairing.num_unscored else ["", ""]),
-              same=not pairing.num_unscored,
-              detail=_told({"without a usable score": pairing.num_unscored, **pairing.whys})),
-        _line("duplicates", *([f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2),
-              same=not pairing.num_duplicates and not pairing.num_conflicting,
-              detail=_told({"rows repeat a document": pairing.num_duplicates,
-                            "documents have two scores": pairing.num_conflicting})),
-        _line("repeats", *(f"{repeat:g}" for repeat in pairing.repeats),
+              blocks=not pairing.num_paired),
+        _hashes("prompts", a, b, fact("evaluations.other_words", num=pairing.num_other_prompt)),
+        _hashes("targets", a, b, fact("evaluations.other_answer", num=pairing.num_other_target)),
+        _line("scores", ["", ""] if pairing.num_unscored else [all_usable] * 2, *unusable,
+              same=not pairing.num_unscored),
+        _line("duplicates", [f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2,
+              fact("evaluations.duplicates", num=pairing.num_duplicates),
+              fact("evaluations.conflicting", num=pairing.num_conflicting),
+              same=not pairing.num_duplicates and not pairing.num_conflicting),
+        _line("repeats", [f"{repeat:g}" for repeat in pairing.repeats],
               same=pairing.repeats[0] == pairing.repeats[1]),
-        _line("order", "", "", same=pairs.same_order, detail=None if pairs.same_order
-              else "another order of documents; they are paired by their identity"),
+        _line("order", ["", ""], *([] if pairs.same_order else [fact("evaluations.other_order")]),
+              same=pairs.same_order),
     ]  # fmt: skip
-    if (units := _units(pairs)) is not None:
-        lines.append(_line("units", *units, same=False, blocks=True))
+    if (tops := _other_units(pairs)) is not None:
+        units = [sentence(fact("evaluations.scores_up_to", largest=top)) for top in tops]
+        lines.append(_line("units", units, same=False, blocks=True))
     if a.higher_is_better != b.higher_is_better:
-        better = ["higher is better" if s.higher_is_better else "lower is better" for s in (a, b)]
-        lines.append(_line("direction", *better, same=False, blocks=True))
+        better = [
+            sentence(fact("evaluations.direction", higher=side.higher_is_better)) for side in (a, b)
+        ]
+        lines.append(_line("direction", better, same=False, blocks=True))
     if num := _regrouped(pairs.rows):
-        detail = f"{count(num, 'document')} of one cluster in A and of several in B, or the reverse"
-        lines.append(_line("clusters", "", "", same=False, blocks=True, detail=detail))
+        other = fact("evaluations.other_clusters", num_documents=num)
+        lines.append(_line("clusters", ["", ""], other, same=False, blocks=True))
     for name in dict.fromkeys((*a.settings, *b.settings)):
         mine, theirs = a.settings.get(name), b.settings.get(name)
         told = mine is not None and theirs is not None
         lines.append(PreflightLine(
             check=name, status="unknown" if not told else "same" if mine == theirs else "blocking",
-            reference=mine or _NOT_SAID, candidate=theirs or _NOT_SAID,
+            reference=mine or _said(False), candidate=theirs or _said(False),
         ))  # fmt: skip
     return lines
 
 
-def _units(pairs: Pairs) -> tuple[str, str] | None:
-    """Percent on one side and shares on the other, or another such scale, in words: by what most
-    documents show, else by the largest scores, where none is below 0."""
+def _other_units(pairs: Pairs) -> tuple[float, float] | None:
+    """Percent on one side and shares on the other, or another such scale, by the largest scores of
+    both: by what most documents show, else by these, where none is below 0."""
     tops = [float(np.abs(side).max(initial=0.0)) for side in (pairs.reference, pairs.candidate)]
     least, most = sorted(tops)
     below = min(pairs.reference.min(initial=0.0), pairs.candidate.min(initial=0.0)) < 0
     by_tops = not below and 0 < least <= 1 and 50 <= most / least <= 200 and most >= 20
     if not by_tops and not _rescaled(pairs):
         return None
-    return f"scores up to {tops[0]:g}", f"scores up to {tops[1]:g}"
+    return tops[0], tops[1]
 
 
 def _rescaled(pairs: Pairs) -> bool:
@@ -229,20 +234,26 @@ def _regrouped(rows: list[tuple[ScoreRow, ScoreRow]]) -> int:
 
 
 def _line(
-    check: str, a: str, b: str, *, same: bool, blocks: bool = False, detail: str | None = None
+    check: str, shown: list[str], *details: Fact, same: bool, blocks: bool = False
 ) -> PreflightLine:
+    """``details``: what is counted, left out where it is 0."""
     status: PreflightStatus = "blocking" if blocks else "same" if same else "differs"
-    return PreflightLine(check=check, status=status, reference=a, candidate=b, detail=detail)
+    parts = [item for item in details if item["num"] != 0]
+    counted = [fact("evaluations.parts", parts=parts)] if parts else []
+    return PreflightLine(
+        check=check, status=status, reference=shown[0], candidate=shown[1], details=counted
+    )
 
 
-def _hashes(check: str, a: Series, b: Series, num: int, words: str) -> PreflightLine:
+def _hashes(check: str, a: Series, b: Series, differing: Fact) -> PreflightLine:
     field = check.removesuffix("s")
     told = [any(getattr(row, field) is not None for row in series.rows[:1]) for series in (a, b)]
     if not all(told):
-        sides = [("said" if known else _NOT_SAID) for known in told]
-        return PreflightLine(check=check, status="unknown", reference=sides[0], candidate=sides[1])
-    return _line(check, "", "", same=not num, detail=_told({words: num}))
+        return PreflightLine(
+            check=check, status="unknown", reference=_said(told[0]), candidate=_said(told[1])
+        )
+    return _line(check, ["", ""], differing, same=not differing["num"])
 
 
-def _told(counts: dict[str, int]) -> str | None:
-    return "; ".join(f"{count:,} {words}" for words, count in counts.items() if count) or None
+def _said(known: bool) -> str:
+    return sentence(fact("evaluations.said", known=known))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
 from divergence.comparison.result import Answer
 from divergence.comparison.results.findings import PreflightLine
+from divergence.facts import Fact, Worded
+from divergence.run.command import Command
 
 __all__ = [
     "BandResult", "Candidate", "Captured", "EvaluationSummary", "FlipCauses", "Pairing",
@@ -27,8 +30,10 @@ def worst_of(verdicts: list[ScoresVerdict]) -> ScoresVerdict:
     return min(verdicts, key=_ORDER.index, default="incomparable")
 
 
-class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationSummary(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One side."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     path: str
     format: str
@@ -36,8 +41,10 @@ class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     tool: str | None = None
     """What evaluated, with its version."""
-    notes: list[str] = []
+    remarks: list[Fact] = []
     """What was left out when it was read."""
+    notes: list[str] = []
+    """The same in words."""
 
 
 class Pairing(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,13 +105,17 @@ class BandResult(msgspec.Struct, frozen=True, kw_only=True):
     it is settled, or no number would."""
 
 
-class FlipCauses(msgspec.Struct, frozen=True, kw_only=True):
+class FlipCauses(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """Flips of multiple choice, by what moved the choice."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"limit_of": "source"}
 
     limit: float
     """Rounding explains a shift of the margin up to this, in nats."""
-    limit_of: str
+    source: Fact
     """What the limit rests on."""
+    limit_of: str = ""
+    """The same in words."""
     num_ties: int
     """Flips whose margin moved by no more than the limit."""
     num_shifts: int
@@ -119,8 +130,10 @@ class FlipCauses(msgspec.Struct, frozen=True, kw_only=True):
     """Documents with the likelihoods of their choices on both sides."""
 
 
-class RunFlip(msgspec.Struct, frozen=True, kw_only=True):
+class RunFlip(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """A flipped document in two runs of its prompt."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"why": "reason"}
 
     document: str
     sample: int
@@ -139,19 +152,26 @@ class RunFlip(msgspec.Struct, frozen=True, kw_only=True):
     """Of A's token over B's in A's run, in nats."""
     candidate_margin: float | None = None
     """Of A's token over B's in B's run."""
-    why: str | None = None
+    reason: Fact | None = None
     """Why it is not told, or no margin is."""
+    why: str | None = None
+    """The same in words."""
 
 
-class RunCauses(msgspec.Struct, frozen=True, kw_only=True):
+class RunCauses(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """Flips joined to two runs of their prompts."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"limit_of": "source", "notes": "remarks"}
 
     reference: str
     """The reference's run."""
     candidate: str
     limit: float
     """Rounding explains a shift of the margin up to this, in nats."""
-    limit_of: str
+    source: Fact
+    """What the limit rests on."""
+    limit_of: str = ""
+    """The same in words."""
     num_flips: int
     """All that flipped; those without a prompt in both runs are in no other number."""
     num_ties: int
@@ -163,17 +183,25 @@ class RunCauses(msgspec.Struct, frozen=True, kw_only=True):
     difference_of_shifts: float
     flips: list[RunFlip]
     """Of the prompts that are in both runs."""
+    remarks: list[Fact] = []
+    """What to know beside them."""
     notes: list[str] = []
+    """The same in words."""
 
 
-class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
+class TaskScores(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One task, by one metric, under one filter."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"summary": "headline", "notes": "remarks"}
 
     task: str
     filter: str
     metric: str
     verdict: ScoresVerdict
-    summary: str
+    headline: list[Fact] = []
+    """What the summary tells, in order."""
+    summary: str = ""
+    """One sentence."""
     higher_is_better: bool = True
     preflight: list[PreflightLine] = []
     pairing: Pairing | None = None
@@ -216,21 +244,38 @@ class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
     rounding explains."""
     run_causes: RunCauses | None = None
     """None unless runs were named that hold prompts of this task's flips."""
+    remarks: list[Fact] = []
+    """What to know beside the numbers."""
     notes: list[str] = []
+    """The same in words."""
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One side against the reference."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {
+        "summary": "headline",
+        "notes": "remarks",
+        "reasons": "failures",
+    }
 
     side: EvaluationSummary
     verdict: ScoresVerdict
-    summary: str
+    headline: list[Fact] = []
+    """What the summary tells, in order."""
+    summary: str = ""
+    """One task in words, several as counts."""
     tasks: list[TaskScores]
+    remarks: list[Fact] = []
+    """What to know of both sides."""
     notes: list[str] = []
+    """The same in words."""
     passed: bool | None = None
     """Whether the policy is met. None where none was asked."""
-    reasons: list[str] = []
+    failures: list[Fact] = []
     """Why it is not."""
+    reasons: list[str] = []
+    """The same in words."""
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,16 +286,20 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
     documents: list[str]
 
 
-class ScoresReport(msgspec.Struct, Answer, frozen=True, kw_only=True):
+class ScoresReport(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     """The answer of `scores`."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"next": "commands"}
 
     schema_version: int = 1
     tool_version: str
     reference: EvaluationSummary
     candidates: list[Candidate]
     captured: Captured | None = None
+    commands: list[Command] = []
+    """What goes deeper."""
     next: list[str] = []
-    """Commands that go deeper."""
+    """The same, ready for a shell."""
 
     def __repr__(self) -> str:
         """``<ScoresReport a: worse, undecided>``"""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from divergence.facts import Fact
+
 __all__ = ["Evaluation", "ScoreRow", "Series", "SeriesName"]
 
 
@@ -29,7 +31,7 @@ class ScoreRow:
     """None where the answer was not scored; ``why`` says why."""
     repeat: int = 0
     """The number of the answer to this document, from 0."""
-    why: str | None = None
+    why: Fact | None = None
     prompt: str | None = None
     """A hash of what the model was given."""
     target: str | None = None
@@ -64,10 +66,10 @@ class Evaluation:
     dtype: str | None = None
     tool: str | None = None
     """What evaluated, with its version."""
-    incomplete: str | None = None
+    incomplete: Fact | None = None
     """Why it is not the whole evaluation, where its own log says so."""
     series: list[Series] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    remarks: list[Fact] = field(default_factory=list)
     """What was left out, counted."""
 
     def named(self) -> dict[SeriesName, Series]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from divergence.evaluations.judging import band_text
+from divergence.evaluations.judging import band_of
 from divergence.evaluations.result import (
     Candidate,
     EvaluationSummary,
@@ -19,6 +19,7 @@ from divergence.evaluations.result import (
     TaskScores,
 )
 from divergence.evaluations.rows import SeriesName
+from divergence.facts import sentence
 from divergence.layout import BLANK, Line, Span, columns, count, heading, line, prose
 from divergence.words import markdown_code, printable
 
@@ -151,7 +152,7 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     for band in task.bands:
         state = "equal" if band.equal else "not shown"
         more = "" if band.needed is None else f"; some {band.needed:,} documents would settle it"
-        yield "band", f"{band_text(band)}: {state}, p = {_p(band.p_value)}{more}"
+        yield "band", f"{sentence(band_of(band))}: {state}, p = {_p(band.p_value)}{more}"
     least = "only beyond what such scores can have: they are too few"
     if task.smallest_difference is not None:
         least = f"of {_number(task.smallest_difference)} in four of five such evaluations"
@@ -300,7 +301,8 @@ def scores_csv(report: ScoresReport) -> str:
 
 def _flat(task: TaskScores) -> dict[str, object]:
     fields: dict[str, Any] = msgspec.to_builtins(task)
-    fields.pop("preflight")
+    for name in ("preflight", *task.TEXTS.values()):
+        fields.pop(name)
     fields["notes"] = "; ".join(fields["notes"])
     for name in ("pairing", "causes", "run_causes"):
         for key, value in (fields.pop(name) or {}).items():

@@ -11,6 +11,7 @@ from divergence.evaluations.flips import causes_of, flips_of, shift_of
 from divergence.evaluations.judging import adjusted, measured
 from divergence.evaluations.pairing import pair
 from divergence.evaluations.rows import ScoreRow, Series, SeriesName
+from divergence.facts import sentence, worded
 
 
 def side(choices, scores):
@@ -61,9 +62,9 @@ def test_a_fault_everywhere_is_no_rounding():
     b = a + generator.normal(0, 2.0, a.shape)
     pairs = pair(side(a, np.ones(200)), side(b, (b.argmax(1) == 0) * 1.0))
     causes = causes_of(pairs, ("bfloat16", "bfloat16"))
-    assert causes.limit_of == "the rounding of bfloat16" and causes.limit < 1
+    assert sentence(causes.source) == "the rounding of bfloat16" and causes.limit < 1
     assert causes.num_shifts > 0.9 * (causes.num_shifts + causes.num_ties)
-    assert "for want of a dtype" in causes_of(pairs, ("bfloat16", None)).limit_of
+    assert "for want of a dtype" in sentence(causes_of(pairs, ("bfloat16", None)).source)
     assert causes_of(pairs, ("float32", "float32")).limit < 0.001
 
 
@@ -80,7 +81,7 @@ def test_margins_beyond_rounding_stand_in_the_first_line(moved, dtype, is_told, 
     series = side(a, np.ones(200))
     pairs = pair(series, side(b, right * 1.0))
     task = replace(measured(series, pairs, DEFAULT_BANDS), causes=causes_of(pairs, (dtype, dtype)))
-    summary = adjusted([task])[0].summary
+    summary = worded(adjusted([task]))[0].summary
     assert ("margins moved by" in summary) == is_told, summary
 
 

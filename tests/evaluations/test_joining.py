@@ -13,6 +13,7 @@ import divergence
 from divergence import scores
 from divergence.cli.main import app
 from divergence.errors import UsageError
+from divergence.facts import plain
 from tests.evaluations.conftest import sample
 
 FAULT = "model.layers.1.mlp:out=scale:-1"
@@ -129,7 +130,8 @@ def test_what_the_runs_do_not_show_is_not_reproduced(evaluated, runs):
 
 def test_a_near_tie(evaluated, runs, monkeypatch):
     """A margin that moved by no more than the limit."""
-    monkeypatch.setattr("divergence.evaluations.joining.explained", lambda _: (99.0, "a test"))
+    limit = 99.0, plain("a test")
+    monkeypatch.setattr("divergence.evaluations.joining.explained", lambda _: limit)
     (task,) = scores(*evaluated, runs=(runs / "flips", runs / "flips-b")).candidates[0].tasks
     assert (task.run_causes.num_ties, task.run_causes.limit_of) == (4, "a test")
 

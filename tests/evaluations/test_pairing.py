@@ -7,6 +7,7 @@ import pytest
 
 from divergence.evaluations.pairing import pair, preflight
 from divergence.evaluations.rows import ScoreRow, Series, SeriesName
+from divergence.facts import plain, worded
 
 
 def series(*rows: ScoreRow, **settings: str) -> Series:
@@ -32,7 +33,7 @@ def test_what_is_in_no_pair_is_counted():
     """Missing, without a score, asked in other words, another right answer."""
     a = series(row("x", 1.0), row("only", 1.0), row("nan", 1.0),
                row("p", 1.0, prompt="1"), row("t", 1.0, target="1"))  # fmt: skip
-    b = series(row("x", 1.0), row("new", 1.0), row("nan", None, why="the score is nan"),
+    b = series(row("x", 1.0), row("new", 1.0), row("nan", None, why=plain("the score is nan")),
                row("p", 1.0, prompt="2"), row("t", 1.0, target="2"))  # fmt: skip
     held = pair(a, b).pairing
     assert (held.num_paired, held.num_reference, held.num_candidate) == (1, 5, 5)
@@ -67,7 +68,10 @@ def test_duplicates():
     assert (found.pairing.num_duplicates, found.pairing.num_conflicting) == (1, 1)
     assert found.pairing.num_candidate_only == 0
     lines = {line.check: line for line in preflight(a, b, found)}
-    assert lines["duplicates"].detail == "1 rows repeat a document; 1 documents have two scores"
+    assert (
+        worded(lines["duplicates"]).detail
+        == "1 rows repeat a document; 1 documents have two scores"
+    )
 
 
 def test_repeats_are_a_mean_and_no_documents():

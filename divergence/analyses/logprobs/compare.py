@@ -22,12 +22,12 @@ from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Finding, PreflightLine, PreflightStatus
 from divergence.comparison.results.sites import Coverage
 from divergence.errors import UsageError
-from divergence.facts import plain
+from divergence.facts import Fact, fact, plain, sentence
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS, one_or_more
 from divergence.run.writing.scores import BY_TEXT
-from divergence.words import Progress, letter
+from divergence.words import Progress, Side
 
 __all__ = ["report_on"]
 
@@ -107,28 +107,32 @@ def _engine(run: Run) -> str:
 
 
 def _stopped(a: Run, b: Run, lines: list[PreflightLine], line: PreflightLine) -> Report:
-    text = line.detail or f"{line.reference} against {line.candidate}"
+    what = line.details or [
+        fact("logprobs.against", reference=line.reference, candidate=line.candidate)
+    ]
+    if line.detail:
+        what = [plain(line.detail)]
     finding = Finding(
         claim="other_experiment", kind="incomparable",
-        headline=[plain(f"the two were not asked the same: {text}")],
-        evidence=[plain(f"{line.check}: {text}")],
+        headline=[fact("logprobs.not_asked_the_same", what=what)],
+        evidence=[fact("logprobs.check", check=line.check, what=what)],
     )  # fmt: skip
     return report_of(a, b, finding, Coverage(num_compared=0), lines, notes=_notes(a, b))
 
 
 def _notes(a: Run, b: Run) -> list[str]:
-    notes = []
-    for name, run in (("reference", a), ("candidate", b)):
+    notes: list[Fact] = []
+    sides: tuple[tuple[Side, Run], ...] = (("reference", a), ("candidate", b))
+    for side, run in sides:
         facts = facts_of(run)
         if other := facts.get("answers as"):
-            wanted = run.manifest.model.source
-            notes.append(
-                f"{letter(name)}: {wanted} was asked for, and the server answers as {other}"
-            )
-        notes += [f"{letter(name)}: {note}" for note in facts.get("lacks", "").split("; ") if note]
+            model = run.manifest.model.source
+            notes.append(fact("logprobs.answers_as", side=side, model=model, answers_as=other))
+        # what a server lacks stands in the run in words
+        lacks = [text for text in facts.get("lacks", "").split("; ") if text]
+        notes += [fact("logprobs.side_lacks", side=side, what=plain(text)) for text in lacks]
         if facts.get("token ids") == BY_TEXT:
-            notes.append(f"{letter(name)} tells tokens by text alone: ids were matched by text")
+            notes.append(fact("logprobs.by_text", side=side))
     if all(run.manifest.plan.sites == [LOGPROBS] for run in (a, b)):
-        notes.append("no layer was seen on either side: where the difference is made, only "
-                     "`divergence capture` of the models tells")  # fmt: skip
-    return notes
+        notes.append(fact("logprobs.no_layer"))
+    return [sentence(note) for note in notes]

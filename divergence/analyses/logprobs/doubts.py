@@ -16,12 +16,11 @@ import numpy as np
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.pattern import Pattern
 from divergence.analyses.logprobs.processed import share_of_size
-from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST, Scale
+from divergence.analyses.logprobs.scale import WIDEST, Scale
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Check
 from divergence.comparison.results.tokens import LogprobsResult
-from divergence.layout import count, decimal
-from divergence.words import letter
+from divergence.facts import Fact, fact
 
 __all__ = ["FAULT", "TIE", "doubts_of"]
 
@@ -45,34 +44,33 @@ def doubts_of(
     size = [*_one_way(pattern, scale, result), *_by_size(pairs, scale), *_beyond(pairs, scale)]
     told = _untold(result, pairs)
     return [
-        check("scale", not size, "; ".join(size)), check("told", not told, "; ".join(told)),
-    ]  # fmt: skip
+        check("scale", not size, fact("logprobs.doubts", doubts=size)),
+        check("told", not told, fact("logprobs.doubts", doubts=told)),
+    ]
 
 
-def _one_way(pattern: Pattern, scale: Scale, result: LogprobsResult) -> list[str]:
+def _one_way(pattern: Pattern, scale: Scale, result: LogprobsResult) -> list[Fact]:
     shift, mean = pattern.shift, result.delta.mean_abs if result.delta else 0.0
     least = max(_ONE_WAY * mean, _LEAST_SHIFT * scale.value)
     if not shift.excludes_zero or abs(shift.mean) < least:
         return []
-    word = "below" if shift.mean < 0 else "above"
-    return [f"B is {decimal(abs(shift.mean))} nats {word} A, and rounding goes both ways"]
+    way = "below" if shift.mean < 0 else "above"
+    return [fact("logprobs.rounding_both_ways", nats=abs(shift.mean), way=way)]
 
 
-def _by_size(pairs: Sequence[PromptPair], scale: Scale) -> list[str]:
+def _by_size(pairs: Sequence[PromptPair], scale: Scale) -> list[Fact]:
     """Is Δ a function of log p, as another temperature makes it? Of rounding it is none."""
     delta = np.concatenate([np.empty(0), *(pair.delta for pair in pairs)])
     if not len(delta) or np.abs(delta).mean() < _LEAST_SHIFT * scale.value:
         return []
     share = share_of_size(pairs)
-    if share < _FOLLOWS:
-        return []
-    return [f"Δ goes with log p (R² {share:.0%}), as another temperature makes it"]
+    return [] if share < _FOLLOWS else [fact("logprobs.goes_with_size", share=share)]
 
 
-def _beyond(pairs: Sequence[PromptPair], scale: Scale) -> list[str]:
+def _beyond(pairs: Sequence[PromptPair], scale: Scale) -> list[Fact]:
     """Answers, prompts and tokens that rounding does not explain, whatever the mean of all is: what
     is computed at once for a long prompt is right where what follows step by step may not be."""
-    explained = scale.value if scale.of in BY_DTYPE else max(scale.value, WIDEST)
+    explained = scale.value if scale.by_dtype else max(scale.value, WIDEST)
     sizes = [np.abs(pair.delta) for pair in pairs if len(pair.delta)]
     prompts = sum(
         float(size.mean()) > explained * (1 + _ROOM / math.sqrt(len(size))) for size in sizes
@@ -81,28 +79,25 @@ def _beyond(pairs: Sequence[PromptPair], scale: Scale) -> list[str]:
     largest = max((float(size.max()) for size in sizes), default=0.0)
     answers = [np.abs(pair.delta[pair.places >= pair.answer_begins]) for pair in pairs]
     together = np.concatenate(answers) if answers else np.empty(0)
-    said = []
+    doubts = []
     if len(together) and (mean := float(together.mean())) > explained:
-        said.append(f"beyond it: the answers by themselves, by {decimal(mean)} nats")
+        doubts.append(fact("logprobs.answers_beyond", nats=mean))
     if prompts:
-        said.append(f"beyond it by itself: {count(prompts, 'prompt')}")
+        doubts.append(fact("logprobs.prompts_beyond", num_prompts=prompts))
     if far:
-        said.append(f"far beyond it: {count(far, 'token')}, of up to {decimal(largest)} nats")
-    return said
+        doubts.append(fact("logprobs.tokens_far_beyond", num_tokens=far, largest=largest))
+    return doubts
 
 
-def _untold(result: LogprobsResult, pairs: Sequence[PromptPair]) -> list[str]:
-    said = []
+def _untold(result: LogprobsResult, pairs: Sequence[PromptPair]) -> list[Fact]:
+    doubts = []
     if num := result.num_flips - result.num_ties - result.num_faults:
-        said.append(f"not known to be ties: {count(num, 'answer')} that parted")
+        doubts.append(fact("logprobs.ties_not_known", num_answers=num))
     if num := result.num_ended:
-        said.append(f"ended earlier on one side, by how little nobody told: {count(num, 'answer')}")
+        doubts.append(fact("logprobs.ends_not_known", num_answers=num))
     if num := sum(pair.num_untold for pair in pairs):
-        said.append(f"not told on both sides: {count(num, 'token')} of the answers")
+        doubts.append(fact("logprobs.scores_not_known", num_tokens=num))
     for side, num in result.num_not_likeliest.items():
-        largest = decimal(result.max_below_likeliest.get(side, math.nan))
-        said.append(
-            f"{letter(side)} does not choose the likeliest token of its own list "
-            f"({count(num, 'time')}, by at most {largest} nats)"
-        )
-    return said
+        nats = result.max_below_likeliest.get(side, math.nan)
+        doubts.append(fact("logprobs.not_likeliest", side=side, num_times=num, nats=nats))
+    return doubts

@@ -19,7 +19,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.tokens import LogprobLayers
 from divergence.errors import UsageError
-from divergence.facts import plain
+from divergence.facts import fact
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import LOGPROBS
@@ -84,7 +84,7 @@ def layers_of(
     onset = report.verdict.onset
     return LogprobLayers(
         num_tokens=len(common), share=None if explained is None else max(0.0, explained),
-        kind=report.verdict.kind, summary=report.verdict.summary,
+        kind=report.verdict.kind, headline=report.verdict.headline,
         block=None if onset is None else onset.block, side=report.verdict.side,
         reference=str(sides[0].path), candidate=str(sides[1].path),
     )  # fmt: skip
@@ -94,16 +94,16 @@ def joined(finding: Finding, layers: LogprobLayers) -> Finding:
     """``finding`` with what the layers say: the block, where they show the same difference."""
     if layers.share is None:
         return finding
-    tokens = f"{layers.num_tokens:,} tokens"
-    if layers.share < _MOST:
-        text = (
-            f"the layer-level runs show {layers.share:.0%} of Δ log p ({tokens}): what differs is "
-            "not in what they ran (another build, other weights or settings)"
-        )
-        return replace(finding, evidence=[plain(text), *finding.evidence])
-    text = f"the layer-level runs show {layers.share:.0%} of Δ log p ({tokens}): {layers.summary}"
+    elsewhere = layers.share < _MOST
+    shown = fact(
+        "logprobs.layers_show",
+        share=layers.share,
+        num_tokens=layers.num_tokens,
+        what=[fact("logprobs.not_in_layers")] if elsewhere else layers.headline,
+    )
     headline = finding.headline
-    if layers.block is not None and finding.kind not in ("identical", "within_floor"):
-        explains = plain(f"; {layers.block} explains it ({layers.share:.0%} of Δ log p)")
-        headline = [*headline, explains]
-    return replace(finding, headline=headline, evidence=[plain(text), *finding.evidence])
+    differs = finding.kind not in ("identical", "within_floor")
+    if layers.block is not None and differs and not elsewhere:
+        explain = fact("logprobs.layers_explain", module=layers.block, share=layers.share)
+        headline = [*headline, explain]
+    return replace(finding, headline=headline, evidence=[shown, *finding.evidence])

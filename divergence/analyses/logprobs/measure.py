@@ -70,7 +70,7 @@ def measure(
         num_ended=sum(pair.ended for pair in pairs),
         pattern=pattern.name,
         explained=scale.value,
-        explained_by=scale.of,
+        source=scale.source,
         delta=_delta(pairs),
         divergence=_divergence(pairs),
         perplexity=_perplexity(pairs),

@@ -13,7 +13,9 @@ import numpy as np
 
 from divergence.analyses.logprobs.sequences import Distribution, Sequence, facts_of, sequences_of
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.facts import Fact, fact, sentence
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.writing.scores import BY_TEXT
 
 __all__ = ["PromptPair", "pair_runs", "prompt_line", "renumbered", "values_of"]
@@ -190,38 +192,40 @@ def _common(a: list[int], b: list[int]) -> int:
 
 def prompt_line(pairs: list[PromptPair], a: Run, b: Run) -> PreflightLine:
     """Were both asked the same tokens? By ids where both tell them, else by how many there were."""
-    num = len(a.manifest.tokens.samples), len(b.manifest.tokens.samples)
-    if num[0] != num[1]:
-        return PreflightLine(check="prompt ids", status="blocking", reference=f"{num[0]} prompts",
-                             candidate=f"{num[1]} prompts")  # fmt: skip
-    for detail in _other_prompts(pairs):
-        return PreflightLine(check="prompt ids", status="blocking", reference="-", candidate="-",
-                             detail=detail)  # fmt: skip
-    for number, (ours, theirs) in enumerate(
-        zip(a.manifest.tokens.samples, b.manifest.tokens.samples, strict=True)
-    ):
+    samples = a.manifest.tokens.samples, b.manifest.tokens.samples
+    if len(samples[0]) != len(samples[1]):
+        shown = [sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples]
+        return _blocking(shown)
+    for other in _other_prompts(pairs):
+        return _blocking(["-", "-"], other)
+    for number, (ours, theirs) in enumerate(zip(*samples, strict=True)):
         untold = not (ours.prompt_ids and theirs.prompt_ids)
         if untold and None not in (ours.text, theirs.text) and ours.text != theirs.text:
-            return PreflightLine(
-                check="prompt ids", status="blocking", reference="-", candidate="-",
-                detail=f"prompt {number} is another text",
-            )  # fmt: skip
+            return _blocking(["-", "-"], fact("logprobs.other_text", sample=number))
     counts = [_counts(run) for run in (a, b)]
-    for number, (ours, theirs) in enumerate(zip(*counts, strict=True)):
-        if ours is not None and theirs is not None and ours != theirs:
-            detail = (
-                f"prompt {number} had {ours} tokens in A, {theirs} in B: "
-                "another chat template or tokenizer"
-            )
-            return PreflightLine(check="prompt ids", status="blocking", reference=f"{ours} tokens",
-                                 candidate=f"{theirs} tokens", detail=detail)  # fmt: skip
-    told = [all(s.prompt_ids for s in run.manifest.tokens.samples) for run in (a, b)]
+    for number, lengths in enumerate(zip(*counts, strict=True)):
+        if None not in lengths and lengths[0] != lengths[1]:
+            shown = [sentence(fact("logprobs.num_tokens", num_tokens=num)) for num in lengths]
+            ours, theirs = lengths
+            other = fact("logprobs.other_length", sample=number, reference=ours, candidate=theirs)
+            return _blocking(shown, other)
+    told = [all(sample.prompt_ids for sample in side) for side in samples]
     shown = [
-        "ids" if ids else "their number" if None not in count else "unknown"
-        for ids, count in zip(told, counts, strict=True)
+        "ids" if ids else sentence(fact("logprobs.only_number")) if None not in num else UNKNOWN
+        for ids, num in zip(told, counts, strict=True)
     ]
     status: PreflightStatus = "same" if all(told) else "unknown"
     return PreflightLine(check="prompt ids", status=status, reference=shown[0], candidate=shown[1])
+
+
+def _blocking(shown: list[str], *details: Fact) -> PreflightLine:
+    return PreflightLine(
+        check="prompt ids",
+        status="blocking",
+        reference=shown[0],
+        candidate=shown[1],
+        details=list(details),
+    )
 
 
 def _counts(run: Run) -> list[int | None]:
@@ -233,7 +237,7 @@ def _counts(run: Run) -> list[int | None]:
     return [len(sample.prompt_ids) or None for sample in samples]
 
 
-def _other_prompts(pairs: list[PromptPair]) -> Iterator[str]:
+def _other_prompts(pairs: list[PromptPair]) -> Iterator[Fact]:
     for pair in pairs:
         a, b = pair.reference, pair.candidate
         if not (a.num_prompt and b.num_prompt):
@@ -243,10 +247,12 @@ def _other_prompts(pairs: list[PromptPair]) -> Iterator[str]:
         ended = common == min(len(a.ids), len(b.ids))
         least, most = sorted((a.num_prompt, b.num_prompt))
         if common < least or (common < most and not ended):
-            ids = a.ids[common : common + 4], b.ids[common : common + 4]
-            yield (
-                f"prompt {pair.sample} differs from token {common} on: {ids[0]} against {ids[1]}: "
-                "another chat template or tokenizer, or another prompt"
+            yield fact(
+                "logprobs.other_tokens",
+                sample=pair.sample,
+                token=common,
+                reference=a.ids[common : common + 4],
+                candidate=b.ids[common : common + 4],
             )
 
 

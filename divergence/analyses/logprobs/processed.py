@@ -20,8 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from divergence.analyses.logprobs.pairs import PromptPair, values_of
-from divergence.layout import count
-from divergence.words import letter
+from divergence.facts import Fact, fact
 
 __all__ = ["LEAST_TOKENS", "processed", "share_of_size"]
 
@@ -38,11 +37,11 @@ _MOST_LOST = 0.5
 """No top-p in use leaves out more than half of the probability."""
 
 
-def processed(pairs: Sequence[PromptPair]) -> str:
-    """The setting that explains the differences, in words; empty where none does."""
+def processed(pairs: Sequence[PromptPair]) -> Fact | None:
+    """The setting that explains the differences, where one does."""
     held = [pair for pair in pairs if len(pair.delta)]
     if not held:
-        return ""
+        return None
     return _by_lists(held) or _by_size(held) or _renormalised(held)
 
 
@@ -58,7 +57,7 @@ def share_of_size(pairs: Sequence[PromptPair]) -> float:
     return float(np.corrcoef(delta, log_p)[0, 1]) ** 2
 
 
-def _by_lists(held: Sequence[PromptPair]) -> str:
+def _by_lists(held: Sequence[PromptPair]) -> Fact | None:
     """By the tokens that both sides list at one place, each less their mean there."""
     parts = []
     for pair in held:
@@ -70,48 +69,46 @@ def _by_lists(held: Sequence[PromptPair]) -> str:
             if values.shape[1] > 1:
                 parts.append(values - values.mean(1, keepdims=True))
     if not parts:
-        return ""
+        return None
     x, y = np.concatenate(parts, axis=1)
     if len(x) < LEAST_TOKENS or not x.any():
-        return ""
+        return None
     ratio = float((x * y).sum() / (x * x).sum())
     apart, rest = float(((y - x) ** 2).sum()), float(((y - ratio * x) ** 2).sum())
     if ratio <= 0 or abs(ratio - 1) < _OTHER or rest > (1 - _FITS) * apart:
-        return ""
-    return (
-        f"B's log-probabilities are A's at temperature {1 / ratio:.3g} "
-        f"({1 - rest / apart:.1%} of the distances between {count(len(x), 'listed token')})"
+        return None
+    return fact(
+        "logprobs.temperature", temperature=1 / ratio, share=1 - rest / apart, num_tokens=len(x)
     )
 
 
-def _by_size(held: Sequence[PromptPair]) -> str:
+def _by_size(held: Sequence[PromptPair]) -> Fact | None:
     """By the chosen tokens alone."""
     share = share_of_size(held)
     if share < _FOLLOWS:
-        return ""
+        return None
     x, y = np.concatenate([values_of(pair) for pair in held], axis=1)
     slope = float(np.cov(x, y)[0, 1] / x.var(ddof=1))
     if slope <= 0 or abs(slope - 1) < _OTHER:
-        return ""
-    bound = "at most" if slope > 1 else "at least"
-    return (
-        f"Δ goes with log p (R² {share:.0%}), as another temperature makes it: "
-        f"B = A at a temperature of {bound} {1 / slope:.2g}"
-    )
+        return None
+    bound = "most" if slope > 1 else "least"
+    return fact("logprobs.goes_with_size", share=share, temperature=1 / slope, bound=bound)
 
 
-def _renormalised(held: Sequence[PromptPair]) -> str:
+def _renormalised(held: Sequence[PromptPair]) -> Fact | None:
     delta = np.concatenate([pair.delta for pair in held])
     size, mean = np.abs(delta), float(delta.mean())
     against = int((delta * mean < 0).sum())
     usual = float(np.median(size))
     if len(delta) < LEAST_TOKENS or against > _MOST_OTHER * len(delta):
-        return ""
+        return None
     if float(size.max()) > min(_BOUNDED * usual, -math.log(_MOST_LOST)):
-        return ""
-    side = letter("candidate" if mean > 0 else "reference")
-    return (
-        f"{side}'s are higher in {len(delta) - against} of {count(len(delta), 'token')}, by "
-        f"{usual:.2g} nats, as where {side} leaves out the unlikely tokens (top-p, top-k, min-p) "
-        f"and what it keeps held {math.exp(-usual):.0%}"
+        return None
+    return fact(
+        "logprobs.renormalised",
+        side="candidate" if mean > 0 else "reference",
+        num_higher=len(delta) - against,
+        num_tokens=len(delta),
+        nats=usual,
+        kept=math.exp(-usual),
     )

@@ -9,22 +9,21 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.sequences import Sequence as Text
 from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Check, Finding, PreflightLine
+from divergence.comparison.results.findings import Finding, PreflightLine
 from divergence.comparison.results.tokens import LogprobTexts
-from divergence.facts import plain
-from divergence.layout import count, decimal
+from divergence.facts import fact
 from divergence.numerics.two_sample import LEVEL, two_sample
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS
 from divergence.run.writing.scores import DRAWN
-from divergence.words import Side, letter
+from divergence.words import Side
 
 __all__ = ["are_drawn", "decoding_line", "of_drawn", "texts_of"]
 
@@ -49,7 +48,7 @@ def decoding_line(a: Run, b: Run) -> PreflightLine:
         check="decoding", reference=kinds[0], candidate=kinds[1],
         status="blocking" if other else "unknown" if not known
         else "same" if kinds[0] == kinds[1] else "differs",
-        detail="one side's answers were drawn, the other's are greedy" if other else "",
+        details=[fact("logprobs.drawn_and_greedy")] if other else [], detail="",
     )  # fmt: skip
 
 
@@ -110,17 +109,14 @@ def _repeats(pairs: Sequence[PromptPair], side: Side) -> bool:
 def _repeated(sides: Sequence[Side], told: Finding | None) -> Finding:
     """Answers that were not drawn tell of no distribution: a test would count one as many. ``told``
     where the other side's were: that they differ is then true, whatever the cause."""
-    who = "both sides give" if len(sides) == 2 else f"{letter(sides[0])} gives"
-    text = f"{who} one answer to each prompt, as often as it is asked"
+    repeats = fact("logprobs.repeats", side="both" if len(sides) == 2 else sides[0])
     if told is not None and told.kind == "systematic":
-        return replace(told, headline=[
-            *told.headline, plain(f"; {text}: it may not obey the temperature"),
-        ])  # fmt: skip
+        ignores = fact("logprobs.ignores_temperature", repeats=repeats)
+        return replace(told, headline=[*told.headline, ignores])
     return Finding(
         claim="logprobs", kind="undetermined",
-        headline=[plain(f"{text}: temperature or seed are not obeyed, or nothing else is likely, and "
-        "answers that are not drawn tell no distribution")],
-        rests_on=[Check(name="told", state="failed", detail=text)],
+        headline=[fact("logprobs.not_drawn", repeats=repeats)],
+        rests_on=[check("told", False, repeats)],
     )  # fmt: skip
 
 
@@ -130,26 +126,19 @@ def _find(texts: LogprobTexts | None) -> Finding:
         num = 0 if texts is None else texts.num_answers
         return Finding(
             claim="logprobs", kind="undetermined",
-            headline=[plain(f"{count(num, 'drawn answer')} are too few for a test of their distribution")],
-            rests_on=[Check(name="answers", state="failed", detail="--answers 10, more prompts")],
+            headline=[fact("logprobs.few_drawn", num_answers=num)],
+            rests_on=[check("answers", False, fact("logprobs.more_answers"))],
         )  # fmt: skip
-    tested = f"{texts.num_answers} answers to {count(texts.num_prompts, 'prompt')} each side"
-    said = f"{tested}: MMD² {decimal(texts.mmd)}, p = {texts.p_value:.2g} by permutation"
-    alone = "texts do not tell a precision from another model, or from another sampling setting"
+    test = fact("logprobs.test", **asdict(texts))
     if texts.p_value <= LEVEL:
         return Finding(
             claim="logprobs", kind="systematic",
-            headline=[plain(f"the answers are of another distribution ({said}): another model, "
-            "quantisation, template or sampling")],
-            rests_on=[check("scale", False, alone)],
+            headline=[fact("logprobs.other_distribution", test=test)],
+            rests_on=[check("scale", False, fact("logprobs.texts_blur_cause"))],
         )  # fmt: skip
     share = texts.smallest_share
-    power = "not even another model" if share is None else (
-        f"another model in {share:.0%} of the answers"
-    )  # fmt: skip
     return Finding(
         claim="logprobs", kind="within_floor" if share is not None else "undetermined",
-        headline=[plain(f"no difference is seen ({said}); so many answers would show {power}")],
-        rests_on=[Check(name="scale", state="failed", detail="texts alone: a test sees no "
-                        "more than its power")],
+        headline=[fact("logprobs.no_difference", test=test, share=share)],
+        rests_on=[check("scale", False, fact("logprobs.power_of_test"))],
     )  # fmt: skip

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -20,29 +21,46 @@ import numpy as np
 from divergence.analyses.logprobs.pairs import pair_runs, prompt_line
 from divergence.comparison.trusted import refuse_compared
 from divergence.errors import UsageError
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import LOGPROBS
 
-__all__ = ["BY_DTYPE", "FAR", "NO_DTYPE", "WIDEST", "Scale", "scale_of"]
+__all__ = ["BY_DTYPE", "FAR", "WIDEST", "Scale", "scale_of"]
 
 BY_DTYPE = {"bfloat16": 2.0**-3, "float16": 2.0**-6, "float32": 2.0**-14, "float64": 2.0**-20}
 WIDEST = BY_DTYPE["bfloat16"]
 """Of the widest dtype whose rounding is called rounding: narrower ones are another quantisation."""
-NO_DTYPE = "for want of a side's dtype"
 FAR = 4.0
 """Times WIDEST, half a nat: beyond it no precision in use is meant, but another model."""
 
 
+@dataclass(frozen=True, slots=True)
 class Scale:
-    """``known``: is it of these two sides? Else it is the widest that might be meant. ``floor``:
-    |Δ| of the floor runs' tokens, where such were named."""
+    """What rounding explains."""
 
-    def __init__(
-        self, value: float, of: str, *, known: bool, floor: np.ndarray | None = None
-    ) -> None:
-        self.value, self.of, self.known, self.floor = value, of, known, floor
+    value: float
+    """A mean of |Δ| in nats."""
+    source: Fact
+    """Where it is from: ``dtype``, ``no_dtype``, ``floor_runs`` or ``far_floor_runs``."""
+    floor: np.ndarray | None = None
+    """|Δ| of the floor runs' tokens, where such were named."""
+
+    @property
+    def known(self) -> bool:
+        """Is it of these two sides? Else it is the widest that might be meant."""
+        return self.by_dtype or self.floor is not None
+
+    @property
+    def by_dtype(self) -> bool:
+        """Is it the bound of a dtype that both sides tell?"""
+        return self.source.code == "logprobs.dtype"
+
+    @property
+    def without_dtype(self) -> bool:
+        """Does nothing tell it, neither a dtype nor a floor run?"""
+        return self.source.code == "logprobs.no_dtype"
 
     def usual_share(self, bound: float) -> float:
         """Of a trusted machine's tokens, how many differ by more than ``bound``: at most (the upper
@@ -62,16 +80,15 @@ def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
         together = np.concatenate([_from_floor(a, b, run) for run in floors])
         floor = np.abs(together)
         value = THRESHOLDS.widen * float(floor.mean())
-        name = "the floor run" if len(floors) == 1 else f"the {len(floors)} floor runs"
         if value > FAR * WIDEST:
-            return Scale(value, f"{name}, farther off than any precision in use", known=False)
-        return Scale(max(value, 2.0**-20), name, known=True, floor=floor)
+            return Scale(value, fact("logprobs.far_floor_runs", num_runs=len(floors)))
+        source = fact("logprobs.floor_runs", num_runs=len(floors))
+        return Scale(max(value, 2.0**-20), source, floor)
     dtypes = [_dtype(run) for run in (a, b)]
-    told = [BY_DTYPE[dtype] for dtype in dtypes if dtype in BY_DTYPE]
-    if len(told) == 2:
-        coarse = max((dtype for dtype in dtypes if dtype), key=lambda dtype: BY_DTYPE.get(dtype, 0))
-        return Scale(max(told), coarse, known=True)
-    return Scale(WIDEST, f"bfloat16, {NO_DTYPE}", known=False)
+    if all(dtype in BY_DTYPE for dtype in dtypes):
+        coarse = max(dtypes, key=BY_DTYPE.__getitem__)
+        return Scale(BY_DTYPE[coarse], fact("logprobs.dtype", dtype=coarse))
+    return Scale(WIDEST, fact("logprobs.no_dtype"))
 
 
 def _from_floor(a: Run, b: Run, run: Run) -> np.ndarray:
@@ -88,8 +105,8 @@ def _from_floor(a: Run, b: Run, run: Run) -> np.ndarray:
     return delta
 
 
-def _dtype(run: Run) -> str | None:
+def _dtype(run: Run) -> str:
     manifest = run.manifest
     alone = manifest.plan.sites == [LOGPROBS]
     name = manifest.settings.dtype if alone else manifest.model.dtype
-    return None if name is None else name.removeprefix("torch.")
+    return "" if name is None else name.removeprefix("torch.")

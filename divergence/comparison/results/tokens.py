@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
 from divergence.comparison.results.findings import Onset, VerdictKind
+from divergence.facts import Fact, Worded
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = [
@@ -284,8 +286,10 @@ class LogprobTexts(msgspec.Struct, frozen=True, kw_only=True):
     """The least share of another model's answers that the test would see in four of five draws."""
 
 
-class LogprobLayers(msgspec.Struct, frozen=True, kw_only=True):
+class LogprobLayers(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """What two layer-level runs on the same tokens show of Δ log p (``--layers``)."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"summary": "headline"}
 
     num_tokens: int
     """Tokens that both pairs of runs scored."""
@@ -293,7 +297,10 @@ class LogprobLayers(msgspec.Struct, frozen=True, kw_only=True):
     """1 - Σ(Δ - Δ')² / ΣΔ², Δ' being theirs; 0 at least. None where Δ is 0 everywhere."""
     kind: VerdictKind
     """Of their own comparison."""
-    summary: str
+    headline: list[Fact] = []
+    """What it tells, in order."""
+    summary: str = ""
+    """The same as one line for people."""
     block: str | None
     side: SideBothOrNeither | None
     reference: str
@@ -318,8 +325,10 @@ class LogprobExpert(msgspec.Struct, frozen=True, kw_only=True):
     """Index in the sequence of the one that differs most."""
 
 
-class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
+class LogprobsResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The comparison of two runs of which one or both hold log-probabilities alone."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"explained_by": "source"}
 
     num_sequences: int
     num_tokens: int
@@ -340,8 +349,10 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     longer the answer; ``shifted``: most in one direction; ``few``: too few prompts to tell."""
     explained: float
     """What rounding explains, as a mean of |Δ| in nats."""
-    explained_by: str
+    source: Fact | None = None
     """Where that is from: a floor run, or a dtype."""
+    explained_by: str = ""
+    """The same in words."""
     delta: LogprobDelta | None = None
     divergence: LogprobDivergence | None = None
     perplexity: LogprobPerplexity | None = None

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 from divergence.errors import DumpError, UsageError
 from divergence.evaluations.formats.reading import ReadRequest
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
+from divergence.facts import sentence
 from divergence.importing.folder import DumpFolder
 from divergence.outside import read_as
 from divergence.recording.prompts import Prompt
@@ -75,7 +76,7 @@ def read(path: str, reading: ReadRequest, *, format: str = "auto") -> Evaluation
             raise UsageError("nothing has the task, metric and filter asked for",
                              where=str(folder.path), hint=f"there are: {told}")  # fmt: skip
         raise DumpError("nothing that is scored was found", where=str(folder.path),
-                        hint="; ".join(evaluation.notes) or None)  # fmt: skip
+                        hint="; ".join(map(sentence, evaluation.remarks)) or None)  # fmt: skip
     reading.refused.clear()
     _refuse_twice(evaluation)
     return evaluation

@@ -31,6 +31,7 @@ from divergence.evaluations.formats.reading import (
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.facts import fact
 from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.outside import check_value, read_as, read_bytes
@@ -83,7 +84,7 @@ def _task(
         row = _row(item, sample, score, number, reading)
         status = text_of(score.get("status") or "success")
         if status not in _USABLE:
-            unusable.append(replace(row, why=f"status {status[:80]}"))
+            unusable.append(replace(row, why=fact("evaluations.status", status=status[:80])))
             continue
         values = score.get("value")
         for metric, value in values.items() if isinstance(values, dict) else ():

@@ -28,6 +28,7 @@ from divergence.evaluations.formats.reading import (
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.facts import Fact, fact
 from divergence.importing.folder import DumpFolder
 from divergence.outside import (
     MAX_LINE_BYTES,
@@ -153,7 +154,8 @@ def _log(
     version = (spec.get("packages") or {}).get("inspect_ai")
     evaluation.tool = evaluation.tool or (f"inspect {version}" if version else None)
     if header.get("status") != "success":
-        evaluation.incomplete = f"inspect's status is {header.get('status')!r}"
+        status = repr(header.get("status"))
+        evaluation.incomplete = fact("evaluations.other_status", status=status)
     task = text_of(spec.get("task_registry_name") or spec.get("task") or name)
     settings = _settings(header, spec)
     series: dict[SeriesName, Series] = {}
@@ -172,7 +174,7 @@ def _log(
                 answer=answer, cluster=reading.cluster_of(sample.get("metadata")), place=number,
             ))  # fmt: skip
         if sample.get("error") is not None:
-            reading.left_out["samples ended in an error, and have no score"] += 1
+            reading.left_out["evaluations.samples_with_error"] += 1
     evaluation.series += series.values()
 
 
@@ -192,7 +194,7 @@ def _settings(header: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, s
 
 def _scores(
     sample: Mapping[str, Any],
-) -> Iterator[tuple[str, float | None, str | None, str | None]]:
+) -> Iterator[tuple[str, float | None, Fact | None, str | None]]:
     """(metric, score, why there is none, answer) of each scorer."""
     for name, given in (sample.get("scores") or {}).items():
         value = given.get("value") if isinstance(given, dict) else given

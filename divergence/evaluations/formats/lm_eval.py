@@ -30,6 +30,7 @@ from divergence.evaluations.formats.reading import (
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
+from divergence.facts import fact
 from divergence.importing.folder import DumpFolder
 from divergence.importing.layouts.lm_eval import requests
 from divergence.importing.layouts.rollouts import lines_of
@@ -66,7 +67,9 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
         told = table_of(table_of(report.get("n-samples")).get(task)).get("effective")
         held = max((len({row.document for row in entry.rows}) for entry in series), default=told)
         if isinstance(told, int) and held != told:
-            evaluation.incomplete = f"{task} has {held:,} documents, and its results say {told:,}"
+            evaluation.incomplete = fact(
+                "evaluations.other_number", task=task, num_documents=held, expected=told
+            )
         config = table_of(report.get("config"))
         evaluation.model = evaluation.model or config.get("model_source") or config.get("model")
         arguments = config.get("model_args")
@@ -92,7 +95,7 @@ def _samples(folder: DumpFolder, result: Evaluation) -> dict[str, tuple[str, str
         older += task in files
         files[task] = max(files.get(task, ("", "")), (date, name))
     if older:
-        result.notes.append(f"{older} older files of the same tasks left out; the newest is taken")
+        result.remarks.append(fact("evaluations.older_files", num=older))
     return files
 
 

@@ -70,7 +70,7 @@ def read(folder: DumpFolder, reading: ReadRequest) -> Evaluation:
         result = table_of(folder.json(name))
         details = result.get("details")
         if not isinstance(details, list | dict):
-            reading.left_out["data sets without details (--dump-eval-details writes them)"] += 1
+            reading.left_out["evaluations.data_sets_without_details"] += 1
             continue
         evaluation.series += _task(folder, name, result, reading)
     return finish(evaluation, reading)
@@ -120,7 +120,7 @@ def _task(
                 ))  # fmt: skip
             break
         else:
-            reading.left_out["documents whose details say nothing of correct or score"] += 1
+            reading.left_out["evaluations.documents_without_score"] += 1
     return list(series.values())
 
 

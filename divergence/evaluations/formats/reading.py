@@ -15,6 +15,7 @@ import xxhash
 
 from divergence.errors import DumpError
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
+from divergence.facts import Fact, fact
 from divergence.importing.folder import DumpFolder
 from divergence.outside import inside
 
@@ -51,7 +52,7 @@ class ReadRequest:
     cluster: str | None = None
     """The field of a document that names its cluster."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """What was not taken, counted by reason."""
+    """What was not taken, counted by its code."""
     refused: dict[SeriesName, None] = field(default_factory=dict)
     """What is there and was not asked for."""
     _names: set[SeriesName] = field(default_factory=set)
@@ -148,20 +149,22 @@ def series_in(
 def finish(result: Evaluation, reading: ReadRequest) -> Evaluation:
     """With what was left out as notes, and a name that is text."""
     result.model = None if result.model is None else text_of(result.model)
-    result.notes += [f"{count:,} {reason}" for reason, count in sorted(reading.left_out.items())]
+    result.remarks += [fact(code, num=num) for code, num in sorted(reading.left_out.items())]
     reading.left_out.clear()
     return result
 
 
-def number_of(value: Any) -> tuple[float | None, str | None]:
+def number_of(value: Any) -> tuple[float | None, Fact | None]:
     """(score, why there is none) of what stands in the place of a score."""
     if isinstance(value, bool | int | float):
         try:
             score = float(value)
         except OverflowError:  # an integer of hundreds of digits
-            return None, "the score is no number"
-        return (score, None) if abs(score) < _MOST else (None, f"the score is {score:g}")
-    return None, "without a score" if value is None else "the score is no number"
+            return None, fact("evaluations.no_number")
+        if abs(score) < _MOST:
+            return score, None
+        return None, fact("evaluations.score_is", score=score)
+    return None, fact("evaluations.without_score" if value is None else "evaluations.no_number")
 
 
 def table_of(value: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from divergence.errors import UsageError
+from divergence.facts import with_sentences
 from divergence.training.curves.judging import judge
 from divergence.training.curves.reading import is_losses, read_losses
 from divergence.training.curves.result import LossReport
@@ -12,6 +13,7 @@ from divergence.training.curves.result import LossReport
 __all__ = ["compare_losses"]
 
 
+@with_sentences
 def compare_losses(
     reference: str | os.PathLike[str],
     candidate: str | os.PathLike[str] | None,

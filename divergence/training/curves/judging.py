@@ -10,12 +10,13 @@ band is a place to look; and a mean error that is the noise of single steps is n
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from divergence.layout import count
+from divergence.facts import Fact, fact
 from divergence.training.curves.reading import Curves
-from divergence.training.curves.result import CurveDiff, LossReport, LossVerdict, Trend
+from divergence.training.curves.result import CurveDiff, Kind, LossReport, LossVerdict
 from divergence.training.curves.trend import (
     MIN_BEFORE,
     MIN_STEPS,
@@ -36,7 +37,11 @@ def judge(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossRepor
     """``warmup_steps``: leave out steps below this one; None: the first tenth of the common ones,
     at most 100."""
     common = sorted(a.metrics["loss"].keys() & b.metrics["loss"].keys())
-    notes = [f"A: {note}" for note in a.notes] + [f"B: {note}" for note in b.notes]
+    remarks = [
+        fact("training.of_side", side=side, what=item)
+        for side, curves in (("reference", a), ("candidate", b))
+        for item in curves.remarks
+    ]
     if warmup_steps is None:
         num = min(int(len(common) * WARMUP_SHARE), MOST_WARMUP)
         first = common[num] if common else 0
@@ -49,8 +54,9 @@ def judge(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossRepor
     ]
     metrics.sort(key=lambda curve: (curve.metric != "loss", curve.metric))
     for name in sorted(a.metrics.keys() ^ b.metrics.keys()):
-        notes.append(f"{name} is in {'A' if name in a.metrics else 'B'} alone")
-    notes += _coverage(a.metrics["loss"], b.metrics["loss"], common)
+        side = "reference" if name in a.metrics else "candidate"
+        remarks.append(fact("training.alone", metric=name, side=side))
+    remarks += _coverage(a.metrics["loss"], b.metrics["loss"], common)
     loss = metrics[0]
     verdict = _with_jump(_verdict(loss, a.metrics["loss"], b.metrics["loss"], common), loss)
     return LossReport(
@@ -60,7 +66,7 @@ def judge(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> LossRepor
         metrics=metrics,
         warmup_steps=sum(step < first for step in common),
         bands=BANDS,
-        notes=notes,
+        remarks=remarks,
     )
 
 
@@ -109,14 +115,20 @@ def _measure(name: str, a: dict[int, float], b: dict[int, float], first: int) ->
     )
 
 
-def _coverage(a: dict[int, float], b: dict[int, float], common: list[int]) -> list[str]:
+def _coverage(a: dict[int, float], b: dict[int, float], common: list[int]) -> list[Fact]:
     if len(a) == len(b) == len(common):
         return []
-    lines = [f"A has {len(a):,} steps, B {len(b):,}, of which {len(common):,} are in both"]
+    num_a, num_b, num_common = len(a), len(b), len(common)
+    remarks = [
+        fact(
+            "training.other_steps", num_reference=num_a, num_candidate=num_b, num_common=num_common
+        )
+    ]
     if common and max(a) != max(b):
-        longer, more, end = ("A", max(a), max(b)) if max(a) > max(b) else ("B", max(b), max(a))
-        lines.append(f"{longer} goes on to step {more}, behind the other's last, {end}")
-    return lines
+        side = "reference" if max(a) > max(b) else "candidate"
+        end, step = sorted((max(a), max(b)))
+        remarks.append(fact("training.goes_on", side=side, step=step, end=end))
+    return remarks
 
 
 def _interval(curve: dict[int, float]) -> float:
@@ -128,77 +140,56 @@ def _verdict(
     loss: CurveDiff, a: dict[int, float], b: dict[int, float], common: list[int]
 ) -> LossVerdict:
     """By the first of these that holds."""
-    over = f"over {loss.num_steps:,} steps"
-    if loss.nonfinite_a != loss.nonfinite_b:
-        side, step = ("A", loss.nonfinite_a) if _first_is_a(loss) else ("B", loss.nonfinite_b)
-        return LossVerdict(
-            kind="nonfinite",
-            summary=f"the loss of {side} is nan or inf at step {step}, where the other's is finite",
-        )
+    bad_a, bad_b = loss.nonfinite_a, loss.nonfinite_b
+    if bad_a != bad_b:
+        first = bad_b is None or (bad_a is not None and bad_a < bad_b)
+        side, step = ("reference", bad_a) if first else ("candidate", bad_b)
+        return _is("nonfinite", fact("training.nonfinite", side=side, step=step))
     if not common:
-        return _open("no step is in both files")
+        return _is("undetermined", fact("training.no_common_step"))
     every = _interval(a), _interval(b)
     if min(every) and max(every) / min(every) >= 2:
-        return _open(
-            f"A is logged every {every[0]:g} steps and B every {every[1]:g}: a logged loss may be "
-            "a mean over its steps, so they are not of the same tokens"
-        )
+        other = fact("training.other_intervals", reference=every[0], candidate=every[1])
+        return _is("undetermined", other)
     mean, trend = loss.mean_error, loss.trend
     if loss.num_steps == 0 or mean is None:
-        return _open("no step with a finite loss other than 0 is left behind the warm-up")
+        return _is("undetermined", fact("training.no_finite_step"))
+    if a == b and bad_a is not None:
+        return _is("nonfinite", fact("training.equal_nonfinite", step=bad_a))
     if a == b:
-        both = "" if loss.nonfinite_a is None else f", nan or inf at step {loss.nonfinite_a}"
-        if both:
-            return LossVerdict(kind="nonfinite", summary=f"both losses are equal{both}")
-        return LossVerdict(
-            kind="identical", summary=f"the loss of {count(len(a), 'step')} is equal on both sides"
-        )
-    if loss.nonfinite_a is not None:
-        return LossVerdict(
-            kind="nonfinite",
-            summary=f"both losses are nan or inf at step {loss.nonfinite_a}; before, the mean "
-            f"error is {_size(mean)}",
-        )
+        return _is("identical", fact("training.equal", num_steps=len(a)))
+    if bad_a is not None:
+        return _is("nonfinite", fact("training.both_nonfinite", step=bad_a, mean=mean))
     low, high = BANDS
-    said = f"the mean error of the loss is {_size(mean)} {over}"
+    error = fact("training.mean_error", mean=mean, num_steps=loss.num_steps)
+    bias, se = loss.mean_diff or 0.0, loss.mean_diff_se or 0.0
     if trend.state == "not_told":
-        if mean > high and loss.noise is not None and abs(loss.mean_diff or 0) > high:
-            return _misaligned(loss, f"{said}, {_signed(loss.mean_diff)} with its sign")
-        return _open(f"{said}, but {trend.reason} to tell a trend from noise")
-    se, bias = loss.mean_diff_se or 0.0, loss.mean_diff or 0.0
+        if mean > high and loss.noise is not None and abs(bias) > high:
+            return _is("misaligned", error, fact("training.bias", bias=bias))
+        return _is("undetermined", error, fact("training.trend_not_known", why=trend.lacking))
     if trend.state == "parts":
-        at = _where(loss, trend)
+        begin = _begin(loss)
         if mean > high:
-            return _misaligned(loss, f"{said}; the difference leaves its noise {at}")
-        end = f"{_signed(loss.end_diff)} at the end"
+            leaves = fact("training.leaves_noise", look=False, step=begin)
+            return _is("misaligned", error, leaves)
         if abs(loss.end_diff or 0) > low:
-            return LossVerdict(
-                kind="drift",
-                summary=f"{said}, but the difference leaves its noise {at} and is {end}",
-            )
-        if mean <= low:
-            return LossVerdict(
-                kind="aligned",
-                summary=f"{said}; a place to look: the difference leaves its noise {at}, {end}",
-            )
-        return _open(f"{said}; the difference leaves its noise {at}, {end}")
+            drifts = fact("training.drifts", step=begin, end=loss.end_diff)
+            return _is("drift", error, drifts)
+        look = mean <= low
+        leaves = fact("training.leaves_noise", look=look, step=begin, end=loss.end_diff)
+        return _is("aligned" if look else "undetermined", error, leaves)
     if mean <= low:
-        summary = f"{said}, and no trend leaves the noise of the steps"
+        headline = [error, fact("training.no_trend")]
         if (loss.max_error or 0) > high:  # a spike, or a run that leaves at the very end
-            summary += (
-                f"; a place to look: step {loss.max_step} is off by {_size(loss.max_error or 0)}"
-            )
-        return LossVerdict(kind="aligned", summary=summary)
+            spike = fact("training.step_off", step=loss.max_step, error=loss.max_error)
+            headline.append(fact("training.beside", look=True, what=spike))
+        return _is("aligned", *headline)
+    signed: dict[str, Any] = {"bias": bias, "error": se}
     if abs(bias) + 3 * se <= low:
-        return _open(
-            f"{said}, which is the noise of single steps: with its sign it is {_signed(bias)} ± "
-            f"{_size(se)}, and no trend leaves the noise"
-        )
+        return _is("undetermined", error, fact("training.noise_of_steps", **signed))
     if mean > high and abs(bias) - 3 * se > high:
-        return _misaligned(loss, f"{said}, {_signed(bias)} ± {_size(se)} with its sign")
-    return _open(
-        f"{said}, between the bands or not apart from noise: {_signed(bias)} ± {_size(se)}"
-    )
+        return _is("misaligned", error, fact("training.bias", **signed))
+    return _is("undetermined", error, fact("training.between_bands", **signed))
 
 
 def _with_jump(verdict: LossVerdict, loss: CurveDiff) -> LossVerdict:
@@ -206,46 +197,25 @@ def _with_jump(verdict: LossVerdict, loss: CurveDiff) -> LossVerdict:
     of few steps before it, it is a place to look."""
     if loss.jump_at is None or verdict.kind == "nonfinite":
         return verdict
-    before = f"the {count(loss.jump_before, 'step')} before it"
-    agreed = f"agree to {_size(loss.jump_from)}" if loss.jump_from else "are equal"
-    text = f"step {loss.jump_at} is off by {_size(loss.jump_to or 0)}, where {before} {agreed}"
-    if verdict.kind in ("misaligned", "drift"):
-        return LossVerdict(kind=verdict.kind, summary=f"{verdict.summary}; {text}")
-    if loss.jump_before < MIN_BEFORE:
-        return LossVerdict(kind=verdict.kind, summary=f"{verdict.summary}; a place to look: {text}")
-    mean = "unknown" if loss.mean_error is None else _size(loss.mean_error)
-    return LossVerdict(
-        kind="drift",
-        summary=f"{text}: no rounding goes apart at one step. The mean error is {mean} over "
-        f"{count(loss.num_steps, 'step')}",
-    )
-
-
-def _first_is_a(loss: CurveDiff) -> bool:
-    a, b = loss.nonfinite_a, loss.nonfinite_b
-    return b is None or (a is not None and a < b)
-
-
-def _where(loss: CurveDiff, trend: Trend) -> str:
-    early = trend.parts_at is not None and loss.first_step is not None and (
-        trend.parts_at - loss.first_step <= ((loss.last_step or 0) - loss.first_step) / _BLOCKS
+    jump = fact(
+        "training.jump", step=loss.jump_at, error=loss.jump_to or 0, num_before=loss.jump_before,
+        before=loss.jump_from or None,
     )  # fmt: skip
-    return "from the start" if early else f"near step {trend.parts_at}"
+    fails = verdict.kind in ("misaligned", "drift")
+    if fails or loss.jump_before < MIN_BEFORE:
+        beside = fact("training.beside", look=not fails, what=jump)
+        return _is(verdict.kind, *verdict.headline, beside)
+    no_rounding = fact("training.no_rounding", mean=loss.mean_error, num_steps=loss.num_steps)
+    return _is("drift", jump, no_rounding)
 
 
-def _misaligned(loss: CurveDiff, summary: str) -> LossVerdict:
-    return LossVerdict(kind="misaligned", summary=summary)
+def _begin(loss: CurveDiff) -> int | None:
+    """The step from which on the difference leaves its noise; None where that is the start."""
+    step, first = loss.trend.parts_at, loss.first_step
+    if step is None or first is None:
+        return step
+    return None if step - first <= ((loss.last_step or 0) - first) / _BLOCKS else step
 
 
-def _open(summary: str) -> LossVerdict:
-    return LossVerdict(kind="undetermined", summary=summary)
-
-
-def _size(value: float) -> str:
-    return f"{value:.1e}" if 0 < value < 1e-4 else f"{value:.2%}"
-
-
-def _signed(value: float | None) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:+.1e}" if 0 < abs(value) < 1e-4 else f"{value:+.2%}"
+def _is(kind: Kind, *headline: Fact) -> LossVerdict:
+    return LossVerdict(kind=kind, headline=list(headline))

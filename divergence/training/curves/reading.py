@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from divergence.errors import DumpError, UsageError, first_line
+from divergence.facts import Fact, fact
 from divergence.outside import (
     MAX_TEXT_BYTES,
     csv_rows,
@@ -48,7 +49,7 @@ class Curves(msgspec.Struct, kw_only=True):
 
     path: str
     metrics: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
-    notes: list[str] = msgspec.field(default_factory=list)
+    remarks: list[Fact] = msgspec.field(default_factory=list)
 
 
 def is_losses(path: str) -> bool:
@@ -127,9 +128,9 @@ def _take(curves: Curves, rows: Iterable[Row], *, where: str) -> None:
             twice += step in curve
             curve[step] = _number(value, f"{where}, {at}", metric)
     if unnumbered:
-        curves.notes.append(f"{unnumbered:,} rows have no step: the row's number is taken")
+        curves.remarks.append(fact("training.rows_without_step", num_rows=unnumbered))
     if twice:
-        curves.notes.append(f"{twice:,} values are of a step that came before: the last one counts")
+        curves.remarks.append(fact("training.repeated_steps", num_values=twice))
     curves.metrics = {name: dict(sorted(curve.items())) for name, curve in curves.metrics.items()}
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
+
+from divergence.facts import Fact, Worded
 
 __all__ = ["CurveDiff", "LossReport", "LossVerdict", "Trend"]
 
 Kind = Literal["identical", "aligned", "misaligned", "drift", "nonfinite", "undetermined"]
 
 
-class Trend(msgspec.Struct, frozen=True, kw_only=True):
+class Trend(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """Does the difference of two curves leave its own noise, and where?"""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"reason": "lacking"}
 
     state: Literal["within_noise", "parts", "not_told"]
     statistic: float | None
@@ -21,8 +26,10 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     """What it must exceed."""
     parts_at: int | None
     """The step from which on the difference is best described as one: an estimate."""
-    reason: str | None
+    lacking: Fact | None = None
     """Why it was not told."""
+    reason: str | None = None
+    """The same in words."""
 
 
 class CurveDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,14 +68,22 @@ class CurveDiff(msgspec.Struct, frozen=True, kw_only=True):
     """How many steps are before it."""
 
 
-class LossVerdict(msgspec.Struct, frozen=True, kw_only=True):
+class LossVerdict(msgspec.Struct, Worded, frozen=True, kw_only=True):
+    """What the difference of two losses is."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"summary": "headline"}
+
     kind: Kind
-    summary: str
+    headline: list[Fact] = []
+    """What the summary tells, in order."""
+    summary: str = ""
     """One sentence with its numbers."""
 
 
-class LossReport(msgspec.Struct, frozen=True, kw_only=True):
+class LossReport(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """Two files of losses, A the reference."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     schema_version: Literal[1] = 1
     reference: str
@@ -81,7 +96,10 @@ class LossReport(msgspec.Struct, frozen=True, kw_only=True):
     bands: tuple[float, float]
     """The rule of thumb: a mean error up to the first is called aligned, above the second
     misaligned, and between them neither."""
+    remarks: list[Fact] = []
+    """What to know of both files."""
     notes: list[str] = []
+    """The same in words."""
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The report as JSON; nan and inf do not occur in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.layout import BLANK, Line, columns, heading, line, prose
+from divergence.layout import BLANK, Line, columns, heading, line, prose, relative
 from divergence.training.curves.result import CurveDiff, LossReport
 
 __all__ = ["EXIT_CODES", "loss_lines", "verdict_line"]
@@ -66,8 +66,4 @@ def _row(curve: CurveDiff) -> tuple[str, ...]:
 
 
 def _share(value: float | None, *, sign: bool = False) -> str:
-    if value is None:
-        return "-"
-    if value != 0 and abs(value) < 1e-4:
-        return f"{value:+.1e}" if sign else f"{value:.1e}"
-    return f"{value:+.2%}" if sign else f"{value:.2%}"
+    return "-" if value is None else relative(value, "+" if sign else "")

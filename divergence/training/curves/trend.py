@@ -31,6 +31,7 @@ import math
 
 import numpy as np
 
+from divergence.facts import fact
 from divergence.training.curves.result import Trend
 
 __all__ = ["MIN_BEFORE", "MIN_STEPS", "block_means", "jump_of", "successive_noise", "trend_of"]
@@ -94,7 +95,7 @@ def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
     if len(diffs) < MIN_STEPS:
         return Trend(
             state="not_told", statistic=None, limit=None, parts_at=None,
-            reason=f"{len(diffs)} steps are compared, and {MIN_STEPS} are needed",
+            lacking=fact("training.few_steps", num_steps=len(diffs), least=MIN_STEPS),
         )  # fmt: skip
     parts = [diffs] + [
         diffs[-(len(diffs) // share) :] for share in (2, 4, 8) if len(diffs) // share >= MIN_PART
@@ -106,7 +107,6 @@ def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
         statistic=statistic if math.isfinite(statistic) else None,
         limit=limit,
         parts_at=int(steps[_onset(diffs)]) if leaves else None,
-        reason=None,
     )
 
 

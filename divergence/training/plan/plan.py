@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from divergence.errors import DivergenceError, UsageError, first_line
-from divergence.layout import size
+from divergence.facts import Fact, fact, with_sentences
 from divergence.options.commands import link_rate
 from divergence.options.train import PlanOptions
 from divergence.recording.engines.load import LoadedModel
@@ -57,6 +57,7 @@ def plan_request(
     return plan_training(loaded, wanted)
 
 
+@with_sentences
 def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     """``loaded``: a model on the meta device, whose weights are made smaller for ``tp``.
 
@@ -98,7 +99,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         shared=tuple(path for path, style in styles.items() if style in SHARED),
         gathered=tuple(path for path, style in styles.items() if style in GATHERED),
     )  # fmt: skip
-    steps, notes = _steps(loaded, wanted, layout)
+    steps, remarks = _steps(loaded, wanted, layout)
     outside = [p for p in pieces if not any(p.name.startswith(f"{block}.") for block in blocks)]
     traffic = gradient_traffic(pieces, outside, zero=zero, axes=axes, rate=rate)
     used = next((s for s in steps if s.activations.checkpointing == wanted.gradient_checkpointing),
@@ -113,7 +114,19 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     peak = None
     if used is not None:
         peak = total - gradients + max(gradients, used.activations.peak_bytes + undivided)
-    plan = TrainingPlan(
+    moments = by_name.get("moments", 0)
+    if zero == 1 and moments and not main_weights:
+        fullest = whole_parameters_bytes(pieces, optimizer=optimizer, num_ranks=count)
+        remarks.append(fact("training.zero_optimizer", fullest_bytes=fullest, moment_bytes=moments))
+    if zero < 2 and axes.get("dp", 1) * axes.get("fsdp", 1) > 1:
+        remarks.append(fact("training.ddp_buckets", gradient_bytes=gradients))
+    if used is not None and used.num_shared and axes.get("tp", 1) > 1:
+        remarks.append(fact("training.shared_input", num_matrices=used.num_shared))
+    for piece in tables:
+        more, counted = (axes["tp"] - 1) * piece.bytes, undivided > 0
+        table = fact("training.whole_table", parameter=piece.name, more_bytes=more, counted=counted)
+        remarks.append(table)
+    return TrainingPlan(
         num_parameters=num_parameters,
         num_ranks=math.prod(axes.values()),
         axes=axes,
@@ -133,33 +146,8 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         accumulates=wanted.accumulates,
         capture_bytes=wanted.capture_bytes,
         dump_bytes=wanted.dump_bytes,
-        notes=notes,
+        remarks=remarks,
     )
-    moments = by_name.get("moments", 0)
-    if zero == 1 and moments and not main_weights:
-        fullest = whole_parameters_bytes(pieces, optimizer=optimizer, num_ranks=count)
-        notes.append(
-            "torch's ZeroRedundancyOptimizer keeps each parameter's moments whole on one rank: "
-            f"the fullest holds {size(fullest)} in place of {size(moments)}; under DDP it sends "
-            "1.5 times as much"
-        )
-    if zero < 2 and axes.get("dp", 1) * axes.get("fsdp", 1) > 1:
-        notes.append(
-            f"DDP without gradient_as_bucket_view=True holds {size(gradients)} more: gradients "
-            "and its buckets"
-        )
-    if used is not None and used.num_shared and axes.get("tp", 1) > 1:
-        notes.append(
-            "matrices with the same input (q, k, v) are counted with one all-reduce in the "
-            f"backward; transformers' own plan makes one for each of {used.num_shared}"
-        )
-    for piece in tables:
-        more = size((axes["tp"] - 1) * piece.bytes)
-        notes.append(
-            f"torch's DTensor holds the gradient of {piece.name} whole, {more} more than its part"
-            + ("" if undivided else ", which is not counted")
-        )
-    return plan
 
 
 def _axes(mesh: str | None) -> dict[str, int]:
@@ -196,10 +184,10 @@ def _dividing(axes: dict[str, int], zero: int) -> int:
 
 def _steps(
     loaded: LoadedModel, wanted: Wanted, layout: StepLayout
-) -> tuple[list[Stepped], list[str]]:
+) -> tuple[list[Stepped], list[Fact]]:
     """Without and with checkpointing, as far as the model has it and can be run."""
     module: Any = loaded.module
-    notes: list[str] = []
+    remarks: list[Fact] = []
     ways: Sequence[bool] = (False, True)
     if not getattr(module, "supports_gradient_checkpointing", False):
         if wanted.gradient_checkpointing:
@@ -208,7 +196,7 @@ def _steps(
                 hint="leave out --gradient-checkpointing",
             )
         ways = (False,)
-        notes.append("the model's class has no gradient checkpointing")
+        remarks.append(fact("training.no_checkpointing"))
     steps = []
     for checkpointing in ways:
         try:
@@ -216,9 +204,6 @@ def _steps(
         except DivergenceError:
             raise
         except Exception as error:  # whatever an architecture raises without values
-            notes.append(
-                "activations are not known, since the step cannot be run without values: "
-                + first_line(error, most=200)
-            )
+            remarks.append(fact("training.no_activations", error=first_line(error, most=200)))
             break
-    return steps, notes
+    return steps, remarks

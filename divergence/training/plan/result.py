@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
+
+from divergence.facts import Fact, Worded
 
 __all__ = ["Activations", "Collective", "Kept", "TrainingPlan"]
 
@@ -33,11 +36,15 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """The most at any moment, with the gradients that are there by then."""
 
 
-class Collective(msgspec.Struct, frozen=True, kw_only=True):
+class Collective(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The collectives of one kind, over one step."""
 
+    TEXTS: ClassVar[Mapping[str, str]] = {"of": "sent"}
+
     operation: Literal["all-reduce", "reduce-scatter", "all-gather"]
-    of: str
+    sent: Fact
+    """Which tensors, and when."""
+    of: str = ""
     """``gradients``, ``parameters, forward``, ``activations, backward``."""
     axis: str
     """Axis of the mesh whose ranks take part."""
@@ -50,8 +57,10 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """``bytes_per_rank`` at the link's rate."""
 
 
-class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingPlan(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """Memory and traffic of one training step, on the rank that holds most."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     num_parameters: int
     """Of the whole model."""
@@ -85,4 +94,7 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory that a capture of the step takes beside it."""
     dump_bytes: int
     """What it writes, at most."""
+    remarks: list[Fact] = []
+    """What is not counted, or otherwise elsewhere."""
     notes: list[str] = []
+    """The same in words."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from divergence.facts import fact
 from divergence.training.plan.result import Collective
 from divergence.training.plan.states import RankParameter
 
@@ -50,11 +51,11 @@ def gradient_traffic(
     if zero == 3:
         own = {piece.name for piece in rest}
         again = [piece for piece in pieces if piece.name not in own]
-        calls += _some("all-gather", "parameters, forward", name, count, _bytes(pieces, rows), rate)
-        calls += _some("all-gather", "parameters, backward", name, count, _bytes(again, rows), rate)
+        calls += _some("all-gather", "parameters_forward", name, count, _bytes(pieces, rows), rate)
+        calls += _some("all-gather", "parameters_backward", name, count, _bytes(again, rows), rate)
     calls += _some("reduce-scatter", "gradients", name, count, gradients, rate)
     if zero < 3:
-        calls += _some("all-gather", "parameters, updated", name, count, _bytes(trained, 1), rate)
+        calls += _some("all-gather", "parameters_updated", name, count, _bytes(trained, 1), rate)
     if name == "fsdp":
         calls += _some("all-reduce", "gradients", "dp", dp, -(-gradients // count), rate)
     return calls
@@ -66,23 +67,25 @@ def tensor_traffic(
 ) -> list[Collective]:  # fmt: skip
     """Of the axis tp: sums of outputs, sums of input gradients, outputs put together."""
     return [
-        *_some("all-reduce", "activations, forward", "tp", num_ranks, forward_bytes, rate),
-        *_some("all-reduce", "activations, backward", "tp", num_ranks, backward_bytes, rate),
-        *_some("all-gather", "activations, forward", "tp", num_ranks, gathered_bytes, rate),
+        *_some("all-reduce", "activations_forward", "tp", num_ranks, forward_bytes, rate),
+        *_some("all-reduce", "activations_backward", "tp", num_ranks, backward_bytes, rate),
+        *_some("all-gather", "activations_forward", "tp", num_ranks, gathered_bytes, rate),
     ]
 
 
 def _some(
-    operation: Literal["all-reduce", "reduce-scatter", "all-gather"], of: str, axis: str,
+    operation: Literal["all-reduce", "reduce-scatter", "all-gather"], sent: str, axis: str,
     num_ranks: int, tensor_bytes: int, rate: float | None,
 ) -> list[Collective]:  # fmt: skip
+    """``sent``: the code of what is sent, and when."""
     if num_ranks < 2 or tensor_bytes == 0:
         return []
     moved = _FACTOR[operation] * tensor_bytes * (num_ranks - 1) // num_ranks
     return [
         Collective(
-            operation=operation, of=of, axis=axis, num_ranks=num_ranks, tensor_bytes=tensor_bytes,
-            bytes_per_rank=moved, seconds=None if rate is None else moved / rate,
+            operation=operation, sent=fact(f"training.{sent}"), axis=axis, num_ranks=num_ranks,
+            tensor_bytes=tensor_bytes, bytes_per_rank=moved,
+            seconds=None if rate is None else moved / rate,
         )
     ]  # fmt: skip
 

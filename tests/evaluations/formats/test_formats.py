@@ -12,6 +12,7 @@ from divergence import scores
 from divergence.errors import DumpError, UsageError
 from divergence.evaluations.formats import format_named, read
 from divergence.evaluations.formats.reading import ReadRequest
+from divergence.facts import sentence
 from tests.evaluations.conftest import FIXTURES, sample
 
 
@@ -90,7 +91,7 @@ def test_opencompasss_own_files():
     """Made by opencompass 0.5.4: details of an evaluator, and tables that do not say what was
     right, one of which holds the data set twice."""
     a, b = (read(str(FIXTURES / "opencompass" / side), ReadRequest()) for side in "ab")
-    assert not a.notes and a.model == "smollm2"
+    assert not a.remarks and a.model == "smollm2"
     assert {str(one.name): len(one.rows) for one in a.series} == {
         "facts_list accuracy": 24, "facts_table is_correct": 24, "facts_twice accuracy": 48,
     }  # fmt: skip
@@ -218,7 +219,7 @@ def test_the_newest_file_of_a_task_is_taken(lm_eval, tmp_path):
     old = folder / "model" / "samples_quiz_2025-01-02T03-04-05.678901.jsonl"
     old.write_text(json.dumps(line | {"acc": 0.0}) + "\n")
     found = read(str(folder), ReadRequest())
-    assert found.series[0].rows[0].score == 1.0 and "1 older file" in found.notes[0]
+    assert found.series[0].rows[0].score == 1.0 and "1 older file" in sentence(found.remarks[0])
 
 
 def test_a_model_is_shown_whatever_its_name_is(lm_eval):
@@ -318,9 +319,8 @@ def test_a_repeat_is_a_whole_number(repeat, table):
 
 def test_an_integer_beyond_all_floats_is_no_score(table):
     (series,) = read(str(table("a", [10**400, 1])), ReadRequest()).series
-    assert [(row.score, row.why) for row in series.rows] == [
-        (None, "the score is no number"), (1.0, None),
-    ]  # fmt: skip
+    assert [row.score for row in series.rows] == [None, 1.0]
+    assert sentence(series.rows[0].why) == "the score is no number" and series.rows[1].why is None
 
 
 def test_what_is_no_result(tmp_path):

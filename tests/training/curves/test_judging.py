@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from divergence.facts import worded
 from divergence.training.curves.judging import judge
 from divergence.training.curves.reading import Curves
 
@@ -26,7 +27,7 @@ def report(a, b, **how):
         )
         for name, one in (("a", a), ("b", b))
     ]
-    return judge(*found, **how)
+    return worded(judge(*found, **how))
 
 
 def pair(diffs, seed=0):

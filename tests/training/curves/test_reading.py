@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from divergence.errors import DumpError, UsageError
+from divergence.facts import sentence
 from divergence.training.curves.reading import is_losses, metric_of, read_losses
 
 ROWS = [{"step": 1, "loss": 2.5, "grad_norm": 1.0}, {"step": 2, "loss": 2.25, "grad_norm": 0.5}]
@@ -26,7 +27,7 @@ def test_json_lines(tmp_path):
     text = "".join(json.dumps({**row, "lr": 1}) + "\n\n" for row in ROWS) + '{"note": "done"}\n'
     found = read_losses(write(tmp_path / "a.jsonl", text))
     assert found.metrics == {"loss": LOSSES, "grad_norm": {1: 1.0, 2: 0.5}}
-    assert found.notes == []
+    assert found.remarks == []
 
 
 @pytest.mark.parametrize(("name", "sign"), [("a.csv", ","), ("a.tsv", "\t")])
@@ -66,10 +67,10 @@ def test_what_is_odd_is_noted(tmp_path):
     text = '{"step":1,"loss":3}\n{"step":1,"loss":2.5}\n'
     found = read_losses(write(tmp_path / "a.jsonl", text))
     assert found.metrics["loss"] == {1: 2.5}
-    assert "came before" in found.notes[0]
+    assert "came before" in sentence(found.remarks[0])
     found = read_losses(write(tmp_path / "b.jsonl", '{"loss":3}\n{"loss":2}\n'))
     assert found.metrics["loss"] == {0: 3.0, 1: 2.0}
-    assert "have no step" in found.notes[0]
+    assert "have no step" in sentence(found.remarks[0])
 
 
 @pytest.mark.parametrize(

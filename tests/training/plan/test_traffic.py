@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.errors import UsageError
+from divergence.facts import worded
 from divergence.options.commands import link_rate
 from divergence.training.plan.states import RankParameter
 from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
@@ -16,7 +17,7 @@ P = BLOCK.bytes + HEAD.bytes
 
 def sent(zero, **axes):
     found = gradient_traffic([BLOCK, HEAD], [HEAD], zero=zero, axes=axes, rate=None)
-    return {(one.operation, one.of): one.bytes_per_rank for one in found}
+    return {(one.operation, one.of): one.bytes_per_rank for one in worded(found)}
 
 
 def test_ddp_sends_the_gradients_twice():

@@ -83,7 +83,7 @@ def blame(
         return BlamedSide(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
         doubt = doubt_of_code(mine, theirs, goal.block)
-        return BlamedSide(doubt=sentence(doubt)) if doubt else BlamedSide(side=blamed)
+        return BlamedSide(doubt=doubt) if doubt else BlamedSide(side=blamed)
     if blamed == "candidate":
         output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"
         return _by_both_codes(maker, goal, made, truth, output)

@@ -122,7 +122,7 @@ def compare(
         from divergence.comparison.trusted import widening_notes
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
-        report = replaced(report, notes=[*report.notes, *notes])
+        report = replaced(report, remarks=[*report.remarks, *notes])
     return _of_one_run(_of_a_truth(report, a, b))
 
 
@@ -197,7 +197,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         ),
         sites=sites,
         not_exercised=unreached,
-        notes=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
+        remarks=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[claim for claim in (*findings, *explanations) if claim.says_something],
         operators=parts.get("operators"),
         audit=parts.get("audit"),

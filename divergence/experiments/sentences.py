@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
     # localize: whose operator it is
-    "block_by": "block {block} by {side:letter}",
+    "block_by": "block {module} by {side:letter}",
     "operator_by": "operator {site} by {side:letter}",
     "alone_by": "{site} by itself by {side:letter}",
     "levels_apart": "{levels:list}",
@@ -27,13 +27,13 @@ SENTENCES: Mapping[str, str] = {
     ),
     # localize: where it stops
     "truth_is_to_be_made": "the truth has to be made on A's machine, by its code",
-    "truth_of_block_is_to_be_made": "the truth of {block} has to be made on A's machine",
+    "truth_of_block_is_to_be_made": "the truth of {module} has to be made on A's machine",
     "cannot_be_captured": "{sides:letters} cannot be captured on this machine",
     "other_batches": (
         "the two sides ran their prompts in other batches: their operators have other shapes and "
         "are no pairs, so modules are as deep as this goes"
     ),
-    "none_beyond": "no operator of {block} is beyond its limit",
+    "none_beyond": "no operator of {module} is beyond its limit",
     "behind_operators": (
         "what is off is a parameter's gradient of the whole step: what adds up, reduces or divides "
         "the prompts' gradients comes behind the operators"

@@ -350,7 +350,7 @@ def _trained(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
         return None
     blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in different}
     if len(blocks) == 1 and "" not in blocks:
-        return fact("preflight.one_layer", block=blocks.pop())
+        return fact("preflight.one_layer", module=blocks.pop())
     kinds = sorted({starred(name) for name in different})
     everywhere = sum(starred(name) in kinds for name in common)
     if "" not in blocks and everywhere == len(different) and len(kinds) <= 4:

@@ -117,7 +117,7 @@ SENTENCES: Mapping[str, str] = {
         "head=output matrix} / {candidate:,}"
     ),
     "tied": "{names:list  and } are tied on {side:letter}, and differ on {other:letter}",
-    "one_layer": "all of them in {block}: as after training this layer further",
+    "one_layer": "all of them in {module}: as after training this layer further",
     "one_kind": "only {names:list}, in every block: as after merging an adapter",
     # tokenizers, templates, prompts
     "same_example": "the same text for a short conversation",

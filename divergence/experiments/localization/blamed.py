@@ -68,7 +68,7 @@ def blame(
     ``alone``: each side's by itself."""
     off = _off_alone(alone)
     levels = [
-        fact("experiments.block_by", block=goal.block, side=above),
+        fact("experiments.block_by", module=goal.block, side=above),
         fact("experiments.operator_by", site=site, side=blamed),
         fact("experiments.alone_by", site=site, side=off),
     ]

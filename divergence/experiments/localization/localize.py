@@ -39,7 +39,7 @@ from divergence.experiments.localization.proof import (
     stands_alone,
 )
 from divergence.experiments.result import NEAR, Level, Localization
-from divergence.facts import Fact, apart, fact, plain, worded
+from divergence.facts import Fact, apart, fact, worded
 from divergence.run.command import command, command_line
 from divergence.run.partial import own_truth
 from divergence.run.reader import Run
@@ -197,7 +197,7 @@ def _descend(
     if missing:
         return replace(done, obstacles=[fact("experiments.cannot_be_captured", sides=missing)])
     if ops_truth is None:
-        obstacle = fact("experiments.truth_of_block_is_to_be_made", block=chosen)
+        obstacle = fact("experiments.truth_of_block_is_to_be_made", module=chosen)
         return replace(done, obstacles=[obstacle])
     maker.tell("localize", 3, 4, "operators")
     deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=maker.tell)
@@ -214,8 +214,8 @@ def _descend(
         return _at_operator(done, maker, goal, made, ops_truth, deep, first, verdict=report.verdict)
     if not alike:
         return replace(done, obstacles=[fact("experiments.other_batches")])
-    obstacles = [fact("experiments.none_beyond", block=chosen)]
-    obstacles += [] if operators is None else map(plain, operators.notes)
+    obstacles = [fact("experiments.none_beyond", module=chosen)]
+    obstacles += [] if operators is None else operators.remarks
     if onset is not None and onset.phase == "backward" and of_parameter(onset.site):
         obstacles.append(fact("experiments.behind_operators"))
     return replace(done, obstacles=apart([*obstacles, *_alone_there(deep)]))

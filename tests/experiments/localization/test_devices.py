@@ -62,8 +62,8 @@ def test_a_device_that_this_tool_does_not_know_is_not_asked_for(run, tmp_path):
 
 def test_compare_prints_the_devices_where_they_differ(run):
     alike = Advice(run, run, None)
-    assert "--device" not in " ".join(alike.into_block("model.layers.1"))
+    assert "--device" not in " ".join(item.text for item in alike.into_block("model.layers.1"))
     other = Advice(run, on(run, "npu"), None).into_block("model.layers.1")
-    assert [("--device cpu" in one, "--device npu" in one) for one in other[1:3]] == [
+    assert [("--device cpu" in one.text, "--device npu" in one.text) for one in other[1:3]] == [
         (True, False), (False, True)
     ]  # fmt: skip

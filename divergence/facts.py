@@ -46,6 +46,12 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     block: str | None = None
     """A block worth a look, although nothing is beyond a limit there."""
 
+    def __post_init__(self) -> None:
+        """Values are what JSON holds, so that a fact that was read again is equal."""
+        for name, value in self.values.items():
+            if isinstance(value, dict | list | tuple):
+                self.values[name] = _read_again(value)
+
     def __eq__(self, other: object) -> bool:
         """Facts are equal by what they tell, whether sentences are made already or not."""
         if not isinstance(other, Fact):
@@ -64,6 +70,14 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(self, values=self.values | values)
 
 
+def _read_again(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() >= {"code", "values", "text"}:
+        return msgspec.convert(value, Fact)
+    if isinstance(value, list | tuple):
+        return [_read_again(item) for item in value]
+    return value
+
+
 def fact(code: str, *, block: str | None = None, **values: Any) -> Fact:
     """The fact of this code with these values."""
     return Fact(code=code, values=values, block=block)
@@ -72,6 +86,11 @@ def fact(code: str, *, block: str | None = None, **values: Any) -> Fact:
 def plain(text: str, **values: Any) -> Fact:
     """Words that come from elsewhere: a library's message, a name, a file."""
     return Fact(code="plain", values={"text": text, **values})
+
+
+def apart(facts: Sequence[Fact]) -> list[Fact]:
+    """The facts as one, with semicolons between them; none of none."""
+    return list(facts) if len(facts) < 2 else [fact("several", facts=facts)]
 
 
 def has(facts: Iterable[Fact], *codes: str) -> bool:
@@ -106,10 +125,13 @@ def _some(numbers: Sequence[int], what: str) -> str:
 
 FORMATS: dict[str, Callable[[Any, str], str]] = {
     "letter": lambda value, _: letter(value),
+    "letters": lambda value, _: " and ".join(map(letter, value)),
     "figure": lambda value, digits: figure(value, int(digits or 1)),
     "count": lambda value, noun: count(value, noun),
     "plural": _plural,
     "list": _listed,
+    "lengths": lambda value, _: " x ".join(map(str, value)) or "one number",
+    "squared": lambda value, _: f"[{_listed(value, '')}]" if isinstance(value, list) else value,
     "names": _names,
     "some": _some,
     "series": _series,
@@ -136,6 +158,15 @@ def sentence(item: Fact) -> str:
     return filled(template_of(item.code), item.values)
 
 
+def sentence_behind(item: Fact, place: str) -> str:
+    """The fact in words, without the head that names ``place`` where it begins with that."""
+    template = template_of(item.code)
+    head = re.match(r"\{(\w+)\}", template)
+    if head and str(item[head[1]]).startswith(place):
+        template = template.partition(": ")[2]
+    return filled(template, item.values)
+
+
 def template_of(code: str) -> str:
     """The template of a code. Raises KeyError where no table has it."""
     return table_of(code.partition(".")[0] if "." in code else "")[code.rpartition(".")[2]]
@@ -144,7 +175,8 @@ def template_of(code: str) -> str:
 @functools.cache
 def table_of(domain: str) -> Mapping[str, str]:
     """The table of a domain, by its name; that of the comparison has no name."""
-    places = [f"divergence.{domain}", f"divergence.analyses.{domain}"]
+    rooms = ("divergence", "divergence.analyses", "divergence.comparison")
+    places = [f"{room}.{domain}" for room in rooms]
     for place in places if domain else ["divergence.comparison"]:
         try:
             return cast(Mapping[str, str], import_module(f"{place}.sentences").SENTENCES)
@@ -249,18 +281,17 @@ def worded(value: T) -> T:
         }
         for text, source in getattr(kind, "TEXTS", {}).items():
             if facts := changes.get(source, getattr(value, source)):
-                changes[text] = _texts(facts, many=isinstance(getattr(value, text), list))
+                if not isinstance(facts, list | tuple):
+                    facts = [facts]
+                texts = [item.text for item in facts]
+                many = isinstance(getattr(value, text), list)
+                changes[text] = texts if many else "".join(texts)
         return cast(T, msgspec.structs.replace(value, **changes)) if changes else value
     if isinstance(value, list | tuple):
         return cast(T, type(value)(map(worded, value)))
     if isinstance(value, dict):
         return cast(T, {key: worded(item) for key, item in value.items()})
     return value
-
-
-def _texts(facts: Fact | Sequence[Fact], *, many: bool) -> str | list[str]:
-    texts = [item.text for item in ([facts] if isinstance(facts, Fact) else facts)]
-    return texts if many else "".join(texts)
 
 
 @functools.cache

@@ -17,16 +17,16 @@ from divergence.checklist.pair import CheckedPair, both, differs, worst
 from divergence.checklist.result import PointState
 from divergence.comparison.preflight.code import CodeDifference, code_differences
 from divergence.comparison.results.findings import Onset, Verdict
+from divergence.facts import Fact, apart, fact
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import ROOT, module_of, starred
-from divergence.words import list_names
 
 __all__ = ["code", "precision", "settings_differ", "weights"]
 
 _UNREAD = "offloaded"
 
 
-def weights(pair: CheckedPair) -> tuple[PointState, str]:
+def weights(pair: CheckedPair) -> tuple[PointState, list[Fact]]:
     """Are the values the same, as far as both runs tell?"""
     line, state = pair.lines["weights"], pair.state_of("weights")
     lacking = [
@@ -36,37 +36,46 @@ def weights(pair: CheckedPair) -> tuple[PointState, str]:
     ]
     digests = [manifest.model.digest for manifest in pair.manifests]
     if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
-        if line.detail and not lacking:
-            return "unknown", line.detail
-        who = " and ".join(lacking) or "a run"
-        return "unknown", f"{who}: digests of the parameters are not recorded"
+        if line.details and not lacking:
+            return "unknown", line.details
+        return "unknown", [fact("checklist.digests_not_recorded", sides=lacking or None)]
     blocking = [
         preflight_line
         for preflight_line in pair.lines.values()
         if preflight_line.status == "blocking" and preflight_line.check in ("weights", "blocks")
     ]
     if blocking:
-        return "fail", "; ".join(blocker.detail or f"other {blocker.check}" for blocker in blocking)
+        return "fail", apart(
+            [
+                item
+                for blocker in blocking
+                for item in blocker.details or [fact("checklist.other_check", check=blocker.check)]
+            ]
+        )
     unread = {
         name for manifest in pair.manifests for name, digest in manifest.model.digests.items()
         if digest == _UNREAD
     }  # fmt: skip
     if unread:
-        return "unknown", f"{len(unread)} offloaded parameters were not digested"
+        return "unknown", [fact("checklist.offloaded", num=len(unread))]
     if state == "fail":
         two_dtypes = pair.differs("dtype") or pair.differs("quantization")
-        detail = line.detail or "the same values"
-        return ("unknown", f"weights: {detail}") if two_dtypes else ("pass", detail)
-    return "pass", line.detail or f"the same weights ({digests[0][:12]})"
+        details = line.details or [fact("checklist.same_values")]
+        if two_dtypes:
+            return "unknown", [fact("checklist.weights_detail", details=details)]
+        return "pass", details
+    return "pass", line.details or [fact("checklist.same_weights", digest=digests[0][:12])]
 
 
-def precision(pair: CheckedPair) -> tuple[PointState, str]:
+def precision(pair: CheckedPair) -> tuple[PointState, Fact]:
     """Dtype and quantization, and what a truth was computed in."""
 
-    def say(manifest: Manifest) -> str:
-        quantized = f" ({manifest.model.quantization.name})" if manifest.model.quantization else ""
-        widened = manifest.settings.compute_dtype
-        return manifest.model.dtype + quantized + (f" (computed in {widened})" if widened else "")
+    def say(manifest: Manifest) -> Fact:
+        model = manifest.model
+        return fact(
+            "checklist.computed_as", dtype=model.dtype, computed=manifest.settings.compute_dtype,
+            quantized=model.quantization.name if model.quantization else None,
+        )  # fmt: skip
 
     a, b = (manifest.settings.compute_dtype for manifest in pair.manifests)
     computed: PointState = "pass" if a == b else "fail"
@@ -84,32 +93,34 @@ def code(pair: CheckedPair) -> Said:
     a, b = pair.manifests
     differences = code_differences(a, b)
     lines = [pair.lines[name] for name in _LINES if pair.differs(name)]
-    texts = [*(differs(line) for line in lines), *(difference.text for difference in differences)]
+    texts = [*map(differs, lines), *(difference.text for difference in differences)]
     lacking = [name for name, manifest in (("A", a), ("B", b)) if not manifest.model.code]
     untold = [name for name in _LINES if pair.state_of(name) == "unknown"]
     if untold:
-        texts.append(f"not known: {', '.join(untold)}")
+        texts.append(fact("checklist.lines_not_known", checks=untold))
     if lacking:
-        texts.append(f"{' and '.join(lacking)}: code not recorded")
+        texts.append(fact("checklist.code_not_recorded", sides=lacking))
     if not texts:
-        return "pass", both(pair, _say), False
-    text = list_names(texts, 2, "; ")
+        return "pass", [both(pair, _say)], False
+    text = fact("checklist.first_parts", parts=texts)
     verdict = pair.verdict
     if verdict is not None and verdict.kind in ("identical", "within_floor"):
         if not (lines or differences):
-            return "unknown", text, False
-        effect = "every bit is equal" if verdict.kind == "identical" else "no more than rounding"
-        return "pass", f"{text}; {effect}", False
+            return "unknown", [text], False
+        effect = fact("checklist.effect", what=text, identical=verdict.kind == "identical")
+        return "pass", [effect], False
     if not lines and not differences:
-        return "unknown", text, False
+        return "unknown", [text], False
     if not pair.diverged:  # compare abstains: whether it makes a difference is not known
-        return "unknown", f"{text}; {pair.why_unjudged}", False
+        why = fact("checklist.unjudged_code", what=text, why=pair.why_unjudged)
+        return "unknown", [why], False
     assert verdict is not None
     guilty = [difference for difference in differences if _explains(difference, verdict, pair)]
     if guilty:
         assert verdict.onset is not None
-        return "fail", f"{guilty[0].text}: where the error begins, {verdict.onset.site}", True
-    return "fail", text, False
+        begin = fact("checklist.code_explains", difference=guilty[0].text, site=verdict.onset.site)
+        return "fail", [begin], True
+    return "fail", [text], False
 
 
 def settings_differ(pair: CheckedPair) -> bool:
@@ -117,8 +128,8 @@ def settings_differ(pair: CheckedPair) -> bool:
     return any(map(pair.differs, _SETTINGS))
 
 
-def _say(manifest: Manifest) -> str:
-    return f"the same code of {len(manifest.model.code)} classes of module"
+def _say(manifest: Manifest) -> Fact:
+    return fact("checklist.same_code", num=len(manifest.model.code))
 
 
 def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -> bool:

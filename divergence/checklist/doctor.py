@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from divergence._version import __version__
 from divergence.checklist.code import code, precision, settings_differ, weights
 from divergence.checklist.numbers import Said, phase, ranks, sampling
@@ -29,7 +31,7 @@ from divergence.comparison.measure.runs import opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import summary_of
 from divergence.errors import IncomparableError, UsageError
-from divergence.layout import count
+from divergence.facts import Fact, apart, fact, worded
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import LOGPROBS
@@ -87,7 +89,7 @@ def doctor(
         a=a, b=b, lines={line.check: line for line in lines}, report=report, reason=reason
     )
     ladder = ladder_of(pair)
-    return Checkup(
+    checkup = Checkup(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
@@ -96,27 +98,39 @@ def doctor(
         points=points_of(pair),
         ladder=ladder.rungs,
         explained_by=ladder.explained_by,
-        notes=list(map(printable, _notes(pair))),
+        facts=_notes(pair),
     )
+    return _on_one_line(worded(checkup))
 
 
-def _notes(pair: CheckedPair) -> list[str]:
+def _on_one_line(checkup: Checkup) -> Checkup:
+    """The checkup with texts that add no line and no escape code, whatever a run is called."""
+    points, ladder = (
+        [replace(row, evidence=printable(row.evidence)) for row in rows]
+        for rows in (checkup.points, checkup.ladder)
+    )
+    notes = list(map(printable, checkup.notes))
+    return replace(checkup, points=points, ladder=ladder, notes=notes)
+
+
+def _notes(pair: CheckedPair) -> list[Fact]:
     notes = []
-    for name, manifest in zip("AB", pair.manifests, strict=True):
+    for side, manifest in zip(("reference", "candidate"), pair.manifests, strict=True):
         if manifest.plan.plants:
-            notes.append(f"{name} has planted faults: {', '.join(manifest.plan.plants)}")
+            notes.append(fact("checklist.planted", side=side, plants=manifest.plan.plants))
         if not manifest.complete:
-            why = manifest.stopped_by or "killed"
-            notes.append(f"{name} is incomplete ({why}): only what both hold is compared")
+            why = manifest.stopped_by or None
+            notes.append(fact("checklist.incomplete", side=side, why=why))
     verdict = pair.verdict
     if verdict is not None and verdict.kind == "identical" and verdict.side == "both":
-        notes.append("both are far from the truth: equal, and equally wrong")
-    other = [line for line in pair.lines.values() if line.status == "differs"]
-    other = [line for line in other if line.check not in _TOLD]
+        notes.append(fact("checklist.equally_wrong"))
+    other = [
+        line.check
+        for line in pair.lines.values()
+        if line.status == "differs" and line.check not in _TOLD
+    ]
     if other:
-        names = ", ".join(line.check for line in other)
-        verb = "differs" if len(other) == 1 else "differ"
-        notes.append(f"{count(len(other), 'other setting')} {verb}: {names} (compare -v)")
+        notes.append(fact("checklist.other_settings", num=len(other), checks=other))
     return notes
 
 
@@ -150,14 +164,13 @@ def ladder_of(pair: CheckedPair) -> Ladder:
     stop: RungName | None = None
     for name, title in _TITLES.items():
         if stop is not None:
-            text = f"{stop} may explain it" if stop == "code" else f"explained by {stop}"
-            rungs.append(Rung(name=name, title=title, state="not_reached", evidence=text))
+            facts = [fact("checklist.explained_by", rung=stop)]
+            rungs.append(Rung(name=name, title=title, state="not_reached", facts=facts))
             continue
         state, evidence, explains = asks[name](pair)
         rungs.append(
             Rung(
-                name=name, title=title, state=state, explains=explains,
-                evidence=printable(evidence),
+                name=name, title=title, state=state, explains=explains, facts=list(evidence),
                 next=_next(name, pair) if state == "fail" else None,
             )
         )  # fmt: skip
@@ -173,21 +186,22 @@ def _tokens(pair: CheckedPair) -> Said:
 def _weights(pair: CheckedPair) -> Said:
     """Other values make another computation. Another precision of the same values is allowed for
     in every limit, so it explains what is within them."""
-    (state, text), (same, how) = weights(pair), precision(pair)
+    (state, details), (same, how) = weights(pair), precision(pair)
+    evidence = apart([how, *details])
     if state == "fail":
-        return "fail", f"{how}; {text}", True
+        return "fail", evidence, True
     verdict = pair.verdict
     if same == "fail" and not (verdict is not None and verdict.kind == "identical"):
         within = verdict is not None and verdict.kind == "within_floor"
-        return "fail", f"{how}; {text}", within
+        return "fail", evidence, within
     if same == "fail":  # and every bit is equal
         same = "pass"
-    return worst(state, same), f"{how}; {text}", False
+    return worst(state, same), evidence, False
 
 
 def _next(name: RungName, pair: CheckedPair) -> str:
     if name in ("tokens", "weights") or (name == "code" and settings_differ(pair)):
         return Advice(pair.a, pair.b).alike().text
-    if pair.verdict is not None and pair.verdict.next:
-        return pair.verdict.next[0].removesuffix("; or by hand:")
+    if pair.verdict is not None and pair.verdict.commands:
+        return pair.verdict.commands[0].alone
     return command_line("compare", pair.a.path, pair.b.path, verbose=True)

@@ -6,17 +6,19 @@ A rung explains what is below it only where it is the verdict itself. What stand
 
 from __future__ import annotations
 
-from divergence.checklist.pair import CheckedPair, both, sampling_text
+from collections.abc import Sequence
+from typing import Any
+
+from divergence.checklist.pair import CheckedPair, both, choices_off, not_recorded
 from divergence.checklist.result import RungState
 from divergence.comparison.decide import tells
 from divergence.comparison.results.findings import Claim, Finding
 from divergence.comparison.results.sites import SiteResult
-from divergence.facts import has
-from divergence.layout import count
+from divergence.facts import Fact, fact, has
 
 __all__ = ["Said", "phase", "ranks", "sampling"]
 
-Said = tuple[RungState, str, bool]
+Said = tuple[RungState, Sequence[Fact], bool]
 """(state, evidence, does it explain the rungs below)."""
 
 _NUMBERS: tuple[Claim, ...] = (
@@ -29,7 +31,6 @@ _SAMPLED: Claim = "not_the_largest_logit"
 def phase(pair: CheckedPair, *, decode: bool) -> Said:
     """The first forward of each prompt, or those of one token each."""
     sites, verdict = pair.sites(decode=decode), pair.verdict
-    what = "a decode step" if decode else "the prefill"
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged, False
     assert verdict is not None
@@ -42,37 +43,44 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
         ]
         step = _step_of_verdict(pair)
         if step is not None and (step > 0) == decode and (made or told is None):
-            return "fail", verdict.summary, told is None
+            return "fail", verdict.headline, told is None
         shown = _shown_by_ranks(pair)
         beyond = [site for site in sites if site.flagged and site.key not in shown]
         if made or beyond:
-            text = made[0].summary if made else f"beyond the limit too: {beyond[0].site}"
-            return "fail", text, False
+            if made:
+                return "fail", made[0].headline, False
+            return _say("fail", "beyond_too", site=beyond[0].site)
         if verdict.kind == "drift" and step is None:
-            return "unknown", f"{verdict.summary}; in which forward is not told", False
+            return _say("unknown", "forward_not_told", what=verdict.headline)
         if verdict.kind == "nonfinite" and not all(site.identical for site in sites):
-            return "unknown", "beside nan and inf no difference is judged", False
+            return _say("unknown", "beside_nonfinite")
     if not sites:
-        return "unknown", f"no tensor of {what} was compared", False
+        return _say("unknown", "nothing_of_phase", decode=decode)
     if unmeasured := [site for site in sites if site.is_unmeasured]:
-        text = f"{len(unmeasured)} of {len(sites)} tensors differ, by how much is not known"
-        return "unknown", text, False
-    return "pass", _within(sites), False
+        return _say("unknown", "phase_unmeasured", num=len(unmeasured), total=len(sites))
+    return "pass", [_within(sites)], False
 
 
-def _within(sites: list[SiteResult]) -> str:
+def _say(state: RungState, code: str, **values: Any) -> Said:
+    """One fact, which explains nothing below."""
+    return state, [fact(f"checklist.{code}", **values)], False
+
+
+def _within(sites: list[SiteResult]) -> Fact:
     """What was compared, where none of it is beyond rounding."""
     num_equal = sum(site.identical for site in sites)
     if num_equal == len(sites):
-        return f"all {count(len(sites), 'tensor')} equal bit for bit"
-    text = f"{len(sites):,} tensors, {num_equal:,} equal bit for bit, the rest within rounding"
+        return fact("checklist.all_equal", num=num_equal)
     judged = [site for site in sites if site.limit_usage is not None]
-    if not any(site.pass_ != "free" for site in judged):
-        return f"{text} (free runs alone: low confidence)"
-    worst = max(judged, key=lambda site: site.limit_usage or 0.0)
-    if (used := worst.limit_usage or 0.0) > 1:
-        return text
-    return f"{text}: at most {100 * used:.0f}% of a limit, at {worst.site}"
+    free = all(site.pass_ == "free" for site in judged)
+    site, usage = None, None
+    if not free:
+        worst = max(judged, key=lambda site: site.limit_usage or 0.0)
+        if (worst.limit_usage or 0.0) <= 1:
+            site, usage = worst.site, 100 * (worst.limit_usage or 0.0)
+    return fact(
+        "checklist.within", total=len(sites), num_equal=num_equal, free=free, site=site, usage=usage
+    )
 
 
 def _step_of(finding: Finding) -> int | None:
@@ -96,48 +104,47 @@ def sampling(pair: CheckedPair) -> Said:
         return "unknown", pair.why_unjudged, False
     assert pair.report is not None
     if sampled := pair.claims(_SAMPLED):
-        return "fail", sampling_text(sampled[0]), pair.is_verdict(sampled[0])
+        return "fail", choices_off(sampled[0]), pair.is_verdict(sampled[0])
     tokens = pair.report.tokens
     if tokens is None or not tokens.num_tokens:
         if pair.report.reference.generates or pair.report.candidate.generates:
-            return "unknown", "no token was generated on both sides", False
-        return "pass", "both: the model chooses no token", False
-    forced = "A's tokens were fed to B; " if tokens.forced else ""
+            return _say("unknown", "no_common_token")
+        return _say("pass", "chooses_none")
     flips = tokens.differences
     if not flips:
-        text = f"{forced}{tokens.num_equal:,} of {tokens.num_tokens:,} choices are equal"
-        missing = f", {tokens.num_missing:,} of A's were not made" if tokens.num_missing else ""
-        return "pass", text + missing, False
+        return _say(
+            "pass", "choices_equal", forced=tokens.forced, num_equal=tokens.num_equal,
+            num_tokens=tokens.num_tokens, num_missing=tokens.num_missing,
+        )  # fmt: skip
     first = flips[0]
-    where = f"{len(flips)} of {tokens.num_tokens:,} choices differ, first at prompt {first.sample}"
-    where = f"{forced}{where}, step {first.step}"
-    if any(None in (flip.margin, flip.candidate_margin) for flip in flips):
-        return "unknown", f"{where}; the logits that decided were not kept", False
-    how = f" ({first.judgement})" if first.judgement else ""
-    return "pass", f"{where}{how}; each is the largest of its own side's logits", False
+    kept = not any(None in (flip.margin, flip.candidate_margin) for flip in flips)
+    return _say(
+        "pass" if kept else "unknown", "choices_differ", forced=tokens.forced, num=len(flips),
+        num_tokens=tokens.num_tokens, sample=first.sample, step=first.step, kept=kept,
+        judgement=first.judgement,
+    )  # fmt: skip
 
 
 def ranks(pair: CheckedPair) -> Said:
     """Do the processes of a run agree on what several of them hold?"""
     processes = both(pair, lambda manifest: manifest.processes)
     if pair.untold:
-        return "unknown", f"{' and '.join(pair.untold)}: processes are not recorded", False
+        return "unknown", [not_recorded(pair.untold, "processes")], False
     if all(manifest.mesh is None for manifest in pair.manifests):
-        return "pass", processes, False
+        return _say("pass", "processes", processes=processes, copies=None)
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged, False
     assert pair.report is not None
     if (told := _told_by_ranks(pair)) is not None:
-        return "fail", told.evidence[0].text, True
+        return "fail", told.evidence[:1], True
     if apart := pair.claims("replicas_disagree"):
-        return "fail", apart[0].evidence[0].text, False
+        return "fail", apart[0].evidence[:1], False
     replicas = pair.report.replicas
     num_held = sum(replica.num_tensors for replica in replicas)
     if not num_held:
-        return "unknown", f"{processes}; no tensor is held by several ranks", False
-    if any(replica.num_different for replica in replicas):
-        return "pass", f"{processes}; copies differ as adding in another order does", False
-    return "pass", f"{processes}; all copies of {num_held:,} tensors agree", False
+        return _say("unknown", "processes", processes=processes, copies="lone")
+    copies = "order" if any(replica.num_different for replica in replicas) else "agree"
+    return _say("pass", "processes", processes=processes, copies=copies, num=num_held)
 
 
 def _told_by_ranks(pair: CheckedPair) -> Finding | None:

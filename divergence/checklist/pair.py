@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from divergence.checklist.result import PointState
 from divergence.comparison.decide import tells
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Claim, Finding, PreflightLine, Verdict
 from divergence.comparison.results.sites import SiteResult
+from divergence.facts import Fact, fact, plain
 from divergence.run.reader import Run
 from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["CheckedPair", "both", "differs", "in_both", "logits_held", "sampling_text", "worst"]
+__all__ = [
+    "CheckedPair", "both", "choices_off", "differs", "in_both", "logits_kept", "not_recorded",
+    "worst",
+]  # fmt: skip
 
 _STATES: dict[str, PointState] = {"same": "pass", "differs": "fail", "blocking": "fail"}
 _DIVERGED = ("localized", "systematic", "nonfinite", "drift")
@@ -39,15 +44,15 @@ class CheckedPair:
         return None if self.report is None else self.report.verdict
 
     @property
-    def why_unjudged(self) -> str | None:
+    def why_unjudged(self) -> list[Fact] | None:
         """Why compare says nothing of the numbers; None where it does."""
         if self.report is None:
-            return self.reason
+            return [plain(self.reason)]
         verdict = self.report.verdict
         if verdict.kind not in ("incomparable", "undetermined"):
             return None
         behind = verdict.headline[0]["beyond"] if verdict.headline else False
-        return "".join(item.text for item in verdict.headline[1 if behind else 0 :])
+        return verdict.headline[1 if behind else 0 :]
 
     @property
     def diverged(self) -> bool:
@@ -105,28 +110,37 @@ def worst(*states: PointState) -> PointState:
     return "fail" if "fail" in states else "unknown" if "unknown" in states else "pass"
 
 
-def both(pair: CheckedPair, say: Callable[[Manifest], str]) -> str:
+def both(pair: CheckedPair, say: Callable[[Manifest], Any]) -> Fact:
     """``both: bfloat16``, or ``A: bfloat16, B: float16``."""
     return in_both(*map(say, pair.manifests))
 
 
-def in_both(a: str, b: str, *, between: str = ", ") -> str:
-    """The same of two texts."""
-    return f"both: {a}" if a == b else f"A: {a}{between}B: {b}"
+def in_both(reference: Any, candidate: Any, *, apart: bool = False) -> Fact:
+    """The same of two values, with a semicolon between those that stand ``apart``."""
+    if reference == candidate:
+        return fact("checklist.both", what=reference)
+    return fact("checklist.each", reference=reference, candidate=candidate, apart=apart)
 
 
-def differs(line: PreflightLine) -> str:
+def not_recorded(sides: Sequence[str], what: str) -> Fact:
+    """``A and B: settings are not recorded``"""
+    return fact("checklist.not_recorded", sides=sides, what=what)
+
+
+def differs(line: PreflightLine) -> Fact:
     """``attention eager / sdpa``, with what is known of it."""
-    text = f"{line.check} {line.reference} / {line.candidate}"
-    return f"{text}: {line.detail}" if line.detail else text
+    return fact(
+        "checklist.line_differs", check=line.check, reference=line.reference,
+        candidate=line.candidate, details=line.details,
+    )  # fmt: skip
 
 
-def sampling_text(finding: Finding) -> str:
+def choices_off(finding: Finding) -> list[Fact]:
     """Which tokens are not the largest of their own logits."""
-    return finding.evidence[0].text.removeprefix("sampling: ")
+    return [fact("checklist.choices_off", **finding.evidence[0].values)]
 
 
-def logits_held(run: Run) -> tuple[int, int]:
+def logits_kept(run: Run) -> tuple[int, int]:
     """(forwards of which the logits were recorded, those of them whose values were kept)."""
     site = run.manifest.plan.logits_site
     records = [] if site is None else records_at(run.records, [site])

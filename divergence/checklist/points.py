@@ -6,17 +6,27 @@ What a run does not tell is unknown, and never met.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from divergence.checklist.code import precision, weights
-from divergence.checklist.pair import CheckedPair, both, in_both, logits_held, sampling_text, worst
+from divergence.checklist.pair import (
+    CheckedPair,
+    both,
+    choices_off,
+    in_both,
+    logits_kept,
+    not_recorded,
+    worst,
+)
 from divergence.checklist.result import Point, PointName, PointState
+from divergence.facts import Fact, apart, fact
 from divergence.run.schema.manifest import Manifest
-from divergence.words import HEADLINES, list_names, printable
+from divergence.words import HEADLINES
 
 __all__ = ["points_of"]
 
-Said = tuple[PointState, str]
+Said = tuple[PointState, Sequence[Fact]]
 
 
 def points_of(pair: CheckedPair) -> list[Point]:
@@ -33,64 +43,66 @@ def points_of(pair: CheckedPair) -> list[Point]:
     )
     settled = []
     for number, (name, title, ask) in enumerate(points, start=1):
-        state, evidence = ask(pair)
-        settled.append(
-            Point(number=number, name=name, title=title, state=state, evidence=printable(evidence))
-        )
+        state, facts = ask(pair)
+        settled.append(Point(number=number, name=name, title=title, state=state, facts=list(facts)))
     return settled
 
 
 def _weights(pair: CheckedPair) -> Said:
-    asked = precision(pair), weights(pair)
-    return worst(*(state for state, _ in asked)), "; ".join(text for _, text in asked)
+    (same, how), (state, details) = precision(pair), weights(pair)
+    return worst(same, state), apart([how, *details])
+
+
+def _say(state: PointState, code: str, **values: Any) -> Said:
+    return state, [fact(f"checklist.{code}", **values)]
 
 
 def _greedy(pair: CheckedPair) -> Said:
     sampled = pair.claims("not_the_largest_logit")
     if sampled:
-        return "fail", sampling_text(sampled[0])
+        return "fail", choices_off(sampled[0])
     if pair.untold:
-        return "unknown", _untold(pair, "how tokens were chosen is")
+        return "unknown", [not_recorded(pair.untold, "tokens")]
 
-    def say(manifest: Manifest) -> str:
-        if not any(sample.chosen_ids for sample in manifest.tokens.samples):
-            return "chooses no token"
-        return "tokens forced" if manifest.tokens.forced_by else "greedy"
+    def say(manifest: Manifest) -> Fact:
+        chooses = any(sample.chosen_ids for sample in manifest.tokens.samples)
+        how = "forced" if manifest.tokens.forced_by else "greedy"
+        return fact("checklist.choice_of_tokens", how=how if chooses else None)
 
-    return "pass", both(pair, say)
+    return "pass", [both(pair, say)]
 
 
 def _seed(pair: CheckedPair) -> Said:
     if pair.untold:
-        return "unknown", _untold(pair, "a seed is")
-    text = both(pair, lambda side: str(side.settings.seed))
+        return "unknown", [not_recorded(pair.untold, "seed")]
+    seeds = both(pair, lambda side: side.settings.seed)
     seed_a, seed_b = (manifest.settings.seed for manifest in pair.manifests)
-    return "pass", text if seed_a == seed_b else f"{text}; decoding is greedy and draws nothing"
+    return _say("pass", "seeds", seeds=seeds, same=seed_a == seed_b)
 
 
 def _engine(pair: CheckedPair) -> Said:
     if pair.untold:
-        return "unknown", _untold(pair, "whether an engine cached prefixes is")
+        return "unknown", [not_recorded(pair.untold, "prefixes")]
     a, b = map(_shortcuts, pair.manifests)
-    return worst(a[0], b[0]), in_both(a[1], b[1])
+    return worst(a[0], b[0]), [in_both(a[1], b[1])]
 
 
-def _shortcuts(manifest: Manifest) -> Said:
+def _shortcuts(manifest: Manifest) -> tuple[PointState, Fact]:
     """What an engine does besides each forward as it stands."""
     if manifest.engine is None or manifest.engine.name in _PLAIN_ENGINES:
         name = "transformers" if manifest.engine is None else manifest.engine.name
-        return "pass", f"{name}, which does neither"
+        return "pass", fact("checklist.plain_engine", name=name)
     states: list[PointState] = []
-    texts = []
+    told: list[Fact] = []
     for word, needed in (("prefix", True), ("specul", True), ("chunk", False)):
         facts = {key: text for key, text in manifest.engine.facts.items() if word in key.lower()}
         if needed and not facts:
             states.append("unknown")
-            texts.append({"prefix": "prefix caching", "specul": "speculation"}[word] + " not told")
+            told.append(fact("checklist.engine_silent", what=word))
         for key, text in facts.items():
             states.append(_switched(text))
-            texts.append(f"{key} {text}")
-    return worst(*states), f"{manifest.engine.name}: {', '.join(texts)}"
+            told.append(fact("checklist.engine_fact", key=key, state=text))
+    return worst(*states), fact("checklist.engine_facts", name=manifest.engine.name, parts=told)
 
 
 _PLAIN_ENGINES = ("transformers", "compile", "onnx")
@@ -104,42 +116,38 @@ def _switched(text: str) -> PointState:
     return "pass" if word in _OFF else "unknown" if word in _NOT_TOLD else "fail"
 
 
-def _untold(pair: CheckedPair, what: str) -> str:
-    return f"{' and '.join(pair.untold)}: {what} not recorded"
-
-
 def _deterministic(pair: CheckedPair) -> Said:
     """Asked for, granted, and as far as it was tried, kept."""
     if pair.untold:
-        return "unknown", _untold(pair, "settings are")
+        return "unknown", [not_recorded(pair.untold, "settings")]
     a, b = pair.manifests
     (state, trouble), (other_state, other_trouble) = _trouble(a), _trouble(b)
-    text = in_both(trouble, other_trouble, between="; ")
+    text = in_both(trouble, other_trouble, apart=True)
     set_a, set_b = _switches(a), _switches(b)
     other = [name for name, value in set_a.items() if set_b.get(name, value) != value]
     if other and "fail" not in (state, other_state):
-        text += f"; set otherwise: {list_names(other, 3)}"
-    return worst(state, other_state, "fail" if other else "pass"), text
+        text = fact("checklist.set_otherwise", what=text, names=other)
+    return worst(state, other_state, "fail" if other else "pass"), [text]
 
 
-def _trouble(manifest: Manifest) -> Said:
+def _trouble(manifest: Manifest) -> tuple[PointState, Fact]:
     settings, repeated = manifest.settings, manifest.repeatability
     if repeated.num_different:
-        where = repeated.first_difference or "an unnamed tensor"
-        return "fail", f"does not repeat itself, first at {where}"
-    repeats = ", repeats itself bit for bit" if repeated.num_runs > 1 else ""
+        return "fail", fact("checklist.repeats_not", site=repeated.first_difference or None)
+    repeats = repeated.num_runs > 1
+    kept = fact("checklist.determinism", deterministic=settings.deterministic, repeats=repeats)
     if not settings.deterministic:
-        return "fail", f"not deterministic{repeats}"
+        return "fail", kept
     refused = [switch.name for switch in settings.switches if switch.status == "refused"]
     noisy = settings.nondeterministic_warnings
     if not (refused or noisy or not settings.switches):
-        return "pass", f"deterministic{repeats}"
-    parts = [f"refused {list_names(refused, 2)}"] if refused else []
-    parts += [f"nondeterministic {list_names(noisy, 2)}"] if noisy else []
-    parts += [] if settings.switches else ["no switch is recorded"]
+        return "pass", kept
+    doubts = [fact("checklist.refused", names=refused)] if refused else []
+    doubts += [fact("checklist.nondeterministic", names=noisy)] if noisy else []
+    doubts += [] if settings.switches else [fact("checklist.no_switch")]
     if repeats:
-        return "pass", f"deterministic ({'; '.join(parts)}){repeats}"
-    return "unknown", f"{'; '.join(parts)}, and not captured with --repeat"
+        return "pass", kept.with_values(parts=doubts)
+    return "unknown", fact("checklist.not_repeated", parts=doubts)
 
 
 def _switches(manifest: Manifest) -> dict[str, str]:
@@ -155,33 +163,33 @@ def tokens(pair: CheckedPair) -> Said:
     """The prompts as token ids; a rung of the ladder asks it too."""
     line, state = pair.lines["prompt ids"], pair.state_of("prompt ids")
     if state == "unknown":
-        return "unknown", line.detail or "a run does not tell the tokens it was fed"
+        return "unknown", line.details or [fact("checklist.tokens_not_told")]
     if state == "fail":
-        template = pair.lines["chat template"]
-        parts = [f"A: {line.reference}, B: {line.candidate}", line.detail or "other ids"]
+        template = None
         if pair.differs("chat template"):
-            parts.append("chat template: " + (template.detail or "another one"))
-        return "fail", "; ".join(parts)
-    count = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)
-    if not count:
-        return "unknown", "neither run records the ids of a prompt"
-    text = f"{count:,} of {count:,} prompt tokens are equal"
+            details = pair.lines["chat template"].details
+            template = details or [fact("checklist.another_template")]
+        return _say(
+            "fail", "prompts_differ", reference=line.reference, candidate=line.candidate,
+            details=line.details or None, template=template,
+        )  # fmt: skip
+    num = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)
+    if not num:
+        return _say("unknown", "no_prompt_ids")
     other = [check for check in ("tokenizer", "chat template") if pair.differs(check)]
-    return "pass", f"{text}, though by another {' and '.join(other)}" if other else text
+    return _say("pass", "tokens_equal", num=num, other=other)
 
 
 def _logprobs(pair: CheckedPair) -> Said:
     if all(manifest.plan.logits_site is None for manifest in pair.manifests):
-        return "unknown", "neither run says which of its tensors are logits"
-    held = logits_held(pair.a), logits_held(pair.b)
-
-    def say(seen: int, kept: int) -> str:
-        if not seen:
-            return "no logits"
-        return f"logits of {kept} of {seen} forwards" + ("" if kept else " (no values kept)")
-
-    met = all(kept for _, kept in held)
-    return "pass" if met else "fail", in_both(*(say(*counts) for counts in held))
+        return _say("unknown", "logits_not_named")
+    counts = logits_kept(pair.a), logits_kept(pair.b)
+    sides = [
+        fact("checklist.logits_kept", kept=kept, seen=seen) if seen else fact("checklist.no_logits")
+        for seen, kept in counts
+    ]
+    met = all(kept for _, kept in counts)
+    return "pass" if met else "fail", [in_both(*sides)]
 
 
 def _logprob_diff(pair: CheckedPair) -> Said:
@@ -191,19 +199,20 @@ def _logprob_diff(pair: CheckedPair) -> Said:
     names = {manifest.plan.logits_site for manifest in pair.manifests}
     rows = [site for site in pair.report.sites if site.site in names and site.pass_ == "free"]
     if not rows:
-        return "unknown", "the logits of both sides were not compared"
+        return _say("unknown", "logits_not_compared")
     if all(row.identical for row in rows):
-        return "pass", f"the logits of {len(rows)} forwards are equal bit for bit"
+        return _say("pass", "logits_equal", num=len(rows))
     changes = [row.logits.chosen_logprob_diff_max for row in rows if row.logits is not None]
     if not changes and any(row.nonfinite for row in rows):
-        return "fail", "the logits hold nan or inf"
+        return _say("fail", "logits_nonfinite")
     if not changes:
-        return "unknown", f"the logits of {len(rows)} forwards differ, by how much is not known"
+        return _say("unknown", "logits_unmeasured", num=len(rows))
     tokens = pair.report.tokens
-    parts = [f"the likeliest token's changes by up to {max(changes):.1e} nats"]
-    if tokens is not None and tokens.num_tokens:
-        parts.append(f"{tokens.num_equal} of {tokens.num_tokens} chosen tokens are equal")
-    if not pair.diverged or (pair.sampled and not pair.claims("drift")):
-        return "pass", "; ".join([*parts, "no more than rounding explains"])
-    assert pair.verdict is not None
-    return "fail", "; ".join([*parts, f"compare says {HEADLINES[pair.verdict.kind]}"])
+    if tokens is not None and not tokens.num_tokens:
+        tokens = None
+    met = not pair.diverged or (pair.sampled and not pair.claims("drift"))
+    return _say(
+        "pass" if met else "fail", "logprob_changes", nats=max(changes),
+        num_equal=tokens and tokens.num_equal, num_tokens=tokens and tokens.num_tokens,
+        verdict=None if met or pair.verdict is None else HEADLINES[pair.verdict.kind],
+    )  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
 from divergence.comparison.result import JsonAnswer, RunSummary
 from divergence.comparison.results.findings import Verdict
+from divergence.facts import Fact, Worded
 
 __all__ = [
     "Checkup", "Point", "PointName", "PointState", "Rung", "RungName", "RungState",
@@ -22,8 +24,10 @@ RungName = Literal["tokens", "weights", "code", "prefill", "decode", "sampling",
 RungState = Literal["pass", "fail", "unknown", "not_reached"]
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class Point(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One condition of a fair comparison."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"evidence": "facts"}
 
     number: int
     name: PointName
@@ -32,12 +36,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     state: PointState
     """``pass``: met on both sides. ``fail``: not. ``unknown``: a run does not tell, or `compare`
     abstains."""
-    evidence: str
+    facts: list[Fact]
     """What both runs say, A the first and B the second."""
+    evidence: str = ""
+    """The same in words."""
 
 
-class Rung(msgspec.Struct, frozen=True, kw_only=True):
+class Rung(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One possible cause, in the order in which causes explain one another."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"evidence": "facts"}
 
     name: RungName
     title: str
@@ -48,14 +56,18 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True):
     explains what is found here."""
     explains: bool = False
     """It may have made all that is found below, so the ladder stops here."""
-    evidence: str
+    facts: list[Fact]
     """What both runs say, A the first and B the second."""
+    evidence: str = ""
+    """The same in words."""
     next: str | None = None
     """The command to run where the rung fails, or where it is unknown and more can be known."""
 
 
-class Checkup(msgspec.Struct, JsonAnswer, frozen=True, kw_only=True):
+class Checkup(msgspec.Struct, JsonAnswer, Worded, frozen=True, kw_only=True):
     """The answer of `doctor`."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "facts"}
 
     schema_version: int = 1
     tool_version: str
@@ -69,8 +81,10 @@ class Checkup(msgspec.Struct, JsonAnswer, frozen=True, kw_only=True):
     ladder: list[Rung]
     explained_by: RungName | None = None
     """The rung at which the ladder stops."""
-    notes: list[str] = []
+    facts: list[Fact] = []
     """What else to know: settings that differ, planted faults, incomplete runs."""
+    notes: list[str] = []
+    """The same in words."""
 
     def __repr__(self) -> str:
         """``<Checkup a b: localized, explained by prefill>``"""

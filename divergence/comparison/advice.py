@@ -14,6 +14,7 @@ from typing import Any
 
 from divergence.comparison.measure.truth import Truth
 from divergence.errors import DivergenceError
+from divergence.facts import Fact, fact
 from divergence.run.command import Command, command
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN, Manifest
@@ -24,9 +25,9 @@ __all__ = ["Advice", "WithinAdvice", "advise", "beside"]
 
 _MOST_SITES = 6
 """Named in one command."""
-_ON_REFERENCE = "on A's machine"
-_WITH_MODEL = "on a machine with the model"
-_ON_CANDIDATE = "on B's machine"
+_ON_REFERENCE = fact("on_machine", side="reference")
+_WITH_MODEL = fact("with_model")
+_ON_CANDIDATE = fact("on_machine", side="candidate")
 
 
 class Advice:
@@ -98,7 +99,7 @@ class Advice:
                 _capture(
                     self._reference, self._reference.model.source,
                     o=out, prompts="FILE", batch=settings.batch, **_mesh(self._reference),
-                    note=f"{_ON_REFERENCE}: its prompts, all token positions",
+                    note=fact("all_positions"),
                 )
             ]  # fmt: skip
         sites = plan.sites if plan.store == "full" else flagged[:_MOST_SITES]
@@ -120,7 +121,7 @@ class Advice:
         whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
         alike = self._reference.tokens.groups == self._candidate.tokens.groups
         down = self._localize(
-            truth=self._truth or self.truth_beside, note=f"{_WITH_MODEL}; or by hand:"
+            truth=self._truth or self.truth_beside, note=_WITH_MODEL, by_hand=True
         )
         deep_a, deep_b = beside(self._a, "-deep"), beside(self._b, "-deep")
         inside = (block + ".*", f"ops@{block}") if alike and not ranks else (block + ".*",)
@@ -205,7 +206,7 @@ class Advice:
         return [
             command(
                 "repro", path, site=name + ":out", o=_folder(path, "-repro"),
-                note="a script that shows it without the model",
+                note=fact("shown_without_model"),
             )
         ]  # fmt: skip
 
@@ -220,12 +221,12 @@ class Advice:
 
     def made_alike(self, other_model: bool) -> list[Command]:
         """Of two runs that are not comparable: one that is, or measuring them all the same."""
-        note = f"{_ON_CANDIDATE}, with A's model (--model PATH if it lies elsewhere)"
-        force = command("compare", self._a, self._b, force=True, note="measure all the same")
-        again = self.alike(note=note) if other_model else self.alike()
+        note = fact("measure_all_the_same")
+        force = command("compare", self._a, self._b, force=True, note=note)
+        again = self.alike(note=fact("with_references_model")) if other_model else self.alike()
         return [again, command("compare", self._a, beside(self._b, "-like")), force]
 
-    def alike(self, *, note: str = _ON_CANDIDATE) -> Command:
+    def alike(self, *, note: Fact = _ON_CANDIDATE) -> Command:
         """The candidate once more, on the reference's tokens and by its settings: nothing of the
         candidate's own is left but its processes, and where it has the same model."""
         a, b = self._reference.model, self._candidate.model

@@ -18,6 +18,7 @@ from divergence._version import __version__
 from divergence.comparison.decide import decide
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
+from divergence.facts import Fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.contents import call_passes
 
@@ -79,7 +80,7 @@ class Measured:
     """The largest share of each limit that trusted runs use, where any were given."""
     covered: Sequence[PassCoverage] = ()
     """How much of each pass was compared."""
-    notes: Sequence[str] = ()
+    notes: Sequence[Fact] = ()
     """Notes for the report. Those of ``alignment`` are evidence too."""
     rename: Callable[[str], str] = str
     """Maps a site of the reference to the candidate's."""
@@ -127,7 +128,7 @@ class AnalysisResult:
 
     findings: Sequence[Finding] = ()
     parts: Parts = field(default_factory=Parts)
-    notes: Sequence[str] = ()
+    notes: Sequence[Fact] = ()
     """Lines below the report: no findings, and worth knowing."""
 
 
@@ -197,14 +198,14 @@ def without_partner(run: Run) -> Callable[..., Report] | None:
 
 def report_of(
     a: Run, b: Run, finding: Finding, coverage: Coverage, preflight: list[PreflightLine],
-    *, notes: Sequence[str] = (), **part: Any,
+    *, notes: Sequence[Fact] = (), **part: Any,
 ) -> Report:  # fmt: skip
     """The report where one finding says it all, and no site was compared. ``part``: the field of
     the Report that tells more."""
     return Report(
         tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
         verdict=decide([finding]).verdict, findings=[finding], preflight=preflight, tokens=None,
-        coverage=coverage, sites=[], notes=list(notes), **part,
+        coverage=coverage, sites=[], remarks=list(notes), **part,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Finding, PreflightLine
 from divergence.comparison.results.sites import Coverage
 from divergence.errors import UsageError
-from divergence.facts import fact, plain, with_sentences
+from divergence.facts import fact, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.run.command import command
 from divergence.run.process_tuning import collect_garbage_rarely
@@ -122,7 +122,7 @@ def compare(
         from divergence.comparison.trusted import widening_notes
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
-        report = replaced(report, notes=[*report.notes, *notes])
+        report = replaced(report, remarks=[*report.remarks, *notes])
     return _of_one_run(_of_a_truth(report, a, b))
 
 
@@ -197,7 +197,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         ),
         sites=sites,
         not_exercised=unreached,
-        notes=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
+        remarks=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[claim for claim in (*findings, *explanations) if claim.says_something],
         operators=parts.get("operators"),
         audit=parts.get("audit"),
@@ -226,7 +226,7 @@ def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
     if truths[0] == truths[1]:
         return report
     pair, truth = (("RUN", b.path), a.path) if truths[0] else ((a.path, "OTHER"), b.path)
-    note = "a truth judges two runs, RUN being the one that it repeats" if truths[0] else ""
+    note = fact("truth_judges_two") if truths[0] else ""
     judged = command("compare", *pair, truth=truth, note=note)
     return replaced(report, verdict=replaced(report.verdict, commands=[judged]))
 
@@ -234,22 +234,27 @@ def _of_a_truth(report: Report, a: Run, b: Run) -> Report:
 def _incomparable(
     a: Run, b: Run, lines: list[PreflightLine], blocking: list[PreflightLine]
 ) -> Report:
-    names = " and ".join(f"other {line.check}" for line in blocking if line.check != "prompt ids")
-    if any(line.check == "prompt ids" for line in blocking):
+    others = [line.check for line in blocking if line.check != "prompt ids"]
+    headline = [fact("preflight.other", checks=others)] if others else []
+    if len(others) < len(blocking):
         from divergence.comparison.preflight.prompts import prompt_headline
 
         prompts = prompt_headline(a.manifest, b.manifest)
-        names = f"{names}; {prompts}" if names else prompts
-    texts = [line.detail or f"{line.reference} against {line.candidate}" for line in blocking]
+        headline.append(fact("preflight.and", what=prompts) if others else prompts)
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
-        headline=[plain(names)],
+        headline=headline,
         evidence=[
-            plain(f"{line.check}: {text}") for line, text in zip(blocking, texts, strict=True)
+            fact(
+                "preflight.blocking",
+                check=line.check,
+                details=line.details or None,
+                reference=line.reference,
+                candidate=line.candidate,
+            )
+            for line in blocking
         ],
-        commands=advise(a, b).made_alike(
-            other_model=any(line.check != "prompt ids" for line in blocking)
-        ),
+        commands=advise(a, b).made_alike(other_model=bool(others)),
     )
     return report_of(a, b, finding, Coverage(num_compared=0), lines)

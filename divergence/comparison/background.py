@@ -12,6 +12,7 @@ from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results.background import Background, Positions
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import RunError, first_line
+from divergence.facts import Fact, fact, sentence
 from divergence.run.reader import Run
 
 __all__ = ["background_of"]
@@ -22,7 +23,7 @@ _MOST_ELEMENTS = 64_000_000
 
 def background_of(report: Report) -> Background:
     """Runs that have gone, or have been replaced by others since, are left out, with a note."""
-    notes: list[str] = []
+    notes: list[Fact] = []
     a, b = (_opened(summary, notes) for summary in (report.reference, report.candidate))
     positions = None
     if a is not None and b is not None:
@@ -33,7 +34,7 @@ def background_of(report: Report) -> Background:
         reference=None if a is None else a.manifest,
         candidate=None if b is None else b.manifest,
         positions=positions,
-        notes=tuple(notes),
+        notes=tuple(map(sentence, notes)),
     )  # fmt: skip
     for run in (a, b):
         if run is not None:
@@ -41,15 +42,16 @@ def background_of(report: Report) -> Background:
     return background
 
 
-def _opened(summary: RunSummary, notes: list[str]) -> Run | None:
+def _opened(summary: RunSummary, notes: list[Fact]) -> Run | None:
     try:
         run = Run.open(summary.path)
     except RunError as error:
-        notes.append(f"{summary.path} could not be opened again: {first_line(error)}")
+        message = first_line(error)
+        notes.append(fact("measure.could_not_be_opened", run=summary.path, message=message))
         return None
     if run.manifest.id != summary.id:
         run.close()
-        notes.append(f"{summary.path} holds another run now, and is left out")
+        notes.append(fact("measure.holds_another", run=summary.path))
         return None
     return run
 

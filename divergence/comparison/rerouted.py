@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from divergence.comparison.experts import Routes, choices_in, routed_blocks
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.routers import same_experts
+from divergence.facts import Fact, fact
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 
@@ -52,9 +53,9 @@ def unknown_blocks(manifest: Manifest, sites: Sequence[SiteResult]) -> frozenset
     )  # fmt: skip
 
 
-def mostly_rerouted(sites: Sequence[SiteResult]) -> str | None:
+def mostly_rerouted(sites: Sequence[SiteResult]) -> Fact | None:
     """Of a block's tokens, in the prefill or the decode steps, most were not judged since the sides
-    sent them to other experts: the first such block, in words."""
+    sent them to other experts: the first such block."""
     counts: dict[tuple[str, str], list[int]] = {}
     for site in _routed_outs(sites):
         count = counts.setdefault((str(site.block), site.phase), [0, 0])
@@ -62,24 +63,24 @@ def mostly_rerouted(sites: Sequence[SiteResult]) -> str | None:
         count[1] += site.numel // max(site.shape[-1], 1)
     for (block, phase), (moved, num) in counts.items():
         if 2 * moved > num:
-            return f"{moved} of {num} tokens of {block} ({phase}) went to other experts"
+            return fact("measure.mostly_rerouted", num=moved, total=num, module=block, phase=phase)
     return None
 
 
-def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[str]:
+def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[Fact]:
     """How many tokens rounding sent elsewhere, where any."""
     outs = _routed_outs(sites)
     moved = [s for s in outs if s.num_rerouted]
     if not moved:
         return []
     blocks = {s.block for s in moved}
-    count = sum(s.numel // max(s.shape[-1], 1) for s in outs if s.block in blocks)
-    gap = "" if routes.margin is None else f" (their router logits lay within {routes.margin:.2g})"
-    where = ", ".join(sorted(map(str, blocks)))
     return [
-        f"{sum(s.num_rerouted or 0 for s in moved)} of {count} tokens went to other experts on "
-        f"one side ({where}): rounding{gap}; they are not judged there"
-    ]
+        fact(
+            "measure.rerouted", num=sum(s.num_rerouted or 0 for s in moved),
+            total=sum(s.numel // max(s.shape[-1], 1) for s in outs if s.block in blocks),
+            blocks=sorted(map(str, blocks)), margin=routes.margin,
+        )
+    ]  # fmt: skip
 
 
 def _routed_outs(sites: Sequence[SiteResult]) -> list[SiteResult]:

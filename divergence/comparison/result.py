@@ -8,10 +8,11 @@ this. The JSON form is stable and versioned; numbers that JSON cannot hold
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
@@ -28,6 +29,7 @@ from divergence.comparison.results.suites import (
 )
 from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
+from divergence.facts import Fact, Worded
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS
 from divergence.words import Side, printable_json
@@ -105,8 +107,10 @@ class Answer(JsonAnswer):
         return written
 
 
-class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
+class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     """The answer of `compare`."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     schema_version: int = REPORT_SCHEMA_VERSION
     tool_version: str
@@ -117,7 +121,10 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
     tokens: TokensResult | None
     coverage: Coverage
     sites: list[SiteResult]
+    remarks: list[Fact] = []
+    """What else to know of the two runs."""
     notes: list[str] = []
+    """The same in words."""
     not_exercised: list[Unexercised] = []
     """What no prompt reached on the reference."""
     operators: OperatorsResult | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
     "plain": "{text}",
+    "several": "{facts:list ; }",
     # what decide says of the findings together
     "nothing_judged": "nothing was judged",
     "no_analysis": "no analysis applies",
@@ -171,6 +172,14 @@ SENTENCES: Mapping[str, str] = {
         "every quantiser of activations makes wrong codes, from {module} on: a kernel or a scheme, "
         "not one layer"
     ),
+    # commands
+    "on_machine": "on {side:letter}'s machine",
+    "with_model": "on a machine with the model",
+    "all_positions": "on A's machine: its prompts, all token positions",
+    "shown_without_model": "a script that shows it without the model",
+    "with_references_model": ("on B's machine, with A's model (--model PATH if it lies elsewhere)"),
+    "measure_all_the_same": "measure all the same",
+    "truth_judges_two": "a truth judges two runs, RUN being the one that it repeats",
     "codes_wrong_at": (
         "the codes of {place} are wrong[[, by {by:letter}]]: its quantiser, or what comes before "
         "it in the block"

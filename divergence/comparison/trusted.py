@@ -16,6 +16,7 @@ from divergence.comparison.measure.runs import aligned, measure_tensors, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import UsageError
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
@@ -82,24 +83,23 @@ def trusted_limits(
 
 def widening_notes(
     shown: Shown | None, sites: Sequence[SiteResult], num_runs: int, thresholds: Thresholds
-) -> list[str]:
+) -> list[Fact]:
     """What ``--floor`` widened, and the most of it with its numbers. Nothing without such runs."""
     if shown is None:
         return []
     factors = {key: thresholds.widen * used for key, used in shown.items()}
     factors = {key: factor for key, factor in factors.items() if factor > 1}
-    runs = "the trusted run" if num_runs == 1 else f"the {num_runs} trusted runs"
     if not factors:
-        return [f"{runs} stayed within the limits: none was widened"]
+        return [fact("measure.none_widened", runs=num_runs)]
     (pass_, site, phase), most = max(factors.items(), key=lambda item: item[1])
     limit = next(
         (s.limit for s in sites if s.site == site and s.pass_ == pass_ and s.limit is not None
          and s.phase == phase), None,
     )  # fmt: skip
-    named = f"most at {site} ({phase}), {most:.1f} times"
-    if limit is not None:
-        named += f": from {limit / most:.1f} to {limit:.1f} × the floor"
-    text = f"{runs} widened the limits of {len(factors)} sites, {named}"
-    if any(used > 1 for used in shown.values()):
-        text += "; it is beyond the limits itself there, and is believed because you named it"
-    return [text]
+    return [
+        fact(
+            "measure.widened", runs=num_runs, num=len(factors), site=site, phase=phase, times=most,
+            before=limit and limit / most, limit=limit,
+            beyond=any(used > 1 for used in shown.values()),
+        )
+    ]  # fmt: skip

@@ -26,7 +26,7 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Skipped
 from divergence.errors import IncomparableError, UsageError
-from divergence.facts import fact
+from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
@@ -34,8 +34,6 @@ from divergence.run.schema.record import Record
 from divergence.words import Progress
 
 __all__ = ["align_within", "check_alone", "compare_within", "explain_within"]
-
-WHAT = "decode steps with the cache against one forward over the whole sequence"
 
 
 def align_within(run: Run) -> Alignment:
@@ -64,15 +62,16 @@ def align_within(run: Run) -> Alignment:
         if other is None and is_given(run.manifest, record.site):
             continue  # an input that the whole pass took from this very record
         used.add(key)
-        reason = "not in the whole pass" if other is None else _no_row(run, other, record)
+        absent = fact("align.not_in_whole")
+        reason = absent if other is None else _no_row(run, other, record)
         if other is None or reason is not None:
-            skipped.append(Skipped(*record.coordinates, reason or "", "candidate"))
+            skipped.append(Skipped(*record.coordinates, reason, "candidate"))
             continue
         pairs += _pairs(run, other, record, members[record.sample])
     return Alignment(
         pairs=sorted(pairs, key=_order),
         only_reference=[
-            Skipped(*record.coordinates, "not in any decode step", "reference")
+            Skipped(*record.coordinates, fact("align.not_in_steps"), "reference")
             for key, record in whole.items()
             if key not in used
         ],
@@ -80,10 +79,7 @@ def align_within(run: Run) -> Alignment:
         skipped=skipped,
         prefix=None,
         anchored=True,
-        notes=[
-            f"{WHAT}: A is the whole pass of {run.path}, B its free pass, "
-            "whose inputs each block got in both"
-        ],
+        notes=[fact("align.whole_and_free", run=str(run.path))],
     )
 
 
@@ -105,7 +101,7 @@ def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) 
         raise IncomparableError(
             "nothing was compared: the decode steps and the whole pass share no rows of tokens",
             where=str(run.path),
-            hint=why_nothing(alignment),
+            hint=sentence(why_nothing(alignment)),
         )
     measured = measure_tensors(
         run, run, alignment, inputs=run, thresholds=thresholds, progress=progress
@@ -150,7 +146,7 @@ def _pairs(run: Run, whole: Record, record: Record, group: list[int]) -> Iterato
         )
 
 
-def _no_row(run: Run, whole: Record, record: Record) -> str | None:
+def _no_row(run: Run, whole: Record, record: Record) -> Fact | None:
     """Why a decode step's tensor is no row of the whole pass's, or None."""
     sample = run.manifest.tokens.samples[record.sample]
     length = sample.num_left_pad + len(sample.prompt_ids) + len(sample.generated_ids) - 1
@@ -163,9 +159,9 @@ def _no_row(run: Run, whole: Record, record: Record) -> str | None:
         or full[0] not in (1, len(group))
         or (whole.positions is None and full[1] != length)
     ):
-        return f"its rows are not tokens on axis 1: {list(full)} whole, {list(step)} in the step"
+        return fact("align.rows_are_no_tokens", whole=full, step=step)
     if whole.positions is not None and _token(run, record) not in whole.positions:
-        return "its token is not in the whole pass"
+        return fact("align.token_not_in_whole")
     return None
 
 

@@ -5,15 +5,16 @@ Rendering lives in divergence.report. The JSON forms are stable and versioned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 import msgspec
 
 from divergence.comparison.result import Answer, JsonAnswer, Report, RunSummary
 from divergence.comparison.results.findings import Finding, Verdict, VerdictKind
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
-from divergence.comparison.results.sites import SiteResult
+from divergence.facts import Fact, Worded, fact, sentence
+from divergence.run.command import Command
 from divergence.run.schema.manifest import Environment, Switch
 from divergence.run.schema.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
@@ -31,16 +32,20 @@ _IDEAL = 1.5
 """Of two that are near, the farther may be so many times as far."""
 
 
-class Level(msgspec.Struct, kw_only=True, frozen=True):
+class Level(msgspec.Struct, Worded, kw_only=True, frozen=True):
     """One step of the descent from blocks to operators."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"why": "because"}
 
     level: Literal["block", "module", "operator"]
     verdict: str
     site: str | None
     """Where the difference begins at this level; None where nothing stands out."""
     side: SideBothOrNeither | None = None
-    why: str = ""
+    because: list[Fact] = []
     """The first piece of evidence."""
+    why: str = ""
+    """The same in words."""
 
     @classmethod
     def of(cls, level: Literal["block", "operator"], told: Verdict | Finding) -> Level:
@@ -50,7 +55,7 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
             verdict=told.kind or "undetermined",
             site=None if told.onset is None else told.onset.site,
             side=told.side,
-            why=told.evidence[0].text if told.evidence else told.summary,
+            because=told.evidence[:1] or told.headline,
         )
 
     @classmethod
@@ -70,15 +75,13 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
         if not flagged:
             return cls(level="module", verdict="within_floor", site=None)
         first = min(flagged, key=lambda s: (s.step, s.sample, s.order))
-        return cls(level="module", verdict="localized", site=first.site, why=_module_text(first))
-
-
-def _module_text(site: SiteResult) -> str:
-    if site.rel_l2 is None:
-        return "by how much is not known"
-    if site.truth is None:
-        return f"rel L2 {site.rel_l2:.2e}"
-    return f"err of A {site.truth.reference_error:.2e}, of B {site.truth.candidate_error:.2e}"
+        because = fact("experiments.unmeasured")
+        if first.truth is not None and first.rel_l2 is not None:
+            errors = first.truth.reference_error, first.truth.candidate_error
+            because = fact("experiments.errors", reference=errors[0], candidate=errors[1])
+        elif first.rel_l2 is not None:
+            because = fact("experiments.rel_l2", rel_l2=first.rel_l2)
+        return cls(level="module", verdict="localized", site=first.site, because=[because])
 
 
 class OwnError(msgspec.Struct, kw_only=True, frozen=True):
@@ -99,13 +102,17 @@ def is_right_alone(errors: Sequence[OwnError]) -> bool:
     return len(times) == 2 and times[1] <= _IDEAL * max(1.0, times[0]) and times[1] < NEAR
 
 
-class Repetition(msgspec.Struct, kw_only=True, frozen=True):
+class Repetition(msgspec.Struct, Worded, kw_only=True, frozen=True):
     """Whether a run that was captured again repeats the run it stands for."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"repeats": "original", "reason": "because"}
 
     run: str
     """The run that was made again."""
-    repeats: str
+    original: Fact
     """The run it stands for."""
+    repeats: str = ""
+    """The same in words."""
     how: Literal["bits", "error", "differs", "unknown"]
     """``bits``: all shared tensors are equal. ``error``: as far from the truth, on a machine that
     does not repeat bits. ``differs``: neither. ``unknown``: the runs share no tensor."""
@@ -120,28 +127,40 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True):
     step: int = 0
     rel_l2: float | None = None
     """Relative L2 difference of that tensor. None where a side keeps no bytes."""
-    reason: str | None = None
+    because: Fact | None = None
     """Why equal bits were not asked for."""
+    reason: str | None = None
+    """The same in words."""
 
     @property
     def met(self) -> bool:
         """Is the run a repetition of the other?"""
         return self.how in ("bits", "error")
 
+    @property
+    def first_apart(self) -> Fact:
+        """The first tensor that differs, and by how much."""
+        return fact("experiments.site_differs", site=self.site, rel_l2=self.rel_l2)
+
     def __str__(self) -> str:
-        if self.how == "unknown":
-            return f"{self.run} shares no tensor with {self.repeats}"
-        if self.how == "bits":
-            return f"{self.run} repeats {self.repeats}: all {self.num_compared} shared tensors"
-        by = "" if self.rel_l2 is None else f", rel L2 {self.rel_l2:.2e}"
-        where = f"{self.site} differs{by}"
-        if self.how == "differs":
-            return f"{self.run} does not repeat {self.repeats}: {where}"
-        return f"{self.run} is as far from the truth as {self.repeats}, though {where}"
+        codes = {"unknown": "shares_nothing", "bits": "repeats", "differs": "repeats_not"}
+        told = fact(
+            f"experiments.{codes.get(self.how, 'as_far')}", run=self.run, original=self.original,
+            num=self.num_compared, where=self.first_apart,
+        )  # fmt: skip
+        return sentence(told)
 
 
-class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
+class Localization(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
     """The answer of `localize`."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {
+        "contradiction": "levels_apart",
+        "doubt": "side_doubt",
+        "stopped": "obstacles",
+        "commands": "elsewhere",
+        "again": "continuation",
+    }
 
     schema_version: int = 1
     reference: str
@@ -152,10 +171,14 @@ class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
     levels: list[Level] = []
     operator: OperatorResult | None = None
     side: Side | None = None
-    contradiction: str | None = None
+    levels_apart: Fact | None = None
     """The levels that blame different sides."""
-    doubt: str | None = None
+    contradiction: str | None = None
+    """The same in words."""
+    side_doubt: Fact | None = None
     """Why no side is named although an operator is."""
+    doubt: str | None = None
+    """The same in words."""
     code: str | None = None
     """The first site at which float64 runs by the two sides' own code differ."""
     causal: CausalCheck | None = None
@@ -172,12 +195,18 @@ class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
     repro_other: str | None = None
     """Directory of the reproducer of the other side's call, where the sides call the operator with
     other scalars or constants."""
-    stopped: str | None = None
+    obstacles: list[Fact] = []
     """Why the descent went no deeper."""
-    commands: list[str] = []
+    stopped: str | None = None
+    """The same in words."""
+    elsewhere: list[Command] = []
     """Commands that another machine must run first."""
-    again: str = ""
+    commands: list[str] = []
+    """The same, ready for a shell."""
+    continuation: Command | None = None
     """The command that continues after that."""
+    again: str = ""
+    """The same, ready for a shell."""
     report: Report | None = None
     """The last comparison. Where an operator was reached its verdict is that of the descent."""
 

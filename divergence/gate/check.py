@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.comparison.measure.runs import NO_PREFILL
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import PreflightLine, Verdict, VerdictKind
 from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
+from divergence.facts import Fact, fact, sentence, worded
 from divergence.gate.golden import choose_golden, refuse_unfit
 from divergence.gate.known import Knowledge, excuse, place_of
 from divergence.gate.policy import Policy, TokensPolicy, load_policy
@@ -85,22 +85,23 @@ def check(
     result = evaluate(report, rules, whole=whole)
     if chosen is None:
         return result
-    notes = [f"the golden is {chosen.text}", *result.notes]
-    return msgspec.structs.replace(result, notes=notes)
+    remarks = [fact("gate.golden", what=chosen.text), *result.remarks]
+    return worded(msgspec.structs.replace(result, remarks=remarks))
 
 
 def _nothing_compared(report: Report) -> _NothingComparedError:
     blocking = [
-        f"{line.check}: {line.reference} in the golden, {line.candidate} in the new run"
-        + (f" ({line.detail})" if line.detail else "")
+        fact(
+            "gate.blocking", check=line.check, reference=line.reference, candidate=line.candidate,
+            details=line.details,
+        )
         for line in report.preflight
         if line.status == "blocking"
-    ]
+    ]  # fmt: skip
+    stopped = report.verdict.kind == "incomparable"
     error = _NothingComparedError(
-        report.verdict.summary
-        if report.verdict.kind == "incomparable"
-        else "nothing was compared, so nothing was checked",
-        where="; ".join(blocking) or None,
+        report.verdict.summary if stopped else sentence(fact("gate.nothing_compared")),
+        where="; ".join(map(sentence, blocking)) or None,
         hint=command_line("compare", report.reference.path, report.candidate.path),
     )
     error.report = report
@@ -127,40 +128,45 @@ def evaluate(
         *_tolerances(report, policy),
         *(() if report.logprobs is None else _logprobs(report.logprobs, policy.logprobs)),
     ]
-    return CheckResult(
+    result = CheckResult(
         passed=not failures,
         failures=failures,
         num_ties=_num_equal(report, policy)[1],
         excused=knowledge.excused,
         known=knowledge.uses,
-        notes=_notes(report, policy),
+        remarks=_notes(report, policy),
         report=report,
         policy=policy,
     )
+    return worded(result)
 
 
 def _verdicts(
     verdict: Verdict, whole: Verdict | None, policy: Policy, knowledge: Knowledge
 ) -> Iterator[Failure]:
-    allowed = ", ".join(map(_called, policy.verdicts))
+    allowed = [_called(kind) for kind in policy.verdicts]
 
-    def refused(rule: str, verdict: Verdict, text: str) -> Failure:
-        site = verdict.onset.site if verdict.onset else None
-        return Failure(rule=rule, site=site, allowed=allowed, found=verdict.kind, text=text)
+    def refused(rule: str, verdict: Verdict, what: Fact) -> Failure:
+        return Failure(
+            rule=rule, site=verdict.onset.site if verdict.onset else None,
+            allowed=", ".join(map(sentence, allowed)), found=verdict.kind, fact=what,
+        )  # fmt: skip
 
     if verdict.kind not in policy.verdicts and not knowledge.excused:
-        text = f"the verdict is {_called(verdict.kind)}; the policy allows {allowed}"
-        if knowledge.why_not is not None and any(use.status != "unused" for use in knowledge.uses):
-            text += f". Known differences do not excuse it: {knowledge.why_not}"
-        yield refused("verdicts", verdict, text)
+        tried = any(use.status != "unused" for use in knowledge.uses)
+        what = fact(
+            "gate.verdict_refused", kind=_called(verdict.kind), allowed=allowed,
+            why_not=knowledge.why_not if tried else None,
+        )  # fmt: skip
+        yield refused("verdicts", verdict, what)
     if whole is not None and whole.kind not in policy.verdicts:
-        text = f"the new run's whole pass: {whole.kind}: {whole.summary}"
-        yield refused("whole", whole, text)
+        what = fact("gate.whole_refused", kind=whole.kind, what=whole.headline)
+        yield refused("whole", whole, what)
 
 
-def _called(kind: VerdictKind) -> str:
+def _called(kind: VerdictKind) -> Fact:
     """As the screen calls it, and as policies and the JSON do."""
-    return f"{HEADLINES[kind]} ({kind})"
+    return fact("gate.kind", word=HEADLINES[kind], kind=kind)
 
 
 def coverage_share(coverage: Coverage) -> float:
@@ -173,28 +179,24 @@ def coverage_share(coverage: Coverage) -> float:
 
 
 def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:
-    shares = [(row.share, _row_text(row)) for row in coverage.passes]
+    shares = [(row.share, _row_fact(row)) for row in coverage.passes]
     if not shares:
         left_out = coverage.num_only_reference + coverage.num_skipped
-        compared = f"{coverage.num_compared} records of the golden were compared"
-        shares = [(coverage_share(coverage), f"{compared} and {left_out} were not")]
-    for share, text in shares:
+        compared = fact("gate.records_compared", num=coverage.num_compared, num_left_out=left_out)
+        shares = [(coverage_share(coverage), compared)]
+    for share, what in shares:
         if not share >= least:
             yield Failure(
                 rule="min_coverage", allowed=f">= {least:g}", found=f"{share:.6g}",
-                text=f"{text}: a share of {share:.4g}, and the policy wants {least:g}",
+                fact=fact("gate.share_too_low", what=what, share=share, least=least),
             )  # fmt: skip
 
 
-def _row_text(row: PassCoverage) -> str:
-    what = "records of operators" if row.what == "operators" else row.what
-    parts = [f"{row.pass_} pass: {row.num_compared} {what} of the golden were compared"]
-    left_out = row.num_missing + row.num_skipped
-    if left_out:
-        parts.append(f"{left_out} were not")
-    if row.num_extra:
-        parts.append(f"{row.num_extra} of the new run have no counterpart in the golden")
-    return " and ".join(parts) + (f" ({row.reason})" if row.reason else "")
+def _row_fact(row: PassCoverage) -> Fact:
+    return fact(
+        "gate.pass_compared", pass_=row.pass_, num=row.num_compared, what=row.what,
+        num_left_out=row.num_missing + row.num_skipped, num_extra=row.num_extra, why=row.why,
+    )  # fmt: skip
 
 
 _OF_MACHINES = (
@@ -224,15 +226,14 @@ def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
         if line.status != "same" and not allowed:
             yield Failure(
                 rule="preflight",
-                allowed="the same",
+                allowed=sentence(fact("gate.the_same")),
                 found=f"{line.reference} / {line.candidate}",
-                text=f"{line.check} {'is' if line.status == 'unknown' else 'differs'}: "
-                + (
-                    line.detail
-                    if line.reference == line.candidate and line.detail
-                    else f"{line.reference} in the golden, {line.candidate} in the new run"
+                fact=fact(
+                    "gate.setting_differs", check=line.check, status=line.status,
+                    reference=line.reference, candidate=line.candidate,
+                    details=(line.details or None) if line.reference == line.candidate else None,
                 ),
-            )
+            )  # fmt: skip
 
 
 def is_tie(difference: TokenDifference, margin: float | None, z: float | None = None) -> bool:
@@ -255,31 +256,31 @@ def _tokens(report: Report, policy: Policy) -> Iterator[Failure]:
     if report.logprobs is not None:
         # each answer up to its first difference
         told = report.logprobs
-        equal, ties, total = told.num_equal, told.num_ties, told.num_tokens
-        yield from _too_few(rules, equal, ties, total, f" ({ties} more were ties)" if ties else "")
+        yield from _too_few(rules, told.num_equal, told.num_ties, told.num_tokens, 0)
         return
     total = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
     if total == 0 and report.reference.generates and (rules.min_equal or 1) > 0:
         yield Failure(
             rule="tokens.min_equal",
-            allowed="some generated tokens",
+            allowed=sentence(fact("gate.some_tokens")),
             found="0",
-            text="the golden holds no generated token, so none was checked: capture it with "
-            "--max-new-tokens 1 or more, or leave [tokens] out of the policy",
+            fact=fact("gate.no_token_in_golden"),
         )
     if tokens is None or total == 0:
         return
     num_equal, num_ties = _num_equal(report, policy)
-    counted = f" ({num_ties} more were ties)" if num_ties else ""
-    if tokens.num_missing:
-        counted += f", {tokens.num_missing} of the golden's were not generated"
-    yield from _too_few(rules, tokens.num_equal, num_equal - tokens.num_equal, total, counted)
+    counted_ties = num_equal - tokens.num_equal
+    yield from _too_few(
+        rules, tokens.num_equal, counted_ties, total, tokens.num_missing, num_ties=num_ties
+    )
 
 
 def _too_few(
-    rules: TokensPolicy, equal: int, ties: int, total: int, counted: str
-) -> Iterator[Failure]:
-    """``counted``: what to say of ties, which count as equal, and of missing tokens."""
+    rules: TokensPolicy, equal: int, ties: int, total: int, missing: int,
+    *, num_ties: int | None = None,
+) -> Iterator[Failure]:  # fmt: skip
+    """``ties`` count as equal; ``num_ties``: what to say of them, where those are not all."""
+    num_ties = ties if num_ties is None else num_ties
     for rule, least, share in (
         ("tokens.min_equal", rules.min_equal, (equal + ties) / total if total else 0.0),
         ("tokens.min_equal_count", rules.min_equal_count, equal + ties),
@@ -287,8 +288,10 @@ def _too_few(
         if least is not None and share < least:
             yield Failure(
                 rule=rule, allowed=f">= {least:g}", found=f"{share:.6g}",
-                text=f"{equal} of {total} generated tokens are equal{counted}; "
-                f"the policy wants {least:g}",
+                fact=fact(
+                    "gate.tokens_too_few", num_equal=equal, total=total, num_ties=num_ties,
+                    num_missing=missing, least=least,
+                ),
             )  # fmt: skip
 
 
@@ -314,14 +317,12 @@ def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
         if tolerance.optional or not report.sites or any(map(tolerance.names, report.sites)):
             continue
         meant = tolerance.sites if isinstance(tolerance.sites, str) else list(tolerance.sites)
-        within = "" if tolerance.pass_ is None else f" in the {tolerance.pass_} pass"
         yield Failure(
             rule=f"tolerance[{number}]",
             tolerance=number,
-            allowed="a site to hold it against",
+            allowed=sentence(fact("gate.a_site")),
             found="none",
-            text=f"no compared site is meant by {meant!r}{within}, so nothing was held against "
-            "these limits; for a policy that serves other models too, write optional = true",
+            fact=fact("gate.no_site_meant", sites=repr(meant), pass_=tolerance.pass_),
         )
     for site in report.sites:
         tolerance_here = policy.tolerance_for(site)
@@ -333,31 +334,29 @@ def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
             if site.identical or (value is not None and value <= limit):
                 continue
             place = place_of(site)
-            lacking = "not both sides keep what it takes (--store)"
-            if name.startswith("ratio"):
-                lacking = "there is no floor"
-            text = f"{name} is unknown at {place}, where {lacking}"
-            if value is not None:
-                text = f"{name} is {value:.3g} at {place}; the policy allows {limit:g}"
+            what = fact("gate.number_beyond", name=name, value=value, place=place, limit=limit)
+            if value is None:
+                of_floor = name.startswith("ratio")
+                what = fact("gate.number_unknown", name=name, place=place, of_floor=of_floor)
             yield Failure(
                 rule=f"tolerance.{name}", site=site.site, allowed=f"<= {limit:g}",
-                found="unknown" if value is None else f"{value:.6g}", text=text,
+                found="unknown" if value is None else f"{value:.6g}", fact=what,
                 tolerance=policy.tolerance.index(tolerance_here),
             )  # fmt: skip
 
 
-def _notes(report: Report, policy: Policy) -> list[str]:
+def _notes(report: Report, policy: Policy) -> list[Fact]:
     """Names of preflight checks in the policy that this comparison lacks: misspelt, perhaps."""
     checks = [line.check for line in report.preflight]
-    notes = [note for note in report.notes if note == NO_PREFILL]
+    notes = [note for note in report.remarks if note.code == "measure.no_prefill"]
     code = _unexplained_code(report) if policy.preflight.code == "warn" else None
     if code is not None:
-        notes.append(f"WARNING: other code or constants at equal settings: {code.detail}")
+        notes.append(fact("gate.other_code", details=code.details))
     for key in ("allow", "refuse"):
         for pattern in getattr(policy.preflight, key):
             if not fnmatch.filter(checks, pattern):
-                text = f"preflight.{key}: no check here is called {pattern!r}"
-                notes.append("; ".join(filter(None, (text, did_you_mean(pattern, checks)))))
+                hint = did_you_mean(pattern, checks)
+                notes.append(fact("gate.no_such_check", key=key, pattern=repr(pattern), hint=hint))
     return notes
 
 
@@ -372,12 +371,11 @@ def _logprobs(result: LogprobsResult, policy: LogprobsPolicy) -> Iterator[Failur
             rule, allowed = f"logprobs.{key}.{name}", f"{'<=' if sign > 0 else '>='} {limit:g}"
             if value is None:
                 near = near_names(name, sorted(numbers))
-                like = f"; did you mean {' or '.join(near)}?" if near else ""
-                yield Failure(rule=rule, allowed=allowed, found="unknown",
-                              text=f"{name} is not known here{like}")  # fmt: skip
+                what = fact("gate.not_known_here", name=name, near=near)
+                yield Failure(rule=rule, allowed=allowed, found="unknown", fact=what)
                 continue
-            yield Failure(rule=rule, allowed=allowed, found=f"{value:.6g}",
-                          text=f"{name} is {value:.3g}; the policy wants {allowed}")  # fmt: skip
+            what = fact("gate.number_off", name=name, value=value, allowed=allowed)
+            yield Failure(rule=rule, allowed=allowed, found=f"{value:.6g}", fact=what)
 
 
 def _numbers(result: LogprobsResult) -> dict[str, float]:

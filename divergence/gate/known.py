@@ -21,7 +21,7 @@ import msgspec
 from divergence.analyses.blocks.drift import find_drift
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import SiteResult
-from divergence.facts import sentence
+from divergence.facts import Fact, fact
 from divergence.gate.policy import Known, Policy
 from divergence.gate.result import KnownUse
 
@@ -35,7 +35,7 @@ class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     """The entries in ``uses`` excuse the verdict."""
     uses: list[KnownUse]
     """What became of each entry."""
-    why_not: str | None = None
+    why_not: Fact | None = None
     """What prevents it, where an entry matches and the verdict is not excused."""
 
 
@@ -61,28 +61,28 @@ def excuse(report: Report, policy: Policy, *, today: datetime.date | None = None
 
 def _why_not(
     report: Report, policy: Policy, flagged: list[SiteResult], unknown: list[SiteResult]
-) -> str | None:
+) -> Fact | None:
     onset = report.verdict.onset
     blocks = {site.block for site in flagged if site.site == f"{site.block}:out"}
     if unknown:
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        return f"flagged and not known: {place_of(unknown[0])}{more}"
+        place, num_more = place_of(unknown[0]), len(unknown) - 1
+        return fact("gate.flagged_not_known", place=place, num_more=num_more)
     if not flagged:
-        return "what the verdict rests on is no flagged record, and only such can be known"
+        return fact("gate.rests_on_no_record")
     operators = report.operators
     first_operator = None if operators is None else operators.onset
     for result in [] if operators is None else operators.results:
         # what a known block's operators make ends in its output, which is no larger than known
         beyond = result.limit_usage > 1 or result.site == first_operator
         if beyond and (result.block not in blocks or result.why == "nonfinite"):
-            return f"the operator {result.site} is beyond its limit"
+            return fact("gate.operator_beyond", site=result.site)
     inside = onset is not None and onset.block in blocks
     if onset is not None and not inside and onset.site not in {site.site for site in flagged}:
-        return f"the verdict ends at {onset.site}, which is no flagged record"
+        return fact("gate.ends_elsewhere", site=onset.site)
     if any(check.num_different for check in report.replicas):
-        return "ranks that must agree do not"
+        return fact("gate.ranks_disagree")
     drift = find_drift(_with_known_errors(report.sites, flagged), policy.thresholds)
-    return None if drift is None else f"beside what is known, {sentence(drift.headline)}"
+    return None if drift is None else fact("gate.drifts_beside", what=drift.headline)
 
 
 def _with_known_errors(sites: list[SiteResult], flagged: list[SiteResult]) -> list[SiteResult]:
@@ -110,21 +110,20 @@ def _use(number: int, entry: Known, flagged: list[SiteResult], day: datetime.dat
     limits = entry.max.limits()
     largest = {name: _largest([getattr(site, name) for site in meant]) for name in limits}
     if not meant:
-        status = "unused"
-        text = "nothing that is flagged is meant; take the entry out if the difference is gone"
+        what = fact("gate.unused")
     elif _is_over(entry, day):
-        status, text = "expired", f"it held until {entry.until} and excuses nothing any more"
+        what = fact("gate.expired", until=str(entry.until))
     elif beyond:
-        values = {name: getattr(beyond[0], name) for name in limits}
-        status = "exceeded"
-        text = f"it is larger than known: {_figures(limits, values)} at {place_of(beyond[0])}"
+        figures = _figures(limits, {name: getattr(beyond[0], name) for name in limits})
+        what = fact("gate.exceeded", figures=figures, place=place_of(beyond[0]))
     else:
-        status = "used"
-        last = "" if entry.until is None else f", until {entry.until}"
-        text = f"{len(meant)} flagged records, {_figures(limits, largest)}{last}"
+        until = None if entry.until is None else str(entry.until)
+        figures = _figures(limits, largest)
+        what = fact("gate.used", num=len(meant), figures=figures, until=until)
     return KnownUse(
-        number=number, sites=entry.sites, status=status, num_records=len(meant), allowed=limits,
-        found=largest if meant else {}, reason=entry.reason, until=entry.until, text=text,
+        number=number, sites=entry.sites, status=what.code.removeprefix("gate."), fact=what,
+        num_records=len(meant), allowed=limits, found=largest if meant else {},
+        reason=entry.reason, until=entry.until,
     )  # fmt: skip
 
 
@@ -145,13 +144,13 @@ def _largest(values: list[float | None]) -> float | None:
     return max(known, default=None) if len(known) == len(values) else None
 
 
-def _figures(limits: dict[str, float], values: dict[str, float | None]) -> str:
-    return ", ".join(
-        f"{name} {'unknown' if value is None else f'{value:.3g}'} of {limits[name]:g}"
+def _figures(limits: dict[str, float], values: dict[str, float | None]) -> list[Fact]:
+    return [
+        fact("gate.figure", name=name, value=value, limit=limits[name])
         for name, value in values.items()
-    )
+    ]
 
 
-def place_of(site: SiteResult) -> str:
+def place_of(site: SiteResult) -> Fact:
     """A record, for people."""
-    return f"{site.site} ({site.pass_}, sample {site.sample}, step {site.step})"
+    return fact("gate.place", site=site.site, pass_=site.pass_, sample=site.sample, step=site.step)

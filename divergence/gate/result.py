@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
+from typing import ClassVar
 
 import msgspec
 
 from divergence.comparison.result import Report
+from divergence.facts import Fact, Worded
 from divergence.gate.policy import Policy
 
 __all__ = ["Blessing", "CheckResult", "Failure", "KnownUse"]
 
 
-class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
+class KnownUse(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """What became of one known difference of the policy."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"text": "fact"}
 
     number: int
     """Its place in the policy, from 0."""
@@ -36,7 +41,9 @@ class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
     matches."""
     reason: str
     until: datetime.date | None = None
-    text: str
+    fact: Fact
+    """What became of it, with its numbers."""
+    text: str = ""
     """The same as a sentence."""
 
     def __str__(self) -> str:
@@ -44,8 +51,10 @@ class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
         return f"{sites}: {self.status}: {self.text} ({self.reason})"
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class Failure(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One rule of the policy that is not met."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"text": "fact"}
 
     rule: str
     site: str | None = None
@@ -53,13 +62,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """What the rule allows, as text for people."""
     found: str
     """What was found, as text for people."""
-    text: str
+    fact: Fact | None = None
+    """What is not met, with its numbers."""
+    text: str = ""
+    """The same as a sentence."""
     tolerance: int | None = None
     """The tolerance of the policy that is not met, from 0."""
 
 
-class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The answer of `check`."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     passed: bool
     failures: list[Failure]
@@ -69,8 +83,10 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The policy's known differences explain the verdict."""
     known: list[KnownUse] = []
     """What became of each known difference of the policy."""
-    notes: list[str] = []
+    remarks: list[Fact] = []
     """What the policy names and this comparison lacks, and what was not recorded."""
+    notes: list[str] = []
+    """The same in words."""
     report: Report
     policy: Policy
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from divergence.analyses.operators.show import show as operator_lines
 from divergence.experiments.result import Level, Localization
+from divergence.facts import sentence_behind
 from divergence.layout import BLANK, Line, heading, line, prose, times
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
@@ -29,11 +32,11 @@ def localization_lines(
     lines += [*proof_lines(result), BLANK]
     if result.report is not None:
         evidence = result.report.verdict.evidence
-        told = {level.why for level in result.levels}
-        shown = [fact for fact in evidence if fact.text not in told]
+        told = [item for level in result.levels for item in level.because]
+        shown = [item for item in evidence if item not in told]
         if shown:
             lines.append(heading("why"))
-            lines += [prose("  -", fact.text, width=4) for fact in shown]
+            lines += [prose("  -", item.text, width=4) for item in shown]
             lines.append(BLANK)
         lines += operator_lines(result.report, all_sites=verbose)
     lines += [
@@ -105,9 +108,9 @@ def _level(level: Level, *, named: bool) -> Line:
     by = ""
     if level.side in ("reference", "candidate"):
         by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"
-    why = level.why
-    if why.startswith(level.site.partition(":")[0]):  # the site stands before it already
-        why = why.partition(": ")[2]
+    # the site stands before it already
+    module = level.site.partition(":")[0]
+    why = "".join(sentence_behind(item, module) for item in level.because)
     return prose(f"  {level.level}", f"{level.site}{by}" + (f": {why}" if why else ""), width=12)
 
 
@@ -188,7 +191,7 @@ def _next(result: Localization) -> list[Line]:
         *(line(f"  {command}") for command in result.commands),
         *(
             []
-            if any(command.startswith(result.again) for command in result.commands)
+            if any(replace(item, note=None) == result.continuation for item in result.elsewhere)
             else [line(f"  {result.again}   # goes on from there")]
         ),
     ]

@@ -278,14 +278,11 @@ def _prompt_lines(report: Report) -> list[Line]:
 
 
 def _next_lines(report: Report, more: str) -> list[Line]:
-    lines = [heading("next"), *_first(report.verdict.next)] if report.verdict.next else []
+    commands = report.verdict.commands
+    lines = [heading("next"), line(f"  {commands[0].alone}")] if commands else []
     rest: Iterable[str] = filter(None, (
         f"{count(len(report.notes), 'note')}" if report.notes else "",
         "every block" if report.sites else "",
         "every setting",
     ))  # fmt: skip
     return [*lines, line((f"{', '.join(rest)}: {more}", "dim"))]
-
-
-def _first(commands: Sequence[str]) -> list[Line]:
-    return [line(f"  {commands[0].removesuffix('; or by hand:')}")]

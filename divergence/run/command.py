@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from divergence.facts import Fact, plain, sentence
 from divergence.run.storage.location import Url
 
 __all__ = [
@@ -40,8 +41,15 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """As so many processes."""
     pair: list[str] = []
     """An option that takes two values: its flag, and both."""
-    note: str = ""
+    note: Fact | None = None
     """Why, or where: a comment of ours, never words of a run."""
+    by_hand: bool = False
+    """Do commands follow that come to the same by hand?"""
+
+    @property
+    def alone(self) -> str:
+        """``text`` where no other command follows."""
+        return msgspec.structs.replace(self, by_hand=False).text
 
     @property
     def text(self) -> str:
@@ -50,7 +58,9 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
         text = quoted_words([*start, *command_words(self.name, *self.operands, **self.options)])
         if self.pair:
             text += f" {self.pair[0]} {quoted_words(map(_operand, self.pair[1:]))}"
-        return f"{text}   # {self.note}" if self.note else text
+        note = "" if self.note is None else sentence(self.note)
+        note = "; ".join(filter(None, (note, "or by hand:" if self.by_hand else "")))
+        return f"{text}   # {note}" if note else text
 
     def with_options(self, **options: Value) -> Command:
         """The command with these options behind its own."""
@@ -58,23 +68,26 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def command(
-    name: str, *operands: object, ranks: int | None = None, note: str = "",
-    pair: tuple[str, object, object] | None = None, **options: Value,
+    name: str, *operands: object, ranks: int | None = None, note: Fact | str = "",
+    by_hand: bool = False, pair: tuple[str, object, object] | None = None, **options: Value,
 ) -> Command:  # fmt: skip
     """The command of this name; options as in ``command_words``."""
     return Command(
         name=name, operands=[str(operand) for operand in operands],
         options=_plain_options(options), ranks=ranks,
-        pair=[str(word) for word in pair or ()], note=note,
+        pair=[str(word) for word in pair or ()], by_hand=by_hand,
+        note=note if isinstance(note, Fact) else plain(note) if note else None,
     )  # fmt: skip
 
 
 def command_line(
-    name: str, *operands: object, ranks: int | None = None, note: str = "",
-    pair: tuple[str, object, object] | None = None, **options: Value,
+    name: str, *operands: object, ranks: int | None = None, note: Fact | str = "",
+    by_hand: bool = False, pair: tuple[str, object, object] | None = None, **options: Value,
 ) -> str:  # fmt: skip
     """``command``, ready for a shell."""
-    return command(name, *operands, ranks=ranks, note=note, pair=pair, **options).text
+    return command(
+        name, *operands, ranks=ranks, note=note, by_hand=by_hand, pair=pair, **options
+    ).text
 
 
 def command_words(name: str, *operands: object, **options: Value) -> list[str]:

@@ -116,8 +116,8 @@ def test_every_advice_quotes_what_a_run_says(evil, tmp_path):
             ("truth", ()), ("escalate", ()), ("operator", (evil, evil, None)),
             ("operator_input", (evil, None)), ("look_at", (evil,)), ("made_alike", (True,)),
         ):  # fmt: skip
-            texts += getattr(advice, function)(*given)
-    texts += pairs[2].whole()
+            texts += [item.text for item in getattr(advice, function)(*given)]
+    texts += [item.text for item in pairs[2].whole()]
     assert f"--mesh {quoted(f'{evil}=2')}" in " ".join(texts) or evil.startswith("-")
     assert assert_harmless(texts, evil) > 20
 

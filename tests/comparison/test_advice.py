@@ -148,7 +148,12 @@ def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path):
     lacking = [check.detail for check in bare.verdict.checks if check.state != "met"]
     assert lacking == [f"no truth (--truth {truth.path})", "the float32 check takes a truth"]
     assert compare(a, b, truth=truth).verdict.confidence == "high"
-    assert Advice(a, b).into_block(BLOCK)[0].partition("   #")[0].endswith(f"--truth {truth.path}")
+    assert (
+        Advice(a, b)
+        .into_block(BLOCK)[0]
+        .text.partition("   #")[0]
+        .endswith(f"--truth {truth.path}")
+    )
 
 
 def of_ranks(run, **axes):
@@ -166,20 +171,20 @@ def test_several_ranks_are_started_again_as_several(llama, tmp_path):
     b = capture(like=a, out=tmp_path / "b", plants=["lm_head:out=nan"], probe=False)
     advice = Advice(a, of_ranks(b, dp=2, tp=4))
     start = "torchrun --nproc-per-node 8 -m divergence capture --like "
-    assert advice.certainty()[0] == (
+    assert advice.certainty()[0].text == (
         f"{start}{a.path} -o {b.path}-anchored --mesh dp=2,tp=4 --plant lm_head:out=nan"
         "   # on B's machine"
     )
-    by_hand = advice.into_block(BLOCK)
+    by_hand = [item.text for item in advice.into_block(BLOCK)]
     assert by_hand[0].startswith("divergence capture")
     assert by_hand[1].startswith(f"{start}{a.path}-deep -o {b.path}-deep --mesh dp=2,tp=4")
     assert not any("ops@" in command or " localize " in command for command in by_hand)
     assert (advice.escalate(), advice.divided) == ([], True)
     within = WithinAdvice(of_ranks(b, tp=2))
-    assert within.into_block(BLOCK)[0].startswith("torchrun")
-    assert within.whole()[0].endswith(f"--like {b.path} -o {b.path}-whole --whole --mesh tp=2")
+    assert within.into_block(BLOCK)[0].text.startswith("torchrun")
+    assert within.whole()[0].text.endswith(f"--like {b.path} -o {b.path}-whole --whole --mesh tp=2")
     other_way = Advice(of_ranks(b, tp=2), a)
-    assert other_way.escalate()[0].startswith("divergence capture")
+    assert other_way.escalate()[0].text.startswith("divergence capture")
 
 
 def test_places_beside_archives_and_urls(llama, tmp_path):
@@ -195,8 +200,8 @@ def test_places_beside_archives_and_urls(llama, tmp_path):
             path=place, manifest=run.manifest, records=run.records, has_bytes=run.has_bytes
         )
         advice = Advice(run, there)
-        assert f" {place} -o {folder}-localized " in advice.into_block(BLOCK)[0]
-        assert f" -o {folder}-repro " in advice.operator("x", "x", "candidate")[0]
+        assert f" {place} -o {folder}-localized " in advice.into_block(BLOCK)[0].text
+        assert f" -o {folder}-repro " in advice.operator("x", "x", "candidate")[0].text
 
 
 def test_two_other_experiments_are_made_one(tiny_model, llama, tmp_path, capsys):

@@ -27,7 +27,7 @@ from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.sites import SiteResult
-from divergence.facts import Fact, fact, plain
+from divergence.facts import Fact, fact
 
 __all__ = [
     "JudgedUnits", "estimated_evidence", "find", "judge_units", "limits_used",
@@ -174,7 +174,7 @@ def _context(measured: Measured, judged: JudgedUnits) -> Finding:
             *_unanchored_evidence(judged.unanchored),
             *estimated_evidence(measured.sites),
             *unmeasured_evidence(measured.sites),
-            *(plain(note) for note in measured.alignment.notes),
+            *measured.alignment.notes,
             *_weights_evidence(measured),
             *(
                 fact("blocks.own_noise", what=line.details or line.detail)

@@ -24,7 +24,7 @@ from divergence.comparison.results.suites import (
     CollectivesSide,
 )
 from divergence.errors import UsageError
-from divergence.facts import Fact, fact, sentence
+from divergence.facts import Fact, fact
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.words import Progress, Side, SideOrBoth
@@ -125,4 +125,4 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _skip(site: str, reason: Fact, side: SideOrBoth) -> Skipped:
-    return Skipped("free", 0, 0, site, sentence(reason), side)
+    return Skipped("free", 0, 0, site, reason, side)

@@ -24,7 +24,7 @@ from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.facts import Fact, fact, sentence
+from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
@@ -71,8 +71,7 @@ def find(measured: Measured) -> AnalysisResult:
         findings.append(_misfit(measured, misfits, site))
     within = [seam for seam in seams if not seam.beyond]
     unjudged = [integer for integer in integers if integer.choice and not integer.judged]
-    notes = [sentence(item) for item in _notes(within, unjudged)]
-    return AnalysisResult(findings=findings, notes=notes)
+    return AnalysisResult(findings=findings, notes=_notes(within, unjudged))
 
 
 def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> list[Finding]:

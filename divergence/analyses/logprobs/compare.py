@@ -22,7 +22,7 @@ from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Finding, PreflightLine, PreflightStatus
 from divergence.comparison.results.sites import Coverage
 from divergence.errors import UsageError
-from divergence.facts import Fact, fact, plain, sentence
+from divergence.facts import Fact, fact, plain
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS, one_or_more
@@ -120,7 +120,7 @@ def _stopped(a: Run, b: Run, lines: list[PreflightLine], line: PreflightLine) ->
     return report_of(a, b, finding, Coverage(num_compared=0), lines, notes=_notes(a, b))
 
 
-def _notes(a: Run, b: Run) -> list[str]:
+def _notes(a: Run, b: Run) -> list[Fact]:
     notes: list[Fact] = []
     sides: tuple[tuple[Side, Run], ...] = (("reference", a), ("candidate", b))
     for side, run in sides:
@@ -135,4 +135,4 @@ def _notes(a: Run, b: Run) -> list[str]:
             notes.append(fact("logprobs.by_text", side=side))
     if all(run.manifest.plan.sites == [LOGPROBS] for run in (a, b)):
         notes.append(fact("logprobs.no_layer"))
-    return [sentence(note) for note in notes]
+    return notes

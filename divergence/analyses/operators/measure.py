@@ -17,7 +17,7 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.floors import work_dtype
 from divergence.comparison.measure.truth import Truth
 from divergence.comparison.results.operators import OperatorsResult
-from divergence.facts import fact, sentence
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
@@ -78,22 +78,19 @@ def _two_dtypes(a: Manifest, b: Manifest) -> bool:
     return a.model.dtype != b.model.dtype or work_dtype(a) != work_dtype(b)
 
 
-def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[str]:
+def operator_notes(a: Run, b: Run, operators: OperatorsResult | None) -> list[Fact]:
     """Why operators that were recorded are not compared; nothing where they are."""
     counts = {
         name: sum(record.call is not None for record in run.records)
         for name, run in (("reference", a), ("candidate", b))
     }
     if operators is not None and _two_dtypes(a.manifest, b.manifest):
-        return [sentence(fact("operators.two_dtypes"))]
+        return [fact("operators.two_dtypes")]
     if operators is not None or not any(counts.values()):
         return []
     if all(counts.values()):
         other_batches = a.manifest.tokens.groups != b.manifest.tokens.groups
-        return [
-            sentence(fact("operators.other_batches"))
-            if other_batches
-            else sentence(fact("operators.other_block_inputs"))
-        ]
+        code = "other_batches" if other_batches else "other_block_inputs"
+        return [fact(f"operators.{code}")]
     side, other = sorted(counts, key=lambda name: -counts[name])
-    return [sentence(fact("operators.one_side_only", side=side, num=counts[side], other=other))]
+    return [fact("operators.one_side_only", side=side, num=counts[side], other=other)]

@@ -36,7 +36,7 @@ from divergence.comparison.result import (
 )
 from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.errors import IncomparableError, UsageError
-from divergence.facts import Fact, fact, sentence
+from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_of
 from divergence.run.command import command_line
 from divergence.run.reader import Run
@@ -74,7 +74,7 @@ def report_on(
     return report_of(a, b, finding, coverage, lines, notes=_notes(a, b), suite=result)
 
 
-def _notes(a: Run, b: Run) -> list[str]:
+def _notes(a: Run, b: Run) -> list[Fact]:
     """What each side skipped or was told to use."""
     facts = []
     for side, run in (("reference", a), ("candidate", b)):
@@ -83,7 +83,7 @@ def _notes(a: Run, b: Run) -> list[str]:
         for item in run.manifest.overrides:
             names = {"name": item.name, "used": item.used, "reference": item.reference}
             facts.append(fact("suite.used", side=side, **names))
-    return list(map(sentence, facts))
+    return facts
 
 
 def compare_suites(
@@ -303,5 +303,5 @@ def _implementation(manifest: Manifest, path: str) -> str:
 def _skip(record: Record, reason: Fact, side: SideOrBoth) -> Skipped:
     return Skipped(
         pass_=record.pass_, sample=record.sample, step=record.step, site=record.site,
-        reason=sentence(reason), side=side,
+        why=reason, side=side,
     )  # fmt: skip

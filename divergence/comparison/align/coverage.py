@@ -20,7 +20,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 from divergence.comparison.align.pairs import Alignment, NameMap, compared_passes
 from divergence.comparison.align.pieces import Piece, indexed, is_given, kinds_of
@@ -28,6 +28,7 @@ from divergence.comparison.results.operators import OperatorsResult
 from divergence.comparison.results.sites import PassCoverage, SiteResult, Skipped, Unexercised
 from divergence.comparison.results.tokens import TokensResult
 from divergence.errors import IncomparableError
+from divergence.facts import Fact, apart, fact
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, ModuleNote
@@ -36,14 +37,14 @@ from divergence.run.schema.site import BUILTIN_SITES, compile_patterns, module_o
 
 __all__ = ["account", "not_exercised", "tokens_row"]
 
-_GIVEN = "inputs that the anchored pass puts in place"
-_CLOSER = "B's anchored pass got this run's own inputs instead"
-_BY_DIGEST = "weights, by their digests in preflight"
-_ALONE = "a run's whole pass is held against its own decode steps: compare RUN"
-_NOT_WIDENED = "integers and masks, which no pass widens"
-_NO_ANCHOR = "operators are compared where blocks had equal inputs, and B has no such pass"
-_OTHER_CALLS = "computed by other operators there, judged where the two meet again"
-UNACCOUNTED = "unaccounted for: a fault of this tool"
+_GIVEN = fact("align.given")
+_CLOSER = fact("align.closer")
+_BY_DIGEST = fact("align.by_digest")
+_ALONE = fact("align.whole_alone")
+_NOT_WIDENED = fact("align.not_widened")
+_NO_ANCHOR = fact("align.no_anchored_operators")
+_OTHER_CALLS = fact("align.other_calls")
+UNACCOUNTED = fact("align.unaccounted")
 
 
 @dataclass(slots=True)
@@ -53,15 +54,15 @@ class _Row:
     pass_: str
     what: Literal["tensors", "operators", "tokens"]
     counts: Counter[str] = field(default_factory=Counter)
-    elsewhere: list[str] = field(default_factory=list)
-    reason: str | None = None
+    ways: list[Fact] = field(default_factory=list)
+    why: Fact | None = None
 
-    def add(self, fate: str, why: str | None = None, number: int = 1) -> None:
+    def add(self, fate: str, why: Fact | None = None, number: int = 1) -> None:
         self.counts[fate] += number
-        if fate == "elsewhere" and why is not None and why not in self.elsewhere:
-            self.elsewhere.append(why)
-        elif fate in ("missing", "skipped", "extra") and self.reason is None:
-            self.reason = why
+        if fate == "elsewhere" and why is not None and why not in self.ways:
+            self.ways.append(why)
+        elif fate in ("missing", "skipped", "extra") and self.why is None:
+            self.why = why
 
     def result(self) -> PassCoverage:
         counts = {f"num_{fate}": number for fate, number in self.counts.items()}
@@ -70,9 +71,9 @@ class _Row:
             pass_=self.pass_,
             what=self.what,
             num_reference=held,
-            **{"num_compared": 0, **counts},
-            elsewhere="; ".join(self.elsewhere) or None,
-            reason=self.reason,
+            ways=apart(self.ways),
+            why=self.why,
+            **cast(dict[str, Any], {"num_compared": 0, **counts}),
         )
 
 
@@ -114,10 +115,10 @@ def tokens_row(tokens: TokensResult | None) -> list[PassCoverage]:
     row = _Row("free", "tokens")
     row.add("compared", number=tokens.num_tokens - tokens.num_other_text)
     if tokens.num_missing:
-        row.add("missing", "B generated fewer tokens", tokens.num_missing)
+        row.add("missing", fact("align.fewer_tokens"), tokens.num_missing)
     rest = tokens.num_reference - sum(row.counts.values())
     if rest > 0:
-        row.add("elsewhere", "tokens that follow a difference continue another text", rest)
+        row.add("elsewhere", fact("align.other_text"), rest)
     return [row.result()]
 
 
@@ -149,7 +150,7 @@ class _Ledger:
     def _row(self, pass_: str, what: Literal["tensors", "operators"]) -> _Row:
         return self.rows.setdefault((pass_, what), _Row(pass_, what))
 
-    def _lack(self, row: _Row, place: Coordinates, reason: str) -> None:
+    def _lack(self, row: _Row, place: Coordinates, reason: Fact) -> None:
         """A record of the reference that nothing was held against."""
         row.add("missing", reason)
         self.missing.append(Skipped(*place, reason, "reference"))
@@ -185,22 +186,22 @@ class _Ledger:
                 elif again and (theirs_in, sample, step) not in self._forwards:
                     continue  # no anchor reached it: judged in the free pass
                 elif key in alone:
-                    row.add("missing", alone[key].reason)
+                    row.add("missing", alone[key].why)
                 elif key in skipped:
-                    row.add("skipped", skipped.pop(key).reason)
+                    row.add("skipped", skipped.pop(key).why)
                 elif theirs_in == "anchored" and is_given(self._a.manifest, site):
                     row.add("elsewhere", _GIVEN)
                 else:
                     known = (theirs_in, sample, step, self._rename(site)) in self._theirs
-                    reason = UNACCOUNTED if known else f"not in B's {theirs_in} pass"
-                    self._lack(row, key, reason)
+                    absent = fact("align.not_in_pass", pass_=theirs_in)
+                    self._lack(row, key, UNACCOUNTED if known else absent)
             if num_empty:
                 row.add("empty", number=num_empty)
             if num_paired > num_empty:
                 row.add("compared", number=num_paired - num_empty)
         for item in skipped.values():  # parts of ranks that make no tensor
             if item.side == "reference":
-                self._row(item.pass_, "tensors").add("skipped", item.reason)
+                self._row(item.pass_, "tensors").add("skipped", item.why)
 
     def reference_alone(self) -> None:
         """Passes of the reference that are not compared tensor by tensor, and its weights."""
@@ -219,12 +220,12 @@ class _Ledger:
             if kind == "weight":
                 row.add("elsewhere", _BY_DIGEST)
             elif self._replays:
-                row.add("missing", "a replay holds operators alone")
+                row.add("missing", fact("align.replay_has_operators_alone"))
             elif kind == "whole":
                 if ("whole", sample, step, self._rename(site)) in whole:
                     row.add("elsewhere", _ALONE)
                 else:
-                    self._lack(row, record.coordinates, "B has no whole pass there")
+                    self._lack(row, record.coordinates, fact("align.no_whole_pass"))
             elif pass_ == "escalated":
                 if {(sample, step, site), (sample, step, self._rename(site))} & judged:
                     row.add("compared")
@@ -235,8 +236,8 @@ class _Ledger:
             elif b.plan.anchored_to == a.id:
                 row.add("elsewhere", _CLOSER)
             else:
-                reason = f"B has no {pass_} pass"
-                reason += " to the same inputs" if pass_ in b.plan.passes else ""
+                other_inputs = pass_ in b.plan.passes
+                reason = fact("align.no_such_pass", pass_=pass_, other_inputs=other_inputs)
                 self._lack(row, record.coordinates, reason)
 
     def operators(self) -> None:
@@ -263,14 +264,14 @@ class _Ledger:
             if other is None and record.pass_ in ("anchored", "free") and "free" in partners:
                 row.add("elsewhere", _CLOSER)
             elif other is None and record.pass_ == "free" and self._operators is not None:
-                row.add("elsewhere", "operators are compared in the anchored pass")
+                row.add("elsewhere", fact("align.in_anchored_pass"))
             elif other is None:
                 self._lack(row, record.coordinates, _NO_ANCHOR)
             elif (other, record.sample, record.step, caller) not in callers:
-                reason = f"B recorded no operator of {caller} in its {other} pass"
+                reason = fact("align.no_operator_of", module=caller, pass_=other)
                 self._lack(row, record.coordinates, reason)
             elif self._operators is None:
-                self._lack(row, record.coordinates, "its operators were not compared")
+                self._lack(row, record.coordinates, fact("align.operators_not_compared"))
             else:
                 own = record.site.rpartition(":")[0] in lone
                 row.add("elsewhere" if own else "compared", _OTHER_CALLS)
@@ -280,9 +281,8 @@ class _Ledger:
         extra = _extra_modules(self._a.manifest, self._b.manifest, self._rename)
         for item in self._alignment.only_candidate:
             if module_of(item.site) in extra and item.pass_ in ("free", "anchored"):
-                self._row(item.pass_, "tensors").add(
-                    "extra", f"A has no module {module_of(item.site)}"
-                )
+                why = fact("align.no_such_module", module=module_of(item.site))
+                self._row(item.pass_, "tensors").add("extra", why)
 
 
 def _extra_modules(a: Manifest, b: Manifest, rename: NameMap) -> set[str]:
@@ -315,10 +315,10 @@ def _selects(sites: Iterable[str]) -> Callable[[str, ModuleNote], bool]:
     return selects
 
 
-def _why_not_escalated(b: Manifest) -> str:
+def _why_not_escalated(b: Manifest) -> Fact:
     if "escalated" not in b.plan.passes:
-        return "B has no escalated pass"
-    return "the two escalated passes had other inputs; a truth (--truth) judges each by itself"
+        return fact("align.no_such_pass", pass_="escalated", other_inputs=False)
+    return fact("align.other_escalated_inputs")
 
 
 def _caller(record: Record) -> str:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from divergence.comparison.align.pieces import Pair, Piece, indexed, why_no_pair
 from divergence.comparison.results.sites import Skipped
+from divergence.facts import Fact, fact, plain, sentence
 from divergence.run.reader import Run
 from divergence.run.schema.contents import site_names
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Coordinates
-from divergence.words import letter
 
 __all__ = [
     "Alignment", "NameMap", "align", "anchored_passes", "compared_passes", "renaming",
@@ -46,7 +46,7 @@ class Alignment:
     """The automatic prefix rule in use, if any."""
     anchored: bool
     """Pairs of an anchored pass are among ``pairs``."""
-    notes: list[str]
+    notes: list[Fact]
     """Why no anchored pass was used although one was recorded."""
 
     @property
@@ -60,10 +60,12 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     a, b = reference.manifest, candidate.manifest
     split = a.tokens.layout != b.tokens.layout
     rename, prefix = renaming(reference, candidate, name_map)
-    rule = "name map"
+    rule = fact("align.name_map")
     if prefix is not None:
-        rule = f"prefix {prefix[0] or '(none)'} → {prefix[1] or '(none)'}"
-    notes: list[str] = []
+        own, other = (name or None for name in prefix)
+        rule = fact("align.prefix", reference=own, candidate=other)
+    match_by_rule = sentence(rule)
+    notes: list[Fact] = []
     passes = compared_passes(a, b, notes)
     replays = a.plan.replayed_pass is not None or b.plan.replayed_pass is not None
     theirs = {} if replays else indexed(candidate, split=split)
@@ -80,26 +82,26 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             if found_in != ours_in:
                 continue
             key = (theirs_in, sample, step, rename(site))
-            other = theirs.get(key)
-            if other is None:
+            partner = theirs.get(key)
+            if partner is None:
                 if pass_ == "free":
                     why = parts.of_candidate(key) or why_no_step(b, "candidate", sample, step)
                     only_reference.append(Skipped(pass_, sample, step, site, why, "reference"))
                 continue
             used.add(key)
-            reason = why_no_pair(piece, other)
+            reason = why_no_pair(piece, partner)
             if step > last_step.get(sample, step):
-                reason = "after the first different token the two sides were fed different tokens"
+                reason = fact("align.other_tokens_before")
             if reason is not None:
                 skipped.append(Skipped(pass_, sample, step, site, reason, "both"))
                 continue
-            match = "exact" if key[3] == site else rule
-            pairs.append(Pair(reference=piece, candidate=other, pass_=pass_, match=match))
+            match = "exact" if key[3] == site else match_by_rule
+            pairs.append(Pair(reference=piece, candidate=partner, pass_=pass_, match=match))
     compared = {theirs_in for _, _, theirs_in in passes}
     for key in theirs:
         if key in used:
             continue
-        why = "pass without a partner"
+        why = fact("align.pass_without_partner")
         if key[0] in compared:
             why = parts.of_reference(key) or why_no_step(a, "reference", *key[1:3])
         only_candidate.append(Skipped(*key, why, "candidate"))
@@ -146,7 +148,7 @@ class _Parts:
     def __init__(
         self, reference: Run, candidate: Run, passes: list[tuple[str, str, str]], rename: NameMap
     ) -> None:
-        unmade: dict[Coordinates, str] = getattr(reference, "unmade", {})
+        unmade = _reasons(reference)
         self._named = [
             (coordinates, (theirs, *coordinates[1:3], rename(coordinates[3])))
             for coordinates in unmade
@@ -154,16 +156,16 @@ class _Parts:
             if coordinates[0] == ours
         ]
         self._ours = {key: unmade[coordinates] for coordinates, key in self._named}
-        self._theirs: dict[Coordinates, str] = getattr(candidate, "unmade", {})
+        self._theirs = _reasons(candidate)
         self._compared = {theirs for _, _, theirs in passes}
 
-    def of_reference(self, key: Coordinates) -> str | None:
+    def of_reference(self, key: Coordinates) -> Fact | None:
         reason = self._ours.get(key)
-        return None if reason is None else f"in A {reason}"
+        return reason and fact("align.parts_make_none", side="reference", reason=reason)
 
-    def of_candidate(self, key: Coordinates) -> str | None:
+    def of_candidate(self, key: Coordinates) -> Fact | None:
         reason = self._theirs.get(key)
-        return None if reason is None else f"in B {reason}"
+        return reason and fact("align.parts_make_none", side="candidate", reason=reason)
 
     def on_no_side(
         self, ours: Mapping[Coordinates, Piece], theirs: Mapping[Coordinates, Piece]
@@ -183,7 +185,13 @@ class _Parts:
         return skipped
 
 
-def compared_passes(a: Manifest, b: Manifest, notes: list[str]) -> list[tuple[str, str, str]]:
+def _reasons(run: Run) -> dict[Coordinates, Fact]:
+    """Why tensors of a run's ranks make no whole, in the words of who put them together."""
+    unmade: dict[Coordinates, str] = getattr(run, "unmade", {})
+    return {coordinates: plain(reason) for coordinates, reason in unmade.items()}
+
+
+def compared_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> list[tuple[str, str, str]]:
     """(name of the comparison, reference's pass, candidate's pass) of all that are compared tensor
     by tensor; the escalated pass is measured apart (measure.escalated)."""
     anchored = anchored_passes(a, b, notes)
@@ -191,7 +199,7 @@ def compared_passes(a: Manifest, b: Manifest, notes: list[str]) -> list[tuple[st
     return [*passes, ("free", "free", "free")]
 
 
-def anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
+def anchored_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, str] | None:
     """(reference's pass, candidate's pass) in which blocks had equal inputs, or where one side is a
     replay each operator had; if there is one."""
     if a.plan.replayed_pass is not None or b.plan.replayed_pass is not None:
@@ -203,7 +211,7 @@ def anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, st
     if a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to:
         return "anchored", "anchored"
     if a.plan.anchored_to or b.plan.anchored_to:
-        notes.append("an anchored pass was recorded, but to another run's inputs: not used")
+        notes.append(fact("align.anchored_to_others"))
     return None
 
 
@@ -221,32 +229,27 @@ def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
     return None
 
 
-def _replayed_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
+def _replayed_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, str] | None:
     """(reference's pass, candidate's pass) whose operators had equal inputs, each by itself."""
     replayed = replayed_from(a, b)
     if replayed is None:
-        notes.append(
-            "a replay is compared with the run whose operators it ran again, or with another "
-            "replay of the same pass of that run"
-        )
+        notes.append(fact("align.no_source_of_replay"))
         return None
     pass_a, pass_b = (REPLAYED if m.plan.replayed_pass is not None else replayed[1] for m in (a, b))
     return pass_a, pass_b
 
 
-def why_nothing(alignment: Alignment) -> str:
+def why_nothing(alignment: Alignment) -> Fact:
     """What to say where no tensor has a partner."""
     if alignment.notes and not (alignment.only_reference or alignment.only_candidate):
         return alignment.notes[0]
     if alignment.skipped:
-        reason = alignment.skipped[0].reason
-        return f"{len(alignment.skipped)} were skipped, the first because: {reason}"
+        first = alignment.skipped[0]
+        return fact("align.all_skipped", num=len(alignment.skipped), why=first.why)
     if alignment.only_reference and alignment.only_candidate:
-        return (
-            f"the first sites are {alignment.only_reference[0].site} and "
-            f"{alignment.only_candidate[0].site}; if they mean the same, give --map FILE"
-        )
-    return "one of the runs is empty"
+        reference, candidate = alignment.only_reference[0], alignment.only_candidate[0]
+        return fact("align.first_sites", reference=reference.site, candidate=candidate.site)
+    return fact("align.empty_run")
 
 
 def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
@@ -266,11 +269,14 @@ def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
     return last
 
 
-def why_no_step(manifest: Manifest, side: str, sample: int, step: int) -> str:
+def why_no_step(manifest: Manifest, side: str, sample: int, step: int) -> Fact:
     """Why that side has no such record: a prompt that met its end is fed padding where its batch
     goes on, and by itself it just ends."""
     samples = manifest.tokens.samples
     num = len(samples[sample].generated_ids) if sample < len(samples) else 0
     if 0 < num <= step and num < manifest.settings.max_new_tokens:
-        return f"in {letter(side)} prompt {sample} ended after {num} token{'s' * (num != 1)}"
-    return "no partner"
+        return fact("align.prompt_ended", side=side, sample=sample, num_tokens=num)
+    return _NO_PARTNER
+
+
+_NO_PARTNER = fact("align.no_partner")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.contents import call_passes, records_at
@@ -110,7 +111,7 @@ def _shape(piece: Piece) -> tuple[int, ...]:
     return (1, piece.right - piece.left, *shape[2:]) if len(shape) > 1 else (1,)
 
 
-def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | None:
+def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> Fact | None:
     """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
     token positions picked out of one of them, and none held against several."""
     record, other_record = piece.record, other.record
@@ -118,15 +119,14 @@ def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | N
         if not exactly and _selectable(piece, other):
             return None
         if exactly or not is_repeated(piece, other):
-            shapes = ("x".join(map(str, _shape(side))) or "scalar" for side in (piece, other))
-            return f"{' against '.join(shapes)}"
+            return fact("align.shapes", reference=_shape(piece), candidate=_shape(other))
     if record.positions is not None and other_record.positions is not None:
         mine, theirs = (
             [position - half.pads for position in half.record.positions or ()]
             for half in (piece, other)
         )
         if mine != theirs:
-            return f"token positions differ: {mine} and {theirs}"
+            return fact("align.positions", reference=mine, candidate=theirs)
     return None
 
 

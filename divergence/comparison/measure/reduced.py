@@ -22,6 +22,7 @@ import numpy as np
 from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.align.pieces import Pair, Piece, Pieces, is_repeated, why_no_pair
 from divergence.comparison.results.sites import Skipped
+from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.numerics.summaries.estimate import estimate_pair
@@ -89,21 +90,22 @@ def _common(mine: Digests, theirs: Digests) -> str | None:
     return next(both, None)
 
 
-def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None:
+def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> Fact | None:
     """Why nothing can be said of the two, or None. They have comparable shapes."""
     record_a, record_b = piece.record, other.record
     if a.has_bytes(record_a) and b.has_bytes(record_b):
         return None
     if is_repeated(piece, other):
-        return f"{why_no_pair(piece, other, exactly=True)}, and one side keeps no bytes"
+        why = why_no_pair(piece, other, exactly=True)
+        return fact("align.repeated_without_bytes", why=why)
     if _sketch_of(a, piece, other) is not None and _sketch_of(b, other, piece) is not None:
         return None
     whole = piece.row is None and other.row is None and record_a.positions == record_b.positions
     if not whole:
-        return "bytes or sketches of the same rows are needed, and one side keeps none"
+        return fact("align.rows_without_bytes")
     if (record_a.dtype, record_a.shape) != (record_b.dtype, record_b.shape):
         known = record_a.summary is not None and record_b.summary is not None
-        return None if known else "digests of other dtypes or shapes tell nothing"
+        return None if known else fact("align.other_digests")
     mine, theirs = _digests(a, record_a), _digests(b, record_b)
     told = _common(mine, theirs) is not None
     told = told or (_first_kind(mine) is not None and b.has_bytes(record_b))
@@ -111,8 +113,8 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None
     if told or _proved_different(piece, other):
         return None
     if mine.cuts != theirs.cuts:
-        return "its parts are cut otherwise on the two sides, and digests are of parts"
-    return "the two sides keep digests of two kinds, of a host and of an accelerator"
+        return fact("align.parts_cut_otherwise")
+    return fact("align.two_kinds_of_digests")
 
 
 def _proved_different(piece: Piece, other: Piece) -> bool:
@@ -138,7 +140,7 @@ def without_unknowable(alignment: Alignment, a: Run, b: Run) -> Alignment:
         record = pair.reference.record
         skipped.append(
             Skipped(pass_=pair.pass_, sample=pair.reference.sample, step=record.step,
-                    site=record.site, reason=reason, side="both")
+                    site=record.site, why=reason, side="both")
         )  # fmt: skip
     if len(pairs) == len(alignment.pairs):
         return alignment

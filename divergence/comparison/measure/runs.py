@@ -24,17 +24,13 @@ from divergence.comparison.measure.truth import Truth, inputs_of
 from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError
+from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.words import Progress, letter
+from divergence.words import Progress
 
-__all__ = ["NO_PREFILL", "aligned", "measure", "measure_tensors", "opened", "run_notes"]
-
-NO_PREFILL = (
-    "the prefill was not recorded: what goes wrong there is seen only as far as it shows in later "
-    "steps"
-)
+__all__ = ["aligned", "measure", "measure_tensors", "opened", "run_notes"]
 
 
 def opened(run: str | Path | Run) -> Run:
@@ -108,7 +104,7 @@ def measure(
             "nothing was compared: the two runs have no tensor in common "
             f"({len(a.records)} and {len(b.records)} records)",
             where=f"{a.path} and {b.path}",
-            hint=why_nothing(alignment),
+            hint=sentence(why_nothing(alignment)),
         )
     if escalated:
         from divergence.comparison.measure.escalated import drop_escalated
@@ -121,7 +117,7 @@ def measure(
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     notes = run_notes(a, b, alignment)
     if sites and all(site.step > 0 for site in sites):
-        notes.append(NO_PREFILL)
+        notes.append(fact("measure.no_prefill"))
     if measured.experts:
         from divergence.comparison.rerouted import routing_notes
 
@@ -189,43 +185,38 @@ def measure_tensors(
     )
 
 
-def _truth_notes(truth: Truth | None, sites: list[SiteResult]) -> list[str]:
+def _truth_notes(truth: Truth | None, sites: list[SiteResult]) -> list[Fact]:
     if truth is None:
         return []
     notes = []
     if not truth.run.manifest.complete:
-        notes.append(
-            f"the truth is incomplete ({truth.run.manifest.stopped_by or 'it was cut off'}): what "
-            "it does not hold is judged without it"
-        )
+        why = truth.run.manifest.stopped_by or None
+        notes.append(fact("measure.truth_incomplete", why=why))
     elif not truth.anchors:
-        notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
+        notes.append(fact("measure.truth_of_free_runs"))
     if any(s.estimated or s.is_unmeasured for s in sites):
-        notes.append("the truth judges only what both runs keep in full")
+        notes.append(fact("measure.truth_judges_full"))
     return notes
 
 
-def run_notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
+def run_notes(a: Run, b: Run, alignment: Alignment) -> list[Fact]:
     """What to know of the runs themselves: names, cut off records, settings that were not met."""
     notes = list(alignment.notes)
     if alignment.prefix is not None:
-        prefix_a, prefix_b = (name or "(nothing)" for name in alignment.prefix)
-        notes.append(f"sites were matched with the prefix {prefix_a} read as {prefix_b}")
-    for name, run in (("reference", a), ("candidate", b)):
+        reference, candidate = (name or None for name in alignment.prefix)
+        notes.append(fact("measure.prefix_read", reference=reference, candidate=candidate))
+    for side, run in (("reference", a), ("candidate", b)):
         if run.torn_tail:
-            notes.append(f"{letter(name)}'s last record line was cut off and left out")
+            notes.append(fact("measure.torn_tail", side=side))
         both = a.manifest.overrides if run is b else b.manifest.overrides
         for override in run.manifest.overrides:
             if override in both or override.name in ("sites", "model"):
                 continue  # shared, or no influence on the numbers
+            values = {"name": override.name, "used": override.used}
             notes.append(
-                f"{letter(name)} was told to use {override.name} {override.used} "
-                f"instead of {override.reference}"
+                fact("measure.told_to_use", side=side, reference=override.reference, **values)
             )
         changed = run.manifest.plan.only_changed
         if changed is not None and not all(run.has_bytes(record) for record in run.records):
-            notes.append(
-                f"{letter(name)} stores what differs from run {changed} alone, which is not at "
-                "hand: of the rest digests and statistics are compared"
-            )
+            notes.append(fact("measure.only_changed", side=side, run=changed))
     return notes

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from divergence.comparison.results.findings import PreflightLine
+from divergence.facts import Fact, fact, sentence
 from divergence.run.schema.manifest import CodeNote, Manifest
 from divergence.run.schema.site import starred
-from divergence.words import letter, list_names
 
 __all__ = [
     "CodeDifference", "code_differences", "code_line", "difference_texts", "other_code",
@@ -28,12 +29,12 @@ _PLACEMENT = ("accelerate: AlignDevicesHook", "FSDP", "DDP", "DataParallel", "te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeDifference:
-    """One class of module that runs other code. ``text``: what differs, in words; ``deliberate``:
+    """One class of module that runs other code. ``text``: what differs; ``deliberate``:
     somebody put other code there, it is not a matter of versions. ``places``: modules, with ``*``
     for numbers; ``paths``: those alone that differ, where not all modules of the class do."""
 
     name: str
-    text: str
+    text: Fact
     deliberate: bool
     places: Sequence[str] = ()
     paths: Sequence[str] = ()
@@ -50,19 +51,23 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
     """The line of preflight: what differs most tellingly first."""
     code_a, code_b = a.model.code, b.model.code
     if not code_a or not code_b:
-        said = ["recorded" if code else "not recorded" for code in (code_a, code_b)]
+        said = [
+            sentence(fact("preflight.recorded", recorded=bool(code))) for code in (code_a, code_b)
+        ]
         return PreflightLine(check="code", status="same", reference=said[0], candidate=said[1])
     differences = code_differences(a, b)
-    shown = [f"{len(code)} classes of module" for code in (code_a, code_b)]
+    shown = [sentence(fact("preflight.num_classes", num=len(code))) for code in (code_a, code_b)]
     if not differences:
         return PreflightLine(check="code", status="same", reference=shown[0], candidate=shown[1])
     return PreflightLine(
         check="code", status="differs", reference=shown[0], candidate=shown[1],
-        detail=list_names(difference_texts(differences, a, b), _MOST, "; "),
+        details=[
+            fact("preflight.code_differences", differences=difference_texts(differences, a, b))
+        ],
     )  # fmt: skip
 
 
-def difference_texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[str]:
+def difference_texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[Fact]:
     """What was replaced, one by one, then the differences of code together."""
     texts = [difference.text for difference in differences if difference.deliberate]
     plain = [difference for difference in differences if not difference.deliberate]
@@ -90,7 +95,10 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
     places = sorted({*a.places, *b.places})
     differences: list[CodeDifference] = []
 
-    def add(text: str, *, deliberate: bool = True, paths: Sequence[str] = ()) -> None:
+    def add(
+        code: str, *, deliberate: bool = True, paths: Sequence[str] = (), **values: Any
+    ) -> None:
+        text = fact(f"preflight.{code}", **values)
         differences.append(
             CodeDifference(name=name, text=text, deliberate=deliberate, places=places, paths=paths)
         )
@@ -100,25 +108,28 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
     for side, mine, other in (("reference", a, b), ("candidate", b, a)):
         for text in mine.replaced:
             if text not in other.replaced:
-                add(f"{text} on {letter(side)}", paths=only_odd)
+                add("replaced", paths=only_odd, what=text, side=side)
         there = _wrappers(other)
         for text in _wrappers(mine):
             if text not in there:
-                add(f"{name}: {text}, on {letter(side)}")
+                add("wrapped", name=name, what=text, side=side)
     for key in a.attributes:
         if key in b.attributes and a.attributes[key] != b.attributes[key]:
-            add(f"{name}.{key} {a.attributes[key]} / {b.attributes[key]}")
+            add(
+                "attribute", name=name, key=key, reference=a.attributes[key],
+                candidate=b.attributes[key],
+            )  # fmt: skip
     if a.compiled != b.compiled:
-        compiled_a, compiled_b = (note.compiled or "not compiled" for note in (a, b))
-        add(f"{name}: {compiled_a} on A, {compiled_b} on B")
+        add("compiled", name=name, reference=a.compiled or None, candidate=b.compiled or None)
     if differences:
         return differences
     names = _functions(a, b)
     if a.digest != b.digest or odd or names:
-        which = ", ".join(names[:_MOST]) or "forward"
-        where = f" in {', '.join(only_odd[:_MOST])}" if only_odd else ""
-        by = f" (replaced in both: {a.replaced[0]})" if a.replaced and b.replaced else ""
-        add(f"{name}: other code of {which}{where}{by}", deliberate=bool(by), paths=only_odd)
+        replaced = a.replaced[0] if a.replaced and b.replaced else None
+        add(
+            "other_code", deliberate=replaced is not None, paths=only_odd, name=name,
+            functions=names[:_MOST] or None, where=only_odd[:_MOST], replaced=replaced,
+        )  # fmt: skip
     return differences
 
 
@@ -142,31 +153,40 @@ def _alone(name: str, note: CodeNote, side: str, others: dict[str, CodeNote]) ->
     """A class that one side alone has; what stands at its places on the other side is named."""
     if note.replaced and not note.places:  # of torch: its functions and kernels
         return CodeDifference(
-            name=name, text=f"{'; '.join(note.replaced[:_MOST])} on {letter(side)}", deliberate=True
+            name=name, deliberate=True,
+            text=fact("preflight.replaced_of_torch", what=note.replaced[:_MOST], side=side),
         )  # fmt: skip
     there = [other for other, code in others.items() if set(code.places) & set(note.places)]
-    instead = f" in place of {', '.join(there[:_MOST])}" if there else ""
-    how = f" ({'; '.join([*note.replaced, *_wrappers(note)])})" if note.replaced else ""
     return CodeDifference(
         name=name,
-        text=f"{name} ({note.origin}) only on {letter(side)}{instead}{how}",
+        text=fact(
+            "preflight.class_alone",
+            name=name,
+            origin=note.origin,
+            side=side,
+            instead=there[:_MOST],
+            how=[*note.replaced, *_wrappers(note)] if note.replaced else [],
+        ),
         deliberate=bool(there and side == "candidate") or bool(note.replaced),
         places=note.places,
     )
 
 
-def _counted(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> str:
+def _counted(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> Fact:
     """Differences of text: the first few, or how many where versions explain them."""
     versions = [
-        f"{name} {a.environment.versions.get(name, '-')} / {b.environment.versions.get(name, '-')}"
+        fact(
+            "preflight.version", name=name, reference=a.environment.versions.get(name, "-"),
+            candidate=b.environment.versions.get(name, "-"),
+        )
         for name in ("transformers", "torch")
         if a.environment.versions.get(name) != b.environment.versions.get(name)
-    ]
-    by = f" ({', '.join(versions)})" if versions else ""
+    ]  # fmt: skip
     if len(differences) <= _MOST:
-        return "; ".join(difference.text for difference in differences) + by
-    names = list_names([difference.name for difference in differences], _MOST)
-    return f"other code in {len(differences)} classes{by}: {names}"
+        texts = [difference.text for difference in differences]
+        return fact("preflight.few_codes", differences=texts, versions=versions)
+    names = [difference.name for difference in differences]
+    return fact("preflight.many_codes", num=len(names), versions=versions, names=names)
 
 
 def other_code(a: Manifest, b: Manifest, block: str | None = None) -> list[str]:

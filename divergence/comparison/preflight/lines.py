@@ -22,6 +22,7 @@ from divergence.comparison.preflight.models import (
     tokenizer_cause,
 )
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.facts import Fact, apart, fact, sentence
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Switch
 from divergence.run.schema.site import starred
@@ -43,7 +44,7 @@ def preflight(
     a, b = reference.manifest, candidate.manifest
     ref, cand = a.model, b.model
     here, there = a.environment, b.environment
-    dtypes = "compared in the wider of the two" if ref.dtype != cand.dtype else None
+    dtypes = fact("preflight.wider_dtype") if ref.dtype != cand.dtype else None
     lines = [
         code_line(a, b),
         _weights(a, b, names),
@@ -124,7 +125,7 @@ def _engines(a: Manifest, b: Manifest) -> PreflightLine:
         for number, facts in enumerate((facts_a, facts_b)):
             names[number] += "".join(f", {key} {facts.get(key, '-')}" for key in keys[:4])
     else:
-        detail = "the framework differs too: a cause beside the machine"
+        detail = fact("preflight.framework_differs")
     return _same("engine", names[0], names[1], detail)
 
 
@@ -134,7 +135,7 @@ def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
     if not fallbacks_a and not fallbacks_b:
         return []
     shown = list_names(fallbacks_a) or "none", list_names(fallbacks_b) or "none"
-    return [_same("operators on the CPU", *shown, "there the device has no kernel")]
+    return [_same("operators on the CPU", *shown, fact("preflight.no_kernel"))]
 
 
 def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
@@ -145,25 +146,26 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
     detail = None
     if odd:
         labels = list(dict.fromkeys(environment.label for environment in odd[0].environments))
-        detail = "its ranks ran on unlike machines: " + ", ".join(labels[:5])
+        detail = fact("preflight.unlike_ranks", machines=labels[:5])
     return [_same("ranks", a.processes, b.processes, detail)]
 
 
 def _same(
-    check: str, a: str, b: str, detail: str | None = None, *, same: bool | None = None
+    check: str, a: str, b: str, *details: Fact | None, same: bool | None = None
 ) -> PreflightLine:
     """``same``: are they, where the two texts do not tell?"""
     same = a == b if same is None else same
     return PreflightLine(
-        check=check, status="same" if same else "differs", reference=a, candidate=b, detail=detail
-    )
+        check=check, status="same" if same else "differs", reference=a, candidate=b,
+        details=apart([item for item in details if item is not None]),
+    )  # fmt: skip
 
 
 def _named(check: str, a: Sequence[str], b: Sequence[str]) -> PreflightLine:
     return _same(check, ", ".join(a) or "none", ", ".join(b) or "none")
 
 
-def _digests(check: str, a: str | None, b: str | None, cause: str | None) -> PreflightLine:
+def _digests(check: str, a: str | None, b: str | None, cause: Fact | None) -> PreflightLine:
     digest_a, digest_b = ("none" if digest is None else digest[:12] for digest in (a, b))
     return _same(check, digest_a, digest_b, cause if None not in (a, b) and a != b else None)
 
@@ -188,7 +190,7 @@ def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
     alike = model_a.digest == model_b.digest and model_a.dequantized == model_b.dequantized
     if alike and not (model_a.missing or model_b.missing):
         shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
-        return _same("weights", *shown, same=True)
+        return _same("weights", shown[0], shown[1], same=True)
     from divergence.comparison.preflight.weights import weights_line
 
     return weights_line(a, b, names)
@@ -198,8 +200,8 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
     """Other tokens are another experiment."""
     ids = [[sample.prompt_ids for sample in manifest.tokens.samples] for manifest in (a, b)]
     shown = [
-        f"{len(prompts)} prompt{'s' if len(prompts) != 1 else ''}, {sum(map(len, prompts))} tokens"
-        for prompts in ids
+        sentence(fact("preflight.prompts", num=len(side), num_tokens=sum(map(len, side))))
+        for side in ids
     ]
     unseen = "operators" not in (a.model.task, b.model.task) and not all(map(all, ids))
     detail = None
@@ -208,11 +210,13 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
 
         detail = prompt_difference(a, b, unseen=unseen)
     status: PreflightStatus = "blocking"
-    if detail is None:
-        status = "unknown" if unseen else "same"
+    if detail is None and unseen:
+        status, detail = "unknown", fact("preflight.tokens_untold")
+    elif detail is None:
+        status = "same"
     return PreflightLine(
         check="prompt ids", status=status, reference=shown[0], candidate=shown[1],
-        detail="a side does not tell the tokens it was fed" if status == "unknown" else detail,
+        details=[] if detail is None else [detail],
     )  # fmt: skip
 
 
@@ -229,18 +233,20 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
     ids_b = [sample.generated_ids for sample in b.tokens.samples]
     forced = b.tokens.forced_by or a.tokens.forced_by
     same = ids_a == ids_b
-    detail = "forced to the recorded tokens" if forced and same else None
+    detail = fact("preflight.forced") if forced and same else None
     if not same and not (a.model.digest and b.model.digest) and len(ids_a) == len(ids_b):
         pairs = list(zip(ids_a, ids_b, strict=True))
         if all(ref[: len(cand)] == cand[: len(ref)] for ref, cand in pairs):
-            same, detail = True, "as far as both sides tell what they were fed"
+            same, detail = True, fact("preflight.fed_as_told")
     if forced and not same and a.tokens.groups != b.tokens.groups and len(ids_a) == len(ids_b):
         pairs = list(zip(ids_a, ids_b, strict=True))
         if all(ref[: len(cand)] == cand[: len(ref)] for ref, cand in pairs):
-            same, detail = True, "forced; padding follows where a prompt ended before its batch"
-    shown = [f"{sum(map(len, ids))} tokens" for ids in (ids_a, ids_b)]
+            same, detail = True, fact("preflight.forced_padding")
+    shown = [
+        sentence(fact("preflight.num_tokens", num=sum(map(len, ids)))) for ids in (ids_a, ids_b)
+    ]
     if not same and shown[0] == shown[1]:
-        detail = "other tokens on each side"
+        detail = fact("preflight.other_tokens")
     return _same("generated ids", shown[0], shown[1], detail, same=same)
 
 
@@ -250,9 +256,11 @@ def _dtype(manifest: Manifest, other: Manifest) -> str:
     computed = manifest.settings.compute_dtype
     dtype = manifest.model.dtype
     if manifest.training.autocast is not None:
-        dtype = f"{dtype} under autocast {manifest.training.autocast}"
+        autocast = manifest.training.autocast
+        dtype = sentence(fact("preflight.autocast", dtype=dtype, autocast=autocast))
     if computed is not None:
-        return f"{dtype} computed in {computed.removeprefix('torch.')}"
+        computed = computed.removeprefix("torch.")
+        return sentence(fact("preflight.computed", dtype=dtype, computed=computed))
     theirs = other.model.parameters if other.model.dtype == manifest.model.dtype else {}
     odd = {
         f"{starred(name)} {note.dtype}": None
@@ -279,32 +287,33 @@ def _switches(a: Manifest, b: Manifest) -> PreflightLine:
     noisy = {*a.settings.nondeterministic_warnings, *b.settings.nondeterministic_warnings}
     details = []
     if different:
-        details.append("set otherwise: " + list_names(different))
+        details.append(fact("preflight.switches_otherwise", names=different))
     elif refused:
-        details.append("refused: " + list_names(sorted(refused)))
+        details.append(fact("preflight.switches_refused", names=sorted(refused)))
     if noisy:
-        details.append("nondeterministic operators: " + list_names(sorted(noisy)))
+        details.append(fact("preflight.nondeterministic", names=sorted(noisy)))
     shown = [
-        "deterministic" if side.settings.deterministic else "not deterministic" for side in (a, b)
+        sentence(fact("preflight.determinism", deterministic=side.settings.deterministic))
+        for side in (a, b)
     ]
     same = shown[0] == shown[1] and not different
-    return _same("determinism", shown[0], shown[1], "; ".join(details) or None, same=same)
+    return _same("determinism", shown[0], shown[1], *details, same=same)
 
 
 def _repeatable(a: Manifest, b: Manifest) -> PreflightLine:
     def say(manifest: Manifest) -> str:
         repeated = manifest.repeatability
-        if repeated.num_runs < 2:
-            return "not measured"
-        if repeated.num_different == 0:
-            return f"{repeated.num_runs} runs, all bits equal"
-        differ = f"{repeated.num_different} of {repeated.num_compared} tensors differ"
-        return f"{repeated.num_runs} runs, {differ}"
+        return sentence(
+            fact(
+                "preflight.repeats", runs=repeated.num_runs if repeated.num_runs > 1 else None,
+                num=repeated.num_different, total=repeated.num_compared,
+            )
+        )  # fmt: skip
 
     noisy = [m.repeatability for m in (a, b) if m.repeatability.num_different]
     detail = None
     if noisy:
-        detail = f"a machine does not repeat itself, first at {noisy[0].first_difference}"
+        detail = fact("preflight.repeats_not", site=noisy[0].first_difference)
     return _same("repeatability", say(a), say(b), detail, same=not noisy)
 
 
@@ -334,10 +343,9 @@ def _variables(a: Manifest, b: Manifest) -> PreflightLine:
 
 def _complete(a: Manifest, b: Manifest) -> PreflightLine:
     def say(manifest: Manifest) -> str:
-        if manifest.complete:
-            return "complete"
-        return f"incomplete ({manifest.stopped_by or 'killed'})"
+        why = manifest.stopped_by or None
+        return sentence(fact("preflight.completeness", complete=manifest.complete, why=why))
 
     whole = a.complete and b.complete
-    detail = None if whole else "only what both hold is compared"
+    detail = None if whole else fact("preflight.only_what_both_hold")
     return _same("completeness", say(a), say(b), detail, same=whole)

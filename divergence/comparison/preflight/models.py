@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.facts import Fact, apart, fact, sentence
 from divergence.run.schema.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
 from divergence.run.schema.site import starred, unescape_path
-from divergence.words import letter, list_names
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
@@ -58,16 +58,19 @@ class Matching:
             set(alone) <= set(beside) for alone, beside in zip(self.alone, self.beside, strict=True)
         )
 
-    def describe(self) -> str:
+    def describe(self) -> list[Fact]:
         """How names were read, and what is left on which side."""
-        parts = [f"{a or '(nothing)'} read as {b or '(nothing)'}" for a, b in self.prefixes]
-        parts += ["by the name map"] if self.mapped else []
-        return "; ".join([*parts, *self.left_over()])
+        parts = [
+            fact("preflight.prefix_read", reference=a or None, candidate=b or None)
+            for a, b in self.prefixes
+        ]
+        parts += [fact("preflight.by_map")] if self.mapped else []
+        return [*parts, *self.left_over()]
 
-    def left_over(self) -> list[str]:
+    def left_over(self) -> list[Fact]:
         """What is left on which side."""
         return [
-            f"{len(names)} only in {letter(side)}: {list_names(names)}"
+            fact("preflight.left_over", num=len(names), side=side, names=names)
             for side, names in zip(("reference", "candidate"), self.alone, strict=True)
             if names
         ]
@@ -143,8 +146,8 @@ def tells_in_part(manifest: Manifest) -> bool:
 
 def as_far_as_told(
     a: ModelIdentity, b: ModelIdentity, matching: Matching
-) -> tuple[PreflightStatus, str | None]:
-    """(status, detail) of two models' weights, where an engine tells some of them, or none."""
+) -> tuple[PreflightStatus, list[Fact]]:
+    """(status, details) of two models' weights, where an engine tells some of them, or none."""
     pairs = [
         (name, digest_a, digest_b)
         for name, other in (matching.pairs if a.dtype == b.dtype else {}).items()
@@ -152,19 +155,21 @@ def as_far_as_told(
     ]
     different = [name for name, digest_a, digest_b in pairs if digest_a != digest_b]
     if different:
-        text = f"{len(different)} of {len(pairs)} parameters that both tell differ"
-        return "blocking", f"{text}: {list_names(different)}"
-    told = f"the {len(pairs)} parameters that both tell are equal" if pairs else "none can be told"
-    return "unknown", f"{told}: not every engine tells its weights"
+        return "blocking", [
+            fact("preflight.told_differ", num=len(different), total=len(pairs), names=different)
+        ]
+    return "unknown", [fact("preflight.told_equal", num=len(pairs))]
 
 
 def shape_of(manifest: Manifest) -> str:
     """How tokens were fed: ``8 × batch 1``, ``1 × batch 8, in chunks of 16``, ``…, no cache``."""
-    sizes = "/".join(map(str, sorted({len(group) for group in manifest.tokens.groups})))
-    chunk = manifest.settings.prefill_chunk
-    chunks = f", in chunks of {chunk}" if chunk else ""
-    cache = "" if manifest.settings.use_cache else ", no cache"
-    return f"{len(manifest.tokens.groups)} × batch {sizes or 0}{chunks}{cache}"
+    groups, settings = manifest.tokens.groups, manifest.settings
+    return sentence(
+        fact(
+            "preflight.batches", num=len(groups), sizes=sorted(set(map(len, groups))) or [0],
+            chunk=settings.prefill_chunk or None, cache=settings.use_cache,
+        )
+    )  # fmt: skip
 
 
 def attention_of(manifest: Manifest) -> str:
@@ -193,7 +198,7 @@ def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[Preflig
     return [
         PreflightLine(
             check="blocks", status=status, reference=str(len(ours)), candidate=str(len(theirs)),
-            detail="; ".join(parts),
+            details=apart(parts),
         )
     ]  # fmt: skip
 
@@ -206,7 +211,6 @@ def _tells_blocks(manifest: Manifest) -> bool:
     return manifest.mesh is None and ("blocks" in sites or "modules" in sites)
 
 
-_MOST = 6
 _ANYWHERE = ("factor", "type", "name", "value", "rope_type")
 """Last names that stand under many keys: no sign of one that moved."""
 
@@ -215,7 +219,7 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
     """The line of preflight: keys whose values differ, reference first."""
     digests = [manifest.model.config_digest[:12] for manifest in (a, b)]
     same = digests[0] == digests[1]
-    detail = None
+    detail: Fact | None = None
     status: PreflightStatus = "same" if same else "differs"
     ours, theirs = a.model.config, b.model.config
     if same:  # beside equal digests stand settings, of which an engine may not tell one
@@ -224,24 +228,29 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
     if ours and theirs:
         differences, moved = config_differences(ours, theirs)
         if differences:
-            status, detail = "differs", list_names(differences, _MOST, "; ")
+            status = "differs"
+            detail = fact("preflight.config_differences", differences=differences)
         elif moved and not same:
-            status, detail = "same", f"the same values, {moved} of them under other keys"
+            status, detail = "same", fact("preflight.moved_keys", num=moved)
         elif not same:
-            detail = "in what is not recorded of it"
+            detail = fact("preflight.config_not_recorded")
     return PreflightLine(
-        check="config", status=status, reference=digests[0], candidate=digests[1], detail=detail
+        check="config", status=status, reference=digests[0], candidate=digests[1],
+        details=[] if detail is None else [detail],
     )  # fmt: skip
 
 
 def config_differences(
     a: dict[str, ConfigValue], b: dict[str, ConfigValue]
-) -> tuple[list[str], int]:
-    """(sentences, how many keys only moved). Values that differ come before keys that one side
+) -> tuple[list[Fact], int]:
+    """(facts, how many keys only moved). Values that differ come before keys that one side
     alone has; of those, what is null says nothing."""
-    differences = [
-        f"{key} {_text(a[key])} / {_text(b[key])}" for key in a if key in b and a[key] != b[key]
-    ]
+
+    def differ(key: str, reference: ConfigValue, candidate: ConfigValue, **places: str) -> Fact:
+        values = {"reference": _text(reference), "candidate": _text(candidate)}
+        return fact("preflight.config_value", key=key, **values, **places)
+
+    differences = [differ(key, a[key], b[key]) for key in a if key in b and a[key] != b[key]]
     only_a = {key: value for key, value in a.items() if key not in b and value is not None}
     only_b = {key: value for key, value in b.items() if key not in a and value is not None}
     moved = 0
@@ -254,18 +263,20 @@ def config_differences(
         if ref == cand:
             moved += 1
         else:
-            differences.append(f"{leaf} {_text(ref)} / {_text(cand)} ({key}, there {there[0]})")
+            differences.append(differ(leaf, ref, cand, place=key, other_place=there[0]))
     for mine, other, flipped in ((only_b, a, False), (only_a, b, True)):
         for key in list(mine):
             leaf = key.rpartition(".")[2]
             there = [k for k in other if k.rpartition(".")[2] == leaf and other[k] != mine[key]]
             if leaf not in _ANYWHERE and len(there) == 1:
-                pair = (f"{_text(other[there[0]])} ({there[0]})", f"{_text(mine.pop(key))} ({key})")
-                differences.append(f"{leaf} {' / '.join(pair[::-1] if flipped else pair)}")
+                pair = [(other[there[0]], there[0]), (mine.pop(key), key)]
+                (value, place), (other_value, other_place) = pair[::-1] if flipped else pair
+                places = {"reference_place": place, "candidate_place": other_place}
+                differences.append(differ(leaf, value, other_value, **places))
     for side, only in (("reference", only_a), ("candidate", only_b)):
         if only:
-            texts = [f"{key}={_text(value)}" for key, value in only.items()]
-            differences.append(f"only in {letter(side)}: {list_names(texts, _MOST)}")
+            shown = [f"{key}={_text(value)}" for key, value in only.items()]
+            differences.append(fact("preflight.config_only", side=side, shown=shown))
     return differences, moved
 
 
@@ -282,42 +293,44 @@ _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _CONTEXT = 24
 
 
-def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> list[str]:
+def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> list[Fact]:
     """What the names and digests of two models' weights look like. ``guess``: what changed the
     values is not known otherwise."""
     causes = (_adapters(a, b), _vocabulary(a, b), _tied(a, b), _trained(a, b) if guess else None)
     return [text for text in causes if text is not None]
 
 
-def _adapters(a: ModelIdentity, b: ModelIdentity) -> str | None:
+def _adapters(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
     for side, mine, other in (("candidate", b, a), ("reference", a, b)):
         names = [name for name in mine.digests if ".lora_" in name and name not in other.digests]
         if names and not any(".lora_" in name for name in other.digests):
             notes = [text for note in mine.code.values() for text in note.wrapped if "LoRA" in text]
             told = notes[0].partition(" (")[0] if notes else "LoRA"
-            merged = told if "merged" in told else f"{told}, not merged"
-            return f"{letter(side)} holds {len(names)} adapter weights ({merged})"
+            return fact(
+                "preflight.adapters", side=side, num=len(names), adapter=told,
+                merged="merged" in told,
+            )  # fmt: skip
     return None
 
 
-def _vocabulary(a: ModelIdentity, b: ModelIdentity) -> str | None:
+def _vocabulary(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
     for what, rows_a, rows_b in (
         ("embedding", a.embedding_rows, b.embedding_rows),
-        ("output matrix", a.head_rows, b.head_rows),
+        ("head", a.head_rows, b.head_rows),
     ):
         if rows_a is None or rows_b is None or rows_a == rows_b:
             continue
         sizes = {a.tokenizer_size, b.tokenizer_size} - {None}
         size = sizes.pop() if len(sizes) == 1 else None
-        if size is not None and min(rows_a, rows_b) >= size:
-            why = f"the vocabulary of {size:,} tokens is padded otherwise"
-        else:
-            why = "another vocabulary, or one padded otherwise"
-        return f"{why}: {rows_a:,} rows of the {what} / {rows_b:,}"
+        padded = size is not None and min(rows_a, rows_b) >= size
+        return fact(
+            "preflight.vocabulary", size=size if padded else None, what=what, reference=rows_a,
+            candidate=rows_b,
+        )  # fmt: skip
     return None
 
 
-def _tied(a: ModelIdentity, b: ModelIdentity) -> str | None:
+def _tied(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
     """Weights that are one tensor on one side, and two different ones on the other."""
     for side, other, mine, theirs in (
         ("reference", "candidate", a, b), ("candidate", "reference", b, a)
@@ -325,12 +338,11 @@ def _tied(a: ModelIdentity, b: ModelIdentity) -> str | None:
         for names in mine.tied:
             known = [name for name in names if name in theirs.digests]
             if len({theirs.digests[name] for name in known}) > 1:
-                tied, apart = letter(side), letter(other)
-                return f"{' and '.join(known)} are tied on {tied}, and differ on {apart}"
+                return fact("preflight.tied", names=known, side=side, other=other)
     return None
 
 
-def _trained(a: ModelIdentity, b: ModelIdentity) -> str | None:
+def _trained(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
     """Differing weights that all lie in one block, or are of few kinds in every block."""
     common = [name for name in a.digests if name in b.digests]
     different = [name for name in common if a.digests[name] != b.digests[name]]
@@ -338,36 +350,35 @@ def _trained(a: ModelIdentity, b: ModelIdentity) -> str | None:
         return None
     blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in different}
     if len(blocks) == 1 and "" not in blocks:
-        return f"all of them in {blocks.pop()}: as after training this layer further"
+        return fact("preflight.one_layer", module=blocks.pop())
     kinds = sorted({starred(name) for name in different})
     everywhere = sum(starred(name) in kinds for name in common)
     if "" not in blocks and everywhere == len(different) and len(kinds) <= 4:
-        names = ", ".join(kind.rpartition("*.")[2] for kind in kinds)
-        return f"only {names}, in every block: as after merging an adapter"
+        return fact("preflight.one_kind", names=[kind.rpartition("*.")[2] for kind in kinds])
     return None
 
 
-def template_cause(a: Manifest, b: Manifest) -> str | None:
+def template_cause(a: Manifest, b: Manifest) -> Fact | None:
     """Where two chat templates begin to differ, on a fixed conversation."""
     example_a, example_b = a.model.chat_example, b.model.chat_example
     if example_a is None or example_b is None:
         return None
     if example_a == example_b:
-        return "the same text for a short conversation"
-    return f"rendered text differs {first_difference(example_a, example_b)}"
+        return fact("preflight.same_example")
+    return fact("preflight.rendered", place=first_difference(example_a, example_b))
 
 
-def tokenizer_cause(a: Manifest, b: Manifest) -> str | None:
+def tokenizer_cause(a: Manifest, b: Manifest) -> Fact | None:
     """What is known of two tokenizers that differ."""
     size_a, size_b = a.model.tokenizer_size, b.model.tokenizer_size
     if size_a is None or size_b is None:
         return None
     if size_a != size_b:
-        return f"{size_a:,} tokens / {size_b:,}"
-    return f"{size_a:,} tokens on both sides: other texts, merges or rules"
+        return fact("preflight.tokenizer_sizes", reference=size_a, candidate=size_b)
+    return fact("preflight.tokenizer_rules", size=size_a)
 
 
-def first_difference(a: str, b: str) -> str:
+def first_difference(a: str, b: str) -> Fact:
     """``from character 12 on: '…user' against '…[INST]'``"""
     place = next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
@@ -378,7 +389,7 @@ def first_difference(a: str, b: str) -> str:
         part = text[start : place + _CONTEXT]
         dots = "…" if start else ""
         parts.append(repr(dots + part + ("…" if place + _CONTEXT < len(text) else "")))
-    return f"from character {place} on: {parts[0]} against {parts[1]}"
+    return fact("preflight.texts_from", character=place, reference=parts[0], candidate=parts[1])
 
 
 def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:

@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
@@ -47,12 +48,16 @@ class TruthDisagreement:
     rel_l2: float
     limit: float
 
+    @property
+    def fact(self) -> Fact:
+        """The same as a fact."""
+        return fact(
+            "preflight.truths_apart", site=self.site, sample=self.sample, step=self.step,
+            rel_l2=self.rel_l2, limit=self.limit,
+        )  # fmt: skip
+
     def __str__(self) -> str:
-        where = f"{self.site} (prompt {self.sample}, step {self.step})"
-        return (
-            f"{where} differs by {self.rel_l2:.2e}, and two float64 runs of one code by at most "
-            f"{self.limit:.0e}"
-        )
+        return sentence(self.fact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from divergence.comparison.preflight.models import first_difference
 from divergence.comparison.results.findings import PreflightLine
+from divergence.facts import Fact, fact, sentence
 from divergence.run.schema.contents import labels_text
 from divergence.run.schema.manifest import NO_LABEL, Manifest, SampleTokens
 
@@ -26,49 +27,51 @@ class _Parting:
     """The tokens from there on."""
     texts: tuple[str, str] | None
     """The prompts as text, where both tell it."""
-    edit: str
-    """In words, where one side has all the other's tokens and more; empty otherwise."""
+    edit: Fact | None
+    """Where one side has all the other's tokens and more: which."""
 
 
-def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> str | None:
+def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> Fact | None:
     """From which token on the first prompt differs; None where all are equal. ``unseen``: a side
     does not tell the tokens of all prompts; those are left out."""
     samples = a.tokens.samples, b.tokens.samples
     if len(samples[0]) != len(samples[1]):
-        return f"{len(samples[0])} prompts against {len(samples[1])}"
+        reference, candidate = map(len, samples)
+        return fact("preflight.number_of_prompts", reference=reference, candidate=candidate)
     parting = _find_parting(*samples, unseen=unseen)
     if parting is None:
         return None
-    return (
-        f"prompt {parting.sample} differs from token {parting.token} on: "
-        f"{parting.ids[0]} against {parting.ids[1]}{_text_cause(parting)}"
-        f"{parting.edit and f'; {parting.edit}'}"
-    )
+    return fact(
+        "preflight.prompt_differs", sample=parting.sample, token=parting.token,
+        reference=parting.ids[0], candidate=parting.ids[1], text=_text_cause(parting),
+        edit=parting.edit,
+    )  # fmt: skip
 
 
-def prompt_headline(a: Manifest, b: Manifest) -> str:
+def prompt_headline(a: Manifest, b: Manifest) -> Fact:
     """``the chat templates differ; prompt 0 parts at token 7: ' AI assistant' / ' assistant'``."""
     samples = a.tokens.samples, b.tokens.samples
     if len(samples[0]) != len(samples[1]):
-        return f"the prompts differ: {len(samples[0])} against {len(samples[1])}"
+        reference, candidate = map(len, samples)
+        return fact("preflight.prompts_of_numbers", reference=reference, candidate=candidate)
     causes = (
         ("tokenizers", a.model.tokenizer_digest, b.model.tokenizer_digest),
         ("chat templates", a.model.chat_template_digest, b.model.chat_template_digest),
     )
     parting = _find_parting(*samples)
     if parting is None:
-        return "the prompts differ"
+        return fact("preflight.prompts_differ")
     same_text = parting.texts is not None and parting.texts[0] == parting.texts[1]
     named = [name for name, ref, cand in causes if None not in (ref, cand) and ref != cand]
     if parting.edit and (same_text or parting.texts is None or parting.token < 2):
         what = named[-1] if named else "prompts"  # a tokenizer may add tokens to one text, or not
-        return f"the {what} differ; prompt {parting.sample}: {parting.edit}"
-    what = "the tokenizers" if same_text else f"the {named[-1] if named else 'prompts'}"
-    where = f"prompt {parting.sample} parts at token {parting.token}"
+        return fact("preflight.edited", what=what, sample=parting.sample, edit=parting.edit)
+    what = "tokenizers" if same_text else named[-1] if named else "prompts"
+    here = fact("preflight.parting", what=what, sample=parting.sample, token=parting.token)
     if parting.texts is None or same_text:
-        return f"{what} differ; {where}: {parting.ids[0][:3]} / {parting.ids[1][:3]}"
+        return here.with_values(reference=parting.ids[0][:3], candidate=parting.ids[1][:3])
     text_a, text_b = _from_the_difference(*parting.texts)
-    return f"{what} differ; {where}: {text_a!r} / {text_b!r}"
+    return here.with_values(reference=repr(text_a), candidate=repr(text_b))
 
 
 def _find_parting(
@@ -90,35 +93,32 @@ def _find_parting(
     return None
 
 
-def _edit(a: Sequence[int], b: Sequence[int], place: int) -> str:
+def _edit(a: Sequence[int], b: Sequence[int], place: int) -> Fact | None:
     """What one side has besides all tokens of the other, from ``place`` on, where they part: a
     template and a tokenizer that both write the first token, or a template that lost its end."""
-    (longer, more), (shorter, fewer) = sorted((("A", a), ("B", b)), key=lambda side: -len(side[1]))
+    pair = (("reference", a), ("candidate", b))
+    (longer, more), (shorter, fewer) = sorted(pair, key=lambda side: -len(side[1]))
     num = len(more) - len(fewer)
     if not fewer or not num or list(more[place + num :]) != list(fewer[place:]):
-        return ""
-    again = num == place == 1 and more[0] == more[1]
-    if again:
-        return f"{longer} begins with token {more[0]} twice, {shorter} once"
+        return None
+    if num == place == 1 and more[0] == more[1]:
+        return fact("preflight.begins_twice", side=longer, other=shorter, token=more[0])
     extra = list(more[place : place + num])
-    shown = f"token {extra[0]}" if num == 1 else f"{num} tokens, {extra[:_SHOWN]}"
-    if place == 0:
-        return f"{longer} begins with {shown}, which {shorter} lacks"
-    if place == len(fewer):
-        return f"{longer} ends with {shown}, which {shorter} lacks"
-    return f"from token {place} on {longer} has more: {shown}"
+    where = "begin" if place == 0 else "end" if place == len(fewer) else place
+    return fact(
+        "preflight.has_more", side=longer, other=shorter, place=where,
+        tokens=fact("preflight.tokens", num=num, ids=extra[:_SHOWN]),
+    )  # fmt: skip
 
 
-def _text_cause(parting: _Parting) -> str:
+def _text_cause(parting: _Parting) -> Fact | None:
     """Why the ids differ, as far as the texts tell."""
     if parting.texts is None:
-        return ""
+        return None
     text_a, text_b = parting.texts
-    if text_a == text_b and parting.edit:
-        return " (the text is the same: one side's tokenizer adds tokens to it)"
     if text_a == text_b:
-        return " (the text is the same, so the tokenizers differ)"
-    return f" (their texts differ {first_difference(text_a, text_b)})"
+        return fact("preflight.text_cause", edit=parting.edit is not None)
+    return fact("preflight.texts_differ", place=first_difference(text_a, text_b))
 
 
 _LONGEST = 24
@@ -150,13 +150,16 @@ def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
         if sample_a.used_labels != sample_b.used_labels:
             pairs = enumerate(zip(sample_a.used_labels, sample_b.used_labels, strict=False), 1)
             place, both = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-            here, there = ("none" if label == NO_LABEL else label for label in both)
-            detail = f"prompt {number}, token {place}: label {here} against {there}"
+            here, there = (None if label == NO_LABEL else label for label in both)
+            detail = fact(
+                "preflight.labels", sample=number, token=place, reference=here, candidate=there
+            )
             break
+    own = sentence(fact("preflight.labels_own"))
     return [
         PreflightLine(
             check="labels", status="same" if detail is None else "blocking",
-            reference=labels_text(a.tokens) or "each token its own",
-            candidate=labels_text(b.tokens) or "each token its own", detail=detail,
+            reference=labels_text(a.tokens) or own, candidate=labels_text(b.tokens) or own,
+            details=[] if detail is None else [detail],
         )
     ]  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results.findings import PreflightLine
+from divergence.facts import Fact, fact
 from divergence.run.schema.manifest import Manifest, ModelIdentity
 from divergence.run.schema.provenance import Calibration, EngineNote
-from divergence.words import list_names
 
 __all__ = ["dequantized_otherwise", "line_of_codes"]
 
@@ -28,7 +28,7 @@ def line_of_codes(a: Manifest, b: Manifest) -> PreflightLine:
     )  # fmt: skip
 
 
-def dequantized_otherwise(a: ModelIdentity, b: ModelIdentity) -> tuple[PreflightStatus, str] | None:
+def dequantized_otherwise(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
     """Equal codes that became other weights on the two sides: no kernel ran yet. None where a side
     does not tell, or dequantised into another dtype."""
     if a.dtype != b.dtype:
@@ -37,10 +37,7 @@ def dequantized_otherwise(a: ModelIdentity, b: ModelIdentity) -> tuple[Preflight
     names = [path for path in shared if a.dequantized[path] != b.dequantized[path]]
     if not names:
         return None
-    return "blocking", (
-        f"the codes and scales are equal, and {len(names)} of {len(shared)} modules are "
-        f"dequantised to other weights: {list_names(names)}"
-    )
+    return fact("preflight.dequantized", num=len(names), total=len(shared), names=names)
 
 
 def _with(text: str, more: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.preflight.models import (
     Matching,
@@ -12,8 +14,8 @@ from divergence.comparison.preflight.models import (
 )
 from divergence.comparison.preflight.relations import Relations, related
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.facts import Fact, apart, fact
 from divergence.run.schema.manifest import Manifest, ModelIdentity
-from divergence.words import list_names
 
 __all__ = ["other_weights", "weights_line"]
 
@@ -23,73 +25,76 @@ def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLi
     model_a, model_b = a.model, b.model
     matching = match_parameters(model_a.digests, model_b.digests, names)
     relations = related(model_a, model_b, matching.pairs)
-    status, detail = _weights_differ(model_a, model_b, matching, relations)
+    status, details = _weights_differ(model_a, model_b, matching, relations)
     if status == "blocking" and any(map(tells_in_part, (a, b))):
-        status, detail = as_far_as_told(model_a, model_b, matching)
+        status, details = as_far_as_told(model_a, model_b, matching)
     if status == "blocking" or (status == "differs" and model_a.dtype != model_b.dtype):
-        guess = relations is None or not relations.texts
-        causes = weight_causes(model_a, model_b, guess=guess)
-        detail = "; ".join([*filter(None, [detail]), *causes])
+        guess = relations is None or not relations.facts
+        details = [*details, *weight_causes(model_a, model_b, guess=guess)]
     shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
-    return PreflightLine(check="weights", status=status, detail=detail,
+    return PreflightLine(check="weights", status=status, details=apart(details),
                          reference=shown[0], candidate=shown[1])  # fmt: skip
 
 
 def _weights_differ(
     a: ModelIdentity, b: ModelIdentity, matching: Matching, relations: Relations | None
-) -> tuple[PreflightStatus, str | None]:
-    """(status, detail) of two models' weights. ``matching``: their parameters by name;
+) -> tuple[PreflightStatus, list[Fact]]:
+    """(status, details) of two models' weights. ``matching``: their parameters by name;
     ``relations``: of those that differ, where it is known."""
-    detail = None
+
+    def say(
+        status: PreflightStatus, code: str, **values: Any
+    ) -> tuple[PreflightStatus, list[Fact]]:
+        return status, [fact(f"preflight.{code}", **values)]
+
+    same: tuple[PreflightStatus, list[Fact]] = "same", []
     if missing := a.missing or b.missing:
-        detail = (
-            f"{len(missing)} parameters were missing from the checkpoint and are random: "
-            + list_names(missing)
-        )
+        same = say("same", "missing", num=len(missing), names=missing)
     if a.digest == b.digest and a.dequantized == b.dequantized:
-        return "same", detail
+        return same
     if a.digest == b.digest:
         from divergence.comparison.preflight.quantization import dequantized_otherwise
 
-        return dequantized_otherwise(a, b) or ("same", detail)
+        otherwise = dequantized_otherwise(a, b)
+        return same if otherwise is None else ("blocking", [otherwise])
     digested = bool(a.digests and b.digests)
     if a.quantization != b.quantization:
-        return "differs", f"{_codes(a)} against {_codes(b)}: not the same model"
+        return say("differs", "codes_against", reference=_codes(a), candidate=_codes(b))
     if a.dtype != b.dtype:
         rounded = a.rounded_digests.get(b.dtype), b.rounded_digests.get(a.dtype)
         if b.digest == rounded[0]:
-            return "same", f"the same weights, rounded from {a.dtype} to {b.dtype}"
+            return say("same", "rounded", wide=a.dtype, narrow=b.dtype)
         if a.digest == rounded[1]:
-            return "same", f"the same weights, rounded from {b.dtype} to {a.dtype}"
+            return say("same", "rounded", wide=b.dtype, narrow=a.dtype)
         if digested and not matching.is_one_to_one:
-            return "blocking", f"other parameters: {matching.describe()}"
+            return say("blocking", "other_parameters", matching=matching.describe())
         if relations is not None and digested:
-            return relations.status, relations.text or "other weights"
+            return relations.status, relations.details or [fact("preflight.other_weights")]
         if set(a.digests) != set(b.digests):
-            return "differs", "digests of other names and dtypes cannot be compared"
+            return say("differs", "digests_of_other_names")
         if any(rounded):
-            return "blocking", "other weights, also after rounding to one dtype"
-        return "differs", "digests of different dtypes cannot be compared"
+            return say("blocking", "other_after_rounding")
+        return say("differs", "digests_of_dtypes")
     if unknown := _offloaded(a.digests, b.digests):
-        return "differs", f"{len(unknown)} offloaded parameters were not digested"
+        return say("differs", "offloaded", num=len(unknown))
     if not digested:
-        return "blocking", "the parameters' digests are not recorded"
+        return say("blocking", "no_digests")
     different = [
         name for name, other in matching.pairs.items() if a.digests[name] != b.digests[other]
     ]
     if different:
-        text = (
-            f"{len(different)} of {len(matching.pairs)} parameters differ: {list_names(different)}"
-        )
-        if relations is not None and relations.texts:
-            if relations.status == "differs" and matching.is_one_to_one:
-                return "differs", relations.text
-            text = f"{text}; {relations.text}"
-        return "blocking", "; ".join(filter(None, (text, matching.describe())))
+        details = [] if relations is None else relations.details
+        if relations and details and relations.status == "differs" and matching.is_one_to_one:
+            return "differs", details
+        differ = fact(
+            "preflight.parameters_differ", num=len(different), total=len(matching.pairs),
+            names=different,
+        )  # fmt: skip
+        return "blocking", [differ, *details, *matching.describe()]
     if not matching.is_one_to_one:
-        return "blocking", f"other parameters: {matching.describe()}"
+        return say("blocking", "other_parameters", matching=matching.describe())
     if matching.prefixes or matching.mapped:
-        return "differs", f"the same values under other names: {matching.describe()}"
+        return say("differs", "other_names", matching=matching.describe())
     return "differs", matching.describe()
 
 

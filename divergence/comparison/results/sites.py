@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 from divergence.comparison.results.findings import Onset, SiteKey
+from divergence.facts import Fact, Worded
 from divergence.numerics.pairs.metrics import Estimate
 from divergence.run.schema.site import of_parameter, phase_of
 from divergence.words import Side, SideOrBoth
@@ -313,11 +314,13 @@ def num_rows(result: SiteResult) -> int:
     return max(1, result.numel // max(1, columns))
 
 
-class PassCoverage(msgspec.Struct, frozen=True, kw_only=True):
+class PassCoverage(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """How much of one pass of the reference was compared.
 
     num_reference = num_compared + num_missing + num_skipped + num_empty + num_elsewhere.
     """
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"elsewhere": "ways", "reason": "why"}
 
     pass_: str = msgspec.field(name="pass")
     """The name under which the pass is compared. It is ``anchored`` also where the candidate was
@@ -342,11 +345,15 @@ class PassCoverage(msgspec.Struct, frozen=True, kw_only=True):
     num_extra: int = 0
     """Records of modules that only the candidate has, although the reference's sites would have
     recorded them. Not part of the sum above."""
-    elsewhere: str | None = None
+    ways: list[Fact] = []
     """How those of ``num_elsewhere`` are judged: weights by their digests, inputs that the anchored
     pass puts in place, or a pass that the candidate repeats more closely."""
-    reason: str | None = None
+    elsewhere: str | None = None
+    """The same in words."""
+    why: Fact | None = None
     """Why the first missing, skipped or extra one was not compared."""
+    reason: str | None = None
+    """The same in words."""
 
     @property
     def share(self) -> float:
@@ -355,16 +362,20 @@ class PassCoverage(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_compared / total if total else 1.0
 
 
-class Skipped(msgspec.Struct, frozen=True):
+class Skipped(msgspec.Struct, Worded, frozen=True):
     """A tensor that was not compared, and why. It never counts as a pass."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"reason": "why"}
 
     pass_: str = msgspec.field(name="pass")
     sample: int
     step: int
     site: str
-    reason: str
+    why: Fact | None
     side: SideOrBoth
     """The side that has the tensor."""
+    reason: str = ""
+    """``why`` in words."""
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):

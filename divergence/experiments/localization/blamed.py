@@ -31,10 +31,10 @@ from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.operators import OperatorResult, OtherInput
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, OwnError, is_right_alone
-from divergence.facts import sentence, worded
+from divergence.facts import Fact, fact
 from divergence.run.reader import Run
 from divergence.run.schema.site import BACKWARD
-from divergence.words import Side, SideBothOrNeither, letter
+from divergence.words import Side, SideBothOrNeither
 
 __all__ = ["BlamedSide", "blame", "decided"]
 
@@ -47,8 +47,8 @@ class BlamedSide:
     """The side that is wrong, or why none is named; fields as in ``Localization``."""
 
     side: Side | None = None
-    contradiction: str | None = None
-    doubt: str | None = None
+    contradiction: Fact | None = None
+    doubt: Fact | None = None
     code: str | None = None
 
 
@@ -67,14 +67,14 @@ def blame(
     ``above``: the one that the comparison blames which named the block; ``site``: the operator,
     ``alone``: each side's by itself."""
     off = _off_alone(alone)
-    said = [
-        (f"block {goal.block}", above), (f"operator {site}", blamed), (f"{site} by itself", off)
-    ]  # fmt: skip
-    named = [(what, side) for what, side in said if side in _SIDES]
-    if len({side for _, side in named}) == 2:
-        return BlamedSide(
-            contradiction=", ".join(f"{what} by {letter(side)}" for what, side in named)
-        )
+    levels = [
+        fact("experiments.block_by", module=goal.block, side=above),
+        fact("experiments.operator_by", site=site, side=blamed),
+        fact("experiments.alone_by", site=site, side=off),
+    ]
+    levels = [level for level in levels if level["side"] in _SIDES]
+    if len({level["side"] for level in levels}) == 2:
+        return BlamedSide(contradiction=fact("experiments.levels_apart", levels=levels))
     if blamed != "reference" and blamed != "candidate":
         return BlamedSide()
     mine, theirs = made["reference"].manifest, made["candidate"].manifest
@@ -83,17 +83,14 @@ def blame(
         return BlamedSide(side=blamed)
     if blamed == "candidate" and maker.is_prepared(blamed):  # no truth is made of what it changes
         doubt = doubt_of_code(mine, theirs, goal.block)
-        return BlamedSide(doubt=sentence(doubt)) if doubt else BlamedSide(side=blamed)
+        return BlamedSide(doubt=doubt) if doubt else BlamedSide(side=blamed)
     if blamed == "candidate":
         output = f"{goal.block}{BACKWARD if BACKWARD in site else ''}:out"
         return _by_both_codes(maker, goal, made, truth, output)
     if maker.folder.is_verified(truth):
         return BlamedSide(side="reference")
-    maker.ask("reference", "makes the truth by its code")
-    return BlamedSide(
-        doubt="A is blamed, by a truth of which it is not known that A's "
-        f"code made it: remove {truth.path} and run this on A's machine"
-    )
+    maker.ask("reference", fact("experiments.makes_truth_by_code"))
+    return BlamedSide(doubt=fact("experiments.truth_not_verified", truth=str(truth.path)))
 
 
 def decided(
@@ -117,14 +114,12 @@ def decided(
     if same_block and RANK[known.confidence] > RANK[verdict.confidence]:
         checks = known.checks  # that the block is wrong is as sure as it was
     if named.contradiction is not None:
-        checks = [*checks, check("agreement", False, "the levels blame different sides")]
+        checks = [*checks, check("agreement", False, fact("experiments.levels_blame"))]
     elif named.doubt is not None:
         checks = [*checks, CODE_NOT_TOLD]
     others = (item for item in known.evidence if item not in finding.evidence)
     evidence = [*finding.evidence, *others]
-    return worded(
-        replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)
-    )
+    return replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)
 
 
 def _off_alone(errors: list[OwnError]) -> str | None:
@@ -142,13 +137,10 @@ def _by_both_codes(
     assert goal.block is not None
     other = maker.truth("truth-by-candidate", goal, side="candidate")
     if other is None:
-        return BlamedSide(
-            doubt="B is blamed, by A's code; what B's code "
-            "makes of it in float64 is to be seen on its machine"
-        )
+        return BlamedSide(doubt=fact("experiments.only_by_reference_code"))
     apart = disagreement(truth, other, inside=goal.block)
     if apart.num_compared == 0:
-        return BlamedSide(doubt="the two sides' code has no site in common in this block")
+        return BlamedSide(doubt=fact("experiments.no_common_site"))
     first = apart.first
     if first is None or _is_small(first, truth, other, made["candidate"], output):
         return BlamedSide(side="candidate")
@@ -157,9 +149,7 @@ def _by_both_codes(
     if doubt is None and all(manifest.model.code for manifest in manifests):
         return BlamedSide(side="candidate", code=first.site)
     return BlamedSide(
-        doubt=f"the two sides' code is not the same: in float64 {first}. By A's code B is wrong, "
-        f"by B's A; {sentence(doubt) if doubt else 'which code is right no truth can tell'}",
-        code=first.site,
+        doubt=fact("experiments.codes_apart", apart=first.fact, doubt=doubt), code=first.site
     )
 
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.comparison.api import compare
 from divergence.comparison.measure.truth import inputs_of
-from divergence.comparison.preflight.owner import TruthDisagreement, disagreement
+from divergence.comparison.preflight.owner import disagreement
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Onset, Verdict
 from divergence.comparison.results.operators import OperatorResult
@@ -39,14 +39,15 @@ from divergence.experiments.localization.proof import (
     stands_alone,
 )
 from divergence.experiments.result import NEAR, Level, Localization
-from divergence.run.command import command_line
+from divergence.facts import Fact, apart, fact, worded
+from divergence.run.command import command, command_line
 from divergence.run.partial import own_truth
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.site import ROOT, module_of, of_parameter
 from divergence.run.storage.location import folder_of
 from divergence.run.unshard import unsharded
-from divergence.words import Progress, letter, silent
+from divergence.words import Progress, silent
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ def localize(
             f"{command_line('capture', like=a.path, o='A', store='full', sites='blocks')}; "
             "divergence capture --like A -o B; divergence localize A B",
         )
-    again = command_line(
+    again = command(
         "localize", a.path, b.path, o=folder, truth=truth.path if isinstance(truth, Run) else truth,
         block=block, model=model, device=None if device == "auto" else device,
         trust_remote_code=trust_remote_code, operators=operators,
@@ -118,15 +119,16 @@ def localize(
         prepare={"reference": prepare_reference, "candidate": prepare_candidate},
         progress=on_progress,
     )
-    done = Localization(reference=str(a.path), candidate=str(b.path), out=str(folder), again=again)
+    done = Localization(
+        reference=str(a.path), candidate=str(b.path), out=str(folder), continuation=again
+    )
     done = _descend(done, maker, a, b, truth=truth, block=block)
     if maker.refusals and done.operator is None:
-        done = replace(done, refused=True, stopped="; ".join(dict.fromkeys(maker.refusals)))
-    done = replace(
-        done,
-        commands=list(dict.fromkeys(maker.commands)),
-        repetitions=list(maker.repetitions.values()),
-    )
+        done = replace(done, refused=True, obstacles=apart(list(dict.fromkeys(maker.refusals))))
+    elsewhere = [
+        item for number, item in enumerate(maker.commands) if item not in maker.commands[:number]
+    ]
+    done = worded(replace(done, elsewhere=elsewhere, repetitions=list(maker.repetitions.values())))
     maker.folder.keep(done.to_json(indent=1))
     return done
 
@@ -161,10 +163,9 @@ def _descend(
     )
     chosen, why = _choose(report, block)
     if _is_to_judge(report) and true_run is None:
-        text = "the truth has to be made on A's machine, by its code"
-        return replace(done, stopped=text)
+        return replace(done, obstacles=[fact("experiments.truth_is_to_be_made")])
     if chosen is None:
-        return replace(done, stopped=why)
+        return replace(done, obstacles=[] if why is None else [why])
     onset = report.verdict.onset
     alike, train = a.manifest.tokens.groups == b.manifest.tokens.groups, a.manifest.training.train
     goal = Goal(
@@ -183,18 +184,21 @@ def _descend(
     if "reference" in made:  # also where the other side is still to come
         ops_truth = maker.truth("truth-operators", goal)
     assert true_run is not None
-    apart = None if ops_truth is None else disagreement(true_run, ops_truth).first
-    if ops_truth is not None and apart is not None:
-        maker.refusals.insert(0, _two_truths(maker, true_run, ops_truth, apart))
-        maker.ask("reference", "makes its truths, with both removed")
+    first_apart = None if ops_truth is None else disagreement(true_run, ops_truth).first
+    if ops_truth is not None and first_apart is not None:
+        refusal = fact(
+            "experiments.two_truths", made=str(ops_truth.path), truth=str(true_run.path),
+            apart=first_apart.fact, verified=maker.folder.is_verified(ops_truth),
+        )  # fmt: skip
+        maker.refusals.insert(0, refusal)
+        maker.ask("reference", fact("experiments.makes_truths_again"))
         return done
     missing = [side for side in _SIDES if side not in made]
     if missing:
-        text = f"{' and '.join(map(letter, missing))} cannot be captured on this machine"
-        return replace(done, stopped=text)
+        return replace(done, obstacles=[fact("experiments.cannot_be_captured", sides=missing)])
     if ops_truth is None:
-        text = f"the truth of {chosen} has to be made on A's machine"
-        return replace(done, stopped=text)
+        obstacle = fact("experiments.truth_of_block_is_to_be_made", module=chosen)
+        return replace(done, obstacles=[obstacle])
     maker.tell("localize", 3, 4, "operators")
     deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=maker.tell)
     operators = deep.operators
@@ -209,19 +213,12 @@ def _descend(
     if first is not None:
         return _at_operator(done, maker, goal, made, ops_truth, deep, first, verdict=report.verdict)
     if not alike:
-        text = (
-            "the two sides ran their prompts in other batches: their operators have other shapes "
-            "and are no pairs, so modules are as deep as this goes"
-        )
-        return replace(done, stopped=text)
-    notes = [] if operators is None else operators.notes
-    text = "; ".join([f"no operator of {chosen} is beyond its limit", *notes])
+        return replace(done, obstacles=[fact("experiments.other_batches")])
+    obstacles = [fact("experiments.none_beyond", module=chosen)]
+    obstacles += [] if operators is None else operators.remarks
     if onset is not None and onset.phase == "backward" and of_parameter(onset.site):
-        text += (
-            "; what is off is a parameter's gradient of the whole step: what adds up, reduces or "
-            "divides the prompts' gradients comes behind the operators"
-        )
-    return replace(done, stopped=text + _alone_there(deep))
+        obstacles.append(fact("experiments.behind_operators"))
+    return replace(done, obstacles=apart([*obstacles, *_alone_there(deep)]))
 
 
 def _at_operator(
@@ -258,8 +255,8 @@ def _at_operator(
         levels=levels,
         operator=first,
         side=named.side,
-        contradiction=named.contradiction,
-        doubt=named.doubt,
+        levels_apart=named.contradiction,
+        side_doubt=named.doubt,
         code=named.code,
         report=replace(deep, verdict=decided(deep, first, named, alone=alone, given=given)),
         alone=alone,
@@ -270,22 +267,7 @@ def _at_operator(
     )
 
 
-def _two_truths(maker: Maker, true_run: Run, made: Run, apart: TruthDisagreement) -> str:
-    """Two float64 runs of the reference that are not of one code."""
-    whose = (
-        f"{made.path} was made on a machine that repeats A, so {true_run.path} was not "
-        "made by A's code"
-        if maker.folder.is_verified(made)
-        else "one of them was not made by A's code"
-    )
-    return f"{made.path} is not the same truth as {true_run.path}: {apart}; {whose}"
-
-
-def _first_fact(verdict: Verdict) -> str:
-    return next((fact.text for fact in verdict.evidence), verdict.summary)
-
-
-def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
+def _choose(report: Report, block: str | None) -> tuple[str | None, Fact | None]:
     """(the block to go into, why there is none)."""
     blocks = {site.block for site in report.sites if site.block}
     if block is not None:
@@ -297,32 +279,22 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
         return block, None
     verdict = report.verdict
     if verdict.onset is not None and verdict.onset.phase == "optimizer":
-        return None, (
-            f"what is wrong at {verdict.onset.site} is made by the optimizer's step, behind all "
-            "operators of the model: compare the two runs' settings of it"
-        )
+        return None, fact("experiments.made_by_optimizer", site=verdict.onset.site)
     if _is_one_run(report):
-        return None, f"{verdict.summary}: there is nothing to find"
+        return None, fact("experiments.nothing_to_find", what=verdict.headline)
     if verdict.kind in ("localized", "systematic", "nonfinite") and verdict.onset is not None:
         if _is_outside(verdict.onset):
-            return None, (
-                f"what is wrong at {verdict.onset.site} is made outside the blocks and modules: "
-                "there is none to go into (--block PATH goes into one all the same)"
-            )
+            return None, fact("experiments.outside_modules", site=verdict.onset.site)
         if verdict.onset.block is not None:
             return verdict.onset.block, None
         return module_of(verdict.onset.site), None
-    standouts = [fact.block for fact in verdict.evidence if fact.block is not None]
+    standouts = [item.block for item in verdict.evidence if item.block is not None]
     if (
         verdict.kind in ("within_floor", "drift") and standouts
     ):  # below every limit, and yet worth a look
         return standouts[0], None
-    return None, {
-        "identical": "the runs are equal bit for bit: there is nothing to find",
-        "within_floor": "no block makes an error beyond rounding: there is nothing to go into "
-        "(--block PATH goes into one all the same)",
-        "incomparable": f"the runs are not the same experiment: {_first_fact(verdict)}",
-    }.get(verdict.kind, "no block could be named (--block PATH goes into one all the same)")
+    first = verdict.evidence[:1] or verdict.headline
+    return None, fact("experiments.nothing_to_go_into", kind=verdict.kind, first=first)
 
 
 def _is_outside(onset: Onset) -> bool:
@@ -341,17 +313,16 @@ def _is_one_run(report: Report) -> bool:
     return report.reference.id == report.candidate.id and report.verdict.kind == "undetermined"
 
 
-def _alone_there(report: Report) -> str:
+def _alone_there(report: Report) -> list[Fact]:
     """Operators that one side alone calls: where no operator that both call is wrong, they are
     what is left."""
-    parts = []
+    calls = []
     for side in _SIDES:
         unmatched = [] if report.operators is None else report.operators.unmatched
-        names = list(dict.fromkeys(call.site for call in unmatched if call.side == side))
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            parts.append(f"only {letter(side)} calls {shown}")
-    return f"; {', '.join(parts)}" if parts else ""
+        sites = list(dict.fromkeys(call.site for call in unmatched if call.side == side))
+        if sites:
+            calls.append(fact("experiments.side_calls", side=side, sites=sites))
+    return [fact("experiments.only_one_side_calls", calls=calls)] if calls else []
 
 
 def _inner_modules(run: Run, block: str) -> list[str]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from divergence.errors import (
     DivergenceError,
     FaultError,
@@ -33,6 +35,7 @@ from divergence.experiments.localization.repetition import (
     why_not_bits,
 )
 from divergence.experiments.result import Repetition
+from divergence.facts import Fact, fact
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import command_options
 from divergence.recording.api import capture
@@ -46,10 +49,10 @@ from divergence.recording.machine.environment import (
     variables_to_set,
 )
 from divergence.recording.request import also_taken
-from divergence.run.command import command_line, command_words
+from divergence.run.command import Command, command, command_words
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention, recorded_sites, recorded_source
-from divergence.words import Progress, letter
+from divergence.words import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +100,7 @@ class Maker:
         trust_remote_code: bool,
         operators: Sequence[str] = (),
         prepare: Mapping[str, Callable[[torch.nn.Module], torch.nn.Module | None] | None],
-        again: str,
+        again: Command,
         progress: Progress,
     ) -> None:
         if here not in HERE:
@@ -108,9 +111,9 @@ class Maker:
         self._trust, self._prepare, self.tell = trust_remote_code, prepare, progress
         self._here = here
         self._repeated: dict[str, Repetition] = {}
-        self.commands: list[str] = []
+        self.commands: list[Command] = []
         self.repetitions: dict[str, Repetition] = {}
-        self.refusals: list[str] = []
+        self.refusals: list[Fact] = []
         self.folder = WorkFolder(folder, self.runs, force=force)
 
     def truth(self, name: str, goal: Goal, *, side: str = "reference") -> Run | None:
@@ -121,7 +124,7 @@ class Maker:
         if known is not None and (side == "reference" or self.folder.is_verified(known)):
             return known
         if not self.repeats(side):
-            self.ask(side, f"makes {name}")
+            self.ask(side, fact("experiments.makes", name=name))
             return None
         self.folder.claim()
         attention = own.manifest.model.attn_implementation
@@ -185,7 +188,7 @@ class Maker:
             run = None
         if run is None or not self.folder.is_verified(run):
             if not self.repeats(side):
-                self.ask(side, "proves it there")
+                self.ask(side, fact("experiments.proves_it"))
                 return None
             self.folder.claim()
             run = self._capture(side, out, self._values(side, goal), {site: healthy})
@@ -228,19 +231,21 @@ class Maker:
         return self._prepare.get(side) is not None
 
     def _refuse(self, side: str, repetition: Repetition, lay_there: Run | None) -> None:
-        by = "" if repetition.rel_l2 is None else f", rel L2 {repetition.rel_l2:.2e}"
-        what = f"{repetition.site} differs{by}"
+        what = repetition.first_apart
         if repetition.how == "unknown":
-            what = "no tensor to hold against it"
-        label = self.runs[side].manifest.environment.label
-        is_not = "this is not" if lay_there is None else f"{lay_there.path} was not made on"
+            what = fact("experiments.no_tensor_to_hold")
         self.refusals.append(
-            f"{is_not} {letter(side)}'s machine ({label}): its blocks do not repeat ({what})"
-        )
+            fact(
+                "experiments.not_that_machine", side=side, what=what,
+                label=self.runs[side].manifest.environment.label,
+                made=None if lay_there is None else str(lay_there.path),
+            )
+        )  # fmt: skip
 
-    def ask(self, side: str, what: str) -> None:
+    def ask(self, side: str, task: Fact) -> None:
         """The same command on that side's machine."""
-        self.commands.append(f"{self._again}   # on {letter(side)}'s machine: {what}")
+        note = fact("experiments.on_machine", side=side, task=task)
+        self.commands.append(msgspec.structs.replace(self._again, note=note))
 
     def _values(self, side: str, goal: Goal) -> dict[str, Any]:
         """How that side's run is repeated: parameters of capture."""
@@ -347,13 +352,16 @@ class Maker:
         asked = self._device.partition(":")[0]
         return self._device if kind is None or asked == kind else kind
 
-    def _command(self, side: str, out: Path, values: dict[str, Any], *, force: bool = False) -> str:
+    def _command(
+        self, side: str, out: Path, values: dict[str, Any], *, force: bool = False
+    ) -> Command:
         source, model = self.runs["reference"], self.runs[side].manifest.model.source
         elsewhere = model != source.manifest.model.source  # as it is called on that machine
-        return command_line(
+        return command(
             "capture", like=source.path, o=out, model=model if elsewhere else None,
             device=self._recorded_device(side), trust_remote_code=self._trust, force=force,
-            **command_options(CaptureOptions, values), note=f"on {letter(side)}'s machine",
+            **command_options(CaptureOptions, values),
+            note=fact("experiments.on_machine", side=side, task=None),
         )  # fmt: skip
 
 

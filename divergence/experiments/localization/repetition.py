@@ -20,12 +20,12 @@ import msgspec
 
 from divergence.comparison.measure.reduced import equal_contents
 from divergence.experiments.result import Repetition
+from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, spread
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import BACKWARD, is_operator_site, module_of
-from divergence.words import letter
 
 __all__ = ["check_repetition", "check_substituted", "why_not_bits"]
 
@@ -41,14 +41,14 @@ def check_repetition(
     ``truth`` and ``block``: for the error that stands in for bits, see the module's head.
     """
     repetition = _held(made, own, _shared(made, own))
-    result = _result(repetition, name=name, repeats=letter(side))
+    result = _result(repetition, name=name, original=fact("experiments.side", side=side))
     if result.how != "differs":
         return result
     why = why_not_bits(own.manifest, made.manifest)
     if why is None or truth is None or block is None:
         return result
     how = "error" if _same_error(made, own, truth, block) else "differs"
-    return msgspec.structs.replace(result, how=how, reason=why)
+    return msgspec.structs.replace(result, how=how, because=why)
 
 
 def check_substituted(made: Run, own: Run, *, site: str, block: str, name: str) -> Repetition:
@@ -71,22 +71,25 @@ def check_substituted(made: Run, own: Run, *, site: str, block: str, name: str) 
         return record.pass_ != "free" and other
 
     pairs = ((new, old) for new, old in _shared(made, own) if untouched(new))
-    return _result(_held(made, own, pairs), name=name, repeats="the run without it")
+    original = fact("experiments.without_substitute")
+    return _result(_held(made, own, pairs), name=name, original=original)
 
 
-def why_not_bits(own: Manifest, made: Manifest) -> str | None:
+def why_not_bits(own: Manifest, made: Manifest) -> Fact | None:
     """Why equal bits cannot be asked for, or None."""
     for manifest in (own, made):
         seen = manifest.repeatability
         if seen.num_runs > 1 and seen.num_different:
-            return f"its own repeats differed in {seen.num_different} of {seen.num_compared}"
+            return fact(
+                "experiments.repeats_differ", num=seen.num_different, total=seen.num_compared
+            )
         if manifest.settings.nondeterministic_warnings:
-            return "it has operators without a deterministic form"
+            return fact("experiments.no_deterministic_form")
         notes = (getattr(manifest.model, "code", None) or {}).values()
         if any(getattr(note, "compiled", None) for note in notes):
-            return "it has compiled modules, which run eagerly while operators are recorded"
+            return fact("experiments.runs_eagerly")
     if own.mesh is not None and made.mesh is None:
-        return "several processes made it, and one repeats it"
+        return fact("experiments.several_processes")
     return None
 
 
@@ -158,17 +161,18 @@ def _rel_l2(made: Run, new: Record, own: Run, old: Record) -> float | None:
 
 
 def _result(
-    held: tuple[int, list[tuple[Record, float | None]]], *, name: str, repeats: str
+    held: tuple[int, list[tuple[Record, float | None]]], *, name: str, original: Fact
 ) -> Repetition:
     count, different = held
     if not different:
         return Repetition(
-            run=name, repeats=repeats, how="bits" if count else "unknown", num_compared=count
+            run=name, original=original, how="bits" if count else "unknown", num_compared=count
         )
     first, by = different[0]
     return Repetition(
-        run=name, repeats=repeats, how="differs", num_compared=count, num_different=len(different),
-        site=first.site, pass_=first.pass_, sample=first.sample, step=first.step, rel_l2=by,
+        run=name, original=original, how="differs", num_compared=count,
+        num_different=len(different), site=first.site, pass_=first.pass_, sample=first.sample,
+        step=first.step, rel_l2=by,
     )  # fmt: skip
 
 

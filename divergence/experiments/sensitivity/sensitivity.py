@@ -31,6 +31,7 @@ from divergence.experiments.result import Sensitivity
 from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
 from divergence.experiments.sensitivity.sizes import confirm_sizes, search_sizes
 from divergence.experiments.sensitivity.trials import SensitivityTrials
+from divergence.facts import sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
@@ -136,7 +137,7 @@ def sensitivity(
             phrases={fault.name: fault.phrase for fault in chosen},
             sizes=sizes,
             confirmations=confirmations,
-            notes=[*notes, *measured.notes],
+            notes=[*notes, *map(sentence, measured.notes)],
             next=deeper(measured, made_here=candidate is None, escalated=trials.escalated),
         )
 

@@ -7,6 +7,7 @@ import pytest
 
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.findings import schemes_apart
+from divergence.facts import worded
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.provenance import (
@@ -51,7 +52,7 @@ def quantised(plain, bits, **other):
 def test_other_codes_are_not_the_same_model(plain, a, b, said):
     """What quantisation costs may be asked; that it is the same model is not said."""
     runs = [plain if bits is None else quantised(plain, bits) for bits in (a, b)]
-    lines = {line.check: line for line in preflight(*runs)}
+    lines = {line.check: line for line in worded(preflight(*runs))}
     assert lines["weights"].status == "differs"
     assert lines["weights"].detail.startswith(said.format(dtype=plain.manifest.model.dtype))
     assert lines["quantization"].status == "differs"
@@ -59,7 +60,8 @@ def test_other_codes_are_not_the_same_model(plain, a, b, said):
 
 def test_a_dtype_does_not_hide_it(plain):
     """Codes beside float16 are no other rounding of float32 weights."""
-    lines = {one.check: one for one in preflight(plain, quantised(plain, 8, dtype="float16"))}
+    other = quantised(plain, 8, dtype="float16")
+    lines = {one.check: one for one in worded(preflight(plain, other))}
     assert "not the same model" in lines["weights"].detail
 
 

@@ -8,6 +8,7 @@ import pytest
 from divergence.comparison.advice import Advice
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.recording.api import capture
+from divergence.run.command import command
 from divergence.run.reader import Run
 
 GOAL = Goal(sites=["blocks"])
@@ -29,7 +30,7 @@ def on(run: Run, device_type: str) -> Run:
 def maker(a: Run, b: Run, folder, device: str = "auto", here: str = "auto") -> Maker:
     return Maker(
         a, b, folder / "work", model=None, device=device, here=here, force=False,
-        trust_remote_code=False, prepare={}, again="again", progress=lambda *_: None,
+        trust_remote_code=False, prepare={}, again=command("localize"), progress=lambda *_: None,
     )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def test_a_reference_of_the_cpu_is_not_made_on_the_accelerator(run, tmp_path, de
     assert made._device_of("candidate") == ("npu" if device == "auto" else device)
     assert made.operators("reference", GOAL) is not None  # this host's CPU is here
     assert made.operators("candidate", GOAL) is None  # no such device is here
-    assert "--device npu" in made.commands[0]
+    assert "--device npu" in made.commands[0].text
 
 
 def test_the_command_for_another_machine_names_the_device(run, tmp_path):
@@ -50,19 +51,19 @@ def test_the_command_for_another_machine_names_the_device(run, tmp_path):
     made.operators("reference", GOAL)
     made.operators("candidate", GOAL)
 
-    assert "--device cpu" in made.commands[0] and "--device npu" in made.commands[1]
+    assert "--device cpu" in made.commands[0].text and "--device npu" in made.commands[1].text
 
 
 def test_a_device_that_this_tool_does_not_know_is_not_asked_for(run, tmp_path):
     made = maker(run, on(run, "tpu; touch pwned"), tmp_path, device="cpu", here="none")
     made.operators("candidate", GOAL)
-    assert "--device" not in made.commands[0] and made._device_of("candidate") == "cpu"
+    assert "--device" not in made.commands[0].text and made._device_of("candidate") == "cpu"
 
 
 def test_compare_prints_the_devices_where_they_differ(run):
     alike = Advice(run, run, None)
-    assert "--device" not in " ".join(alike.into_block("model.layers.1"))
+    assert "--device" not in " ".join(item.text for item in alike.into_block("model.layers.1"))
     other = Advice(run, on(run, "npu"), None).into_block("model.layers.1")
-    assert [("--device cpu" in one, "--device npu" in one) for one in other[1:3]] == [
+    assert [("--device cpu" in one.text, "--device npu" in one.text) for one in other[1:3]] == [
         (True, False), (False, True)
     ]  # fmt: skip

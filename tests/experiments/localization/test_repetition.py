@@ -15,6 +15,7 @@ from divergence.experiments.explain import explain_token
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.localization.repetition import check_repetition, check_substituted
 from divergence.experiments.sensitivity.sensitivity import sensitivity
+from divergence.facts import worded
 from divergence.numerics.summaries.fold import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
@@ -105,7 +106,7 @@ def test_a_machine_that_is_known_not_to_repeat_is_held_to_its_error(runs, tmp_pa
     own = rewritten(noisy, tmp_path / "own", num_runs=2, num_compared=30, num_different=5)
     options = {"name": "made", "side": "candidate", "truth": truth, "block": BLOCK}
     assert check_repetition(same, noisy, **options).how == "differs"
-    found = check_repetition(same, own, **options)
+    found = worded(check_repetition(same, own, **options))
     assert (found.how, found.met) == ("error", True)
     assert "its own repeats differed in 5 of 30" in found.reason
     healthy = Run.open(runs / "again")

@@ -22,6 +22,7 @@ from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.machine.environment import variables_to_set
 from divergence.recording.request import also_taken
+from divergence.run.command import command
 from divergence.run.reader import Run
 
 KERNEL = "attacker/kernel@main:f"
@@ -48,7 +49,7 @@ def maker(run, tmp_path):
     def make(candidate: Run, here: str = "both") -> Maker:
         return Maker(
             run, candidate, tmp_path / "work", model=None, device="cpu", here=here, force=False,
-            trust_remote_code=False, prepare={}, again="again", progress=lambda *_: None,
+            trust_remote_code=False, prepare={}, again=command("localize"), progress=lambda *_: None,
         )  # fmt: skip
 
     return make
@@ -116,8 +117,8 @@ def test_printed_commands_trust_no_code(run, maker):
     theirs = changed(run, trust_remote_code=True, source="org/model")
     made = maker(theirs, here="none")
     made.operators("candidate", GOAL)
-    (command,) = made.commands
-    assert "--trust-remote-code" not in command
+    (needed,) = made.commands
+    assert "--trust-remote-code" not in needed.text
     kernel = changed(run, attn_implementation=KERNEL).manifest
     assert "kernel" not in str(_options(kernel, run.manifest))
 

@@ -1,0 +1,91 @@
+"""The sentences of experiments: descents, trials, what was made again. See divergence.facts for
+the form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SENTENCES: Mapping[str, str] = {
+    # localize: whose operator it is
+    "block_by": "block {module} by {side:letter}",
+    "operator_by": "operator {site} by {side:letter}",
+    "alone_by": "{site} by itself by {side:letter}",
+    "levels_apart": "{levels:list}",
+    "levels_blame": "the levels blame different sides",
+    "truth_not_verified": (
+        "A is blamed, by a truth of which it is not known that A's code made it: remove {truth} "
+        "and run this on A's machine"
+    ),
+    "only_by_reference_code": (
+        "B is blamed, by A's code; what B's code makes of it in float64 is to be seen on its "
+        "machine"
+    ),
+    "no_common_site": "the two sides' code has no site in common in this block",
+    "codes_apart": (
+        "the two sides' code is not the same: in float64 {apart}. By A's code B is wrong, by B's "
+        "A; {doubt:none=which code is right no truth can tell|*={doubt}}"
+    ),
+    # localize: where it stops
+    "truth_is_to_be_made": "the truth has to be made on A's machine, by its code",
+    "truth_of_block_is_to_be_made": "the truth of {module} has to be made on A's machine",
+    "cannot_be_captured": "{sides:letters} cannot be captured on this machine",
+    "other_batches": (
+        "the two sides ran their prompts in other batches: their operators have other shapes and "
+        "are no pairs, so modules are as deep as this goes"
+    ),
+    "none_beyond": "no operator of {module} is beyond its limit",
+    "behind_operators": (
+        "what is off is a parameter's gradient of the whole step: what adds up, reduces or divides "
+        "the prompts' gradients comes behind the operators"
+    ),
+    "only_one_side_calls": "{calls:list}",
+    "side_calls": "only {side:letter} calls {sites:names 3}",
+    "made_by_optimizer": (
+        "what is wrong at {site} is made by the optimizer's step, behind all operators of the "
+        "model: compare the two runs' settings of it"
+    ),
+    "nothing_to_find": "{what}: there is nothing to find",
+    "outside_modules": (
+        "what is wrong at {site} is made outside the blocks and modules: there is none to go into "
+        "(--block PATH goes into one all the same)"
+    ),
+    "nothing_to_go_into": (
+        "{kind:identical=the runs are equal bit for bit: there is nothing to find|"
+        "within_floor=no block makes an error beyond rounding: there is nothing to go into "
+        "(--block PATH goes into one all the same)|"
+        "incomparable=the runs are not the same experiment: {first}|"
+        "*=no block could be named (--block PATH goes into one all the same)}"
+    ),
+    "two_truths": (
+        "{made} is not the same truth as {truth}: {apart}; {verified:yes={made} was made on a "
+        "machine that repeats A, so {truth} was not made by A's code|no=one of them was not made "
+        "by A's code}"
+    ),
+    "not_that_machine": (
+        "{made:none=this is not|*={made} was not made on} {side:letter}'s machine ({label}): its "
+        "blocks do not repeat ({what})"
+    ),
+    "site_differs": "{site} differs[[, rel L2 {rel_l2:.2e}]]",
+    "no_tensor_to_hold": "no tensor to hold against it",
+    # localize: what other machines do
+    "makes_truth_by_code": "makes the truth by its code",
+    "makes": "makes {name}",
+    "proves_it": "proves it there",
+    "makes_truths_again": "makes its truths, with both removed",
+    "on_machine": "on {side:letter}'s machine[[: {task}]]",
+    # localize: levels
+    "unmeasured": "by how much is not known",
+    "rel_l2": "rel L2 {rel_l2:.2e}",
+    "errors": "err of A {reference:.2e}, of B {candidate:.2e}",
+    # runs that were made again
+    "side": "{side:letter}",
+    "without_substitute": "the run without it",
+    "shares_nothing": "{run} shares no tensor with {original}",
+    "repeats": "{run} repeats {original}: all {num} shared tensors",
+    "repeats_not": "{run} does not repeat {original}: {where}",
+    "as_far": "{run} is as far from the truth as {original}, though {where}",
+    "repeats_differ": "its own repeats differed in {num} of {total}",
+    "no_deterministic_form": "it has operators without a deterministic form",
+    "runs_eagerly": "it has compiled modules, which run eagerly while operators are recorded",
+    "several_processes": "several processes made it, and one repeats it",
+}

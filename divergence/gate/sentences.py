@@ -1,0 +1,72 @@
+"""The sentences of the gate: rules that are not met, known differences, what to know. See
+divergence.facts for the form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SENTENCES: Mapping[str, str] = {
+    # rules that are not met
+    "kind": "{word} ({kind})",
+    "verdict_refused": (
+        "the verdict is {kind}; the policy allows {allowed:list}"
+        "[[. Known differences do not excuse it: {why_not}]]"
+    ),
+    "whole_refused": "the new run's whole pass: {kind}: {what}",
+    "nothing_compared": "nothing was compared, so nothing was checked",
+    "blocking": ("{check}: {reference} in the golden, {candidate} in the new run[[ ({details})]]"),
+    "share_too_low": "{what}: a share of {share:.4g}, and the policy wants {least:g}",
+    "records_compared": "{num} records of the golden were compared and {num_left_out} were not",
+    "pass_compared": (
+        "{pass_} pass: {num} {what:operators=records of operators|*={what}} of the golden were "
+        "compared{num_left_out:0=|*= and {num_left_out} were not}{num_extra:0=|*= and {num_extra} "
+        "of the new run have no counterpart in the golden}[[ ({why})]]"
+    ),
+    "setting_differs": (
+        "{check} {status:unknown=is|*=differs}: {details:none={reference} in the golden, "
+        "{candidate} in the new run|*={details}}"
+    ),
+    "no_token_in_golden": (
+        "the golden holds no generated token, so none was checked: capture it with "
+        "--max-new-tokens 1 or more, or leave [tokens] out of the policy"
+    ),
+    "tokens_too_few": (
+        "{num_equal} of {total} generated tokens are equal{num_ties:0=|*= ({num_ties} more were "
+        "ties)}{num_missing:0=|*=, {num_missing} of the golden's were not generated}; the policy "
+        "wants {least:g}"
+    ),
+    "no_site_meant": (
+        "no compared site is meant by {sites}[[ in the {pass_} pass]], so nothing was held against "
+        "these limits; for a policy that serves other models too, write optional = true"
+    ),
+    "number_unknown": (
+        "{name} is unknown at {place}, where {of_floor:yes=there is no floor|no=not both sides "
+        "keep what it takes (--store)}"
+    ),
+    "number_beyond": "{name} is {value:.3g} at {place}; the policy allows {limit:g}",
+    "not_known_here": "{name} is not known here[[; did you mean {near:list  or }?]]",
+    "number_off": "{name} is {value:.3g}; the policy wants {allowed}",
+    # what a rule allows
+    "the_same": "the same",
+    "some_tokens": "some generated tokens",
+    "a_site": "a site to hold it against",
+    # notes
+    "golden": "the golden is {what}",
+    "other_code": "WARNING: other code or constants at equal settings: {details}",
+    "no_such_check": "preflight.{key}: no check here is called {pattern}[[; {hint}]]",
+    # known differences
+    "place": "{site} ({pass_}, sample {sample}, step {step})",
+    "flagged_not_known": "flagged and not known: {place}{num_more:0=|*= and {num_more} more}",
+    "rests_on_no_record": (
+        "what the verdict rests on is no flagged record, and only such can be known"
+    ),
+    "operator_beyond": "the operator {site} is beyond its limit",
+    "ends_elsewhere": "the verdict ends at {site}, which is no flagged record",
+    "ranks_disagree": "ranks that must agree do not",
+    "drifts_beside": "beside what is known, {what}",
+    "unused": "nothing that is flagged is meant; take the entry out if the difference is gone",
+    "expired": "it held until {until} and excuses nothing any more",
+    "exceeded": "it is larger than known: {figures:list} at {place}",
+    "used": "{num} flagged records, {figures:list}[[, until {until}]]",
+    "figure": "{name} {value:none=unknown|*={value:.3g}} of {limit:g}",
+}

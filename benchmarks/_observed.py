@@ -1,0 +1,374 @@
+"""Observations beside today's measurements, for a judge that is one table (columns of numpy).
+
+For each pair of tensors of an alignment (blocks' and modules' inputs and outputs, every pass,
+prompt and step) three errors are looked at, e = A - R, B - R and B - A, with R the truth; in an
+escalated pass A is the truth and B the float32 pass. Rows are tokens, channels the last axis.
+
+``tokens``, a line a token:
+  pair        line of ``pairs``                        row     token's number in the tensor
+  mask        0 compared, 1 pad, 2 routed elsewhere, 3 nan or inf on a side (question 6: masks
+              with their reasons; such a line is told, and convicts nothing)
+  equal       channels whose bits are equal (question 1; and how many agree is a control of its own)
+  r2 rn       sum a^2, and its participation ratio (sum a^2)^2 / sum a^4: the model floor is u^2 r2,
+              its n is rn (question 2: var log F(n, n); a massive channel has rn near 1)
+  z2 zn       the same of a / scale
+  u2          sum (a - input)^2 of a block: the floor of what is added, not of the stream
+  s2 sn       of each error: sum e^2 and its participation ratio: numerator and denominator of W
+              (question 2), with the truth its own floor (question 3)
+  c2 cn       the same of e / scale: sees what a massive channel hides
+  gain        <e, a> / sum a^2: one factor at all tokens is a structure (question 5, and x 1.005)
+``pairs``, a line a pair of tensors, with role, shapes, dtypes and names, what all its compared
+tokens come to (the same sums), and
+  top tokens, channels: the three largest of the scaled error with their shares (question 5: scope)
+  constant    |mean e|^2 T / sum e^2: 1 where all tokens have one vector (a bias)
+  gain ugain  <e, a> / sum a^2 and <e, a - input> / sum (a - input)^2 over all tokens
+  start       the first token whose error is beyond a tenth of the largest
+``profiles``: of each site, pass and phase the scaled error of every channel (a head, a channel, a
+row of the vocabulary), ``scales`` among them: 16-bit logarithms.
+``small``: tensors of at most 16 channels as they are (routers' scores and choices, gates): their
+margins and who was sent where. ``logits``: the largest two and the gap between them on both sides,
+and KL(A | B): z of a sampled token (question 4).
+``operators``, a line a row of an operator's result: s2 and sn of the three errors, and the floor.
+
+``scale`` of a channel is its rms over all tokens of the site and pass in the reference, at least u
+times that of the typical channel. Numbers are log2 in steps of 1/128 (a relative error of 0.27%),
+-32768 is zero and 32767 infinite; a number with a sign is in steps of 1/64, doubled, odd where it
+is negative.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from divergence.analyses.operators import errors as operator_errors
+from divergence.numerics.formats import format_named
+from divergence.run.reader import Run
+from divergence.run.schema.site import module_of
+
+__all__ = ["Observed", "logarithm", "of_logarithm", "signed"]
+
+ERRORS = ("A", "B", "D")
+SUMS = ("s2", "sn", "c2", "cn")
+_SMALL = 16
+_TOP = 3
+_WIDEST = 4096
+"""Channels that have a profile."""
+
+
+def logarithm(values: Any) -> np.ndarray:
+    """As int16: see above."""
+    with np.errstate(all="ignore"):
+        steps = np.round(128 * np.log2(np.asarray(values, np.float64)))
+    steps = np.where(np.isnan(steps) | (steps == np.inf), 32767, np.clip(steps, -32767, 32766))
+    return np.where(np.asarray(values) == 0, -32768, steps).astype(np.int16)
+
+
+def of_logarithm(codes: np.ndarray) -> np.ndarray:
+    values = np.exp2(codes.astype(np.float64) / 128)
+    return np.where(codes == -32768, 0.0, np.where(codes == 32767, np.inf, values))
+
+
+def signed(values: Any) -> np.ndarray:
+    values = np.asarray(values, np.float64)
+    with np.errstate(all="ignore"):
+        steps = np.round(64 * np.log2(np.abs(values)))
+    steps = np.where(np.isfinite(steps), np.clip(steps, -16383, 16383), -16384)
+    return (2 * steps + (values < 0)).astype(np.int16)
+
+
+class Observed:
+    """The tables of one comparison."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        """``names``: by a run's id its role (a, b, truth)."""
+        self._names = names
+        self.columns: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.texts: dict[str, list[str]] = defaultdict(list)
+        self.num_pairs = 0
+        self._operator: tuple[Any, ...] = ()
+
+    # ── pairs of tensors ────────────────────────────────────────────────────────────────────────
+
+    def observe(self, measurer: Any, pairs: Sequence[Any]) -> None:
+        by_site = defaultdict(list)
+        for pair in pairs:
+            by_site[pair.pass_, pair.reference.record.site].append(pair)
+        with np.errstate(all="ignore"):
+            for place, group in by_site.items():
+                self._site(measurer, place, group)
+
+    def _site(self, measurer: Any, place: tuple[str, str], pairs: list[Any]) -> None:
+        energy: dict[int, list[Any]] = {}
+        read = []
+        for pair in pairs:
+            tensors = self._tensors(measurer, pair)
+            if tensors is None:
+                continue
+            a, _, _, _, mask = tensors
+            kept = a[mask == 0].square()
+            energy.setdefault(a.shape[1], [0.0, 0])
+            total = energy[a.shape[1]]
+            total[0] = total[0] + kept.sum(0)
+            total[1] += len(kept)
+            read.append((pair, tensors))
+        scales = {}
+        for width, (total, count) in energy.items():
+            scale = np.sqrt(total.numpy() / max(count, 1)) if count else np.ones(width)
+            roundoff = format_named(pairs[0].reference.record.dtype).unit_roundoff or 2.0**-53
+            least = roundoff * np.sqrt(np.mean(scale**2))
+            scales[width] = torch.from_numpy(np.maximum(scale, max(least, 1e-300)))
+        profiles: dict[tuple[int, bool], list[Any]] = {}
+        for pair, tensors in read:
+            width = tensors[0].shape[1]
+            sums = self._pair(measurer, place, pair, tensors, scales[width])
+            if width <= _WIDEST:
+                key = width, pair.reference.record.step > 0
+                if key in profiles:
+                    profiles[key] = [x + y for x, y in zip(profiles[key], sums, strict=True)]
+                else:
+                    profiles[key] = sums
+        for (width, decode), sums in profiles.items():
+            self.texts["profiles"].append(
+                f"{place[0]} {place[1]} {'decode' if decode else 'prefill'}"
+            )
+            self.columns["profiles.width"].append(np.array([width], np.int32))
+            self.columns["profiles.scale"].append(logarithm(scales[width].numpy()))
+            for name, total in zip(ERRORS, sums, strict=True):
+                self.columns[f"profiles.{name}"].append(logarithm(total.numpy()))
+
+    def _tensors(self, measurer: Any, pair: Any) -> tuple[Any, ...] | None:
+        """A, B, truth, input (float64, rows by channels) and the mask by row."""
+        reference, candidate = measurer._reference, measurer._candidate
+        records = pair.reference.record, pair.candidate.record
+        if not (reference.has_bytes(records[0]) and candidate.has_bytes(records[1])):
+            return None
+        pieces = measurer._pieces
+        a, b = pieces.tensor(reference, pair.reference), pieces.tensor(candidate, pair.candidate)
+        if a.shape != b.shape or not a.numel():
+            return None
+        if not a.is_floating_point() or not b.is_floating_point():
+            if not a.is_floating_point() and a.shape[-1] <= _SMALL:
+                self._keep_small(pair, a, b)
+            return None
+        width = a.shape[-1] if a.ndim > 1 else 1
+        if width <= _SMALL:
+            self._keep_small(pair, a, b)
+        mask = torch.zeros(a.numel() // width, dtype=torch.uint8)
+        true_record = None if measurer._truth is None else measurer._truth.record(pair)
+        truth = base = None
+        routed_by = None
+        if true_record is not None and format_named(true_record.dtype).kind == "float":
+            run = measurer._truth.run
+            truth = pieces.rows_of(run.read(true_record), pair.reference)
+            truth = truth.reshape(-1, width).double() if truth.shape == a.shape else None
+            routed_by = (run, true_record)
+        routed = measurer._routing.of(pair, len(mask), routed_by)
+        if routed is not None and routed.kept is not None and len(routed.kept) == len(mask):
+            mask[~routed.kept] = 2
+        real = pieces.row_mask(pair.reference, tuple(a.shape))
+        if real is not None:
+            mask[~real] = 1
+        if measurer._is_block(pair):
+            base = pieces.base(pair)
+            base = (
+                None if base is None or base.shape != a.shape else base.reshape(-1, width).double()
+            )
+        a, b = a.reshape(-1, width).double(), b.reshape(-1, width).double()
+        bad = ~(a.isfinite().all(1) & b.isfinite().all(1))
+        if truth is not None:
+            bad |= ~truth.isfinite().all(1)
+        mask[bad & (mask == 0)] = 3
+        return a, b, truth, base, mask
+
+    def _keep_small(self, pair: Any, a: torch.Tensor, b: torch.Tensor) -> None:
+        record = pair.reference.record
+        self.texts["small"].append(f"{pair.pass_} {record.sample} {record.step} {record.site}")
+        self.columns["small.shape"].append(np.array([a.numel(), a.shape[-1] if a.ndim else 1]))
+        for name, tensor in (("A", a), ("B", b)):
+            self.columns[f"small.{name}"].append(
+                tensor.reshape(-1).to(torch.float32).numpy().copy()
+            )
+
+    def _pair(self, measurer: Any, place: tuple[str, str], pair: Any, tensors: tuple[Any, ...],
+              scale: torch.Tensor) -> list[torch.Tensor]:  # fmt: skip
+        a, b, truth, base, mask = tensors
+        record, note = pair.reference.record, measurer._notes.get(module_of(place[1]))
+        num_rows, width = a.shape
+        kept = mask == 0
+        number = self.num_pairs
+        self.num_pairs += 1
+        self.texts["site"].append(place[1])
+        self.texts["pass"].append(place[0])
+        self.texts["role"].append(getattr(note, "role", None) or "")
+        self.texts["dtype"].append(f"{record.dtype} {pair.candidate.record.dtype}")
+        self.texts["sides"].append(
+            f"{self._names.get(measurer._reference.manifest.id, 'truth')} "
+            f"{self._names.get(measurer._candidate.manifest.id, 'truth')}"
+        )
+        a, b = (torch.where(kept[:, None], side, 0.0) for side in (a, b))
+        errors: dict[str, torch.Tensor | None] = {"A": None, "B": None, "D": b - a}
+        if truth is not None:
+            truth = torch.where(kept[:, None], truth, 0.0)
+            errors |= {"A": a - truth, "B": b - truth}
+        equal = (a == b).sum(1)
+        self._add("pairs", {
+            "sample": record.sample, "step": record.step, "order": record.order,
+            "rows": num_rows, "width": width, "pads": int((mask == 1).sum()),
+            "routed": int((mask == 2).sum()), "bad": int((mask == 3).sum()),
+            "equal": int((equal[kept] == width).sum()),
+        })  # fmt: skip
+        tokens: dict[str, Any] = {
+            "pair": np.full(num_rows, number, np.int32), "row": np.arange(num_rows, dtype=np.int32),
+            "mask": mask.numpy(), "equal": equal.numpy().astype(np.int32),
+        }  # fmt: skip
+        whole: dict[str, Any] = {}
+        norm = a.square().sum(1)
+        for names, values in ((("r2", "rn"), a), (("z2", "zn"), a / scale)):
+            self._sums(names, values, tokens, whole)
+        update = None if base is None else torch.where(kept[:, None], a - base, 0.0)
+        tokens["u2"] = logarithm(
+            np.zeros(num_rows) if update is None else update.square().sum(1).numpy()
+        )
+        whole["u2"] = logarithm([0.0 if update is None else float(update.square().sum())])
+        profile = []
+        for name, error in errors.items():
+            if error is None:
+                empty = np.full(num_rows, 32767, np.int16)
+                tokens |= {f"{key}.{name}": empty for key in (*SUMS, "gain")}
+                whole |= {f"{key}.{name}": empty[:1] for key in (
+                    *SUMS, "gain", "ugain", "constant", "start",
+                    *(f"{what}{n}" for what in ("token", "token_share", "channel", "channel_share")
+                      for n in range(_TOP)),
+                )}  # fmt: skip
+                profile.append(torch.zeros(width, dtype=torch.float64))
+                continue
+            scaled = error / scale
+            self._sums((f"s2.{name}", f"sn.{name}"), error, tokens, whole)
+            self._sums((f"c2.{name}", f"cn.{name}"), scaled, tokens, whole)
+            along = (error * a).sum(1)
+            tokens[f"gain.{name}"] = signed((along / norm).numpy())
+            whole[f"gain.{name}"] = signed([float(along.sum() / norm.sum())])
+            beside = 0.0
+            if update is not None:
+                beside = float((error * update).sum() / update.square().sum())
+            whole[f"ugain.{name}"] = signed([beside])
+            square = error.square().sum()
+            mean = error.sum(0).square().sum() / max(1, int(kept.sum()))
+            whole[f"constant.{name}"] = logarithm([float(mean / square) if square else 0.0])
+            by_token, by_channel = scaled.square().sum(1), scaled.square().sum(0)
+            total = max(float(by_token.sum()), 1e-300)
+            for what, part in (("token", by_token), ("channel", by_channel)):
+                largest = part.topk(min(_TOP, len(part)))
+                for n in range(_TOP):
+                    there = n < len(part)
+                    index = int(largest.indices[n]) if there else -1
+                    share = float(largest.values[n]) / total if there else 0.0
+                    whole[f"{what}{n}.{name}"] = np.array([index], np.int32)
+                    whole[f"{what}_share{n}.{name}"] = logarithm([share])
+            beyond = (by_token > 0.01 * by_token.max()).nonzero()
+            start = int(beyond[0]) if float(by_token.max()) > 0 else -1
+            whole[f"start.{name}"] = np.array([start], np.int32)
+            profile.append(by_channel)
+        for key, value in tokens.items():
+            self.columns[f"tokens.{key}"].append(value)
+        for key, value in whole.items():
+            self.columns[f"pairs.{key}"].append(value)
+        if place[1] == measurer._logits_site and width > 1:
+            self._logits(number, a, b)
+        return profile
+
+    def _sums(self, names: tuple[str, str], values: torch.Tensor, tokens: dict[str, Any],
+              whole: dict[str, Any]) -> None:  # fmt: skip
+        square = values.square()
+        second, fourth = square.sum(1), square.square().sum(1)
+        tokens[names[0]] = logarithm(second.numpy())
+        tokens[names[1]] = logarithm(_ratio(second, fourth))
+        whole[names[0]] = logarithm([float(second.sum())])
+        whole[names[1]] = logarithm(_ratio(second.sum(), fourth.sum())[None])
+
+    def _logits(self, number: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.columns["logits.pair"].append(np.full(len(a), number, np.int32))
+        for name, side in (("A", a), ("B", b)):
+            largest = side.topk(2)
+            self.columns[f"logits.first.{name}"].append(
+                largest.indices[:, 0].numpy().astype(np.int32)
+            )
+            self.columns[f"logits.second.{name}"].append(
+                largest.indices[:, 1].numpy().astype(np.int32)
+            )
+            gap = largest.values[:, 0] - largest.values[:, 1]
+            self.columns[f"logits.gap.{name}"].append(logarithm(gap.numpy()))
+        first, second = a.log_softmax(1), b.log_softmax(1)
+        kl = (first.exp() * (first - second)).sum(1).clamp_min(0.0)
+        self.columns["logits.kl"].append(logarithm(kl.numpy()))
+
+    def _add(self, table: str, values: dict[str, int]) -> None:
+        for key, value in values.items():
+            self.columns[f"{table}.{key}"].append(np.array([value], np.int32))
+
+    # ── operators ───────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def operators(self) -> Iterator[None]:
+        """Within it, each result of an operator that is measured is looked at."""
+        measure, measure_one = operator_errors.measure_operator, operator_errors._measure
+
+        def named(unit: Any, forward: Any, match: Any, *args: Any) -> None:
+            self._operator = (match.reference.path, match.candidate.path, *forward)
+            measure_one(unit, forward, match, *args)
+            self._operator = ()
+
+        def seen(a: torch.Tensor, b: torch.Tensor, truth: Any, **options: Any) -> Any:
+            errors = measure(a, b, truth, **options)
+            if self._operator and errors is not None:
+                with np.errstate(all="ignore"):
+                    self._operator_rows(a, b, truth, errors, options.get("num_terms", 1))
+            return errors
+
+        with (
+            mock.patch.object(operator_errors, "measure_operator", seen),
+            mock.patch.object(operator_errors, "_measure", named),
+        ):
+            yield
+
+    def _operator_rows(self, a: Any, b: Any, truth: Any, errors: Any, num_terms: int) -> None:
+        first, second, sample, step = self._operator
+        width = a.shape[-1] if a.ndim else 1
+        kept = errors.rows
+        x, y, r = (None if t is None else t.reshape(-1, width).double()[kept].nan_to_num(0, 0, 0)
+                   for t in (a, b, truth))  # fmt: skip
+        assert x is not None and y is not None
+        self.texts["operators"].append(f"{first} {second}")
+        self._add("operators", {"sample": sample, "step": step, "rows": len(kept), "width": width,
+                                "terms": num_terms})  # fmt: skip
+        lines = {"norm": logarithm(errors.norm.numpy()), "floor": logarithm(errors.floor.numpy()),
+                 "equal": (x == y).sum(1).numpy().astype(np.int32)}  # fmt: skip
+        for name, error in (("A", None if r is None else x - r), ("B", None if r is None else y - r),
+                            ("D", y - x)):  # fmt: skip
+            if error is None:
+                lines |= {f"s2.{name}": np.full(len(kept), 32767, np.int16),
+                          f"sn.{name}": np.full(len(kept), 32767, np.int16)}  # fmt: skip
+                continue
+            square = error.square()
+            sums = square.sum(1), square.square().sum(1)
+            lines |= {f"s2.{name}": logarithm(sums[0].numpy()),
+                      f"sn.{name}": logarithm(_ratio(*sums))}  # fmt: skip
+        for key, value in lines.items():
+            self.columns[f"operator_rows.{key}"].append(value)
+
+    def table(self) -> dict[str, np.ndarray]:
+        """All columns, joined; texts as they are."""
+        joined = {key: np.concatenate(parts) for key, parts in self.columns.items()}
+        texts = {f"text.{key}": np.array(lines, dtype=object) for key, lines in self.texts.items()}
+        return joined | texts
+
+
+def _ratio(second: torch.Tensor, fourth: torch.Tensor) -> np.ndarray:
+    return torch.where(fourth > 0, second.square() / fourth, 0.0).numpy()

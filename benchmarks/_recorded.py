@@ -392,8 +392,9 @@ class Recorder:
                 key = f"{made.xxh3} {made.dtype} {made.shape}"
                 self.recording.tensors.sources.setdefault(key, (run, record))
             records.append(made)
-        self.recording.runs.append((str(run.path), run.manifest, records))
-        self._numbers[run.manifest.id] = len(self.recording.runs) - 1
+        number = len(self.recording.runs)
+        self.recording.runs.append((f"run-{number}", run.manifest, records))
+        self._numbers[run.manifest.id] = number
         return self._numbers[run.manifest.id]
 
 

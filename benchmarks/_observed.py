@@ -123,7 +123,7 @@ class Observed:
             scale = np.sqrt(total.numpy() / max(count, 1)) if count else np.ones(width)
             roundoff = format_named(pairs[0].reference.record.dtype).unit_roundoff or 2.0**-53
             least = roundoff * np.sqrt(np.mean(scale**2))
-            scales[width] = torch.from_numpy(np.maximum(scale, max(least, 1e-300)))
+            scales[width] = torch.from_numpy(np.maximum(scale, least) if least > 0 else scale + 1)
         profiles: dict[tuple[int, bool], list[Any]] = {}
         for pair, tensors in read:
             width = tensors[0].shape[1]
@@ -273,7 +273,7 @@ class Observed:
                     whole[f"{what}{n}.{name}"] = np.array([index], np.int32)
                     whole[f"{what}_share{n}.{name}"] = logarithm([share])
             beyond = (by_token > 0.01 * by_token.max()).nonzero()
-            start = int(beyond[0]) if float(by_token.max()) > 0 else -1
+            start = int(beyond[0]) if len(beyond) and float(by_token.max()) > 0 else -1
             whole[f"start.{name}"] = np.array([start], np.int32)
             profile.append(by_channel)
         for key, value in tokens.items():

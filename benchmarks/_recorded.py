@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import lzma
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -356,7 +357,10 @@ class Recorder:
                 yield measured
             calls.append(numbers)
             if observe is not None:
-                observe(measurer, pairs)
+                try:
+                    observe(measurer, pairs)
+                except Exception:  # the comparison goes on without
+                    traceback.print_exc()
 
         hidden = without_truth() if truth == "none" else contextlib.nullcontext()
         with hidden, pipeline.measured_by(measure):

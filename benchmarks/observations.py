@@ -667,6 +667,124 @@ def replay(store: Store, kinds: list[str]) -> bool:
         print(f"- {text}")
     return not unequal
 
+WAYS = ("stored", "given", "carried", "none")
+"""The stored row, of older code; now with the truth that the benchmark gives, with the one that the
+reference carries, and without any."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What one answer is worth. ``place``: exact, elsewhere, or None where none is named."""
+
+    alarm: bool
+    place: str | None = None
+    side: str | None = None
+    """right, wrong, or None where none is named."""
+
+
+def outcomes(line: Line, row: dict[str, Any] | None) -> dict[str, Outcome]:
+    """What each way's answer is worth. ``row``: the stored one."""
+    planted = line.planted.get("side")
+    worth = {}
+    for way in WAYS[1:]:
+        answer = line.answers.get(way)
+        if answer is None or (way == "carried" and "truth" not in line.carries.split()):
+            continue
+        worth[way] = _outcome(answer.kind, answer.side, _is_exact(line, way), planted)
+    if row is not None and planted is None:
+        alarm = row["alarm"] if "alarm" in row else row["verdict"] not in QUIET
+        worth["stored"] = Outcome(bool(alarm))
+    elif row is not None:
+        worth["stored"] = _outcome(row["verdict"], row["side_said"], row["exact"], planted)
+    return worth
+
+
+def _outcome(kind: str, side: str | None, exact: bool, planted: str | None) -> Outcome:
+    alarm = kind not in QUIET
+    if planted is None:
+        return Outcome(alarm)
+    named = kind in ("localized", "nonfinite")
+    told = side if alarm and side in ("reference", "candidate", "both") else None
+    return Outcome(
+        alarm=alarm,
+        place=None if not named else "exact" if exact else "elsewhere",
+        side=None if told is None else "right" if told == planted else "wrong",
+    )
+
+
+def _is_exact(line: Line, way: str) -> bool:
+    answer, row = line.answers[way], line.row or {}
+    if answer.kind not in ("localized", "nonfinite"):
+        return False
+    if "place" in line.planted:
+        return answer.block == line.planted["place"]
+    given = line.answers.get("given")
+    if given is not None and given.site == answer.site:  # one name for it on both sides
+        return bool(row.get("exact"))
+    return (answer.site or "").rpartition(":")[0] == row.get("site")
+
+
+def figures(store: Store) -> None:
+    """Older code against now, pair by pair: a table, and the pairs whose worth is another."""
+    rows = {
+        "localization": {trial_key(row): row for row in stored("localization.jsonl")},
+        "health": {row["label"]: row for row in stored("health.jsonl")},
+        "operators": {operator_key(row): row for row in stored("operator_localization.jsonl")},
+        "trained": {row["key"]: row for row in stored("trained.jsonl")},
+    }
+    groups: dict[tuple[str, str, str], list[tuple[Line, dict[str, Outcome]]]] = defaultdict(list)
+    for line in store.lines():
+        if line.kind in ("trust", "cases") or not line.answers:
+            continue
+        worth = outcomes(line, rows.get(line.kind, {}).get(line.key))
+        what = "faults" if line.planted.get("side") else "healthy"
+        dtype = str(line.planted.get("dtype"))
+        groups[line.kind, what, dtype].append((line, worth))
+        groups[line.kind, what, "all"].append((line, worth))
+
+    def counted(group: list[tuple[Line, dict[str, Outcome]]], field: str, value: Any) -> str:
+        """For each way the count, "-" where that way was never asked."""
+        cells = []
+        for way in WAYS:
+            asked = [worth[way] for _, worth in group if way in worth]
+            number = sum(getattr(outcome, field) == value for outcome in asked)
+            cells.append(f"{number}/{len(asked)}" if asked else "-")
+        return " ".join(cells)
+
+    print("Each cell: stored row (older code), now with the given truth, with the carried, without\n")
+    print("| pairs | dtype | | alarm or found | exact place | elsewhere | right side | wrong side |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (kind, what, dtype), group in sorted(groups.items()):
+        cells = [counted(group, "alarm", True)]
+        for field, value in (("place", "exact"), ("place", "elsewhere"), ("side", "right"),
+                             ("side", "wrong")):  # fmt: skip
+            cells.append(counted(group, field, value) if what == "faults" else "")
+        print(f"| {kind}, {what} | {dtype} | {len(group)} | {' | '.join(cells)} |")
+    tally = Counter(line.row["outcome"] for line in store.lines("trust") if line.row)
+    print(f"\ntrust cases: {', '.join(f'{count} {name}' for name, count in tally.items()) or '-'}\n")
+    for (kind, what, dtype), group in sorted(groups.items()):
+        for line, worth in group if dtype != "all" else ():
+            first = worth.get("stored")
+            others = {way: outcome for way, outcome in worth.items() if way != "stored"}
+            alarm = what == "healthy" and any(outcome.alarm for outcome in others.values())
+            with_truth = [worth[way] for way in ("given", "carried") if way in worth]
+            other = first is not None and any(outcome != first for outcome in with_truth)
+            if alarm or other:
+                said = "; ".join(f"{way} {_told(line.answers[way])}" for way in others)
+                before = "" if first is None else f"stored {_worth(first)}; "
+                print(f"- {kind} {line.key}: {before}{said}")
+
+
+def _worth(outcome: Outcome) -> str:
+    words = ["found" if outcome.alarm else "quiet", outcome.place, outcome.side]
+    return " ".join(word if word not in ("right", "wrong") else f"{word} side"
+                    for word in words if word)  # fmt: skip
+
+
+def _told(answer: Answer) -> str:
+    place = "" if answer.site is None else f" {answer.site} {answer.sample}/{answer.step}"
+    return f"{answer.kind} {answer.confidence}{place} {answer.side or '-'}"
+
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -688,6 +806,8 @@ def main() -> int:
         run_case(store, options.program)
     elif options.what == "replay":
         return 0 if replay(store, kinds) else 1
+    elif options.what == "figures":
+        figures(store)
     return 0
 
 

@@ -32,13 +32,14 @@ and KL(A | B): z of a sampled token (question 4).
 
 ``scale`` of a channel is its rms over all tokens of the site and pass in the reference, at least u
 times that of the typical channel. Numbers are log2 in steps of 1/128 (a relative error of 0.27%),
--32768 is zero and 32767 infinite; a number with a sign is in steps of 1/64, doubled, odd where it
-is negative.
+-32768 is zero and 32767 infinite, or what no truth was there for; a gain is in steps of 1/64,
+doubled, odd where it is negative, and -32768 where there is none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,7 +50,6 @@ import torch
 
 from divergence.analyses.operators import errors as operator_errors
 from divergence.numerics.formats import format_named
-from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
 
 __all__ = ["Observed", "logarithm", "of_logarithm", "signed"]
@@ -139,9 +139,9 @@ class Observed:
                 f"{place[0]} {place[1]} {'decode' if decode else 'prefill'}"
             )
             self.columns["profiles.width"].append(np.array([width], np.int32))
-            self.columns["profiles.scale"].append(logarithm(scales[width].numpy()))
+            self.columns["profiles.scale"].append(scales[width].numpy())
             for name, total in zip(ERRORS, sums, strict=True):
-                self.columns[f"profiles.{name}"].append(logarithm(total.numpy()))
+                self.columns[f"profiles.{name}"].append(total.numpy())
 
     def _tensors(self, measurer: Any, pair: Any) -> tuple[Any, ...] | None:
         """A, B, truth, input (float64, rows by channels) and the mask by row."""
@@ -196,122 +196,94 @@ class Observed:
                 tensor.reshape(-1).to(torch.float32).numpy().copy()
             )
 
-    def _pair(self, measurer: Any, place: tuple[str, str], pair: Any, tensors: tuple[Any, ...],
-              scale: torch.Tensor) -> list[torch.Tensor]:  # fmt: skip
+    def _pair(
+        self, measurer: Any, place: tuple[str, str], pair: Any, tensors: tuple[Any, ...],
+        scale: torch.Tensor,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """The lines of one pair of tensors; gives each error's energy by channel."""
         a, b, truth, base, mask = tensors
         record, note = pair.reference.record, measurer._notes.get(module_of(place[1]))
         num_rows, width = a.shape
         kept = mask == 0
-        number = self.num_pairs
-        self.num_pairs += 1
+        number, self.num_pairs = self.num_pairs, self.num_pairs + 1
         self.texts["site"].append(place[1])
         self.texts["pass"].append(place[0])
         self.texts["role"].append(getattr(note, "role", None) or "")
         self.texts["dtype"].append(f"{record.dtype} {pair.candidate.record.dtype}")
-        self.texts["sides"].append(
-            f"{self._names.get(measurer._reference.manifest.id, 'truth')} "
-            f"{self._names.get(measurer._candidate.manifest.id, 'truth')}"
-        )
+        runs = measurer._reference, measurer._candidate
+        sides = [self._names.get(run.manifest.id, "truth") for run in runs]
+        self.texts["sides"].append(" ".join(sides))
         a, b = (torch.where(kept[:, None], side, 0.0) for side in (a, b))
         errors: dict[str, torch.Tensor | None] = {"A": None, "B": None, "D": b - a}
         if truth is not None:
             truth = torch.where(kept[:, None], truth, 0.0)
             errors |= {"A": a - truth, "B": b - truth}
         equal = (a == b).sum(1)
-        self._add("pairs", {
+        tokens: dict[str, Any] = {
+            "pair": np.full(num_rows, number, np.int32),
+            "row": np.arange(num_rows, dtype=np.int32),
+            "mask": mask.numpy(),
+            "equal": equal.numpy().astype(np.int32),
+        }
+        whole: dict[str, Any] = {
             "sample": record.sample, "step": record.step, "order": record.order,
             "rows": num_rows, "width": width, "pads": int((mask == 1).sum()),
             "routed": int((mask == 2).sum()), "bad": int((mask == 3).sum()),
             "equal": int((equal[kept] == width).sum()),
-        })  # fmt: skip
-        tokens: dict[str, Any] = {
-            "pair": np.full(num_rows, number, np.int32), "row": np.arange(num_rows, dtype=np.int32),
-            "mask": mask.numpy(), "equal": equal.numpy().astype(np.int32),
         }  # fmt: skip
-        whole: dict[str, Any] = {}
-        norm = a.square().sum(1)
-        for names, values in ((("r2", "rn"), a), (("z2", "zn"), a / scale)):
-            self._sums(names, values, tokens, whole)
+        _add_sums(("r2", "rn"), a, tokens, whole)
+        _add_sums(("z2", "zn"), a / scale, tokens, whole)
         update = None if base is None else torch.where(kept[:, None], a - base, 0.0)
-        tokens["u2"] = logarithm(
-            np.zeros(num_rows) if update is None else update.square().sum(1).numpy()
-        )
-        whole["u2"] = logarithm([0.0 if update is None else float(update.square().sum())])
+        tokens["u2"] = np.zeros(num_rows) if update is None else update.square().sum(1).numpy()
+        whole["u2"] = float(tokens["u2"].sum())
         profile = []
         for name, error in errors.items():
             if error is None:
-                empty = np.full(num_rows, 32767, np.int16)
-                tokens |= {f"{key}.{name}": empty for key in (*SUMS, "gain")}
-                whole |= {f"{key}.{name}": empty[:1] for key in (
-                    *SUMS, "gain", "ugain", "constant", "start",
-                    *(f"{what}{n}" for what in ("token", "token_share", "channel", "channel_share")
-                      for n in range(_TOP)),
-                )}  # fmt: skip
+                tokens |= {f"{key}.{name}": np.full(num_rows, math.inf) for key in (*SUMS, "gain")}
+                whole |= {f"{key}.{name}": math.inf for key in (*SUMS, "gain", "ugain", "constant")}
+                whole |= {f"start.{name}": -1} | _largest(name, "token", None)
+                whole |= _largest(name, "channel", None)
                 profile.append(torch.zeros(width, dtype=torch.float64))
                 continue
             scaled = error / scale
-            self._sums((f"s2.{name}", f"sn.{name}"), error, tokens, whole)
-            self._sums((f"c2.{name}", f"cn.{name}"), scaled, tokens, whole)
-            along = (error * a).sum(1)
-            tokens[f"gain.{name}"] = signed((along / norm).numpy())
-            whole[f"gain.{name}"] = signed([float(along.sum() / norm.sum())])
-            beside = 0.0
+            _add_sums((f"s2.{name}", f"sn.{name}"), error, tokens, whole)
+            _add_sums((f"c2.{name}", f"cn.{name}"), scaled, tokens, whole)
+            along, norm = (error * a).sum(1), a.square().sum(1)
+            tokens[f"gain.{name}"] = (along / norm).numpy()
+            whole[f"gain.{name}"] = float(along.sum() / norm.sum())
+            whole[f"ugain.{name}"] = math.nan
             if update is not None:
-                beside = float((error * update).sum() / update.square().sum())
-            whole[f"ugain.{name}"] = signed([beside])
+                part = (error * update).sum() / update.square().sum()
+                whole[f"ugain.{name}"] = float(part)
             square = error.square().sum()
             mean = error.sum(0).square().sum() / max(1, int(kept.sum()))
-            whole[f"constant.{name}"] = logarithm([float(mean / square) if square else 0.0])
+            whole[f"constant.{name}"] = float(mean / square) if square else 0.0
             by_token, by_channel = scaled.square().sum(1), scaled.square().sum(0)
-            total = max(float(by_token.sum()), 1e-300)
-            for what, part in (("token", by_token), ("channel", by_channel)):
-                largest = part.topk(min(_TOP, len(part)))
-                for n in range(_TOP):
-                    there = n < len(part)
-                    index = int(largest.indices[n]) if there else -1
-                    share = float(largest.values[n]) / total if there else 0.0
-                    whole[f"{what}{n}.{name}"] = np.array([index], np.int32)
-                    whole[f"{what}_share{n}.{name}"] = logarithm([share])
+            whole |= _largest(name, "token", by_token) | _largest(name, "channel", by_channel)
             beyond = (by_token > 0.01 * by_token.max()).nonzero()
-            start = int(beyond[0]) if len(beyond) and float(by_token.max()) > 0 else -1
-            whole[f"start.{name}"] = np.array([start], np.int32)
+            whole[f"start.{name}"] = int(beyond[0]) if len(beyond) else -1
             profile.append(by_channel)
-        for key, value in tokens.items():
-            self.columns[f"tokens.{key}"].append(value)
+        for key, column in tokens.items():
+            self.columns[f"tokens.{key}"].append(column)
         for key, value in whole.items():
-            self.columns[f"pairs.{key}"].append(value)
+            kind = np.int32 if isinstance(value, int) else np.float64
+            self.columns[f"pairs.{key}"].append(np.array([value], kind))
         if place[1] == measurer._logits_site and width > 1:
             self._logits(number, a, b)
         return profile
-
-    def _sums(self, names: tuple[str, str], values: torch.Tensor, tokens: dict[str, Any],
-              whole: dict[str, Any]) -> None:  # fmt: skip
-        square = values.square()
-        second, fourth = square.sum(1), square.square().sum(1)
-        tokens[names[0]] = logarithm(second.numpy())
-        tokens[names[1]] = logarithm(_ratio(second, fourth))
-        whole[names[0]] = logarithm([float(second.sum())])
-        whole[names[1]] = logarithm(_ratio(second.sum(), fourth.sum())[None])
 
     def _logits(self, number: int, a: torch.Tensor, b: torch.Tensor) -> None:
         self.columns["logits.pair"].append(np.full(len(a), number, np.int32))
         for name, side in (("A", a), ("B", b)):
             largest = side.topk(2)
-            self.columns[f"logits.first.{name}"].append(
-                largest.indices[:, 0].numpy().astype(np.int32)
-            )
-            self.columns[f"logits.second.{name}"].append(
-                largest.indices[:, 1].numpy().astype(np.int32)
-            )
+            for n, rank in enumerate(("first", "second")):
+                indices = largest.indices[:, n].numpy().astype(np.int32)
+                self.columns[f"logits.{rank}.{name}"].append(indices)
             gap = largest.values[:, 0] - largest.values[:, 1]
-            self.columns[f"logits.gap.{name}"].append(logarithm(gap.numpy()))
+            self.columns[f"logits.gap.{name}"].append(gap.numpy())
         first, second = a.log_softmax(1), b.log_softmax(1)
         kl = (first.exp() * (first - second)).sum(1).clamp_min(0.0)
-        self.columns["logits.kl"].append(logarithm(kl.numpy()))
-
-    def _add(self, table: str, values: dict[str, int]) -> None:
-        for key, value in values.items():
-            self.columns[f"{table}.{key}"].append(np.array([value], np.int32))
+        self.columns["logits.kl"].append(kl.numpy())
 
     # ── operators ───────────────────────────────────────────────────────────────────────────────
 
@@ -342,33 +314,65 @@ class Observed:
         first, second, sample, step = self._operator
         width = a.shape[-1] if a.ndim else 1
         kept = errors.rows
-        x, y, r = (None if t is None else t.reshape(-1, width).double()[kept].nan_to_num(0, 0, 0)
-                   for t in (a, b, truth))  # fmt: skip
+        x, y, r = (
+            None if t is None else t.reshape(-1, width).double()[kept].nan_to_num(0.0, 0.0, 0.0)
+            for t in (a, b, truth)
+        )
         assert x is not None and y is not None
         self.texts["operators"].append(f"{first} {second}")
-        self._add("operators", {"sample": sample, "step": step, "rows": len(kept), "width": width,
-                                "terms": num_terms})  # fmt: skip
-        lines = {"norm": logarithm(errors.norm.numpy()), "floor": logarithm(errors.floor.numpy()),
+        values = {"sample": sample, "step": step, "rows": len(kept), "width": width,
+                  "terms": num_terms}  # fmt: skip
+        for key, value in values.items():
+            self.columns[f"operators.{key}"].append(np.array([value], np.int32))
+        lines = {"norm": errors.norm.numpy(), "floor": errors.floor.numpy(),
                  "equal": (x == y).sum(1).numpy().astype(np.int32)}  # fmt: skip
-        for name, error in (("A", None if r is None else x - r), ("B", None if r is None else y - r),
-                            ("D", y - x)):  # fmt: skip
-            if error is None:
-                lines |= {f"s2.{name}": np.full(len(kept), 32767, np.int16),
-                          f"sn.{name}": np.full(len(kept), 32767, np.int16)}  # fmt: skip
-                continue
-            square = error.square()
-            sums = square.sum(1), square.square().sum(1)
-            lines |= {f"s2.{name}": logarithm(sums[0].numpy()),
-                      f"sn.{name}": logarithm(_ratio(*sums))}  # fmt: skip
-        for key, value in lines.items():
-            self.columns[f"operator_rows.{key}"].append(value)
+        made = {"A": None if r is None else x - r, "B": None if r is None else y - r, "D": y - x}
+        for name, error in made.items():
+            second_, fourth = np.full(len(kept), math.inf), np.full(len(kept), math.inf)
+            if error is not None:
+                square = error.square()
+                second_ = square.sum(1).numpy()
+                fourth = _ratio(square.sum(1), square.square().sum(1))
+            lines |= {f"s2.{name}": second_, f"sn.{name}": fourth}
+        for key, column in lines.items():
+            self.columns[f"operator_rows.{key}"].append(column)
 
     def table(self) -> dict[str, np.ndarray]:
         """All columns, joined; texts as they are."""
-        joined = {key: np.concatenate(parts) for key, parts in self.columns.items()}
-        texts = {f"text.{key}": np.array(lines, dtype=object) for key, lines in self.texts.items()}
-        return joined | texts
+        table: dict[str, np.ndarray] = {}
+        for key, parts in self.columns.items():
+            column = np.concatenate(parts)
+            if column.dtype == np.float64:
+                column = signed(column) if "gain" in key else logarithm(column)
+            table[key] = column
+        return table | {
+            f"text.{key}": np.array(lines, dtype=object) for key, lines in self.texts.items()
+        }
+
+
+def _add_sums(names: tuple[str, str], values: torch.Tensor, tokens: dict[str, Any],
+              whole: dict[str, Any]) -> None:  # fmt: skip
+    """The sum of squares and the participation ratio, of each token and of all."""
+    square = values.square()
+    second, fourth = square.sum(1), square.square().sum(1)
+    tokens[names[0]], tokens[names[1]] = second.numpy(), _ratio(second, fourth)
+    total = second.sum()
+    whole[names[0]] = float(total)
+    whole[names[1]] = float(_ratio(total, fourth.sum()))
 
 
 def _ratio(second: torch.Tensor, fourth: torch.Tensor) -> np.ndarray:
     return torch.where(fourth > 0, second.square() / fourth, 0.0).numpy()
+
+
+def _largest(name: str, what: str, energy: torch.Tensor | None) -> dict[str, Any]:
+    """The numbers of the largest few and their shares."""
+    indices, shares = [-1] * _TOP, [0.0] * _TOP
+    if energy is not None:
+        total = max(float(energy.sum()), 1e-300)
+        largest = energy.topk(min(_TOP, len(energy)))
+        indices[: len(largest.indices)] = largest.indices.tolist()
+        shares[: len(largest.values)] = (largest.values / total).tolist()
+    return {f"{what}{n}.{name}": indices[n] for n in range(_TOP)} | {
+        f"{what}_share{n}.{name}": shares[n] for n in range(_TOP)
+    }

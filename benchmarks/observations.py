@@ -290,6 +290,14 @@ class Work:
             self._machines[name] = Machine(name)
         return self._machines[name]
 
+    def processor_seconds(self) -> float:
+        """Of this process, its children that have ended, and the machines."""
+        used = sum(os.times()[:4])
+        for machine in self._machines.values():
+            stat = Path(f"/proc/{machine._process.pid}/stat").read_text().rpartition(")")[2].split()
+            used += (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+        return used
+
     def close(self) -> None:
         for machine in self._machines.values():
             machine.close()
@@ -606,7 +614,7 @@ def record(store: Store, kinds: list[str], seconds: float, most: int, cases: Pat
             spent[kind] = sum(line.seconds for line in lines)
         while going and time.perf_counter() - start < seconds:
             kind = min(going, key=lambda kind: spent[kind] / SHARES[kind])
-            began = time.perf_counter()
+            began, used = time.perf_counter(), work.processor_seconds()
             try:
                 next(going[kind])
             except StopIteration:
@@ -619,7 +627,9 @@ def record(store: Store, kinds: list[str], seconds: float, most: int, cases: Pat
             took = time.perf_counter() - began
             spent[kind] += took
             count[kind] += 1
-            print(f"{kind} {count[kind]}: {took:.1f} s", file=sys.stderr, flush=True)
+            used = work.processor_seconds() - used
+            print(f"{kind} {count[kind]}: {took:.1f} s, {used:.1f} s of processor", file=sys.stderr,
+                  flush=True)  # fmt: skip
             if count[kind] >= most:
                 del going[kind]
         work.close()

@@ -65,26 +65,41 @@ def planned(count: int = NUM_PAIRS) -> list[Massive]:
         blocks = draw.sample(range(num_blocks), draw.randrange(1, 5))
         rows = tuple(
             (block, channel, round(100 * 10 ** draw.random()))
-            for block in sorted(blocks) for channel in channels
-        )  # fmt: skip
+            for block in sorted(blocks)
+            for channel in channels
+        )
         first, second = draw.sample(list(SWITCHES), 2)
         prompts = []
         for n in range(draw.randrange(2, 9)):
             start = draw.randrange(len(words) - 4)
             prompts.append(" ".join([*words[start : start + draw.randrange(2, 12)], str(n)]))
-        pairs.append(Massive(
-            number=number, architecture=draw.choice(("llama", "llama", "qwen3", "gemma3")),
-            dtype=("bfloat16", "float16", "float32")[number % 3],
-            way=WAYS[number // 3 % len(WAYS)], first=first, second=second, rows=rows,
-            hidden=width, num_blocks=num_blocks, prompts=tuple(prompts),
-        ))  # fmt: skip
+        pairs.append(
+            Massive(
+                number=number,
+                architecture=draw.choice(("llama", "llama", "qwen3", "gemma3")),
+                dtype=("bfloat16", "float16", "float32")[number % 3],
+                way=WAYS[number // 3 % len(WAYS)],
+                first=first,
+                second=second,
+                rows=rows,
+                hidden=width,
+                num_blocks=num_blocks,
+                prompts=tuple(prompts),
+            )
+        )
     return pairs
 
 
 def make(pair: Massive, root: Path, machine: Callable[[str], Machine]) -> tuple[Path, Path, Path]:
     """Both runs and the truth, made under ``root``."""
-    model = build(pair.architecture, root / "model", dtype=pair.dtype, hidden=pair.hidden,
-                  num_blocks=pair.num_blocks, seed=pair.number)  # fmt: skip
+    model = build(
+        pair.architecture,
+        root / "model",
+        dtype=pair.dtype,
+        hidden=pair.hidden,
+        num_blocks=pair.num_blocks,
+        seed=pair.number,
+    )
     file = model / "model.safetensors"
     weights = load_file(file)
     for block, channel, factor in pair.rows:
@@ -92,16 +107,31 @@ def make(pair: Massive, root: Path, machine: Callable[[str], Machine]) -> tuple[
     save_file(weights, file, metadata={"format": "pt"})
     a, b, truth = root / "a", root / "b", root / "truth"
     whole = pair.way == "whole"
-    machine(pair.first).run("capture", model=model, out=a, prompts=pair.prompts, max_new_tokens=3,
-                            batch=False, whole=whole, attn_implementation="eager")  # fmt: skip
+    machine(pair.first).run(
+        "capture",
+        model=model,
+        out=a,
+        prompts=pair.prompts,
+        max_new_tokens=3,
+        batch=False,
+        whole=whole,
+        attn_implementation="eager",
+    )
     machine(pair.first).ask("truth", run=a, out=truth)
     attention = "eager" if pair.way == "machine" else "sdpa"
     values: dict[str, Any] = {"attn_implementation": attention, "escalate": pair.number % 2 == 0}
     if pair.way == "batch":
         values["batch"] = True
     if pair.way == "split":  # a process without switches, where other code can be put in place
-        capture(like=a, out=b, device="cpu", force=True, probe=False,
-                prepare=planting(split, "split", 0, 1.0), **values).close()  # fmt: skip
+        capture(
+            like=a,
+            out=b,
+            device="cpu",
+            force=True,
+            probe=False,
+            prepare=planting(split, "split", 0, 1.0),
+            **values,
+        ).close()
     else:
         machine(pair.second).run("capture", like=a, out=b, **values)
     machine(pair.first).wait()
@@ -117,8 +147,9 @@ def split(model: Any, name: str, block: int, *, strength: float) -> None:
 
         @hidden(own)
         def forward(x: torch.Tensor, linear: Any = linear) -> torch.Tensor:
-            parts = zip(x.float().chunk(_PIECES, -1), linear.weight.float().chunk(_PIECES, -1),
-                        strict=True)  # fmt: skip
+            parts = zip(
+                x.float().chunk(_PIECES, -1), linear.weight.float().chunk(_PIECES, -1), strict=True
+            )
             return functools.reduce(torch.add, [F.linear(p, w) for p, w in parts]).to(x.dtype)
 
         linear.forward = functools.partial(forward, linear=linear)

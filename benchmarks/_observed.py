@@ -197,9 +197,13 @@ class Observed:
             )
 
     def _pair(
-        self, measurer: Any, place: tuple[str, str], pair: Any, tensors: tuple[Any, ...],
+        self,
+        measurer: Any,
+        place: tuple[str, str],
+        pair: Any,
+        tensors: tuple[Any, ...],
         scale: torch.Tensor,
-    ) -> list[torch.Tensor]:  # fmt: skip
+    ) -> list[torch.Tensor]:
         """The lines of one pair of tensors; gives each error's energy by channel."""
         a, b, truth, base, mask = tensors
         record, note = pair.reference.record, measurer._notes.get(module_of(place[1]))
@@ -226,11 +230,16 @@ class Observed:
             "equal": equal.numpy().astype(np.int32),
         }
         whole: dict[str, Any] = {
-            "sample": record.sample, "step": record.step, "order": record.order,
-            "rows": num_rows, "width": width, "pads": int((mask == 1).sum()),
-            "routed": int((mask == 2).sum()), "bad": int((mask == 3).sum()),
+            "sample": record.sample,
+            "step": record.step,
+            "order": record.order,
+            "rows": num_rows,
+            "width": width,
+            "pads": int((mask == 1).sum()),
+            "routed": int((mask == 2).sum()),
+            "bad": int((mask == 3).sum()),
             "equal": int((equal[kept] == width).sum()),
-        }  # fmt: skip
+        }
         _add_sums(("r2", "rn"), a, tokens, whole)
         _add_sums(("z2", "zn"), a / scale, tokens, whole)
         update = None if base is None else torch.where(kept[:, None], a - base, 0.0)
@@ -320,12 +329,20 @@ class Observed:
         )
         assert x is not None and y is not None
         self.texts["operators"].append(f"{first} {second}")
-        values = {"sample": sample, "step": step, "rows": len(kept), "width": width,
-                  "terms": num_terms}  # fmt: skip
+        values = {
+            "sample": sample,
+            "step": step,
+            "rows": len(kept),
+            "width": width,
+            "terms": num_terms,
+        }
         for key, value in values.items():
             self.columns[f"operators.{key}"].append(np.array([value], np.int32))
-        lines = {"norm": errors.norm.numpy(), "floor": errors.floor.numpy(),
-                 "equal": (x == y).sum(1).numpy().astype(np.int32)}  # fmt: skip
+        lines = {
+            "norm": errors.norm.numpy(),
+            "floor": errors.floor.numpy(),
+            "equal": (x == y).sum(1).numpy().astype(np.int32),
+        }
         made = {"A": None if r is None else x - r, "B": None if r is None else y - r, "D": y - x}
         for name, error in made.items():
             second_, fourth = np.full(len(kept), math.inf), np.full(len(kept), math.inf)
@@ -350,8 +367,9 @@ class Observed:
         }
 
 
-def _add_sums(names: tuple[str, str], values: torch.Tensor, tokens: dict[str, Any],
-              whole: dict[str, Any]) -> None:  # fmt: skip
+def _add_sums(
+    names: tuple[str, str], values: torch.Tensor, tokens: dict[str, Any], whole: dict[str, Any]
+) -> None:
     """The sum of squares and the participation ratio, of each token and of all."""
     square = values.square()
     second, fourth = square.sum(1), square.square().sum(1)

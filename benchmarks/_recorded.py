@@ -15,7 +15,6 @@ rounded numbers is another, all bits are kept.
 from __future__ import annotations
 
 import contextlib
-import functools
 import lzma
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -33,13 +32,12 @@ from divergence.comparison.measure import pipeline
 from divergence.comparison.measure.judge import PairNumbers
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import LogitsDiff
-from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.against import AgainstTruth
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.summaries.summary import Summary
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, Operand, Place, Record, Sketch
-from divergence.numerics.summaries.summary import Summary
 
 __all__ = ["Answer", "Asked", "Recording", "answer_of", "load", "save", "without_truth"]
 
@@ -48,10 +46,20 @@ COARSE, EXACT = 12, 52
 _TYPES = {
     kind.__name__: kind
     for kind in (
-        PairNumbers, PairMetrics, RowMetrics, AgainstTruth, Estimate, LogitsDiff, Record, Summary,
-        Place, Sketch, Call, Operand,
+        PairNumbers,
+        PairMetrics,
+        RowMetrics,
+        AgainstTruth,
+        Estimate,
+        LogitsDiff,
+        Record,
+        Summary,
+        Place,
+        Sketch,
+        Call,
+        Operand,
     )
-}  # fmt: skip
+}
 _PLACE = Place(shard="tensors/0.safetensors", key="0")
 """Of every record that has bytes: where they lay is no part of a recording."""
 
@@ -81,10 +89,13 @@ class Columns:
             return None
         if isinstance(value, msgspec.Struct):
             kind = type(value)
-            return (kind.__name__, *(
-                self._form(getattr(value, name), f"{path}.{name}")
-                for name in kind.__struct_fields__
-            ))  # fmt: skip
+            return (
+                kind.__name__,
+                *(
+                    self._form(getattr(value, name), f"{path}.{name}")
+                    for name in kind.__struct_fields__
+                ),
+            )
         if isinstance(value, np.ndarray):
             code = {"f": "F", "i": "I", "b": "B", "u": "I"}[value.dtype.kind]
             self.columns.setdefault(f"{path}#", []).extend(value.shape)
@@ -191,10 +202,12 @@ class Objects:
         if kind == "":
             return tuple(self._value(part, f"{path}.{n}") for n, part in enumerate(parts))
         made = _TYPES[kind]
-        return made(**{
-            name: self._value(part, f"{path}.{name}")
-            for name, part in zip(made.__struct_fields__, parts, strict=True)
-        })  # fmt: skip
+        return made(
+            **{
+                name: self._value(part, f"{path}.{name}")
+                for name, part in zip(made.__struct_fields__, parts, strict=True)
+            }
+        )
 
 
 # ── runs that are read from a recording ─────────────────────────────────────────────────────────
@@ -220,8 +233,15 @@ class Tensors:
 class ReplayedRun(Run):
     """A run whose tensors come from a recording."""
 
-    def __init__(self, path: Any, manifest: Manifest, records: Sequence[Record], *,
-                 torn_tail: bool = False, store: Any = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: Any,
+        manifest: Manifest,
+        records: Sequence[Record],
+        *,
+        torn_tail: bool = False,
+        store: Any = None,
+    ) -> None:
         super().__init__(path, manifest, records, torn_tail=torn_tail)
         self.tensors = store
 
@@ -271,8 +291,16 @@ class Answer(msgspec.Struct, frozen=True):
     @property
     def said(self) -> tuple[object, ...]:
         """Kind, place, side and confidence."""
-        return (self.kind, self.site, self.sample, self.step, self.pass_, self.side,
-                self.confidence, self.error)  # fmt: skip
+        return (
+            self.kind,
+            self.site,
+            self.sample,
+            self.step,
+            self.pass_,
+            self.side,
+            self.confidence,
+            self.error,
+        )
 
 
 def answer_of(report: Report) -> Answer:
@@ -281,16 +309,22 @@ def answer_of(report: Report) -> Answer:
     if onset is not None:
         place = (onset.site, onset.block, onset.sample, onset.step, onset.pass_)
     usage = max((s.limit_usage for s in report.sites if s.limit_usage is not None), default=0.0)
-    return Answer(verdict.kind, verdict.confidence, verdict.side, *place, float(usage),
-                  tuple(finding.claim for finding in report.findings))  # fmt: skip
+    return Answer(
+        verdict.kind,
+        verdict.confidence,
+        verdict.side,
+        *place,
+        float(usage),
+        tuple(finding.claim for finding in report.findings),
+    )
 
 
 @dataclass
 class Asked:
-    """One comparison: by which truth (``given``, ``carried``, ``none``), of which runs, the numbers
-    of each call of ``measure_all``, and the answer."""
+    """One comparison. ``way``: with which truth (given, carried, none); ``roles``: the numbers of
+    its runs, by a, b and truth; ``calls``: what was measured, by calls of ``measure_all``."""
 
-    truth: str
+    way: str
     roles: dict[str, int]
     calls: list[list[PairNumbers | None]]
     answer: Answer
@@ -309,31 +343,28 @@ class Recording:
 
     def replay(self, asked: Asked) -> Answer:
         """The answer to what was asked, from what is recorded."""
-        runs = {
-            role: ReplayedRun(Path(path), manifest, records, store=self.tensors)
-            for role, (path, manifest, records) in (
-                (role, self.runs[number]) for role, number in asked.roles.items()
-            )
-        }
+        runs = {}
+        for role, number in asked.roles.items():
+            path, manifest, records = self.runs[number]
+            runs[role] = ReplayedRun(Path(path), manifest, records, store=self.tensors)
         calls = iter(asked.calls)
 
-        def numbers(measurer: Any, pairs: Sequence[Any], progress: Any = None) -> Generator[Any]:
-            kept = next(calls)
-            assert len(kept) == len(pairs), (len(kept), len(pairs))
-            yield from kept
+        def recorded(measurer: Any, pairs: Sequence[Any], progress: Any = None) -> Generator[Any]:
+            numbers = next(calls)
+            if len(numbers) != len(pairs):
+                raise LookupError(f"{len(numbers)} pairs were recorded, {len(pairs)} are asked for")
+            yield from numbers
 
-        hidden = without_truth() if asked.truth == "none" else contextlib.nullcontext()
         with (
-            hidden,
+            without_truth() if asked.way == "none" else contextlib.nullcontext(),
             mock.patch("divergence.run.partial.Run", ReplayedRun),
-            pipeline.measured_by(numbers),
+            pipeline.measured_by(recorded),
         ):
             return answer_of(compare(runs["a"], runs["b"], truth=runs.get("truth")))
 
 
 class Recorder:
-    """Takes what is compared into one recording. ``observe``: is shown each measurer and its
-    pairs, with the numbers."""
+    """Takes comparisons of one pair of runs into a recording."""
 
     def __init__(self) -> None:
         self.recording = Recording()
@@ -341,13 +372,18 @@ class Recorder:
         self._digests: dict[str, str] = {}
 
     def compare(
-        self, truth: str, a: Any, b: Any, given: Any = None,
-        observe: Callable[..., None] | None = None, ask: Callable[..., Report] = compare,
+        self,
+        way: str,
+        a: Run,
+        b: Run,
+        truth: Any = None,
+        observe: Callable[..., None] | None = None,
         **options: Any,
-    ) -> Report:  # fmt: skip
-        runs = {"a": Run.open(a), "b": Run.open(b)}
-        if given is not None:
-            runs["truth"] = Run.open(given)
+    ) -> Report:
+        """As the API's. ``observe`` is shown each measurer and its pairs."""
+        runs = {"a": a, "b": b}
+        if truth is not None:
+            runs["truth"] = Run.open(truth)
         calls: list[list[PairNumbers | None]] = []
 
         def measure(measurer: Any, pairs: Sequence[Any], progress: Any = None) -> Generator[Any]:
@@ -362,16 +398,18 @@ class Recorder:
                 except Exception:  # the comparison goes on without
                     traceback.print_exc()
 
-        hidden = without_truth() if truth == "none" else contextlib.nullcontext()
-        with hidden, pipeline.measured_by(measure):
-            report = ask(runs["a"], runs["b"], truth=runs.get("truth"), **options)
+        with (
+            without_truth() if way == "none" else contextlib.nullcontext(),
+            pipeline.measured_by(measure),
+        ):
+            report = compare(a, b, truth=runs.get("truth"), **options)
         roles = {role: self._run(run) for role, run in runs.items()}
-        asked = Asked(truth, roles, calls, answer_of(report))
+        asked = Asked(way, roles, calls, answer_of(report))
         self.recording.asked.append(asked)
         if options:
             asked.why_not = f"asked with {', '.join(sorted(options))}"
             return report
-        try:
+        try:  # whatever it reads is kept now
             answer = self.recording.replay(asked)
         except Exception as error:
             asked.why_not = f"{type(error).__name__}: {error}"[:200]
@@ -439,19 +477,33 @@ def _encoded(recording: Recording, bits: int) -> bytes:
         for path, manifest, lines in recording.runs
     ]
     asked = [
-        (each.truth, each.roles, [[numbers.add(one) for one in call] for call in each.calls],
-         each.answer, each.why_not)
+        (
+            each.way,
+            each.roles,
+            [[numbers.add(item) for item in call] for call in each.calls],
+            each.answer,
+            each.why_not,
+        )
         for each in recording.asked
-    ]  # fmt: skip
+    ]
     tensors = {
-        key: (str(value.dtype).removeprefix("torch."), tuple(value.shape),
-              value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        key: (
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
         for key, value in recording.tensors.kept.items()
-    }  # fmt: skip
-    return msgspec.msgpack.encode({
-        "bits": bits, "runs": runs, "records": records.encoded(bits), "asked": asked,
-        "numbers": numbers.encoded(bits), "tensors": tensors,
-    })  # fmt: skip
+    }
+    return msgspec.msgpack.encode(
+        {
+            "bits": bits,
+            "runs": runs,
+            "records": records.encoded(bits),
+            "asked": asked,
+            "numbers": numbers.encoded(bits),
+            "tensors": tensors,
+        }
+    )
 
 
 def _decoded(data: bytes) -> Recording:
@@ -461,9 +513,9 @@ def _decoded(data: bytes) -> Recording:
     for path, manifest, forms in stored["runs"]:
         lines = [records.next(form) for form in forms]
         recording.runs.append((path, msgspec.json.decode(manifest, type=Manifest), lines))
-    for truth, roles, calls, answer, why_not in stored["asked"]:
+    for way, roles, calls, answer, why_not in stored["asked"]:
         kept = [[numbers.next(form) for form in call] for call in calls]
-        recording.asked.append(Asked(truth, roles, kept, msgspec.convert(answer, Answer), why_not))
+        recording.asked.append(Asked(way, roles, kept, msgspec.convert(answer, Answer), why_not))
     for key, (dtype, shape, data) in stored["tensors"].items():
         flat = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
         recording.tensors.kept[key] = flat.view(getattr(torch, dtype)).reshape(shape)

@@ -346,7 +346,7 @@ def trained(work: Work, done: set[str]) -> Generator[None]:
 
 
 def _trained_runs(program: Any, work: Work) -> Any:
-    folder = work.root / "trained"
+    folder = work.store.path / "work" / "trained"  # each takes a minute: another day needs them
     folder.mkdir(parents=True, exist_ok=True)
     runs = program.Runs(folder)
     runs.machine = work.machine

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import lzma
+import re
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ _TYPES = {
         Operand,
     )
 }
+_DIGEST = re.compile("(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 _PLACE = Place(shard="tensors/0.safetensors", key="0")
 """Of every record that has bytes: where they lay is no part of a recording."""
 
@@ -419,10 +421,17 @@ class Recorder:
         return report
 
     def _run(self, run: Run) -> int:
-        """The run's number in the recording. Its digests are numbered: what is equal stays so."""
+        """The run's number in the recording. Digests are numbered: what is equal stays so. Those of
+        weights stay, by which the manifest and calls name them."""
         if run.manifest.id in self._numbers:
             return self._numbers[run.manifest.id]
         records = []
+        weights = set(_DIGEST.findall(msgspec.json.encode(run.manifest).decode()))
+        for record in run.records:
+            for operand in () if record.call is None else record.call.operands:
+                weights.add(operand.xxh3 or "")
+        for digest in weights:
+            self._digests.setdefault(digest, digest)
         for record in run.records:
             values: dict[str, Any] = {"place": _PLACE if record.place is not None else None}
             for name in ("xxh3", "fold"):

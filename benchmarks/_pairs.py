@@ -381,7 +381,7 @@ def cases(work: Work, done: set[str]) -> Generator[None]:
         if program.stem in done:
             continue
         began = time.perf_counter()
-        words = [BENCHMARKS / "observations.py", "case", work.store.path, program]
+        words = [BENCHMARKS / "observations.py", "case", "--store", work.store.path, program]
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 [sys.executable, *map(str, words)],

@@ -1,14 +1,14 @@
 """Recorded measurements and observations of every benchmark pair, for any change of the judge.
 
-    python benchmarks/observations.py record STORE [--seconds 3600] [--kinds ...] [--cases FOLDER]
-    python benchmarks/observations.py replay STORE [--kinds ...]
-    python benchmarks/observations.py figures STORE
-    python benchmarks/observations.py pack STORE FOLDER [--megabytes 18]
+    python benchmarks/observations.py record [--seconds 3600] [--kinds ...] [--cases FOLDER]
+    python benchmarks/observations.py replay [--kinds ...]
+    python benchmarks/observations.py figures
+    python benchmarks/observations.py pack [--out benchmarks/observations] [--megabytes 18]
 
 ``record`` plants and captures what the benchmarks plant and capture (health.jsonl,
 localization.jsonl, operator_localization.jsonl, trained.jsonl name the pairs; trust.py has its
 cases; new are models with massive activations, Mamba with a whole pass and the trained model over
-20 prompts), compares, and keeps for each pair
+20 prompts), compares, and keeps for each pair, in --store (.cache/observations),
 
     STORE/answers/KIND.jsonl     what was planted, the benchmark's own row as it is now, and what
                                  was answered: with the truth that the benchmark gives, with the
@@ -345,7 +345,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("record", "replay", "figures", "pack", "case"):
         command = commands.add_parser(name)
-        command.add_argument("store", type=Path)
+        command.add_argument("--store", type=Path, default=Path(".cache/observations"))
         if name in ("record", "replay"):
             command.add_argument("--kinds", default=",".join(KINDS))
         if name == "record":
@@ -353,7 +353,7 @@ def main() -> int:
             command.add_argument("--most", type=int, default=sys.maxsize, help="pairs of a kind")
             command.add_argument("--cases", type=Path, help="programs that get a wrong answer")
         elif name == "pack":
-            command.add_argument("folder", type=Path)
+            command.add_argument("--out", type=Path, default=Path("benchmarks/observations"))
             command.add_argument("--megabytes", type=float, default=18)
         elif name == "case":
             command.add_argument("program", type=Path)
@@ -370,7 +370,7 @@ def main() -> int:
     elif options.command == "figures":
         figures(store)
     elif options.command == "pack":
-        pack(store, options.folder, options.megabytes * 1e6)
+        pack(store, options.out, options.megabytes * 1e6)
     else:
         record_case(store, options.program)
     return 0

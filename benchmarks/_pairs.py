@@ -27,7 +27,7 @@ from benchmarks._machines import SWITCHES, Machine
 from benchmarks._taken import Line, Store, install, take
 from divergence.comparison import api
 
-__all__ = ["KINDS", "SHARES", "Work", "operator_key", "stored", "trial_key"]
+__all__ = ["KINDS", "LATER", "SHARES", "Work", "operator_key", "stored", "trial_key"]
 
 BENCHMARKS = Path(__file__).resolve().parent
 SHARES = {
@@ -42,6 +42,17 @@ SHARES = {
     "cases": 0.5,
 }
 """Of the time, by kind."""
+LATER = {
+    "operators": 20.0,
+    "massive": 20.0,
+    "mamba-whole": 40.0,
+    "trust": 40.0,
+    "trained": 200.0,
+    "cases": 200.0,
+    "trained-prompts": 400.0,
+}
+"""A kind begins when others have had so many seconds for each of their shares: faults and healthy
+pairs come first."""
 
 
 class Work:

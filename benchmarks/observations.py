@@ -50,7 +50,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks._pairs import KINDS, SHARES, Work, operator_key, stored, trial_key
+from benchmarks._pairs import KINDS, LATER, SHARES, Work, operator_key, stored, trial_key
 from benchmarks._recorded import Answer, load
 from benchmarks._taken import Line, Store, Taking, install, read_columns, write_columns
 from divergence.comparison import api
@@ -72,7 +72,7 @@ def record(store: Store, kinds: list[str], seconds: float, most: int, cases: Pat
             pairs[kind] = KINDS[kind](work, {line.key for line in lines})
             spent[kind] = sum(line.seconds for line in lines)
         while pairs and time.perf_counter() - start < seconds:
-            kind = min(pairs, key=lambda kind: spent[kind] / SHARES[kind])
+            kind = min(pairs, key=lambda kind: LATER.get(kind, 0.0) + spent[kind] / SHARES[kind])
             began, used = time.perf_counter(), work.processor_seconds()
             try:
                 next(pairs[kind])

@@ -88,6 +88,7 @@ INPUTS: dict[str, tuple[str, str]] = {
         "c",
         f"capture --like a-llama-float32 {_AGAIN} --plant model.layers.1.mlp:out=scale:1.2",
     ),
+    "a-again": ("a", f"capture --like a-llama-float32 {_AGAIN}"),
     "short-b": ("c", f"capture --like a-llama-float32 {_AGAIN} --steps prefill"),
     "compiled": (
         "a",
@@ -210,14 +211,15 @@ QUESTIONS: list[tuple[str, str]] = [
             (f"compare a-{name} noise-{name}", "json text"),
         )
     ),
-    (f"compare {_A} {_B}", "json verbose page csv svg quiet view"),
+    (f"compare {_A} {_B}", "json verbose page csv svg quiet"),
     (f"compare {_A} {_B} --all", "text csv"),
     (f"compare {_A} {_B} --exit-code", "quiet"),
     (f"compare {_A} healthy-llama-float32 --exit-code", "text"),
     (f"compare {_A} {_B} --policy files/loose.toml", "json text"),
     (f"compare {_A} {_B} --floor healthy-llama-float32", "json text"),
     (f"compare {_A} {_B} --explain-token", "json text"),
-    (f"compare {_A} {_A}", "json page"),
+    (f"compare {_A} {_A}", "text"),
+    (f"compare {_A} a-again", "json page"),
     ("compare a-llama-bfloat16 one-prompt", "json page"),
     ("compare a-llama-bfloat16 every-block", "json page"),
     ("compare a-llama-bfloat16 nan-b", "json page"),
@@ -250,7 +252,7 @@ QUESTIONS: list[tuple[str, str]] = [
     # training
     ("compare train-a train-b", "json text"),
     ("compare train-a train-planted --truth train-t", "json page"),
-    ("compare files/losses-a.jsonl files/losses-b.jsonl", "json page csv"),
+    ("compare files/losses-a.jsonl files/losses-b.jsonl", "json text csv"),
     ("compare files/losses-a.jsonl files/losses-drifting.csv --exit-code", "json text"),
     ("compare files/losses-a.jsonl files/losses-b.jsonl --warmup-steps 200", "json"),
     # log-probabilities
@@ -260,7 +262,7 @@ QUESTIONS: list[tuple[str, str]] = [
     ("compare served-textual served-a", "json text"),
     ("compare served-drawn served-drawn-other", "json page"),
     ("compare served-a scored", "json text"),
-    (f"compare served-a scored --layers {_A}", "json text"),
+    ("compare served-a served-other --layers scored", "json text"),
     ("compare rollout trainer", "json page"),
     # what was imported, quantised, run by another engine
     ("compare modules-a imported", "json text"),
@@ -309,7 +311,8 @@ QUESTIONS: list[tuple[str, str]] = [
     (f"check {_A} {_B} --truth {_T}", "json ci"),
     (f"check {_A} healthy-llama-float32 --policy strict", "text json ci"),
     (f"check {_A} healthy-llama-float32 --policy files/loose.toml", "text json"),
-    (f"check {_A} {_A} --policy strict", "text json"),
+    (f"check {_A} {_A}", "text"),
+    (f"check {_A} a-again --policy strict", "text json"),
     ("check a-llama-bfloat16 nan-b", "text json ci"),
     ("check a-llama-bfloat16 free-llama-bfloat16", "text json"),
     (f"check {_A} short-b", "text json"),
@@ -318,7 +321,7 @@ QUESTIONS: list[tuple[str, str]] = [
     (f"check OUT/new-golden.tar {_A} --bless", "text"),
     ("check OUT/new-golden nan-b --bless", "text"),
     (f"check {_A} a-gpt2-float32", "text json ci"),
-    (f"check {_A} damaged", "text ci"),
+    ("check healthy-llama-float32 damaged", "text ci"),
     (f"check {_A} {_B} --policy nosuch", "text"),
     # doctor
     *(
@@ -352,7 +355,7 @@ QUESTIONS: list[tuple[str, str]] = [
     ("scores fixtures/scores/lm_eval/a fixtures/scores/opencompass/b", "text"),
     ("scores fixtures/scores/lm_eval/a absent", "text"),
     (
-        "scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b fixtures/scores/lm_eval/a",
+        "scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b fixtures/scores/lm_eval/b",
         "text json",
     ),
     # localize, replay, repro, bundle, truth
@@ -369,7 +372,7 @@ QUESTIONS: list[tuple[str, str]] = [
     ("replay ops-a -o OUT/again --truth --site model.layers.1.mlp/*", "text"),
     (f"replay {_A} -o OUT/again", "text"),
     (
-        "repro ops-a --site model.layers.1.mlp.down_proj/aten.mm:out --against ops-planted "
+        "repro ops-a --site model.layers.1.mlp.down_proj/aten.mm:out --against ops-replayed "
         "-o OUT/bug",
         "text json",
     ),
@@ -403,8 +406,11 @@ QUESTIONS: list[tuple[str, str]] = [
     ),
     (f"sensitivity {_A} --candidate {_B}", "text"),
     (f"quantize {_A} --scheme w8a8", "text json"),
-    (f"quantize {_A} --scheme w4a16 --each -o OUT/quantized", "text json"),
-    (f"quantize {_A} --scheme w4a16 --target 0.001 -o OUT/quantized --policy OUT/lists", "text"),
+    (f"quantize {_A} --scheme w4a16-g32 --each -o OUT/quantized", "text json"),
+    (
+        f"quantize {_A} --scheme w4a16-g32 --target 0.001 -o OUT/quantized --policy OUT/lists",
+        "text",
+    ),
     (f"quantize {_A} --scheme w8a8-static --smooth 0.5", "json"),
     (f"quantize {_A} --scheme w3", "text"),
     ("selftest --device cpu --quick -o OUT/selftest.json", "text"),

@@ -87,7 +87,7 @@ Values = list[tuple[str, object]]
 class Server:
     """A process in which one version is loaded; it forks a child for each request."""
 
-    def __init__(self, source: Path, folder: Path, machine: str, name: str) -> None:
+    def __init__(self, source: Path, folder: Path, switches: dict[str, str], name: str) -> None:
         self.out = f"out-{name}"
         env = {key: value for key, value in os.environ.items() if not key.startswith("DIVERGENCE_")}
         env |= {
@@ -98,11 +98,12 @@ class Server:
             "COLUMNS": "100",
             "PYTHONUTF8": "1",
             "PYTHONHASHSEED": "0",
+            "GITHUB_STEP_SUMMARY": f"{self.out}/summary.md",
         }
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--serve"],
             cwd=folder,
-            env=env | SWITCHES[machine],
+            env=env | switches,
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -223,6 +224,7 @@ def _view(text: str) -> None:
                 print("\n".join(words.replace("&#160;", " ").rstrip() for words in rows.values()))
 
     App.run = lambda self, *_, **__: asyncio.run(look(self))
+    sys.stdin.isatty = sys.stdout.isatty = lambda: True
     _command(text)
 
 
@@ -295,7 +297,7 @@ class Side:
     def server(self, machine: str) -> Iterator[Server]:
         server = self._idle[machine].get()
         if server is None:
-            server = Server(self.source, self.folder, machine, str(len(self._started)))
+            server = Server(self.source, self.folder, SWITCHES[machine], str(len(self._started)))
             self._started.append(server)
         try:
             yield server
@@ -574,21 +576,22 @@ def unpacked(revision: str, folder: Path) -> Path:
 
 def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
     """Ask both versions; print what differs; return how many answers do."""
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", f"{old}^{{commit}}"],
+    parts = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", f"{old}:divergence", f"{old}:tests"],
         check=True,
         capture_output=True,
         text=True,
-    ).stdout.strip()
-    place = work.resolve() / commit[:12]
+    ).stdout
+    place = work.resolve() / digest(parts)[:12]
     folder = place / "runs"
     for path in (folder / ".made", folder / ".log", place / "answers"):
         path.mkdir(parents=True, exist_ok=True)
-    source = unpacked(commit, place / "source")
+    source = unpacked(old, place / "source")
     if new is None or Path(new).is_dir():
         renewed = Path(new or ROOT).resolve()
     else:
-        renewed = unpacked(new, place / "new" / digest(new))
+        shutil.rmtree(place / "new", ignore_errors=True)
+        renewed = unpacked(new, place / "new")
     asked = chosen(pattern)
     started = [time.perf_counter()]
     with stubs(source) as addresses, concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -362,10 +362,6 @@ QUESTIONS: list[tuple[str, str]] = [
     (f"localize {_A} {_B} --here both -o OUT/places", "json page"),
     (f"localize {_A} {_B} --here reference -o OUT/places", "text"),
     (f"localize {_A} healthy-llama-float32 --here both -o OUT/places", "text"),
-    (
-        f"localize {_A} healthy-llama-float32 --here both -o OUT/places --block model.layers.0",
-        "json",
-    ),
     ("localize train-a train-planted --here both -o OUT/places --truth train-t", "json"),
     ("localize served-a served-noisy -o OUT/places", "text"),
     ("replay ops-a -o OUT/again", "text json"),
@@ -385,7 +381,7 @@ QUESTIONS: list[tuple[str, str]] = [
     # experiments
     (
         "diff model-llama-float32 --attn-implementation eager,sdpa --max-new-tokens 2 -o OUT/diff",
-        "text json",
+        "text",
     ),
     (
         "diff model-llama-float32 --dtype bfloat16,float32 --max-new-tokens 2 -o OUT/diff "

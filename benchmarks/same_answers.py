@@ -60,6 +60,7 @@ VOLATILE = frozenset({"tool_version", "seconds", "created", "schema_version"})
 """Keys of JSON whose values differ from one call to the next."""
 SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
     (r"\bout-\d\b", "out"),
+    (r"(run |::stop-commands::|::)[0-9a-f]{32}\b", r"\1ID"),
     (r"127\.0\.0\.1:\d+", "HOST"),
     (r"\b\d+(\.\d+)? ?(s|ms|seconds)\b", "SECONDS"),
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00| UTC)?", "DATE"),
@@ -287,17 +288,19 @@ class Side:
     def __init__(self, source: Path, folder: Path, addresses: dict[str, str]) -> None:
         self.source, self.folder, self.addresses = source, folder, addresses
         self._started: list[Server] = []
-        self._idle: dict[str, queue.LifoQueue[Server | None]] = {}
+        self._idle: dict[str, queue.LifoQueue[Server | str]] = {}
+        names = iter("0123")
         for machine in SWITCHES:
             self._idle[machine] = queue.LifoQueue()
-            for _ in range(2):
-                self._idle[machine].put(None)
+            for name in (next(names), next(names)):
+                self._idle[machine].put(name)
 
     @contextlib.contextmanager
     def server(self, machine: str) -> Iterator[Server]:
+        """A server that nobody else asks meanwhile."""
         server = self._idle[machine].get()
-        if server is None:
-            server = Server(self.source, self.folder, SWITCHES[machine], str(len(self._started)))
+        if isinstance(server, str):
+            server = Server(self.source, self.folder, SWITCHES[machine], server)
             self._started.append(server)
         try:
             yield server
@@ -473,7 +476,7 @@ def flat(place: str, value: object) -> Iterator[tuple[str, object]]:
     """The leaves of a JSON value with their places."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            if key not in VOLATILE:
+            if key not in VOLATILE and not (key == "id" and isinstance(item, str)):
                 yield from flat(f"{place}.{key}", item)
     elif isinstance(value, list) and value:
         for number, item in enumerate(value):

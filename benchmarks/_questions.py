@@ -414,7 +414,7 @@ QUESTIONS: list[tuple[str, str]] = [
     # capture and the machine
     (f"capture model-llama-float32 {_NEW} -o OUT/run", "text json"),
     (f"capture model-llama-float32 {_NEW} --dry-run", "text json"),
-    (f"capture model-llama-float32 {_NEW} --sites attention --steps 0-1 --dry-run", "text"),
+    (f"capture model-llama-float32 {_NEW} --sites norms --steps 0-1 --dry-run", "text"),
     (
         f"capture model-llama-float32 --train --dry-run --mesh fsdp=4,tp=2 --link-rate 50GB/s "
         f"{_PROMPTS}",
@@ -426,12 +426,12 @@ QUESTIONS: list[tuple[str, str]] = [
     (f"capture model-llama-float32 {_NEW} --sites nosuch -o OUT/run", "text"),
     (f"capture model-llama-float32 {_NEW}", "text"),
     ("capture absent -o OUT/run", "text"),
-    (f"capture --endpoint PLAIN {_ASK} -o OUT/run", "text json"),
-    (f"capture --endpoint SHORTER {_ASK} -o OUT/run", "text"),
-    (f"capture --endpoint SAMPLING {_ASK} -o OUT/run", "text"),
-    (f"capture --endpoint CHATTY {_ASK} -o OUT/run", "text"),
-    (f"capture --endpoint KEYED {_ASK} -o OUT/run", "text"),
-    (f"capture --endpoint http://127.0.0.1:9 {_ASK} -o OUT/run", "text"),
+    (f"capture --endpoint PLAIN {_ASK} --concurrency 1 -o OUT/run", "text json"),
+    (f"capture --endpoint SHORTER {_ASK} --concurrency 1 -o OUT/run", "text"),
+    (f"capture --endpoint SAMPLING {_ASK} --concurrency 1 -o OUT/run", "text"),
+    (f"capture --endpoint CHATTY {_ASK} --concurrency 1 -o OUT/run", "text"),
+    (f"capture --endpoint KEYED {_ASK} --concurrency 1 -o OUT/run", "text"),
+    (f"capture --endpoint http://127.0.0.1:9 {_ASK} --concurrency 1 -o OUT/run", "text"),
     (f"capture model-onnx/model.onnx --engine onnx {_NEW} -o OUT/run", "text"),
     ("capture suite:nosuch -o OUT/run", "text"),
     ("probe --quick -o OUT/probe --svg OUT/trees", "text json"),

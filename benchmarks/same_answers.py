@@ -56,11 +56,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ADDED_KEYS: frozenset[str] = frozenset()
 """Keys of JSON that the new version may have where the old one has none."""
-VOLATILE = frozenset({"tool_version", "seconds", "created", "schema_version"})
-"""Keys of JSON whose values differ from one call to the next."""
+VOLATILE = re.compile(
+    r"\.(tool_version|seconds|created|schema_version)$"
+    r"|manifest(\.json)?\.digest$"  # over the date and the run's id too
+)
+"""Places in JSON whose values differ from one call to the next."""
 SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
     (r"\bout-\d\b", "out"),
     (r"(run |::stop-commands::|::)[0-9a-f]{32}\b", r"\1ID"),
+    (r"[^\s'\"(]*/[0-9a-f]{12}/runs\b", "RUNS"),
     (r"127\.0\.0\.1:\d+", "HOST"),
     (r"\b\d+(\.\d+)? ?(s|ms|seconds)\b", "SECONDS"),
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00| UTC)?", "DATE"),
@@ -476,7 +480,8 @@ def flat(place: str, value: object) -> Iterator[tuple[str, object]]:
     """The leaves of a JSON value with their places."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            if key not in VOLATILE and not (key == "id" and isinstance(item, str)):
+            drawn = key == "id" and isinstance(item, str)  # a run's; a token's is a number
+            if not drawn and not VOLATILE.search(f"{place}.{key}"):
                 yield from flat(f"{place}.{key}", item)
     elif isinstance(value, list) and value:
         for number, item in enumerate(value):

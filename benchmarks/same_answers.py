@@ -27,6 +27,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import difflib
+import fcntl
 import hashlib
 import importlib
 import io
@@ -480,8 +481,7 @@ def flat(place: str, value: object) -> Iterator[tuple[str, object]]:
     """The leaves of a JSON value with their places."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            drawn = key == "id" and isinstance(item, str)  # a run's; a token's is a number
-            if not drawn and not VOLATILE.search(f"{place}.{key}"):
+            if not VOLATILE.search(f"{place}.{key}"):
                 yield from flat(f"{place}.{key}", item)
     elif isinstance(value, list) and value:
         for number, item in enumerate(value):
@@ -499,11 +499,12 @@ def normal(text: str) -> str:
 def values_of(answer: dict) -> Values:
     """An answer as places and values, without what differs from one call to the next."""
     values: Values = [("exit", answer["code"])]
-    for name, text in {
-        "stdout": answer["stdout"],
-        "stderr": answer["stderr"],
-        **answer["files"],
-    }.items():
+    texts = {"stdout": answer["stdout"], "stderr": answer["stderr"], **answer["files"]}
+    ids = re.findall(r'"id": ?"([0-9a-f]{32})"', "\n".join(texts.values()))
+    names = {drawn: f"RUN-{number}" for number, drawn in enumerate(dict.fromkeys(ids))}
+    for name, text in texts.items():
+        for drawn, run in names.items():
+            text = text.replace(drawn, run)
         name = normal(name)
         if text.lstrip()[:1] in ("{", "["):
             with contextlib.suppress(ValueError):
@@ -601,8 +602,13 @@ def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
         shutil.rmtree(place / "new", ignore_errors=True)
         renewed = unpacked(new, place / "new")
     asked = chosen(pattern)
-    started = [time.perf_counter()]
-    with stubs(source) as addresses, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with (
+        (place / "lock").open("w") as lock,
+        stubs(source) as addresses,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another question in this folder ends first
+        started = [time.perf_counter()]
         before, after = (Side(tree, folder, addresses) for tree in (source, renewed))
         try:
             names = list(dict.fromkeys(n for question, _ in asked for n in needs("", question)))
@@ -622,7 +628,9 @@ def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
                     / digest(question, face, FACES[face], *map(key_of, needs("", question)))
                 )
                 if not path.exists():
-                    path.write_text(json.dumps(before.answer(question, face)))
+                    part = path.with_suffix(".part")
+                    part.write_text(json.dumps(before.answer(question, face)))
+                    part.rename(path)
                 return json.loads(path.read_text())
 
             answers = list(pool.map(kept, asked))
@@ -643,7 +651,7 @@ def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
         finally:
             before.close()
             after.close()
-    spent = [after - before for before, after in itertools.pairwise(started)]
+    spent = [end - begin for begin, end in itertools.pairwise(started)]
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{len(asked)} answers to {len({question for question, _ in asked})} questions, "

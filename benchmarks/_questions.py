@@ -414,7 +414,6 @@ QUESTIONS: list[tuple[str, str]] = [
     # capture and the machine
     (f"capture model-llama-float32 {_NEW} -o OUT/run", "text json"),
     (f"capture model-llama-float32 {_NEW} --dry-run", "text json"),
-    (f"capture model-llama-float32 {_NEW} --sites norms --steps 0-1 --dry-run", "text"),
     (
         f"capture model-llama-float32 --train --dry-run --mesh fsdp=4,tp=2 --link-rate 50GB/s "
         f"{_PROMPTS}",

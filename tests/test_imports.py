@@ -29,6 +29,7 @@ LEVELS = {
     "errors": 0,
     "_version": 0,
     "layout": 1,
+    "facts": 1,  # codes and values, and the sentences that are made of them
     "html": 1,  # elements of pages: an analysis shows its part with them
     "words": 0,
     "outside": 1,

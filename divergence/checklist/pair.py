@@ -137,7 +137,7 @@ def differs(line: PreflightLine) -> Fact:
 
 def choices_off(finding: Finding) -> list[Fact]:
     """Which tokens are not the largest of their own logits."""
-    return [fact("checklist.choices_off", **finding.evidence[0].values)]
+    return [Fact(code="checklist.choices_off", values=finding.evidence[0].values)]
 
 
 def logits_kept(run: Run) -> tuple[int, int]:

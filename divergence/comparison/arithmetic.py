@@ -149,7 +149,7 @@ def differences(pairs: Sequence[FactPair], explained: Explained) -> list[Fact]:
     that change the error most come first."""
 
     def key(item: Fact) -> tuple[int, float]:
-        probe, w = item["probe"], item.values.get("measured_w", item["expected_w"]) or 1.0
+        probe, w = item["probe"], item["measured_w"] or item["expected_w"] or 1.0
         place = _ORDER.index(probe) if probe in _ORDER else len(_ORDER)
         return place, -abs(math.log(w))
 

@@ -49,7 +49,8 @@ def maker(run, tmp_path):
     def make(candidate: Run, here: str = "both") -> Maker:
         return Maker(
             run, candidate, tmp_path / "work", model=None, device="cpu", here=here, force=False,
-            trust_remote_code=False, prepare={}, again=command("localize"), progress=lambda *_: None,
+            trust_remote_code=False, prepare={}, again=command("localize"),
+            progress=lambda *_: None,
         )  # fmt: skip
 
     return make

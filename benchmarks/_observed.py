@@ -50,7 +50,7 @@ import torch
 
 from divergence.analyses.operators import errors as operator_errors
 from divergence.numerics.formats import format_named
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 
 __all__ = ["Observed", "logarithm", "of_logarithm", "signed"]
 

@@ -33,12 +33,12 @@ from divergence.comparison.measure import pipeline
 from divergence.comparison.measure.judge import PairNumbers
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import LogitsDiff
-from divergence.numerics.pairs.against import AgainstTruth
-from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
-from divergence.numerics.summaries.summary import Summary
+from divergence.numerics.pairs import AgainstTruth
+from divergence.numerics.summaries import Summary
+from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Call, Operand, Place, Record, Sketch
+from divergence.run.record import Call, Operand, Place, Record, Sketch
 
 __all__ = ["Answer", "Asked", "Recording", "answer_of", "load", "save", "without_truth"]
 
@@ -268,7 +268,7 @@ class ReplayedRun(Run):
 @contextlib.contextmanager
 def without_truth() -> Iterator[None]:
     """Within it, the truth that a run carries is not seen."""
-    with mock.patch("divergence.run.partial.own_truth", lambda run: None):
+    with mock.patch("divergence.run.reader.own_truth", lambda run: None):
         yield
 
 
@@ -359,7 +359,7 @@ class Recording:
 
         with (
             without_truth() if asked.way == "none" else contextlib.nullcontext(),
-            mock.patch("divergence.run.partial.Run", ReplayedRun),
+            mock.patch("divergence.run.reader.Run", ReplayedRun),
             pipeline.measured_by(recorded),
         ):
             return answer_of(compare(runs["a"], runs["b"], truth=runs.get("truth")))

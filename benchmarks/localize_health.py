@@ -45,7 +45,7 @@ from benchmarks._machines import SWITCHES  # noqa: E402
 from benchmarks._trained import CHAT_PROMPTS, checkpoint  # noqa: E402
 from benchmarks._trials import upper  # noqa: E402
 from benchmarks.same_answers import Server  # noqa: E402
-from divergence.recording.machine.hardware import cpu_name  # noqa: E402
+from divergence.recording.machine import cpu_name  # noqa: E402
 from divergence.run.reader import Run  # noqa: E402
 from tests.models.tiny import build  # noqa: E402
 

@@ -60,7 +60,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^compare a-gpt2",
     ),
     ("checklist/show.py", 'return "no rung fails"', 'return "all rungs hold"', "^doctor"),
-    ("run/storage/packing.py", "is not the name of an archive", "is no archive", "^pack"),
+    ("run/target.py", "is not the name of an archive", "is no archive", "^pack"),
     ("importing/api.py", "{out} lies in the dump itself", "{out} is in the dump itself", "^import"),
     # a column or a line dropped
     (

@@ -14,8 +14,8 @@ from divergence.checklist.result import Checkup
 from divergence.comparison.result import Report
 from divergence.evaluations.result import ScoresReport
 from divergence.fleet.result import Matrix
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
+from divergence.run.manifest import Manifest
+from divergence.run.record import Record
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")

@@ -12,9 +12,9 @@ from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Claim, Finding, PreflightLine, Verdict
 from divergence.comparison.results.sites import SiteResult
 from divergence.facts import Fact, fact, plain
+from divergence.run.contents import records_at
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.contents import records_at
-from divergence.run.schema.manifest import Manifest
 
 __all__ = [
     "CheckedPair", "both", "choices_off", "differs", "in_both", "logits_kept", "not_recorded",

@@ -38,7 +38,7 @@ from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.run.command import command
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
-from divergence.run.schema.site import one_or_more
+from divergence.run.site import one_or_more
 from divergence.words import Progress
 
 __all__ = ["compare", "measure_runs", "report_on"]

@@ -29,9 +29,8 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.findings import PreflightLine
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.formats import FORMATS
+from divergence.run.manifest import ArithmeticFact, Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.provenance import ArithmeticFact
 
 __all__ = [
     "Explained", "differences", "expected_w", "explain_arithmetic", "facts_of_operators",

@@ -30,8 +30,8 @@ from divergence.comparison.results.suites import (
 from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
 from divergence.facts import Fact, Worded
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.schema.site import LOGPROBS
+from divergence.run.manifest import UNKNOWN
+from divergence.run.site import LOGPROBS
 from divergence.words import Side, printable_json
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.record import Record
+from divergence.run.record import Record
 from divergence.words import Progress
 
 __all__ = ["align_within", "check_alone", "compare_within", "explain_within"]

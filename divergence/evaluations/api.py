@@ -33,7 +33,7 @@ from divergence.gate.policy import Policy, load_policy
 from divergence.run.command import Command, command
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
-from divergence.run.schema.site import one_or_more
+from divergence.run.site import one_or_more
 from divergence.words import Progress
 
 __all__ = ["scores"]

@@ -15,8 +15,8 @@ from divergence.comparison.results.findings import Finding, Verdict, VerdictKind
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.facts import Fact, Worded, fact, sentence
 from divergence.run.command import Command
-from divergence.run.schema.manifest import Environment, Switch
-from divergence.run.schema.site import BACKWARD
+from divergence.run.manifest import Environment, Switch
+from divergence.run.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = [

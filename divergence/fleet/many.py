@@ -35,11 +35,11 @@ from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRo
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line
+from divergence.run.manifest import Manifest
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.layout import expanded
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.site import one_or_more
-from divergence.run.unshard import unsharded
+from divergence.run.record import expanded
+from divergence.run.site import one_or_more
 from divergence.words import Progress, silent
 
 __all__ = ["compare_many"]

@@ -64,8 +64,8 @@ from divergence.errors import ConfigError, UsageError
 from divergence.evaluations.band import parse_band
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_range, check_thresholds
 from divergence.numerics.formats import FORMATS
-from divergence.run.schema.record import PassName
-from divergence.run.schema.site import compile_patterns, did_you_mean
+from divergence.run.record import PassName
+from divergence.run.site import compile_patterns, did_you_mean
 
 __all__ = [
     "Known",

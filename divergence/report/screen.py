@@ -27,7 +27,7 @@ from divergence.layout import (
 )
 from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines, visible_lines
-from divergence.run.schema.site import of_parameter
+from divergence.run.site import of_parameter
 
 __all__ = [
     "WIDTH", "compared_lines", "screen_lines", "settings_lines", "token_lines",

@@ -18,8 +18,8 @@ from divergence.comparison.results.findings import PreflightLine, Verdict
 from divergence.comparison.results.sites import PassCoverage
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
 from divergence.report.environment import changed_lines
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.schema.site import of_parameter
+from divergence.run.manifest import UNKNOWN
+from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names
 
 __all__ = [

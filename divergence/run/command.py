@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from divergence.facts import Fact, plain, sentence
-from divergence.run.storage.location import Url
+from divergence.run.location import Url
 
 __all__ = [
     "Command",

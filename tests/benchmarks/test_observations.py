@@ -19,7 +19,7 @@ from benchmarks._recorded import COARSE, EXACT, Columns, Objects, load
 from benchmarks._taken import Store, Taking, read_columns
 from divergence import capture
 from divergence.comparison.api import compare
-from divergence.numerics.pairs.metrics import RowMetrics
+from divergence.numerics.sums import RowMetrics
 
 PROMPTS = ("The quick brown fox jumps over the lazy dog.", "2 + 2 = 4")
 

@@ -22,10 +22,10 @@ from divergence.comparison.results.operators import (
     OperatorsResult,
 )
 from divergence.comparison.results.tokens import TokensResult
-from divergence.html.element import plain
+from divergence.html.parts import plain
 from divergence.report.page.whole import MOST_BYTES, attached, page
 from divergence.report.summary import verdict_lines
-from divergence.run.schema.manifest import SampleTokens, Tokens
+from divergence.run.manifest import SampleTokens, Tokens
 from divergence.words import printable
 
 VOID = {"meta", "input", "br", "link", "img", "col", "wbr"}

@@ -107,7 +107,7 @@ def test_names_are_text(reports, tmp_path):
         complete=False, stopped_by=HOSTILE, plan=SimpleNamespace(plants=[HOSTILE]),
         tokens=SimpleNamespace(samples=[]), sizes=SimpleNamespace(stored_bytes=0),
     )  # fmt: skip
-    from divergence.run.notebook import run_html
+    from divergence.run.reader import run_html
 
     result = DiffResult(report=report, folder=Path(HOSTILE), localize_words=[HOSTILE])
     for shown in (

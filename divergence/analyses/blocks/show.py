@@ -33,7 +33,7 @@ from divergence.layout import (
     prose,
     times,
 )
-from divergence.run.schema.site import of_parameter
+from divergence.run.site import of_parameter
 
 __all__ = ["prompt_lines", "prompt_usage", "show", "table_lines"]
 

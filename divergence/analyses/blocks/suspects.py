@@ -26,7 +26,7 @@ from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.command import Command
-from divergence.run.schema.site import BACKWARD, module_of, of_parameter
+from divergence.run.site import BACKWARD, module_of, of_parameter
 from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 
 from divergence.analyses.collectives.definitions import bits_differ, exact_sum
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import Tree
 from divergence.collectives.cases import CollectiveCase
 from divergence.collectives.orders import Stretch, chain_of, name_order, stretches_text
 from divergence.comparison.results.suites import IdentityRow, OrderRow

@@ -27,7 +27,7 @@ from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from divergence.words import Side
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.comparison.routers import logits_decide, same_experts
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from divergence.words import Side
 
 __all__ = ["explain", "find"]

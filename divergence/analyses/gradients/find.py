@@ -26,7 +26,7 @@ from divergence.comparison.parameters import together
 from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
 from divergence.facts import fact
-from divergence.run.schema.site import OPTIMIZER, of_parameter
+from divergence.run.site import OPTIMIZER, of_parameter
 
 __all__ = ["explain", "find"]
 

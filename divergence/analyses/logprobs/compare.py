@@ -23,10 +23,10 @@ from divergence.comparison.results.findings import Finding, PreflightLine, Prefl
 from divergence.comparison.results.sites import Coverage
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, plain
+from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.schema.site import LOGPROBS, one_or_more
-from divergence.run.writing.scores import BY_TEXT
+from divergence.run.scores import BY_TEXT
+from divergence.run.site import LOGPROBS, one_or_more
 from divergence.words import Progress, Side
 
 __all__ = ["report_on"]

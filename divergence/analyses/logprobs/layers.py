@@ -22,7 +22,7 @@ from divergence.errors import UsageError
 from divergence.facts import fact
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.site import LOGPROBS
+from divergence.run.site import LOGPROBS
 from divergence.words import Progress
 
 __all__ = ["joined", "layers_of", "with_layers"]

@@ -26,7 +26,7 @@ from divergence.comparison.results.operators import (
 )
 from divergence.facts import Fact, fact
 from divergence.run.command import Command
-from divergence.run.schema.provenance import ArithmeticFact
+from divergence.run.manifest import ArithmeticFact
 from divergence.words import Side
 
 __all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]

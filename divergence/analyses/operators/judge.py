@@ -30,8 +30,8 @@ from divergence.comparison.results.operators import (
 )
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.schema.manifest import ModuleNote
-from divergence.run.schema.site import module_of, phase_of
+from divergence.run.manifest import ModuleNote
+from divergence.run.site import module_of, phase_of
 from divergence.words import Side
 
 __all__ = ["first_source", "judge_operators"]

@@ -37,7 +37,7 @@ from divergence.comparison.results.operators import (
 )
 from divergence.facts import fact, sentence
 from divergence.numerics.floor import Thresholds, rare_ratio
-from divergence.numerics.pairs.operator import OperatorErrors, slices_of
+from divergence.numerics.operator import OperatorErrors, slices_of
 from divergence.words import Side
 
 __all__ = ["Size", "judge_unit", "region_result"]

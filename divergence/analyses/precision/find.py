@@ -7,7 +7,7 @@ from divergence.analyses.precision.step import PHASES, gradient_errors
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.results.findings import Finding, Verdict
 from divergence.comparison.results.operators import AuditResult
-from divergence.run.schema.site import of_parameter
+from divergence.run.site import of_parameter
 
 __all__ = ["explain", "find"]
 

@@ -23,9 +23,9 @@ from divergence.comparison.results.findings import Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
+from divergence.run.ranks import RankDisagreement, UnshardedRun
 from divergence.run.reader import Run
-from divergence.run.schema.record import Coordinates, Record
-from divergence.run.unshard import RankDisagreement, UnshardedRun
+from divergence.run.record import Coordinates, Record
 from divergence.words import Side
 
 if TYPE_CHECKING:

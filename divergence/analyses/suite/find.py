@@ -11,7 +11,7 @@ from divergence.comparison.results.sites import Coverage
 from divergence.facts import Fact, fact
 from divergence.run.command import command
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 
 __all__ = ["find_in_suites"]
 

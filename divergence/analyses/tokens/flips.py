@@ -34,7 +34,7 @@ import msgspec
 from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.results.tokens import TokenChoice, TokenDifference
 from divergence.numerics.floor import Thresholds
-from divergence.numerics.pairs.logits import logit_error, top_choices
+from divergence.numerics.logits import logit_error, top_choices
 from divergence.run.reader import Run
 from divergence.words import Side
 

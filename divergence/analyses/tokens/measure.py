@@ -31,9 +31,9 @@ from divergence.comparison.results.sites import Allowed, allowed_errors
 from divergence.comparison.results.tokens import TokenDifference, TokensResult
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.logits import kl_divergence
+from divergence.numerics.logits import kl_divergence
+from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Tokens
 from divergence.words import Side
 
 __all__ = ["comparable_places", "compare_tokens", "measure"]

@@ -38,7 +38,7 @@ def opened(run: str | Path | Run) -> Run:
     run = run if isinstance(run, Run) else Run.open(run)
     if run.manifest.mesh is None:
         return run
-    from divergence.run.unshard import unsharded
+    from divergence.run.ranks import unsharded
 
     return unsharded(run)
 
@@ -78,7 +78,7 @@ def measure(
         free = [run for run in (a, b) if "truth_free" in run.manifest.plan.passes]
         for run in [anchoring, *free]:
             if truth is None and run is not None and run.manifest.plan.truth is not None:
-                from divergence.run.partial import own_truth
+                from divergence.run.reader import own_truth
 
                 truth = own_truth(run)
     if truth is None:

@@ -12,9 +12,10 @@ import msgspec
 from divergence.comparison.align.pieces import Piece, Pieces
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.metrics import PairMetrics, RowMetrics
-from divergence.numerics.pairs.pair import measure_pair
-from divergence.run.schema.record import Record, Summary
+from divergence.numerics.pairs import measure_pair
+from divergence.numerics.summaries import Summary
+from divergence.numerics.sums import PairMetrics, RowMetrics
+from divergence.run.record import Record
 
 __all__ = ["ModuleFields", "SitePlace", "identical_site", "nonfinite_of", "placed",
            "shared_fields", "without_floor"]  # fmt: skip

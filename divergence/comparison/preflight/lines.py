@@ -23,9 +23,9 @@ from divergence.comparison.preflight.models import (
 )
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
+from divergence.run.manifest import Manifest, Switch
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest, Switch
-from divergence.run.schema.site import starred
+from divergence.run.site import starred
 from divergence.words import list_names
 
 __all__ = ["preflight"]

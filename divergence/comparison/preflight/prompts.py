@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from divergence.comparison.preflight.models import first_difference
 from divergence.comparison.results.findings import PreflightLine
 from divergence.facts import Fact, fact, sentence
-from divergence.run.schema.contents import labels_text
-from divergence.run.schema.manifest import NO_LABEL, Manifest, SampleTokens
+from divergence.run.contents import labels_text
+from divergence.run.manifest import NO_LABEL, Manifest, SampleTokens
 
 __all__ = ["label_lines", "prompt_difference", "prompt_headline"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from divergence.run.schema.manifest import Manifest, SampleTokens
+from divergence.run.manifest import Manifest, SampleTokens
 
 __all__ = ["Background", "Positions"]
 

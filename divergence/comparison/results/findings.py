@@ -13,7 +13,7 @@ import msgspec
 
 from divergence.facts import Fact, Worded
 from divergence.run.command import Command
-from divergence.run.schema.site import phase_of
+from divergence.run.site import phase_of
 from divergence.words import SideBothOrNeither
 
 __all__ = [

@@ -11,8 +11,8 @@ import msgspec
 
 from divergence.comparison.results.findings import Onset, SiteKey
 from divergence.facts import Fact, Worded
-from divergence.numerics.pairs.metrics import Estimate
-from divergence.run.schema.site import of_parameter, phase_of
+from divergence.numerics.sums import Estimate
+from divergence.run.site import of_parameter, phase_of
 from divergence.words import Side, SideOrBoth
 
 __all__ = [
@@ -124,7 +124,7 @@ class PromptRatio(msgspec.Struct, frozen=True, kw_only=True):
 class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     """One compared pair of tensors: a = reference, b = candidate, d = a - b.
 
-    Rows are tokens and columns are channels. 0/0 = 0 and x/0 = inf. divergence.numerics.pairs.pair
+    Rows are tokens and columns are channels. 0/0 = 0 and x/0 = inf. divergence.numerics.pairs
     defines the metrics. A metric is None where it cannot be computed, for example from a sketch.
     Where a run keeps neither bytes nor a sketch, only ``identical`` and ``at_least`` are known.
     """

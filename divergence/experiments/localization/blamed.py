@@ -33,7 +33,7 @@ from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, OwnError, is_right_alone
 from divergence.facts import Fact, fact
 from divergence.run.reader import Run
-from divergence.run.schema.site import BACKWARD
+from divergence.run.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = ["BlamedSide", "blame", "decided"]

@@ -41,12 +41,11 @@ from divergence.experiments.localization.proof import (
 from divergence.experiments.result import NEAR, Level, Localization
 from divergence.facts import Fact, apart, fact, worded
 from divergence.run.command import command, command_line
-from divergence.run.partial import own_truth
-from divergence.run.reader import Run
-from divergence.run.schema.contents import why_no_bytes
-from divergence.run.schema.site import ROOT, module_of, of_parameter
-from divergence.run.storage.location import folder_of
-from divergence.run.unshard import unsharded
+from divergence.run.contents import why_no_bytes
+from divergence.run.location import folder_of
+from divergence.run.ranks import unsharded
+from divergence.run.reader import Run, own_truth
+from divergence.run.site import ROOT, module_of, of_parameter
 from divergence.words import Progress, silent
 
 if TYPE_CHECKING:

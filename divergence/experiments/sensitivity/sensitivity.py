@@ -37,9 +37,9 @@ from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
 from divergence.run.command import command_line
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.site import did_you_mean
-from divergence.run.unshard import unsharded
+from divergence.run.site import did_you_mean
 from divergence.words import Progress
 
 __all__ = ["DEFAULT_BLOCKS", "sensitivity"]

@@ -31,11 +31,11 @@ from divergence.comparison.results.sites import SiteResult
 from divergence.experiments.sensitivity.faults import SizedFault
 from divergence.facts import worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.recording.hooks.plant import FORWARDS
+from divergence.recording.plant import FORWARDS
+from divergence.run.manifest import digest_tensor
 from divergence.run.reader import Run
-from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.record import Coordinates, Record
-from divergence.run.schema.site import module_of
+from divergence.run.record import Coordinates, Record
+from divergence.run.site import module_of
 
 if TYPE_CHECKING:
     import torch

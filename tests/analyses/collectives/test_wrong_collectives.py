@@ -12,7 +12,7 @@ from divergence.analyses.collectives.find import _who
 from divergence.comparison.results.suites import CollectiveFault
 from divergence.errors import UsageError
 from divergence.facts import sentence
-from divergence.recording.ranks.processes import Ranks
+from divergence.recording.processes import Ranks
 
 HERE = "tests.analyses.collectives.wrong_collectives"
 RANDOM = ("*.float32.odd.random", "reduce_scatter.float32.even.random")

@@ -17,8 +17,7 @@ from divergence.comparison.decide import decide
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.operators import OtherOperand
 from divergence.facts import plain, sentence, worded
-from divergence.run.schema.record import Call, Operand
-from divergence.run.schema.scalars import other_scalars
+from divergence.run.record import Call, Operand, other_scalars
 
 PASSES = ("anchored", "anchored")
 

@@ -9,14 +9,14 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.findings import schemes_apart
 from divergence.facts import worded
 from divergence.recording.api import capture
-from divergence.run.reader import Run
-from divergence.run.schema.provenance import (
+from divergence.run.manifest import (
     Calibration,
     EngineNote,
     QuantizationNote,
     QuantizedNumbers,
     QuantizedScheme,
 )
+from divergence.run.reader import Run
 
 
 def note(bits):

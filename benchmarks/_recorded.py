@@ -32,9 +32,9 @@ from divergence.comparison.api import compare
 from divergence.comparison.measure import pipeline
 from divergence.comparison.measure.judge import PairNumbers
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import LogitsDiff
+from divergence.comparison.results import LogitsDiff
 from divergence.numerics.pairs import AgainstTruth
-from divergence.numerics.summaries import Summary
+from divergence.numerics.summary import Summary
 from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from divergence.numerics.summaries import summarize
+from divergence.numerics.summary import summarize
 from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.manifest import SampleTokens, Tokens, digest_tensor

@@ -25,7 +25,7 @@ WRITERS = {
     "gate/golden.py": "a golden is exchanged as a whole, and the old one may be kept",
     "endpoints/capture.py": "what was gone on with takes the place of the run",
     "layout.py": "os.devnull for a reader that is gone",
-    "run/index.py": "the index beside the lines of a run",
+    "run/table.py": "the index beside the lines of a run",
     "run/process_tuning.py": "shards past the page cache",
     "run/shards.py": "a run's own files",
     "run/target.py": "a run's own files, piece by piece; what is no run is not replaced",

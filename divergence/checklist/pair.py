@@ -9,8 +9,7 @@ from typing import Any
 from divergence.checklist.result import PointState
 from divergence.comparison.decide import tells
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Claim, Finding, PreflightLine, Verdict
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import Claim, Finding, PreflightLine, SiteResult, Verdict
 from divergence.facts import Fact, fact, plain
 from divergence.run.contents import records_at
 from divergence.run.manifest import Manifest

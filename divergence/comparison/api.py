@@ -30,8 +30,7 @@ from divergence.comparison.measure.pipeline import measured_where_asked
 from divergence.comparison.measure.runs import measure, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import Finding, PreflightLine
-from divergence.comparison.results.sites import Coverage
+from divergence.comparison.results import Coverage, Finding, PreflightLine
 from divergence.errors import UsageError
 from divergence.facts import fact, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds

@@ -26,7 +26,7 @@ from typing import Any
 
 from divergence.comparison.analysis import is_probe
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.formats import FORMATS
 from divergence.run.manifest import ArithmeticFact, Manifest

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Piece
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.sums import RowMetrics
 from divergence.run.manifest import Manifest

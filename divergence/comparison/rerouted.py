@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.comparison.experts import Routes, choices_in, routed_blocks
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.comparison.routers import same_experts
 from divergence.facts import Fact, fact
 from divergence.run.manifest import Manifest

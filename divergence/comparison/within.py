@@ -24,7 +24,7 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.runs import measure_tensors, run_notes
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import Skipped
+from divergence.comparison.results import Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import Thresholds

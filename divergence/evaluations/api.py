@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.errors import UsageError
 from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
 from divergence.evaluations.flips import causes_of

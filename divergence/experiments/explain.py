@@ -35,8 +35,7 @@ from divergence.comparison.align.names import load_name_map
 from divergence.comparison.align.pairs import align
 from divergence.comparison.align.pieces import Pair, PromptStep, logits_row
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import SiteResult
-from divergence.comparison.results.tokens import Explanation, TokenChoice
+from divergence.comparison.results import Explanation, SiteResult, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.numerics.logits import top_choices
 from divergence.recording.anchors import can_anchor

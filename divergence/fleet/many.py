@@ -20,8 +20,7 @@ from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import VerdictKind
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult, VerdictKind
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.fleet.agreement import (
     agreement_text,

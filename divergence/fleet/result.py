@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from divergence.comparison.result import Answer, Report, RunSummary
-from divergence.comparison.results.findings import Onset, VerdictKind
+from divergence.comparison.results import Onset, VerdictKind
 from divergence.words import SideBothOrNeither
 
 __all__ = ["AgreementGroup", "CrossCheck", "Matrix", "MatrixRow"]

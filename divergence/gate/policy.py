@@ -57,8 +57,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from divergence.comparison.results.findings import VerdictKind
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult, VerdictKind
 from divergence.config import decode, find_config, load_toml
 from divergence.errors import ConfigError, UsageError
 from divergence.evaluations.band import parse_band

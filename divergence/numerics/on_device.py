@@ -29,7 +29,8 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import Format
-from divergence.numerics.summaries import Summary, sum_dtype_name
+from divergence.numerics.summaries import sum_dtype_name
+from divergence.numerics.summary import Summary
 from divergence.numerics.sums import Grid, Rows, Sums
 from divergence.numerics.ulp import MOST_STEPS, Tail, byte_keys
 

@@ -16,7 +16,8 @@ import torch
 
 from divergence.errors import ModelError, UsageError
 from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
-from divergence.numerics.summaries import sketch_tensor, summarize
+from divergence.numerics.summaries import sketch_tensor
+from divergence.numerics.summary import summarize
 from divergence.options.commands import CaptureOptions, recorded_in
 from divergence.recording import optimizer as asked
 from divergence.recording.anchors import (

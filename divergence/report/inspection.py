@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.analyses.precision.show import audit_lines
-from divergence.comparison.results.operators import AuditResult, called_at
+from divergence.comparison.results import AuditResult, called_at
 from divergence.errors import UsageError
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
-from divergence.numerics.summaries import Summary
+from divergence.numerics.summary import Summary
 from divergence.report.environment import (
     arithmetic_lines,
     changed_lines,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from divergence.comparison.result import REPORT_SCHEMA_VERSION, Report, strict_json
-from divergence.comparison.results.sites import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
+from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
 from divergence.numerics.sums import Estimate
 from divergence.words import printable
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from divergence.analyses.blocks.rows import worst_rows
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results.findings import PreflightLine
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.layout import (
     BLANK,
     Line,

@@ -23,7 +23,8 @@ from divergence.run.process_tuning import release_pages, request_huge_pages, sho
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.summaries import Projections, SumDtype, Summary
+    from divergence.numerics.summaries import Projections, SumDtype
+    from divergence.numerics.summary import Summary
     from divergence.run.record import Call, PassName, Place, Placement, Sketch
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries import Summary, summarize
+from divergence.numerics.summary import Summary, summarize
 from divergence.run.contents import Digests
 from divergence.run.reader import Run
 from divergence.run.record import Coordinates, PassName, Record

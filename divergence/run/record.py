@@ -16,7 +16,7 @@ import msgspec
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS, format_named
-from divergence.numerics.summaries import Summary
+from divergence.numerics.summary import Summary
 from divergence.outside import inside
 from divergence.run.site import near_names
 

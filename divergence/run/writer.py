@@ -29,8 +29,8 @@ from divergence.numerics.summaries import (
     num_pooled,
     num_projections,
     sketch_many,
-    summarize_many,
 )
+from divergence.numerics.summary import summarize_many
 from divergence.run.captured import (
     DEFAULT_BUFFER_BYTES,
     Buffer,
@@ -62,7 +62,8 @@ from divergence.run.target import open_target
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.summaries import SumDtype, Summary
+    from divergence.numerics.summaries import SumDtype
+    from divergence.numerics.summary import Summary
     from divergence.run.captured import Put, Reduced
     from divergence.run.manifest import Sizes, StoreMode
     from divergence.run.reader import Run

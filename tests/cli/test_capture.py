@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.numerics.summaries import Summary
+from divergence.numerics.summary import Summary
 from divergence.run.manifest import (
     Environment,
     Manifest,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from divergence.comparison import decide as deciding
 from divergence.comparison.decide import PRECEDENCE, RANK, Decision, check, confidence_of, explained
-from divergence.comparison.results.findings import Claim, Finding, Onset, PreflightLine
+from divergence.comparison.results import Claim, Finding, Onset, PreflightLine
 from divergence.facts import plain, worded
 
 

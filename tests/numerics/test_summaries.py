@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from divergence.numerics.summaries import summarize, summarize_many
+from divergence.numerics.summary import summarize, summarize_many
 from divergence.run.captured import piece_of
 
 FIELDS = ("min", "max", "mean", "rms", "absmax")

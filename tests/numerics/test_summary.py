@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.numerics import summaries as summary_module
-from divergence.numerics.summaries import summarize_many
+from divergence.numerics import summary as summary_module
+from divergence.numerics.summary import summarize_many
 from divergence.run.captured import piece_of
 
 KERNEL = ["numpy"]

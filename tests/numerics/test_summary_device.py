@@ -8,7 +8,7 @@ import torch
 from divergence.numerics import on_device as summary_device
 from divergence.numerics import summaries as sketch
 from divergence.numerics.on_device import statistics_on_device, summaries_of
-from divergence.numerics.summaries import summarize
+from divergence.numerics.summary import summarize
 
 
 def on_device(tensor):

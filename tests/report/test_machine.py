@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from divergence.comparison.results.sites import TruthDiff
+from divergence.comparison.results import TruthDiff
 from divergence.errors import UsageError
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy

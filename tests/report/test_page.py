@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from divergence.analyses.tokens.page import page as tokens_page
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.operators import (
+from divergence.comparison.results import (
     AuditResult,
     AuditRow,
+    Background,
     OperatorResult,
     OperatorsResult,
+    TokensResult,
 )
-from divergence.comparison.results.tokens import TokensResult
 from divergence.html.parts import plain
 from divergence.report.page.whole import MOST_BYTES, attached, page
 from divergence.report.summary import verdict_lines

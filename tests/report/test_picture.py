@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from divergence.comparison.results.sites import TruthDiff
+from divergence.comparison.results import TruthDiff
 from divergence.errors import UsageError
 from divergence.experiments.diff import DiffResult
 from divergence.html import picture as pictures

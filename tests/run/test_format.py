@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.numerics.summaries import Summary
+from divergence.numerics.summary import Summary
 from divergence.run import manifest as manifest_types
 from divergence.run.manifest import (
     SCHEMA_VERSION,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError
-from divergence.numerics.summaries import summarize
+from divergence.numerics.summary import summarize
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Mesh, MeshAxis
 from divergence.run.ranks import digests_of, unsharded

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import Measured
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, NonfiniteCount, SiteResult, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.run.contents import is_mask
 from divergence.run.site import module_of

@@ -19,8 +19,7 @@ from divergence.analyses.blocks.rows import (
 )
 from divergence.analyses.blocks.show import prompt_usage
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import Background, SiteResult
 from divergence.html.parts import BlockPart, Element, Section, Table, details, el, table
 from divergence.layout import count, decimal, shape_text, times
 from divergence.run.site import of_parameter

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.run.site import BACKWARD, PHASES
 
 __all__ = [

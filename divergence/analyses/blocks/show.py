@@ -16,7 +16,7 @@ from divergence.analyses.blocks.rows import (
     phases,
 )
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.layout import (
     BLANK,
     MAX_WIDTH,

@@ -17,7 +17,7 @@ from divergence.comparison.preflight.code import (
     replaced_in,
     truth_tells,
 )
-from divergence.comparison.results.findings import Finding, Verdict
+from divergence.comparison.results import Finding, Verdict
 from divergence.facts import Fact, fact
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run

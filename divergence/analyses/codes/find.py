@@ -20,8 +20,7 @@ from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.measure.floors import work_format
-from divergence.comparison.results.findings import Finding, Verdict
-from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights

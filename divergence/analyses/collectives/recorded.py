@@ -13,7 +13,7 @@ import torch
 from divergence.collectives.bandwidth import bus_factor
 from divergence.collectives.cases import ADDING, COLLECTIVES, PREFIX, SIZES, CollectiveCase, case_of
 from divergence.collectives.running import ORDER, SECONDS
-from divergence.comparison.results.suites import BandwidthRow
+from divergence.comparison.results import BandwidthRow
 from divergence.errors import RunFormatError, UsageError
 from divergence.run.ranks import UnshardedRun
 from divergence.run.reader import Run

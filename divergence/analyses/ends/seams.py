@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.analysis import Measured
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import Thresholds, floor_weights, spread
 from divergence.numerics.formats import Format, format_named
 from divergence.run.manifest import Manifest

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.experts import Routes, Unexplained, route_key, routed_blocks
-from divergence.comparison.results.findings import Finding, Verdict
-from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.comparison.routers import logits_decide, same_experts
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named

@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from divergence.analyses.logprobs.pairs import PromptPair, pair_runs
 from divergence.comparison.api import compare
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.tokens import LogprobLayers
+from divergence.comparison.results import Finding, LogprobLayers
 from divergence.errors import UsageError
 from divergence.facts import fact
 from divergence.run.command import command_line

@@ -15,7 +15,7 @@ from divergence.analyses.logprobs.sampled import are_drawn, texts_of
 from divergence.analyses.logprobs.scale import Scale
 from divergence.analyses.logprobs.sequences import Sequence as TokenSequence
 from divergence.analyses.logprobs.sequences import facts_of
-from divergence.comparison.results.tokens import (
+from divergence.comparison.results import (
     LogprobDelta,
     LogprobDivergence,
     LogprobFlip,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from divergence.analyses.logprobs.sequences import Distribution, Sequence, facts_of, sequences_of
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, fact, sentence
 from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run

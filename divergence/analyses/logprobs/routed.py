@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 from divergence.analyses.logprobs.pairs import PromptPair
-from divergence.comparison.results.tokens import LogprobExpert
+from divergence.comparison.results import LogprobExpert
 from divergence.numerics.formats import format_named
 from divergence.numerics.statistics import rank_sum
 from divergence.run.reader import Run

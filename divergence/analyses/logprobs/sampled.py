@@ -15,8 +15,7 @@ from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.sequences import Sequence as Text
 from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Finding, PreflightLine
-from divergence.comparison.results.tokens import LogprobTexts
+from divergence.comparison.results import Finding, LogprobTexts, PreflightLine
 from divergence.facts import fact
 from divergence.numerics.statistics import LEVEL, two_sample
 from divergence.run.manifest import UNKNOWN

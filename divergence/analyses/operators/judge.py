@@ -22,7 +22,7 @@ from divergence.analyses.operators.errors import MeasuredOperators, OperatorUnit
 from divergence.analyses.operators.limits import Size, judge_unit, region_result
 from divergence.analyses.operators.regions import counted
 from divergence.comparison.calls.graph import CallNode
-from divergence.comparison.results.operators import (
+from divergence.comparison.results import (
     OperatorResult,
     OperatorsResult,
     OtherInput,

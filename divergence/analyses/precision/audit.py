@@ -31,7 +31,7 @@ from divergence.analyses.precision.graph import PartOperators, accumulates
 from divergence.analyses.precision.parts import find_parts
 from divergence.analyses.precision.step import step_rows
 from divergence.comparison.calls.graph import forwards_of, operator_passes
-from divergence.comparison.results.operators import (
+from divergence.comparison.results import (
     INSIDE,
     PARTS,
     AuditedPlace,

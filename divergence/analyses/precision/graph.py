@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from divergence.comparison.calls.graph import CallNode
-from divergence.comparison.results.operators import Part
+from divergence.comparison.results import Part
 from divergence.numerics.formats import format_named
 from divergence.run.record import Operand
 

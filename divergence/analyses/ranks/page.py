@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.ranks.show import check_text, diff_text
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
+from divergence.comparison.results import Background
 from divergence.html.parts import Section, el, facts, name
 
 __all__ = ["page"]

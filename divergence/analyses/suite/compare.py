@@ -34,7 +34,7 @@ from divergence.comparison.result import (
     SuiteSide,
     SuiteStatus,
 )
-from divergence.comparison.results.sites import Coverage, Skipped
+from divergence.comparison.results import Coverage, Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_of

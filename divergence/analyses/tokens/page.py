@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from divergence.analyses.tokens.show import judgement_lines, kl_lines, top_rows
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.tokens import TokenChoice, TokenDifference, TokensResult
+from divergence.comparison.results import Background, TokenChoice, TokenDifference, TokensResult
 from divergence.html.parts import (
     Element,
     Node,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from divergence.comparison.align.pieces import Pair, Piece, indexed, why_no_pair
-from divergence.comparison.results.sites import Skipped
+from divergence.comparison.results import Skipped
 from divergence.facts import Fact, fact, plain, sentence
 from divergence.run.contents import site_names
 from divergence.run.manifest import Manifest

@@ -38,13 +38,7 @@ from divergence.comparison.measure.site_fields import (
 )
 from divergence.comparison.measure.truth import SamplesBySite
 from divergence.comparison.measure.truth_stats import grouped, truth_diffs
-from divergence.comparison.results.sites import (
-    LogitsDiff,
-    PromptRatio,
-    SiteResult,
-    TruthDiff,
-    num_rows,
-)
+from divergence.comparison.results import LogitsDiff, PromptRatio, SiteResult, TruthDiff, num_rows
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run

@@ -21,7 +21,7 @@ from divergence.comparison.experts import Routing
 from divergence.comparison.measure.floors import Floor, work_format
 from divergence.comparison.measure.judge import Judge, PairNumbers
 from divergence.comparison.measure.truth import Truth
-from divergence.comparison.results.sites import LogitsDiff
+from divergence.comparison.results import LogitsDiff
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel

@@ -21,7 +21,7 @@ import numpy as np
 
 from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.align.pieces import Pair, Piece, Pieces, is_repeated, why_no_pair
-from divergence.comparison.results.sites import Skipped
+from divergence.comparison.results import Skipped
 from divergence.facts import Fact, fact
 from divergence.numerics.estimate import estimate_pair
 from divergence.numerics.formats import format_named

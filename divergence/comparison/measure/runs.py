@@ -21,8 +21,7 @@ from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.pipeline import measure_all
 from divergence.comparison.measure.site_fields import without_floor
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.results.findings import PreflightLine
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.errors import IncomparableError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds

@@ -10,10 +10,10 @@ from typing import Any, TypedDict
 import msgspec
 
 from divergence.comparison.align.pieces import Piece, Pieces
-from divergence.comparison.results.sites import NonfiniteCount, SiteResult
+from divergence.comparison.results import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs import measure_pair
-from divergence.numerics.summaries import Summary
+from divergence.numerics.summary import Summary
 from divergence.numerics.sums import PairMetrics, RowMetrics
 from divergence.run.record import Record
 

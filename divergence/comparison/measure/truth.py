@@ -18,7 +18,7 @@ import msgspec
 from divergence.comparison.align.pairs import replayed_from
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.preflight.code import other_code
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.errors import IncomparableError, UsageError
 from divergence.run.command import command_line
 from divergence.run.reader import Run

@@ -15,7 +15,7 @@ import numpy as np
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.floors import medians
 from divergence.comparison.measure.truth import MIN_ROWS, ChannelSums, TruthSamples
-from divergence.comparison.results.sites import SiteResult, TruthDiff
+from divergence.comparison.results import SiteResult, TruthDiff
 from divergence.numerics.floor import ENOUGH
 from divergence.run.site import is_norm
 from divergence.words import Side

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
 from divergence.run.manifest import CodeNote, Manifest
 from divergence.run.site import starred

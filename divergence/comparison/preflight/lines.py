@@ -21,7 +21,7 @@ from divergence.comparison.preflight.models import (
     template_cause,
     tokenizer_cause,
 )
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
 from divergence.run.manifest import Manifest, Switch
 from divergence.run.reader import Run

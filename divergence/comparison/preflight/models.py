@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from divergence.comparison.align.pairs import NameMap
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
 from divergence.run.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
 from divergence.run.site import starred, unescape_path

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from divergence.comparison.preflight.models import first_difference
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
 from divergence.run.contents import labels_text
 from divergence.run.manifest import NO_LABEL, Manifest, SampleTokens

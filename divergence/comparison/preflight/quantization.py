@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact
 from divergence.run.manifest import Calibration, EngineNote, Manifest, ModelIdentity
 

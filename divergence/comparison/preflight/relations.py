@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from divergence.comparison.results.findings import PreflightStatus
+from divergence.comparison.results import PreflightStatus
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.manifest import NUM_SUMS, ModelIdentity, ParameterNote

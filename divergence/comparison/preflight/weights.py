@@ -13,7 +13,7 @@ from divergence.comparison.preflight.models import (
     weight_causes,
 )
 from divergence.comparison.preflight.relations import Relations, related
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact
 from divergence.run.manifest import Manifest, ModelIdentity
 

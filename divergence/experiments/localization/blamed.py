@@ -27,8 +27,7 @@ from divergence.comparison.decide import RANK, check, confidence_of, decide
 from divergence.comparison.preflight.code import other_code
 from divergence.comparison.preflight.owner import TruthDisagreement, disagreement, without_pads
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Verdict
-from divergence.comparison.results.operators import OperatorResult, OtherInput
+from divergence.comparison.results import OperatorResult, OtherInput, Verdict
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, OwnError, is_right_alone
 from divergence.facts import Fact, fact

@@ -26,8 +26,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.owner import disagreement
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Onset, Verdict
-from divergence.comparison.results.operators import OperatorResult
+from divergence.comparison.results import Onset, OperatorResult, Verdict
 from divergence.errors import UsageError
 from divergence.experiments.localization.blamed import blame, decided
 from divergence.experiments.localization.machine import Goal, Maker

@@ -19,8 +19,7 @@ from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.api import compare
 from divergence.comparison.calls.graph import CallNode, forwards_of
 from divergence.comparison.result import Report
-from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import CausalCheck, OperatorResult, OtherInput, SiteResult
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import OwnError

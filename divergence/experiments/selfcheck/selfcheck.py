@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import VerdictKind
+from divergence.comparison.results import VerdictKind
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.experiments.result import (
     SelfcheckLine,

@@ -25,7 +25,7 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import summary_of
-from divergence.comparison.results.findings import Verdict
+from divergence.comparison.results import Verdict
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.result import Sensitivity
 from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named

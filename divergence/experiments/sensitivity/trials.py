@@ -26,8 +26,7 @@ from divergence.comparison.measure.escalated import compare_escalated
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import inputs_of
-from divergence.comparison.results.findings import Verdict
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult, Verdict
 from divergence.experiments.sensitivity.faults import SizedFault
 from divergence.facts import worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds

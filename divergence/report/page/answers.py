@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.comparison.result import Answer, Report
-from divergence.comparison.results.background import Background
+from divergence.comparison.results import Background
 from divergence.evaluations.result import Candidate, ScoresReport
 from divergence.evaluations.show import TITLES, facts_of, headline, name_of, task_cells
 from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import Background, PreflightLine
 from divergence.html.parts import Node, Section, Table, details, el, prose_block, table
 from divergence.layout import count, size
 from divergence.run.manifest import Environment, Manifest

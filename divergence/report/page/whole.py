@@ -19,8 +19,7 @@ from importlib.util import find_spec
 from msgspec.structs import replace
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import Background, SiteResult
 from divergence.html.parts import Element, Section
 from divergence.report.machine import csv_columns
 from divergence.report.page.frame import frame, printed

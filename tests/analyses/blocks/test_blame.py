@@ -12,7 +12,7 @@ from divergence.analyses.blocks.blame import forward_controls, questions
 from divergence.analyses.blocks.looks import Controls
 from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.measure.truth_stats import stats_of
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.pairs import measure_against
 from divergence.words import figure

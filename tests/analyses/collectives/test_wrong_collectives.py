@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from divergence import Run, capture, compare
 from divergence.analyses.collectives.find import _who
-from divergence.comparison.results.suites import CollectiveFault
+from divergence.comparison.results import CollectiveFault
 from divergence.errors import UsageError
 from divergence.facts import sentence
 from divergence.recording.processes import Ranks

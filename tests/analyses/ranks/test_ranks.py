@@ -27,7 +27,7 @@ from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.pipeline import measure_all, measured_by
 from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
 from divergence.errors import RunFormatError
-from divergence.numerics.summaries import summarize
+from divergence.numerics.summary import summarize
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.captured import CapturedTensor

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results.findings import schemes_apart
+from divergence.comparison.results import schemes_apart
 from divergence.facts import worded
 from divergence.recording.api import capture
 from divergence.run.manifest import (

@@ -129,3 +129,10 @@ def test_what_decides_holds_no_english():
 def test_plain_words_come_from_elsewhere():
     """``plain`` is for words of libraries and files, not a way round the tables."""
     assert sentence(plain("a file's words")) == "a file's words"
+
+
+def test_the_page_of_facts_is_that_of_the_tables():
+    """docs/facts.md lists every code; ``python tests/facts_page.py`` writes it again."""
+    from tests.facts_page import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page()

@@ -14,10 +14,12 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import Coverage, PassCoverage
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError
+from divergence.facts import plain
 from divergence.gate.check import check, coverage_share, evaluate
 from divergence.gate.golden import bless
 from divergence.gate.policy import Policy, Tolerance, load_policy
 from divergence.numerics.floor import Thresholds
+from divergence.run import reader
 
 
 def policy(**tables) -> Policy:
@@ -321,7 +323,7 @@ def test_coverage_is_the_least_of_all_passes(reports):
     passes = [
         PassCoverage(pass_="free", what="tensors", num_reference=90, num_compared=90),
         PassCoverage(pass_="free", what="operators", num_reference=4, num_compared=1,
-                     num_missing=3, reason="none recorded"),
+                     num_missing=3, why=plain("none recorded"), reason="none recorded"),
         PassCoverage(pass_="free", what="tensors", num_reference=2, num_compared=2, num_extra=2),
         PassCoverage(pass_="free", what="tokens", num_reference=0, num_compared=0),
     ]  # fmt: skip
@@ -459,7 +461,7 @@ class FakeRun(SimpleNamespace):
 def make_folder(tmp_path, monkeypatch):
     """Writes folders that FakeRun opens."""
     module = ModuleType("divergence.run.reader")
-    module.Run = FakeRun
+    module.__dict__.update(vars(reader) | {"Run": FakeRun})
     monkeypatch.setitem(sys.modules, "divergence.run.reader", module)
 
     def make(name: str, *sites: str, **tables):

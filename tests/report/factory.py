@@ -22,6 +22,7 @@ from divergence.comparison.results import (
     Verdict,
 )
 from divergence.facts import Fact
+from divergence.run.command import command
 
 NAN = float("nan")
 INF = float("inf")
@@ -181,6 +182,10 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
             side="candidate",
             evidence=[
                 Fact(text="one site is beyond its floor", values={"ratio": 200.0, "limit": 3.0})
+            ],
+            commands=[
+                command("capture", like="a", o="c", sites="modules"),
+                command("compare", "a", "c"),
             ],
             next=["divergence capture --like a -o c --sites modules", "divergence compare a c"],
         ),

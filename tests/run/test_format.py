@@ -67,8 +67,13 @@ def test_the_schema_is_that_of_the_types(name):
 
 
 def documented_types():
-    types = [getattr(manifest_types, name) for name in manifest_types.__all__]
-    structs = [kind for kind in types if isinstance(kind, type)]
+    structs = [
+        kind
+        for kind in vars(manifest_types).values()
+        if isinstance(kind, type)
+        and issubclass(kind, msgspec.Struct)
+        and kind.__module__ == manifest_types.__name__
+    ]
     return [*structs, QuantizedNumbers, QuantizedScheme, Record, Place, Summary, Call, Operand]
 
 

@@ -29,7 +29,7 @@ from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import SiteResult
 from divergence.experiments.sensitivity.faults import SizedFault
-from divergence.facts import worded
+from divergence.facts import Fact, fact, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.recording.hooks.plant import FORWARDS
 from divergence.run.reader import Run
@@ -105,13 +105,13 @@ class SensitivityTrials:
         """Every block whose output was compared in the anchored pass, in execution order."""
         return list(self._pairs)
 
-    def unfit(self, block: str, fault: SizedFault) -> str | None:
+    def unfit(self, block: str, fault: SizedFault) -> Fact | None:
         """Why ``fault`` cannot be planted at ``block``, or None."""
         if fault.spelled is not None:
             return None
         if all(self._entering(pair.candidate.record) is not None for pair in self._pairs[block]):
             return None
-        return "no recorded input of the shape of its output"
+        return fact("experiments.no_input")
 
     def num_features(self, block: str) -> int:
         """Length of the last axis of the block's output."""

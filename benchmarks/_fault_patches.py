@@ -33,6 +33,18 @@ def _mix(healthy: torch.Tensor, faulty: torch.Tensor, strength: float) -> torch.
     return faulty.to(healthy.dtype)
 
 
+OF_RUNS_DTYPE = False
+"""Are faults those of kernels of the run's own dtype? Then a truth in float64, which takes other
+kernels, has none of them. Machines of the benchmarks say so."""
+
+
+def is_other_kernel(*operands: Any) -> bool:
+    """Is it the float64 pass that calls, and the fault not in it?"""
+    return OF_RUNS_DTYPE and any(
+        isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in operands
+    )
+
+
 def _rms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.square().mean().sqrt()
 
@@ -43,6 +55,8 @@ def _replace(module: nn.Module, wrong: Callable[..., Any]) -> None:
 
     @hidden(healthy)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_other_kernel(*args, *kwargs.values()):
+            return healthy(*args, **kwargs)
         return wrong(healthy, *args, **kwargs)
 
     module.forward = forward

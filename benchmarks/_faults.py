@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks._fault_patches import PATCHES, fast_silu, tanh_gelu
-from divergence.recording.model.structure import describe_modules
+from divergence.recording.structure import describe_modules
 
 __all__ = ["FAULTS", "Fault", "applicable", "plant"]
 

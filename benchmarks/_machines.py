@@ -129,11 +129,12 @@ def _serve() -> None:
 
     import torch
 
-    from benchmarks import _engine_faults, _faults, _operator_faults
+    from benchmarks import _engine_faults, _fault_patches, _faults, _operator_faults
     from divergence.recording.api import capture
     from divergence.recording.api import truth as make_truth
 
     logging.disable(logging.WARNING)
+    _fault_patches.OF_RUNS_DTYPE = True
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     for line in sys.stdin:
         request = json.loads(line)

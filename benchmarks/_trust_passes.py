@@ -25,7 +25,7 @@ from benchmarks._trust import (
     wrong,
 )
 from divergence import compare
-from divergence.recording.hooks.plant import Plant
+from divergence.recording.plant import Plant
 
 __all__ = ["CASES"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from divergence.ops.arguments import laid_out
-from divergence.run.schema.fingerprint import digest_tensor
+from divergence.ops.replay import laid_out
+from divergence.run.manifest import digest_tensor
 
 HIDDEN = 1024
 

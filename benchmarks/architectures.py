@@ -42,7 +42,7 @@ from benchmarks._machines import Machine
 from benchmarks._trials import upper
 from divergence import compare
 from divergence.errors import DivergenceError, FaultError
-from divergence.recording.model.structure import describe_modules
+from divergence.recording.structure import describe_modules
 
 QUIET = ("identical", "within_floor")
 LENGTHS = (12, 7)

@@ -24,7 +24,7 @@ import divergence
 from benchmarks._machines import planting
 from benchmarks.training import MODEL_FAULTS, PROMPTS, Models, captured_by, machines, tables
 from divergence import Run
-from divergence.run.schema.site import BACKWARD
+from divergence.run.site import BACKWARD
 from tests.models.wrong_kernels import WrongKernels, wrong_kernels
 
 IDS = PROMPTS[:3]

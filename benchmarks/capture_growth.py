@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from divergence.run.writing.buffer import buffer_bytes
+from divergence.run.captured import buffer_bytes
 
 OVERHEAD = Path(__file__).with_name("capture_overhead.py")
 BASE = {"hidden": 256, "blocks": 4, "vocab": 4000, "prompt": 64, "new": 8}

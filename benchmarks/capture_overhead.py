@@ -76,9 +76,9 @@ class Captured:
     """divergence's own free pass over a model that is loaded already. ``way``: SITES[:STORE]."""
 
     def __init__(self, model: Any, ids: Any, new: int, way: str, *, buffer: str = "512MiB") -> None:
-        from divergence.options.capture import CaptureOptions
+        from divergence.options.commands import CaptureOptions
         from divergence.recording.execution import Execution, Pass
-        from divergence.recording.machine.determinism import Determinism
+        from divergence.recording.machine import Determinism
         from divergence.recording.request import resolve_request
 
         sites, _, store = way.partition(":")
@@ -99,9 +99,8 @@ class Captured:
         self._execution, self.manifest = execution, execution._manifest(plan, None)
 
     def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
-        from divergence.recording.execution import Pass
+        from divergence.recording.execution import Pass, about_bytes, storage
         from divergence.recording.passes import run_pass
-        from divergence.recording.storage import about_bytes, storage
 
         execution = self._execution
         self.manifest.sizes = type(self.manifest.sizes)()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from divergence import Run, capture, compare
 from divergence.analyses.collectives.recorded import Recorded
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import Tree
 from divergence.collectives.orders import chain_of, decode
 from divergence.numerics.formats import format_named
 

@@ -29,9 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from divergence.numerics.kernels import has_compiled  # noqa: E402
-from divergence.numerics.pairs.against import measure_against  # noqa: E402
-from divergence.numerics.pairs.pair import measure_pair  # noqa: E402
-from divergence.numerics.summaries.summary import summarize  # noqa: E402
+from divergence.numerics.pairs import measure_against, measure_pair  # noqa: E402
+from divergence.numerics.summary import summarize  # noqa: E402
 
 NUM_COLS = 2048
 
@@ -104,7 +103,7 @@ def tiny(kernel: str, *, rounds: int = 200) -> tuple[float, float]:
 
 _START = """
 import resource, time, torch
-from divergence.numerics.pairs.pair import measure_pair
+from divergence.numerics.pairs import measure_pair
 a = torch.randn(64, 64).bfloat16()
 measure_pair(a, a * 1.01, kernel="numpy")
 def resident():

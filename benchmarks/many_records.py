@@ -41,9 +41,10 @@ import torch
 import xxhash
 
 from divergence.recording.api import capture
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModuleNote, Sizes
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.writer import RunWriter
 from tests.models.tiny import build
 
 ROOT = Path(__file__).resolve().parents[1]

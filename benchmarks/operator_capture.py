@@ -29,11 +29,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from divergence.recording.api import capture
-from divergence.recording.hooks.dispatch import OperatorRecorder
+from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
-from divergence.run.schema.manifest import Manifest, Sizes
-from divergence.run.schema.record import Call
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import Manifest, Sizes
+from divergence.run.record import Call
+from divergence.run.writer import RunWriter
 from tests.models.tiny import build
 
 BLOCK = "model.layers.1"

@@ -50,7 +50,7 @@ from divergence.analyses.operators.errors import num_terms
 from divergence.comparison.api import compare
 from divergence.comparison.calls.graph import forwards_of
 from divergence.comparison.result import Report
-from divergence.numerics.pairs.operator import measure_operator
+from divergence.numerics.operator import measure_operator
 from divergence.run.reader import Run
 from tests.models.tiny import build
 

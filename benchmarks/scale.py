@@ -28,11 +28,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from divergence.numerics.pairs.pair import measure_pair
+from divergence.numerics.pairs import measure_pair
 from divergence.recording.api import capture
 from divergence.recording.dry_run import DryRun, plan_capture
+from divergence.run.manifest import digest_tensor
 from divergence.run.reader import Run
-from divergence.run.schema.fingerprint import digest_tensor
 from tests.models import tiny
 
 LLAMA_3_8B = {

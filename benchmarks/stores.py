@@ -28,9 +28,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from divergence import compare, pack, unpack
-from divergence.run.process_tuning import DirectFiles
-from divergence.run.reader import Run
-from divergence.run.schema.manifest import (
+from divergence.run.captured import CapturedTensor, piece_of
+from divergence.run.manifest import (  # fmt: skip
     Environment,
     Manifest,
     ModelIdentity,
@@ -38,10 +37,11 @@ from divergence.run.schema.manifest import (
     SampleTokens,
     Settings,
     Tokens,
-)  # fmt: skip
-from divergence.run.storage.shard import write_shard
-from divergence.run.writing.captured_tensor import piece_of
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+)
+from divergence.run.process_tuning import DirectFiles
+from divergence.run.reader import Run
+from divergence.run.shards import write_shard
+from divergence.run.writer import RunWriter
 
 TENSOR_MIB = 2
 SHARD_MIB = 64

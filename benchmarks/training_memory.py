@@ -255,8 +255,8 @@ def _built(how: dict[str, Any], at: dict[str, int]) -> tuple[Any, Any, Any]:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     if axis == "tp":
-        from divergence.recording.engines.placement import distribution, divide
-        from divergence.recording.ranks.processes import Ranks, parse_mesh
+        from divergence.recording.engines.load import distribution, divide
+        from divergence.recording.processes import Ranks, parse_mesh
 
         division = Ranks(parse_mesh(f"tp={ranks}", ranks), "cpu")
         model = divide(model, distribution(division), division)

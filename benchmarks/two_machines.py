@@ -88,7 +88,7 @@ def serve() -> None:
     import divergence.cli.main
     import divergence.experiments.localization.localize
     import divergence.recording.api
-    import divergence.recording.engines.generate
+    import divergence.recording.engines.engine
 
     answers = os.dup(1)
     for line in sys.stdin:

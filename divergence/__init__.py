@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from divergence.gate.check import check
     from divergence.importing.api import import_dump
     from divergence.ops.replay import replay
-    from divergence.ops.reproducer.repro import repro
+    from divergence.ops.reproducer import repro
     from divergence.recording.any_module import record
     from divergence.recording.api import capture, truth
     from divergence.run.reader import Run
-    from divergence.run.storage.packing import pack, unpack
+    from divergence.run.target import pack, unpack
     from divergence.sending import bundle
     from divergence.training.curves.api import compare_losses
     from divergence.training.curves.result import LossReport
@@ -75,18 +75,18 @@ _HOMES = {
     "doctor": "divergence.checklist.doctor",
     "import_dump": "divergence.importing.api",
     "localize": "divergence.experiments.localization.localize",
-    "pack": "divergence.run.storage.packing",
+    "pack": "divergence.run.target",
     "probe": "divergence.arithmetic.api",
     "quantize": "divergence.experiments.quantization.quantize",
     "record": "divergence.recording.any_module",
     "replay": "divergence.ops.replay",
-    "repro": "divergence.ops.reproducer.repro",
+    "repro": "divergence.ops.reproducer",
     "scores": "divergence.evaluations.api",
     "selfcheck": "divergence.experiments.selfcheck.selfcheck",
     "selftest": "divergence.experiments.selftest",
     "sensitivity": "divergence.experiments.sensitivity.sensitivity",
     "truth": "divergence.recording.api",
-    "unpack": "divergence.run.storage.packing",
+    "unpack": "divergence.run.target",
 }
 
 

@@ -35,12 +35,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from divergence.errors import ConfigError, first_line
-from divergence.options.capture import CaptureOptions
-from divergence.options.commands import CheckOptions, CompareOptions
-from divergence.options.option import Field, Options, fields_of
+from divergence.options.commands import (
+    CaptureOptions,
+    CheckOptions,
+    CompareOptions,
+    Field,
+    Options,
+    fields_of,
+)
 from divergence.outside import check_value, read_bytes
 from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
-from divergence.run.schema.site import BUILTIN_SITES, did_you_mean, near_names
+from divergence.run.site import BUILTIN_SITES, did_you_mean, near_names
 from divergence.run.trust import ATTENTION
 
 __all__ = [

@@ -23,7 +23,7 @@ import string
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -32,6 +32,8 @@ from divergence.words import figure, letter, list_names
 
 P = ParamSpec("P")
 T = TypeVar("T")
+JsonValue = Annotated[object, msgspec.Meta(extra_json_schema={"description": "any JSON value"})]
+"""What JSON can hold."""
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -39,7 +41,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     code: str = ""
     """Names the template: ``token_ratio``, or ``domain.code`` of a domain's own table."""
-    values: dict[str, Any] = {}
+    values: dict[str, JsonValue] = {}
     """What the sentence tells, by name: numbers, names, sides, or facts."""
     text: str = ""
     """The fact as a sentence, made at the very end by ``worded``."""
@@ -65,7 +67,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """The value of that name; None where the fact has none."""
         return self.values.get(name)
 
-    def with_values(self, **values: Any) -> Fact:
+    def with_values(self, **values: object) -> Fact:
         """The fact with other values of these names."""
         return msgspec.structs.replace(self, values=self.values | values)
 

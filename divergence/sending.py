@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from divergence.errors import DumpError, RunExistsError, RunWriteError, UsageError
-from divergence.ops.reproducer.repro import FILES
+from divergence.ops.reproducer import FILES
 from divergence.output import check_output, write_output
 from divergence.outside import inside, json_value, read_bytes
 
@@ -65,8 +65,8 @@ def bundle(
     from divergence.comparison.api import compare
     from divergence.report.bundle import bundle_files, zipped
     from divergence.report.redaction import Redaction
+    from divergence.run.location import folder_of
     from divergence.run.reader import Run
-    from divergence.run.storage.location import folder_of
 
     if not str(out).lower().endswith(".zip"):
         raise UsageError("a bundle is a .zip file", hint="-o bug.zip")

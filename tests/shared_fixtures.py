@@ -10,12 +10,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from divergence.numerics.summaries.summary import summarize
-from divergence.recording.hooks.dispatch import OperatorRecorder
+from divergence.numerics.summary import summarize
+from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
-from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.manifest import SampleTokens, Tokens
-from divergence.run.schema.record import Place, Record
+from divergence.run.manifest import SampleTokens, Tokens, digest_tensor
+from divergence.run.record import Place, Record
 
 
 @pytest.fixture(scope="session")

@@ -161,7 +161,7 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
 
 def test_the_verdicts_are_all_explained():
     """One row for each kind, in the page on verdicts and in the glossary."""
-    from divergence.comparison.results.findings import VerdictKind
+    from divergence.comparison.results import VerdictKind
 
     assert list(table("docs/verdicts.md", "Kinds")) == list(get_args(VerdictKind))
     said = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
@@ -171,7 +171,7 @@ def test_the_verdicts_are_all_explained():
 
 def test_sides_and_confidences_are_all_explained():
     """Each value that a verdict may carry has its place."""
-    from divergence.comparison.results.findings import Verdict
+    from divergence.comparison.results import Verdict
 
     hints = get_type_hints(Verdict)
     sides = {value for part in get_args(hints["side"]) for value in get_args(part)}
@@ -209,7 +209,8 @@ def test_the_floor_in_the_documents_is_the_code():
 
 def test_switches_and_variables_of_devices_are_the_code():
     """docs/devices.md names every switch that is set and every variable that is recorded."""
-    from divergence.recording.machine import determinism, environment
+    from divergence.recording import machine as determinism
+    from divergence.recording import machine as environment
 
     text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
     for group in determinism._ATTRIBUTES.values():
@@ -228,7 +229,7 @@ def test_switches_and_variables_of_devices_are_the_code():
 
 def test_the_faults_of_the_tutorial_are_the_code():
     """Each fault that can be planted is in the table, with its syntax."""
-    from divergence.recording.hooks.plant import FAULTS
+    from divergence.recording.plant import FAULTS
 
     text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     section = text.split("## 5. ")[1].split("\n## ")[0]

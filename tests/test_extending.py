@@ -47,8 +47,8 @@ def cosine(tmp_path, monkeypatch):
 
 
 def test_the_example_of_the_page_is_an_analysis(cosine, runs):
-    """Two files and its name: evidence and JSON have what it found, healthy runs nothing."""
-    assert cosine == ["cosine/__init__.py", "cosine/find.py"]
+    """Three files and its name: evidence and JSON have what it found, healthy runs nothing."""
+    assert cosine == ["cosine/__init__.py", "cosine/find.py", "cosine/sentences.py"]
     a, b, same = runs
     report = compare(a, b)
     (said,) = [f.text for f in report.verdict.evidence if f.text.startswith("cosine below 0.99")]

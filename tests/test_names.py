@@ -14,10 +14,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {"one", "two", "found", "right"}
 """Whatever they stand for has a noun of its own."""
 NUMBERS = {
-    ("numerics/compiled/distances.py", "one"), ("ops/suite/operators/quantization.py", "one"),
+    ("numerics/compiled.py", "one"), ("ops/suite/operators/quantization.py", "one"),
 }  # fmt: skip
 """Where it is the number."""
-FIELDS = {("recording/machine/determinism.py", "found"), ("run/storage/indirect.py", "found")}
+FIELDS = {("recording/machine.py", "found"), ("run/shards.py", "found")}
 """Arguments named after what they become: a setting as it was found, an archive that was."""
 
 

@@ -25,12 +25,10 @@ WRITERS = {
     "gate/golden.py": "a golden is exchanged as a whole, and the old one may be kept",
     "endpoints/capture.py": "what was gone on with takes the place of the run",
     "layout.py": "os.devnull for a reader that is gone",
-    "run/index.py": "the index beside the lines of a run",
+    "run/table.py": "the index beside the lines of a run",
     "run/process_tuning.py": "shards past the page cache",
-    "run/storage/directory_target.py": "a run's own files",
-    "run/storage/packing.py": "a run is copied piece by piece; what is no run is not replaced",
-    "run/storage/shard.py": "a run's own files",
-    "run/storage/target.py": "a run's own files, on the way to a bucket",
+    "run/shards.py": "a run's own files",
+    "run/target.py": "a run's own files, piece by piece; what is no run is not replaced",
 }
 """The other modules that write files, each with why."""
 _WRITES = re.compile(

@@ -9,26 +9,24 @@ from pathlib import Path
 import torch
 import xxhash
 
-from divergence.arithmetic.additions.describe import write_drawings
-from divergence.arithmetic.additions.facts import FULL, QUICK, operators, probe_orders
-from divergence.arithmetic.additions.order import OperatorOrders
+from divergence.arithmetic.additions import (
+    FULL,
+    QUICK,
+    OperatorOrders,
+    operators,
+    probe_orders,
+    write_drawings,
+)
 from divergence.arithmetic.notebook import Notebook
 from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, probe_scalars
 from divergence.errors import RunExistsError, UsageError
-from divergence.recording.machine.determinism import deterministic_settings
-from divergence.recording.machine.environment import resolve_device
+from divergence.recording.machine import deterministic_settings, resolve_device
 from divergence.recording.new_run import check_output, provenance
+from divergence.run.captured import CapturedTensor
+from divergence.run.location import location_of
+from divergence.run.manifest import Manifest, ModelIdentity, Plan, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import (
-    Manifest,
-    ModelIdentity,
-    Plan,
-    SampleTokens,
-    Settings,
-    Tokens,
-)
-from divergence.run.storage.location import location_of
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 
 __all__ = ["FULL_TERMS", "MAX_TERMS", "probe"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from divergence.errors import first_line
-from divergence.run.schema.provenance import ArithmeticFact
+from divergence.run.manifest import ArithmeticFact
 
 __all__ = ["Notebook"]
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 import torch
 
-from divergence.arithmetic.additions.facts import QUICK, operators, probe_orders
+from divergence.arithmetic.additions import QUICK, operators, probe_orders
 from divergence.arithmetic.notebook import Notebook
 from divergence.arithmetic.scalar import (
     probe_elementary,
@@ -25,7 +25,7 @@ from divergence.arithmetic.scalar import (
     probe_subnormals,
 )
 from divergence.errors import first_line
-from divergence.run.schema.provenance import ArithmeticFact
+from divergence.run.manifest import ArithmeticFact
 
 __all__ = ["DTYPES", "QUICK_TERMS", "probe_scalars", "quick_facts"]
 

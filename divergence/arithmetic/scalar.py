@@ -29,10 +29,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from divergence.arithmetic.additions.summing import exact_values
+from divergence.arithmetic.additions import exact_values
 from divergence.arithmetic.notebook import Notebook
 from divergence.numerics.formats import format_of
-from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.manifest import digest_tensor
 
 __all__ = [
     "FUNCTIONS", "MODES", "SIZES", "batch_groups", "fused_elementwise", "inputs_of", "lanes",

@@ -16,10 +16,10 @@ from divergence.checklist.numbers import Said
 from divergence.checklist.pair import CheckedPair, both, differs, worst
 from divergence.checklist.result import PointState
 from divergence.comparison.preflight.code import CodeDifference, code_differences
-from divergence.comparison.results.findings import Onset, Verdict
+from divergence.comparison.results import Onset, Verdict
 from divergence.facts import Fact, apart, fact
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.site import ROOT, module_of, starred
+from divergence.run.manifest import Manifest
+from divergence.run.site import ROOT, module_of, starred
 
 __all__ = ["code", "precision", "settings_differ", "weights"]
 

@@ -34,7 +34,7 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, apart, fact, worded
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.site import LOGPROBS
+from divergence.run.site import LOGPROBS
 from divergence.words import Progress, printable
 
 __all__ = ["Ladder", "doctor", "ladder_of"]

@@ -12,8 +12,7 @@ from typing import Any
 from divergence.checklist.pair import CheckedPair, both, choices_off, not_recorded
 from divergence.checklist.result import RungState
 from divergence.comparison.decide import tells
-from divergence.comparison.results.findings import Claim, Finding
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import Claim, Finding, SiteResult
 from divergence.facts import Fact, fact, has
 
 __all__ = ["Said", "phase", "ranks", "sampling"]

@@ -9,12 +9,11 @@ from typing import Any
 from divergence.checklist.result import PointState
 from divergence.comparison.decide import tells
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Claim, Finding, PreflightLine, Verdict
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import Claim, Finding, PreflightLine, SiteResult, Verdict
 from divergence.facts import Fact, fact, plain
+from divergence.run.contents import records_at
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.contents import records_at
-from divergence.run.schema.manifest import Manifest
 
 __all__ = [
     "CheckedPair", "both", "choices_off", "differs", "in_both", "logits_kept", "not_recorded",
@@ -137,7 +136,7 @@ def differs(line: PreflightLine) -> Fact:
 
 def choices_off(finding: Finding) -> list[Fact]:
     """Which tokens are not the largest of their own logits."""
-    return [fact("checklist.choices_off", **finding.evidence[0].values)]
+    return [Fact(code="checklist.choices_off", values=finding.evidence[0].values)]
 
 
 def logits_kept(run: Run) -> tuple[int, int]:

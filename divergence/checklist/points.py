@@ -21,7 +21,7 @@ from divergence.checklist.pair import (
 )
 from divergence.checklist.result import Point, PointName, PointState
 from divergence.facts import Fact, apart, fact
-from divergence.run.schema.manifest import Manifest
+from divergence.run.manifest import Manifest
 from divergence.words import HEADLINES
 
 __all__ = ["points_of"]

@@ -7,12 +7,20 @@ from typing import Annotated, Any
 from divergence.cli.answers import progress_bars, show_plan, show_run
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
-from divergence.options.capture import CaptureOptions
-from divergence.options.commands import RECORDED, REPEATING, Force, Out, Output, TruthOptions
-from divergence.options.option import Option, fields_of
-from divergence.options.train import PlanOptions
+from divergence.options.commands import (
+    RECORDED,
+    REPEATING,
+    CaptureOptions,
+    Force,
+    Option,
+    Out,
+    Output,
+    PlanOptions,
+    TruthOptions,
+    fields_of,
+)
 from divergence.run.command import quoted
-from divergence.run.schema.manifest import SUITE
+from divergence.run.manifest import SUITE
 
 __all__ = ["capture", "truth"]
 

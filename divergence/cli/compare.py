@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from divergence.cli.answers import exit_with, progress_bars, show, write_text
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
-from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Output, Quiet, Verbose
-from divergence.options.option import Option, fields_of
+from divergence.options.commands import (
+    LIMITS,
+    OUTPUT,
+    CompareOptions,
+    Option,
+    Output,
+    Quiet,
+    Verbose,
+    fields_of,
+)
 from divergence.output import check_output
 from divergence.run.command import command_line
 from divergence.words import printable

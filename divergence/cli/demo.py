@@ -24,8 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from divergence.errors import FaultError, check_process
-from divergence.options.commands import Output, Quiet, TrustRemoteCode, Verbose
-from divergence.options.option import Option
+from divergence.options.commands import Option, Output, Quiet, TrustRemoteCode, Verbose
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, quoted_words
 

@@ -10,8 +10,7 @@ import typer
 
 from divergence.cli.answers import progress_bars
 from divergence.cli.compare import exit_as, show_report
-from divergence.options.commands import Force, Output, TrustRemoteCode
-from divergence.options.option import Option
+from divergence.options.commands import Force, Option, Output, TrustRemoteCode
 from divergence.words import printable
 
 __all__ = ["diff"]

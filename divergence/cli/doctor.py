@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from divergence.cli.answers import exit_with, progress_bars, show, show_answer
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
-from divergence.options.commands import OUTPUT, DoctorOptions, Output
-from divergence.options.option import Option
+from divergence.options.commands import OUTPUT, DoctorOptions, Option, Output
 
 __all__ = ["doctor"]
 

@@ -9,15 +9,17 @@ from typing import Annotated, Any
 from divergence.cli.answers import exit_with, progress_bars, show, show_answer
 from divergence.cli.compare import HTML
 from divergence.errors import RunExistsError, UsageError
-from divergence.options.commands import LIMITS, Force, Output
-from divergence.options.experiments import (
+from divergence.options.commands import (
+    LIMITS,
+    Force,
     LocalizeOptions,
+    Option,
+    Output,
     QuantizationOptions,
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
 )
-from divergence.options.option import Option
 from divergence.output import check_output, write_output
 
 __all__ = ["localize", "quantize", "selfcheck", "selftest", "sensitivity"]
@@ -203,7 +205,7 @@ def selftest(
     Exit code 0 once all steps were tried, whatever they found; with --exit-code 1 where one failed.
     """
     from divergence.experiments.selftest import selftest
-    from divergence.recording.machine.environment import resolve_device
+    from divergence.recording.machine import resolve_device
     from divergence.report.environment import selftest_answer, selftest_lines
 
     name = resolve_device(options.pop("device", "auto"))

@@ -63,7 +63,7 @@ def env(
     import msgspec
 
     from divergence.layout import print_lines
-    from divergence.recording.machine.environment import collect_environment
+    from divergence.recording.machine import collect_environment
     from divergence.report.environment import environment_lines
     from divergence.report.machine import strict_json
 

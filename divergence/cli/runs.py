@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from divergence.cli.answers import progress_bars, show, show_copy
 from divergence.cli.signature import settings
 from divergence.errors import RunFormatError, UsageError
-from divergence.options.commands import OUTPUT, DoctorOptions, Force, Out, Output
-from divergence.options.option import Option
+from divergence.options.commands import OUTPUT, DoctorOptions, Force, Option, Out, Output
 
 __all__ = ["bundle", "import_", "inspect", "pack", "unpack"]
 
@@ -46,8 +45,8 @@ def inspect(
     from divergence.layout import print_lines
     from divergence.report.inspection import run_lines, select_records, site_lines, verified_text
     from divergence.report.machine import strict_json
+    from divergence.run.contents import num_kept, why_no_bytes
     from divergence.run.reader import Run
-    from divergence.run.schema.contents import num_kept, why_no_bytes
 
     opened = Run.open(run)
     records = opened.records if site is None else select_records(opened.records, site)
@@ -115,7 +114,7 @@ def pack(
     divergence pack a -o a.zip
     divergence pack a -o s3://bucket/runs/a.tar
     """
-    from divergence.run.storage.packing import pack
+    from divergence.run.target import pack
 
     with progress_bars(quiet=output.silent) as progress:
         made = pack(run, out=out, force=force, progress=progress)
@@ -141,7 +140,7 @@ def unpack(
     divergence unpack a.tar -o elsewhere
     divergence unpack s3://bucket/runs/a -o a
     """
-    from divergence.run.storage.packing import unpack
+    from divergence.run.target import unpack
 
     with progress_bars(quiet=output.silent) as progress:
         made = unpack(run, out=out, force=force, progress=progress)

@@ -9,8 +9,7 @@ from typing import Annotated
 from divergence.cli.answers import exit_with, progress_bars, show, write_text
 from divergence.cli.compare import HTML
 from divergence.errors import UsageError
-from divergence.options.commands import OUTPUT, Device, Output, TrustRemoteCode
-from divergence.options.option import Option
+from divergence.options.commands import OUTPUT, Device, Option, Output, TrustRemoteCode
 from divergence.output import check_output
 
 __all__ = ["scores"]

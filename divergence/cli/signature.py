@@ -23,9 +23,17 @@ import typer
 
 from divergence.cli.answers import ARGUMENTS, VERBOSE
 from divergence.errors import UsageError
-from divergence.options.commands import OUTPUT, SERVER, Output
-from divergence.options.option import Option, Options, fields_of, parted, text_type
-from divergence.options.train import TRAINING
+from divergence.options.commands import (
+    OUTPUT,
+    SERVER,
+    TRAINING,
+    Option,
+    Options,
+    Output,
+    fields_of,
+    parted,
+    text_type,
+)
 from divergence.run.command import quoted_words
 
 __all__ = ["help_of", "settings", "typer_command"]
@@ -166,7 +174,7 @@ def settings(section: str, *, machine_alone: bool = False) -> dict[str, Any]:
     """One section of the settings, by the options' fields; variables that mean nothing are warned
     about. ``machine_alone``: those of this machine, which a repeated run does not choose."""
     from divergence.config import SECTIONS, ignored_variables, load_settings
-    from divergence.options.option import fields_of
+    from divergence.options.commands import fields_of
 
     for variable in ignored_variables():
         typer.echo(f"warning: {variable} is no setting of divergence; it is ignored", err=True)

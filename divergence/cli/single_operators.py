@@ -6,9 +6,7 @@ from typing import Annotated, Any
 
 from divergence.cli.answers import progress_bars, show, show_run
 from divergence.errors import UsageError
-from divergence.options.commands import Force, Output, ReplayOptions
-from divergence.options.experiments import ReproOptions
-from divergence.options.option import Option
+from divergence.options.commands import Force, Option, Output, ReplayOptions, ReproOptions
 from divergence.run.command import command_line
 
 __all__ = ["replay", "repro"]
@@ -81,7 +79,7 @@ def repro(
     import msgspec
 
     from divergence.layout import print_lines
-    from divergence.ops.reproducer.repro import repro as call
+    from divergence.ops.reproducer import repro as call
     from divergence.report.localization import reproducer_lines
     from divergence.report.machine import strict_json
 

@@ -20,7 +20,7 @@ import torch
 
 from divergence.collectives.cases import COLLECTIVES, Collective
 from divergence.collectives.group import Call
-from divergence.recording.ranks.processes import Ranks
+from divergence.recording.processes import Ranks
 
 __all__ = [
     "TIMED", "bus_factor", "seconds_of_one", "timed_bytes", "timed_elements",

@@ -24,19 +24,17 @@ from divergence.collectives.running import (
 )
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
-from divergence.ops.suite.recording import CaseWriter
-from divergence.options.capture import CaptureOptions
-from divergence.options.commands import link_rate
-from divergence.recording.machine.determinism import Determinism, deterministic_settings
-from divergence.recording.machine.environment import resolve_device
+from divergence.ops.suite.capturing import CaseWriter
+from divergence.options.commands import CaptureOptions, link_rate
+from divergence.recording.machine import Determinism, deterministic_settings, resolve_device
 from divergence.recording.new_run import PlannedCase, operators_manifest
-from divergence.recording.ranks.processes import Ranks, closed, started
+from divergence.recording.processes import Ranks, closed, started
 from divergence.run.command import command_line, quoted
+from divergence.run.manifest import COLLECTIVES, Environment, Manifest, ModuleNote, Plan
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import COLLECTIVES, Environment, Manifest, ModuleNote, Plan
-from divergence.run.schema.site import compile_patterns
+from divergence.run.site import compile_patterns
 from divergence.run.trust import recorded_seed
-from divergence.run.writing.writer import RunWriter
+from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 
 __all__ = ["capture_collectives", "plan_collectives"]

@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 from divergence.collectives.values import Values
 from divergence.errors import UsageError
-from divergence.run.schema.record import Placement
+from divergence.run.record import Placement
 
 __all__ = [
     "ADDING",

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from divergence.collectives.cases import ROOT_RANK, Collective
 from divergence.errors import UsageError
-from divergence.recording.ranks.processes import Ranks
-from divergence.run.schema.manifest import Mesh, MeshAxis
+from divergence.recording.processes import Ranks
+from divergence.run.manifest import Mesh, MeshAxis
 
 __all__ = ["AXIS", "BACKENDS", "Call", "join", "native"]
 

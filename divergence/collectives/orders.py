@@ -1,6 +1,6 @@
 """In which order a collective adds the ranks, found from outside.
 
-FPRev (divergence.arithmetic.additions.fprev) with ranks for terms: rank i puts in M, rank j puts in
+FPRev (divergence.arithmetic.additions) with ranks for terms: rank i puts in M, rank j puts in
 -M, all others 1, M so large that M + 1 = M. The ones that are added to ±M before the two meet are
 swallowed, so the result tells how many ranks meet in the smallest sum that holds both.
 
@@ -19,8 +19,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import torch
 
-from divergence.arithmetic.additions.fprev import NotATreeError, reveal
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import NotATreeError, Tree, reveal
 from divergence.facts import fact, sentence
 from divergence.numerics.formats import format_named
 

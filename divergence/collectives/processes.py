@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from divergence.errors import DivergenceError, UsageError, check_process
-from divergence.options.capture import CaptureOptions
-from divergence.recording.ranks.processes import PeerStoppedError
+from divergence.options.commands import CaptureOptions
+from divergence.recording.processes import PeerStoppedError
 from divergence.run.reader import Run
 from divergence.words import Progress, silent
 

@@ -33,12 +33,11 @@ from divergence.collectives.orders import Masks
 from divergence.collectives.values import draw
 from divergence.errors import DivergenceError, UsageError, first_line
 from divergence.numerics.formats import format_of
-from divergence.ops.suite.recording import CaseWriter
-from divergence.recording.ranks.processes import TIMEOUT, Ranks
-from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.manifest import Repeatability
-from divergence.run.schema.record import Call, Operand
-from divergence.run.schema.site import join_site, operator_path
+from divergence.ops.suite.capturing import CaseWriter
+from divergence.recording.processes import TIMEOUT, Ranks
+from divergence.run.manifest import Repeatability, digest_tensor
+from divergence.run.record import Call, Operand
+from divergence.run.site import join_site, operator_path
 from divergence.words import Progress
 
 __all__ = ["LEAST_RUNS", "ORDER", "SECONDS", "CollectiveWork", "record_all"]

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from divergence.numerics.formats import format_named
-from divergence.ops.suite.values import OUTLIER_FACTOR, integers, normal, outlier_channels
-from divergence.ops.suite.values import to_tensor as to_16_or_32
+from divergence.ops.suite.definition import OUTLIER_FACTOR, integers, normal, outlier_channels
+from divergence.ops.suite.definition import to_tensor as to_16_or_32
 
 __all__ = ["ROUNDED", "Values", "coded_ranks", "draw"]
 

@@ -16,10 +16,10 @@ from divergence.comparison.measure.truth import Truth
 from divergence.errors import DivergenceError
 from divergence.facts import Fact, fact
 from divergence.run.command import Command, command
+from divergence.run.location import ARCHIVES
+from divergence.run.manifest import UNKNOWN, Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import UNKNOWN, Manifest
-from divergence.run.schema.site import module_of
-from divergence.run.storage.location import ARCHIVES
+from divergence.run.site import module_of
 
 __all__ = ["Advice", "WithinAdvice", "advise", "beside"]
 
@@ -430,8 +430,7 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
     if manifest.settings.prefill_chunk != like.settings.prefill_chunk:
         options["prefill_chunk"] = manifest.settings.prefill_chunk
     if training := manifest.training.options_beside(like.training):
-        from divergence.options.capture import CaptureOptions
-        from divergence.options.option import command_options
+        from divergence.options.commands import CaptureOptions, command_options
 
         options |= command_options(CaptureOptions, training)
     options["plant"] = manifest.plan.plants

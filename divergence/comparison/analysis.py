@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from divergence._version import __version__
 from divergence.comparison.decide import decide
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
+from divergence.comparison.results import Finding, PreflightLine, Verdict
 from divergence.facts import Fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.schema.contents import call_passes
+from divergence.run.contents import call_passes
 
 if TYPE_CHECKING:
     from divergence.comparison.advice import Advice
@@ -28,11 +28,16 @@ if TYPE_CHECKING:
     from divergence.comparison.experts import Routes
     from divergence.comparison.measure.truth import SamplesBySite, Truth
     from divergence.comparison.result import ReplicaCheck
-    from divergence.comparison.results.operators import AuditResult, OperatorsResult
-    from divergence.comparison.results.sites import Coverage, PassCoverage, SiteResult
-    from divergence.comparison.results.tokens import TokensResult
+    from divergence.comparison.results import (
+        AuditResult,
+        Coverage,
+        OperatorsResult,
+        PassCoverage,
+        SiteResult,
+        TokensResult,
+    )
+    from divergence.run.manifest import Manifest
     from divergence.run.reader import Run
-    from divergence.run.schema.manifest import Manifest
 
 __all__ = [
     "ANALYSES", "Analysis", "AnalysisResult", "Measured", "Parts", "Shown", "applying", "is_probe",

@@ -30,15 +30,14 @@ from divergence.comparison.measure.pipeline import measured_where_asked
 from divergence.comparison.measure.runs import measure, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import Finding, PreflightLine
-from divergence.comparison.results.sites import Coverage
+from divergence.comparison.results import Coverage, Finding, PreflightLine
 from divergence.errors import UsageError
 from divergence.facts import fact, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.run.command import command
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
-from divergence.run.schema.site import one_or_more
+from divergence.run.site import one_or_more
 from divergence.words import Progress
 
 __all__ = ["compare", "measure_runs", "report_on"]

@@ -26,12 +26,11 @@ from typing import Any
 
 from divergence.comparison.analysis import is_probe
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.formats import FORMATS
+from divergence.run.manifest import ArithmeticFact, Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.provenance import ArithmeticFact
 
 __all__ = [
     "Explained", "differences", "expected_w", "explain_arithmetic", "facts_of_operators",
@@ -149,7 +148,7 @@ def differences(pairs: Sequence[FactPair], explained: Explained) -> list[Fact]:
     that change the error most come first."""
 
     def key(item: Fact) -> tuple[int, float]:
-        probe, w = item["probe"], item.values.get("measured_w", item["expected_w"]) or 1.0
+        probe, w = item["probe"], item["measured_w"] or item["expected_w"] or 1.0
         place = _ORDER.index(probe) if probe in _ORDER else len(_ORDER)
         return place, -abs(math.log(w))
 

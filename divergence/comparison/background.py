@@ -9,8 +9,7 @@ import numpy as np
 from divergence.comparison.align.pairs import compared_passes
 from divergence.comparison.align.pieces import Piece, Pieces, pieces_in, why_no_pair
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results.background import Background, Positions
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import Background, Positions, SiteResult
 from divergence.errors import RunError, first_line
 from divergence.facts import Fact, fact, sentence
 from divergence.run.reader import Run

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from divergence.comparison.results.findings import (
+from divergence.comparison.results import (
     Check,
     Claim,
     Finding,

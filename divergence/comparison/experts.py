@@ -32,13 +32,13 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Piece
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.metrics import RowMetrics
+from divergence.numerics.sums import RowMetrics
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import BACKWARD, is_operator_site, module_of
+from divergence.run.record import Record
+from divergence.run.site import BACKWARD, is_operator_site, module_of
 from divergence.words import Side
 
 if TYPE_CHECKING:

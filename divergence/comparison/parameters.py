@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
-from divergence.run.schema.site import BACKWARD, is_norm, of_parameter
+from divergence.run.site import BACKWARD, is_norm, of_parameter
 
 __all__ = ["ParametersOff", "row_of", "together"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.comparison.experts import Routes, choices_in, routed_blocks
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.comparison.routers import same_experts
 from divergence.facts import Fact, fact
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
 
 __all__ = ["free_routes_differ", "mostly_rerouted", "routing_notes", "unknown_blocks"]
 

@@ -16,22 +16,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
-from divergence.comparison.results.operators import AuditResult, OperatorsResult
-from divergence.comparison.results.sites import Coverage, SiteResult, Unexercised
-from divergence.comparison.results.suites import (
+from divergence.comparison.results import (
+    AuditResult,
     CollectivesResult,
+    Coverage,
+    Finding,
+    LogprobsResult,
+    OperatorsResult,
+    PreflightLine,
+    SiteResult,
     SuiteCase,
     SuiteOperator,
     SuiteResult,
     SuiteSide,
     SuiteStatus,
+    TokensResult,
+    Unexercised,
+    Verdict,
 )
-from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
 from divergence.facts import Fact, Worded
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.schema.site import LOGPROBS
+from divergence.run.manifest import UNKNOWN
+from divergence.run.site import LOGPROBS
 from divergence.words import Side, printable_json
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from divergence.run.schema.manifest import Manifest
+    from divergence.run.manifest import Manifest
 
 __all__ = [
     "Flips",

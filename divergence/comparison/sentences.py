@@ -112,14 +112,16 @@ SENTENCES: Mapping[str, str] = {
         "(limit {limit:.1f} ×)"
     ),
     "typical_off": (
-        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s{like:none=; in "
-        "the other blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×)[[; median token off by {own:.2e} and "
-        "{other_error:.2e}]][[, {estimated:letter}'s by their difference, the other's measured]]"
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s{like:none=; "
+        "in the other blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×)"
+        "[[; median token off by {own:.2e} and {other_error:.2e}]]"
+        "[[, {estimated:letter}'s by their difference, the other's measured]]"
     ),
     "forward_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s "
         "{step:none=in the {forward}|*=at step {step}}, prompt {sample}{like:none=; in the other "
-        "blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×[[ for the largest of {num_looks} forwards]])"
+        "blocks {control:.2f} ×|*=, like {like} of its kind} (limit {limit:.1f} ×"
+        "[[ for the largest of {num_looks} forwards]])"
     ),
     "token_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s at "

@@ -14,7 +14,7 @@ from divergence.comparison.analysis import Measured, Shown, limits_used
 from divergence.comparison.measure.reduced import equal_contents
 from divergence.comparison.measure.runs import aligned, measure_tensors, opened
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds

@@ -24,13 +24,13 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.runs import measure_tensors, run_notes
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import Skipped
+from divergence.comparison.results import Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.record import Record
+from divergence.run.record import Record
 from divergence.words import Progress
 
 __all__ = ["align_within", "check_alone", "compare_within", "explain_within"]

@@ -20,8 +20,8 @@ from divergence.endpoints.client import Client
 from divergence.endpoints.protocols import PROTOCOLS, Protocol, Question, ServerAnswer
 from divergence.errors import EndpointError, UsageError
 from divergence.facts import Fact, fact, sentence
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.writing.scores import BY_TEXT
+from divergence.run.manifest import UNKNOWN
+from divergence.run.scores import BY_TEXT
 
 __all__ = ["STEPS", "Capabilities", "find_server", "probe", "tokens_of"]
 

@@ -23,14 +23,15 @@ from divergence.endpoints.questions import Asked, asked_of, check_options
 from divergence.endpoints.scoring import Vocabulary, scores_of
 from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
 from divergence.facts import sentence
-from divergence.options.capture import CaptureOptions
+from divergence.options.commands import CaptureOptions
 from divergence.recording.new_run import check_output
+from divergence.run.captured import CapturedTensor
+from divergence.run.location import Location, Url, archive_kind, location_of
+from divergence.run.manifest import Manifest, SampleTokens
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest, SampleTokens
-from divergence.run.schema.site import LOGPROBS
-from divergence.run.storage.location import Location, Url, archive_kind, location_of
-from divergence.run.writing.scores import DRAWN, ScoreSource, put_scores, scores_manifest
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.scores import DRAWN, ScoreSource, put_scores, scores_manifest
+from divergence.run.site import LOGPROBS
+from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 
 __all__ = ["capture_endpoint"]

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from divergence.endpoints.protocols import Question
 from divergence.errors import UsageError
-from divergence.options.capture import CaptureOptions
-from divergence.options.option import given_fields
+from divergence.options.commands import CaptureOptions, given_fields
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.run.reader import Run
-from divergence.run.writing.scores import BY_TEXT, DRAWN
+from divergence.run.scores import BY_TEXT, DRAWN
 
 __all__ = ["Asked", "asked_of", "check_options"]
 

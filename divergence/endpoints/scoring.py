@@ -8,7 +8,7 @@ from divergence.endpoints.capabilities import Capabilities
 from divergence.endpoints.protocols import ServerAnswer, Token
 from divergence.endpoints.questions import Asked
 from divergence.errors import EndpointError
-from divergence.run.writing.scores import Scores
+from divergence.run.scores import Scores
 
 __all__ = ["Vocabulary", "scores_of"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.errors import UsageError
 from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
 from divergence.evaluations.flips import causes_of
@@ -33,7 +33,7 @@ from divergence.gate.policy import Policy, load_policy
 from divergence.run.command import Command, command
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
-from divergence.run.schema.site import one_or_more
+from divergence.run.site import one_or_more
 from divergence.words import Progress
 
 __all__ = ["scores"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.evaluations.result import Pairing
 from divergence.evaluations.rows import ScoreRow, Series
 from divergence.facts import Fact, fact, sentence

@@ -27,12 +27,12 @@ from divergence.errors import (
     UsageError,
     check_process,
 )
-from divergence.html.notebook import small_table
+from divergence.html.parts import small_table
 from divergence.output import output_folder, write_output
 from divergence.recording.engines.identity import without_home
 from divergence.run.command import command_line, command_words, quoted, quoted_words
 from divergence.run.reader import Run
-from divergence.run.schema.site import near_names
+from divergence.run.site import near_names
 from divergence.words import HEADLINES, Progress, letter
 
 __all__ = ["VARIED", "DiffResult", "diff"]

@@ -34,19 +34,18 @@ from divergence.comparison.align.names import load_name_map
 from divergence.comparison.align.pairs import align
 from divergence.comparison.align.pieces import Pair, PromptStep, logits_row
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import SiteResult
-from divergence.comparison.results.tokens import Explanation, TokenChoice
+from divergence.comparison.results import Explanation, SiteResult, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.facts import Fact, fact, worded
-from divergence.numerics.pairs.logits import top_choices
+from divergence.numerics.logits import top_choices
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
-from divergence.recording.hooks.plant import FORWARDS, Plant, parse_plant
+from divergence.recording.plant import FORWARDS, Plant, parse_plant
 from divergence.run.command import command_line
+from divergence.run.manifest import Tokens
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Tokens
-from divergence.run.schema.site import module_of, split_site
-from divergence.run.unshard import unsharded
+from divergence.run.site import module_of, split_site
 from divergence.words import Progress, Side
 
 __all__ = ["Injection", "explain_token", "injections_of"]

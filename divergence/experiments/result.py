@@ -11,12 +11,18 @@ from typing import ClassVar, Literal
 import msgspec
 
 from divergence.comparison.result import Answer, JsonAnswer, Report, RunSummary
-from divergence.comparison.results.findings import Finding, Verdict, VerdictKind
-from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
+from divergence.comparison.results import (
+    CausalCheck,
+    Finding,
+    OperatorResult,
+    OtherInput,
+    Verdict,
+    VerdictKind,
+)
 from divergence.facts import Fact, Worded, fact, sentence
 from divergence.run.command import Command
-from divergence.run.schema.manifest import Environment, Switch
-from divergence.run.schema.site import BACKWARD
+from divergence.run.manifest import Environment, Switch
+from divergence.run.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = [

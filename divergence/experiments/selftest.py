@@ -32,10 +32,10 @@ from divergence.output import output_folder
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.tiny import build
-from divergence.recording.machine.environment import collect_environment, resolve_device
+from divergence.recording.machine import collect_environment, resolve_device
+from divergence.run.location import folder_of
+from divergence.run.manifest import Environment, Switch
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Environment, Switch
-from divergence.run.storage.location import folder_of
 from divergence.words import Progress, letter, silent
 
 __all__ = ["selftest"]

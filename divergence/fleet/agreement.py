@@ -18,11 +18,11 @@ from typing import TypeVar
 import xxhash
 
 from divergence.facts import Fact, fact
+from divergence.run.contents import Digests
+from divergence.run.manifest import Manifest
+from divergence.run.ranks import digests_of
 from divergence.run.reader import Run
-from divergence.run.schema.contents import Digests
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
-from divergence.run.unshard import digests_of
+from divergence.run.record import Record
 
 __all__ = ["agreement_of", "agrees", "find_groups", "fingerprints", "only_there", "outside"]
 

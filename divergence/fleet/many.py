@@ -20,8 +20,7 @@ from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import VerdictKind
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult, VerdictKind
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.facts import worded
 from divergence.fleet.agreement import (
@@ -36,11 +35,11 @@ from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRo
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line
+from divergence.run.manifest import Manifest
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.layout import expanded
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.site import one_or_more
-from divergence.run.unshard import unsharded
+from divergence.run.record import expanded
+from divergence.run.site import one_or_more
 from divergence.words import Progress, silent
 
 __all__ = ["compare_many"]

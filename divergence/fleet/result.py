@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from divergence.comparison.result import Answer, Report, RunSummary
-from divergence.comparison.results.findings import Onset, VerdictKind
+from divergence.comparison.results import Onset, VerdictKind
 from divergence.facts import Fact, Worded
 from divergence.words import SideBothOrNeither
 

@@ -21,9 +21,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import PreflightLine, Verdict, VerdictKind
-from divergence.comparison.results.sites import Coverage, PassCoverage
-from divergence.comparison.results.tokens import TokenDifference
+from divergence.comparison.results import (
+    Coverage,
+    PassCoverage,
+    PreflightLine,
+    TokenDifference,
+    Verdict,
+    VerdictKind,
+)
 from divergence.errors import IncomparableError
 from divergence.facts import Fact, fact, sentence, worded
 from divergence.gate.golden import choose_golden, refuse_unfit
@@ -31,14 +36,14 @@ from divergence.gate.known import Knowledge, excuse, place_of
 from divergence.gate.policy import Policy, TokensPolicy, load_policy
 from divergence.gate.result import CheckResult, Failure
 from divergence.run.command import command_line
-from divergence.run.schema.site import did_you_mean
+from divergence.run.site import did_you_mean
 from divergence.words import HEADLINES, Progress
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
-from divergence.comparison.results.tokens import LogprobsResult
+from divergence.comparison.results import LogprobsResult
 from divergence.gate.policy import LogprobsPolicy
-from divergence.run.schema.site import near_names
+from divergence.run.site import near_names
 
 __all__ = ["check", "coverage_share", "evaluate", "is_tie"]
 

@@ -30,17 +30,10 @@ from divergence.errors import (
 )
 from divergence.gate.result import Blessing
 from divergence.run.command import command_line
-from divergence.run.schema.record import OWN_TRUTH
-from divergence.run.schema.site import natural_key
-from divergence.run.storage.location import (
-    ARCHIVES,
-    Location,
-    Url,
-    archive_kind,
-    folder_of,
-    location_of,
-)
-from divergence.run.storage.packing import put_in_place, write_archive, write_directory
+from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
+from divergence.run.record import OWN_TRUTH
+from divergence.run.site import natural_key
+from divergence.run.target import put_in_place, write_archive, write_directory
 from divergence.words import Progress
 
 if TYPE_CHECKING:
@@ -74,8 +67,8 @@ def bless(
     Refuses an incomplete or damaged run, one with planted faults, one with results of another run,
     and, unless ``allow_nonfinite``, one in which a block or the model hands on nan or inf.
     """
+    from divergence.run.contents import first_nonfinite, nonfinite_text
     from divergence.run.reader import Run
-    from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 
     _refuse_far(golden, new)
     source, target = location_of(new), Path(os.path.abspath(folder_of(golden)))
@@ -103,7 +96,7 @@ def bless(
 
 
 def _without_anchored(run: Run) -> Run:
-    from divergence.run.partial import without_passes
+    from divergence.run.reader import without_passes
 
     kept = without_passes(run, ("anchored", *OWN_TRUTH))
     if not kept.records:
@@ -122,7 +115,7 @@ def _num_bytes(place: Path) -> int:
 
 def _refuse_other(place: Path) -> None:
     """UsageError where something is at ``place`` and is no run."""
-    from divergence.run.storage.packing import check_archive
+    from divergence.run.target import check_archive
 
     if not place.exists():
         return
@@ -144,8 +137,8 @@ def _changes(
 ) -> dict[str, Any]:
     """The fields of a Blessing that hold the old golden against the new one."""
     from divergence.comparison.api import compare
+    from divergence.run.contents import site_names
     from divergence.run.reader import Run
-    from divergence.run.schema.contents import site_names
 
     changes: dict[str, Any] = {}
     old_sites: set[str] = set()

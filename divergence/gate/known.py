@@ -20,7 +20,7 @@ import msgspec
 
 from divergence.analyses.blocks.drift import find_drift
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.gate.policy import Known, Policy
 from divergence.gate.result import KnownUse

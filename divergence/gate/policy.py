@@ -57,15 +57,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from divergence.comparison.results.findings import VerdictKind
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult, VerdictKind
 from divergence.config import decode, find_config, load_toml
 from divergence.errors import ConfigError, UsageError
 from divergence.evaluations.band import parse_band
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_range, check_thresholds
 from divergence.numerics.formats import FORMATS
-from divergence.run.schema.record import PassName
-from divergence.run.schema.site import compile_patterns, did_you_mean
+from divergence.run.record import PassName
+from divergence.run.site import compile_patterns, did_you_mean
 
 __all__ = [
     "Known",

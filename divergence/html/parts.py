@@ -1,21 +1,100 @@
-"""What pages are made of: sections, tables, facts, commands, names.
-
-An analysis returns Sections (its page.py). A Table is data, since the same one may stand in the
-page or be shown by the script when a block is chosen.
-"""
+"""Elements of pages, put together without a template; what comes from a run is text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+import gzip
+import hashlib
+import html
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from divergence.html.element import Element, Node, el, shortened
+from divergence.words import printable_lines
 
-__all__ = [
-    "BlockPart", "Section", "Table", "command", "details", "facts", "name",
-    "prose_block", "table",
-]  # fmt: skip
+# Elements of an HTML page, and the one place where text becomes HTML.
+#
+# A page is a tree of elements, and whatever it says is a string in that tree. ``render`` escapes
+# each string and each attribute's value; nothing else in divergence writes markup from data, and
+# no node holds markup. Characters that do not print (escape codes, marks that turn text around,
+# line separators) are written out as the terminal writes them (words.printable), so a page never
+# shows a name in another order than it is written.
+
+Value = str | int | float | bool | None
+"""An attribute's value: True stands alone, None and False are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One element. Tag and attribute names come from code alone."""
+
+    tag: str
+    attributes: dict[str, Value] = field(default_factory=dict)
+    children: tuple[Node, ...] = ()
+
+
+Node = Element | str | None
+
+_VOID = frozenset({"br", "col", "input", "meta", "wbr"})
+
+
+def el(tag: str, *children: Node, **attributes: Value) -> Element:
+    """``el("p", "text", class_="lead")``; an underscore in an attribute's name is a hyphen."""
+    named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
+    return Element(tag, named, children)
+
+
+def render(node: Node) -> str:
+    """The HTML of a tree."""
+    return "".join(_pieces(node))
+
+
+def plain(node: Node) -> str:
+    """The text of a tree alone."""
+    if node is None or isinstance(node, str):
+        return node or ""
+    return "".join(map(plain, node.children))
+
+
+def shortened(text: str, most: int) -> str:
+    """At most ``most`` characters: both ends of a name tell more than its middle."""
+    text = printable_lines(text)
+    if len(text) <= most:
+        return text
+    head = most // 2
+    return f"{text[:head]}…{text[len(text) - (most - head - 1) :]}"
+
+
+def _pieces(node: Node) -> Iterator[str]:
+    if node is None:
+        return
+    if isinstance(node, str):
+        yield _escaped(node)
+        return
+    yield f"<{node.tag}"
+    for name, value in node.attributes.items():
+        if value is True:
+            yield f" {name}"
+        elif value is not None and value is not False:
+            yield f' {name}="{_escaped(str(value))}"'
+    yield ">"
+    if node.tag in _VOID:
+        return
+    for child in node.children:
+        yield from _pieces(child)
+    yield f"</{node.tag}>"
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable_lines(text), quote=True)
+
+
+# What pages are made of: sections, tables, facts, commands, names.
+#
+# An analysis returns Sections (its page.py). A Table is data, since the same one may stand in the
+# page or be shown by the script when a block is chosen.
 
 _LONGEST = 240
 """Characters of a text that are shown at once; the rest can be opened."""
@@ -153,3 +232,72 @@ def command(text: str) -> Element:
 
 def details(summary: str, *children: Node, open_: bool = False) -> Element:
     return el("details", el("summary", summary), *children, open=open_, class_="more")
+
+
+# The page around its sections: one file that needs nothing else and asks nobody for anything.
+#
+# The policy in its head allows this file's own style and script, by their digests, and pictures
+# that are part of it: nothing is loaded, no other script runs, nothing is sent. What the script
+# needs stands in the page as JSON, in which ``<`` is written ``\u003c``, so that no name ends the
+# element. The script sets text and attributes and never markup (page.js).
+
+
+def document(title: str, body: Element, *, data: str, attachment: bytes = b"") -> str:
+    """The whole page. ``data``: JSON for the script. ``attachment``: what is offered for download,
+    packed by gzip."""
+    style, script = _asset("style.css"), _asset("page.js")
+    policy = (
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    head = Element("title", {}, (title,))
+    packed = base64.b64encode(gzip.compress(attachment, mtime=0)).decode() if attachment else ""
+    return (
+        "<!doctype html>\n"
+        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        f"{render(head)}\n<style>{style}</style>\n</head>\n"
+        f"{render(body)[: -len('</body>')]}\n"
+        f'<script type="application/json" id="data">{_within_script(data)}</script>\n'
+        f'<script type="text/plain" id="attachment">{packed}</script>\n'
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _within_script(json: str) -> str:
+    return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@cache
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8").strip()
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# What a notebook shows of a result: a small table, and perhaps a picture below it.
+#
+# A notebook has colours of its own, light or dark, and removes style sheets from what it does not
+# trust: so there are few styles, at the elements, and none of them is a colour.
+
+_LONGEST_NOTEBOOK = 300
+_CELL = "text-align:left;vertical-align:top;padding:2px 12px 2px 0"
+
+
+def small_table(
+    title: str, rows: Iterable[tuple[str, str | None]], picture: Element | None = None
+) -> str:
+    """A title, and below it names and what they are; without a value a row is left out."""
+    lines = [
+        el("tr", el("th", term, scope="row", style=_CELL),
+           el("td", shortened(value, _LONGEST_NOTEBOOK), style=_CELL))
+        for term, value in rows
+        if value
+    ]  # fmt: skip
+    caption = el("caption", el("b", shortened(title, _LONGEST_NOTEBOOK)), style="text-align:left")
+    return render(el("div", el("table", caption, el("tbody", *lines)), picture))

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 
 from divergence.errors import UsageError
-from divergence.html.element import Element, Node, el, render, shortened
 from divergence.html.figures import HEIGHT, Plot, drawn
+from divergence.html.parts import Element, Node, el, render, shortened
 from divergence.output import write_output
 
 __all__ = ["Picture", "colour", "compose", "inked", "picture", "png_library"]

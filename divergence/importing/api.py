@@ -6,19 +6,24 @@ from pathlib import Path
 
 from divergence.comparison.measure.runs import opened
 from divergence.errors import DumpError, UsageError
-from divergence.importing.building import manifest_of, write
-from divergence.importing.dump import DumpLayout, Notes
-from divergence.importing.folder import DumpFolder
+from divergence.importing.building import (
+    DumpLayout,
+    Notes,
+    ScoreLayout,
+    import_scores,
+    load_rules,
+    manifest_of,
+    survey,
+    write,
+)
+from divergence.importing.files import DumpFolder
 from divergence.importing.layouts import LAYOUTS, SCORES
-from divergence.importing.reading import survey
-from divergence.importing.rules import load_rules
-from divergence.importing.scored import ScoreLayout, import_scores
 from divergence.outside import read_as
 from divergence.recording.new_run import check_output
+from divergence.run.location import Url, location_of
 from divergence.run.reader import Run
-from divergence.run.schema.site import near_names
-from divergence.run.storage.location import Url, location_of
-from divergence.run.writing.writer import RunWriter
+from divergence.run.site import near_names
+from divergence.run.writer import RunWriter
 from divergence.words import Progress
 
 __all__ = ["import_dump"]

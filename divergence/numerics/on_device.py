@@ -29,12 +29,10 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import Format
-from divergence.numerics.pairs.blocks import Grid, Rows
-from divergence.numerics.pairs.sums import Sums
-from divergence.numerics.pairs.ulp import byte_keys
-from divergence.numerics.pairs.ulp_counts import MOST_STEPS, Tail
-from divergence.numerics.summaries.sketch import sum_dtype_name
-from divergence.numerics.summaries.summary import Summary
+from divergence.numerics.summaries import sum_dtype_name
+from divergence.numerics.summary import Summary
+from divergence.numerics.sums import Grid, Rows, Sums
+from divergence.numerics.ulp import MOST_STEPS, Tail, byte_keys
 
 __all__ = ["OnDevice", "open_device", "sent", "statistics_on_device", "summaries_of"]
 
@@ -178,7 +176,7 @@ class OnDevice:
     def distances(
         self, form: Format, *, rows: Rows, smallest_key: int, check: bool
     ) -> _OnDeviceCounts:
-        """The counting of their distances in ``form``, for divergence.numerics.pairs.ulp_counts."""
+        """The counting of their distances in ``form``, for divergence.numerics.ulp."""
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return _OnDeviceCounts(self, form, rows=numbers, smallest_key=smallest_key, check=check)
 
@@ -231,7 +229,7 @@ class _OnDeviceCounts:
         return torch.where(keep, (p - q).abs(), 0), keep
 
     def _keys(self, values: torch.Tensor) -> torch.Tensor:
-        """See divergence.numerics.pairs.ulp.key_array."""
+        """See divergence.numerics.ulp.key_array."""
         form = self._form
         values = values.to(form.torch_dtype)
         if form.itemsize == 1:

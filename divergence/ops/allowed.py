@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from divergence.ops.backward import BACKWARD_NAMES
-from divergence.run.schema.manifest import NO_TENSOR
-from divergence.run.schema.site import did_you_mean
+from divergence.run.manifest import NO_TENSOR
+from divergence.run.site import did_you_mean
 
 __all__ = [
     "Refusal", "Unsafe", "asked_for", "check_namespace", "check_operator",

@@ -24,7 +24,7 @@ from divergence.ops.fitting import (
     same_sequences,
     within,
 )
-from divergence.run.schema.record import Operand
+from divergence.run.record import Operand
 
 __all__ = ["BACKWARD_CHECKS", "BACKWARD_DEFINITIONS", "BACKWARD_NAMES", "attention_scores"]
 

@@ -30,8 +30,8 @@ from divergence.ops.fitting import (
     weights_fit,
     within,
 )
-from divergence.recording.hooks.arguments import bound_arguments
-from divergence.recording.machine.hardware import free_bytes
+from divergence.recording.dispatch import bound_arguments
+from divergence.recording.machine import free_bytes
 
 __all__ = ["Checking", "check_bounds", "check_size"]
 

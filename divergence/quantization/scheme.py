@@ -20,8 +20,8 @@ from typing import Literal
 import msgspec
 
 from divergence.errors import UsageError
-from divergence.numerics.quantizers import Quantizer
-from divergence.run.schema.site import did_you_mean
+from divergence.numerics.codes import Quantizer
+from divergence.run.site import did_you_mean
 
 __all__ = ["SCHEMES", "Scheme", "scheme_named"]
 

@@ -1,38 +1,164 @@
-"""Anchors: recorded inputs that a pass puts in place of a block's own.
-
-``--like RUN --batch`` runs together what RUN ran one by one (``--no-batch`` the other way
-round). The anchored pass is then put together row by row: of each prompt, RUN's recorded tokens
-go where the new batch has that prompt's tokens.
-
-Everything else stays the forward's own:
-
-* pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a wrong mask, a
-  kernel whose result depends on the whole batch), that must show. Zeros would hide half of it.
-* rows of prompts that had ended in RUN while others go on: they are fed padding.
-* masks, positions and whatever else has no row of tokens for each prompt.
-
-A tensor that cannot be put together is left as it is.
-"""
+"""Passes that get recorded inputs: anchored ones, and the truth and floor that a run carries of
+itself."""
 
 from __future__ import annotations
 
+import math
+import shutil
+import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from divergence.recording.engines.generate import pad_id
+from divergence.errors import UsageError
+from divergence.layout import size
+from divergence.numerics.floor import floor_weights
+from divergence.numerics.formats import format_named
+from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
+from divergence.recording.engines.engine import QUANTIZE, Session, pad_id
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks.sink import Anchor
+from divergence.recording.hooks import Anchor, Sink
+from divergence.recording.machine import free_bytes
 from divergence.recording.prompts import group_samples
 from divergence.recording.request import Request
 from divergence.recording.selection import step_selected
-from divergence.run.reader import Run
-from divergence.run.schema.contents import why_no_bytes
-from divergence.run.schema.manifest import ModuleNote, SampleTokens, Tokens
-from divergence.run.schema.record import PassName
-from divergence.run.schema.site import module_of, of_parameter
+from divergence.recording.structure import compiled_regions
+from divergence.recording.widening import check_device
+from divergence.run.captured import CapturedTensor
+from divergence.run.contents import each_of, why_no_bytes
+from divergence.run.location import Location, Url
+from divergence.run.manifest import ModuleNote, SampleTokens, Tokens
+from divergence.run.reader import OwnFloor, Run
+from divergence.run.record import PassName, Record
+from divergence.run.site import module_of, of_parameter
+from divergence.run.writer import RunWriter
 
-__all__ = ["can_anchor", "recorded_inputs", "repeated_tokens", "unpadded"]
+# The sums of a run's own error, made while its float64 pass runs (run.floor).
+#
+# A's recorded tensor is read as its inputs are; the float64 one goes on to where it is stored, if
+# it is. The sums are written when the pass is over, into shards of their own: a golden takes them
+# along and leaves the tensors behind.
+
+
+class FloorSink:
+    """Takes the tensors of the float64 pass. ``own``: the run whose free pass it is anchored to;
+    ``sink``: where the tensors go, or None where none is to be kept."""
+
+    def __init__(self, own: Run, notes: Mapping[str, ModuleNote], sink: Sink | None) -> None:
+        self._own, self._notes, self._sink = own, notes, sink
+        self._rows: dict[tuple[int, str], dict[int, np.ndarray]] = defaultdict(dict)
+        self._channels: dict[str, np.ndarray] = {}
+        self._orders: dict[str, int] = {}
+        self._free: dict[str, dict[tuple[int, int], Record]] = defaultdict(dict)
+        """By site, and by prompt and step, what has a floor."""
+        for record in each_of(own.records):
+            note = notes.get(module_of(record.site))
+            outer = note is not None and note.role != "inner" and ":out" in record.site
+            rows = len(record.shape) >= 2 and record.numel > 0
+            rows = rows and format_named(record.dtype).kind == "float"
+            if record.pass_ == "free" and outer and rows and own.has_bytes(record):
+                self._free[record.site][record.sample, record.step] = record
+        self._scales: dict[str, np.ndarray] = {}
+
+    def put(
+        self, item: CapturedTensor, *, sample: int, step: int, site: str, order: int, **rest: Any
+    ) -> None:
+        record = self._free[site].get((sample, step))
+        if record is not None and item.tensor is not None:
+            with _disable_current_modes():
+                self._rows[sample, site][step] = self._sums(record, item.tensor)
+            self._orders[site] = order
+        if self._sink is not None:
+            self._sink.put(item, sample=sample, step=step, site=site, order=order, **rest)
+
+    def _sums(self, record: Record, truth: torch.Tensor) -> np.ndarray:
+        """Of each row, and into the channels'."""
+        columns = record.shape[-1]
+        num_rows = record.numel // columns
+        if tuple(truth.shape) != record.shape:
+            return np.full((num_rows, 6), np.nan)
+        a = self._read(record)
+        update = a
+        if self._is_block(record.site):
+            path = record.site.partition(":")[0]
+            entered = self._own.find(("free", record.sample, record.step, f"{path}:in"))
+            if entered is not None and entered.shape == record.shape:
+                update = a - self._read(entered)
+        error = a - truth.double().reshape(-1, columns).numpy()
+        with np.errstate(all="ignore"):
+            squares = np.square(error)
+            scaled = np.square(error / self._scale(record.site, columns))
+            if self._is_block(record.site):
+                good = np.isfinite(squares).all(axis=1)
+                sums = np.stack([squares[good].sum(axis=0), np.square(a[good]).sum(axis=0)])
+                self._channels[record.site] = self._channels.get(record.site, 0.0) + sums
+            seconds = [squares, np.square(a), np.square(update), scaled]
+            error2, size, updated, scaled2 = (np.sqrt(part.sum(axis=1)) for part in seconds)
+            fourth, scaled4 = (np.square(x).sum(axis=1) ** 0.25 for x in (squares, scaled))
+        return np.stack([error2, size, updated, fourth, scaled2, scaled4], axis=1)
+
+    def _scale(self, site: str, columns: int) -> np.ndarray:
+        """Each channel's rms over all forwards; of a channel that is 0 throughout any number."""
+        if site not in self._scales:
+            total, count = np.zeros(columns), 0
+            for record in self._free[site].values():
+                if record.shape[-1] == columns:
+                    total += np.square(np.nan_to_num(self._read(record))).sum(axis=0)
+                    count += record.numel // columns
+            rms = np.sqrt(total / max(1, count))
+            self._scales[site] = np.where(rms > 0, rms, 1.0)
+        scale = self._scales[site]
+        return scale if len(scale) == columns else np.ones(columns)
+
+    def _read(self, record: Record) -> np.ndarray:
+        rows: np.ndarray = self._own.read(record).double().reshape(-1, record.shape[-1]).numpy()
+        return rows
+
+    def _is_block(self, site: str) -> bool:
+        note = self._notes.get(module_of(site))
+        return note is not None and note.role == "block" and site.endswith(":out")
+
+    def write(self, writer: RunWriter) -> bool:
+        """The records of the pass ``floor``, by site and prompt. False where there is none."""
+        writer.flush()  # behind all shards of tensors
+        for (sample, site), steps in self._rows.items():
+            rows = np.concatenate([steps[step] for step in sorted(steps)])
+            self._put(writer, rows, sample=sample, step=0, site=site)
+        first = min((sample for sample, _ in self._rows), default=0)
+        for site, sums in self._channels.items():
+            self._put(writer, np.sqrt(sums), sample=first, step=1, site=site)
+        return bool(self._rows)
+
+    def _put(
+        self, writer: RunWriter, values: np.ndarray, *, sample: int, step: int, site: str
+    ) -> None:
+        tensor = torch.from_numpy(values).to(torch.bfloat16)
+        writer.put(
+            CapturedTensor(tensor), pass_="floor", sample=sample, step=step, site=site,
+            order=self._orders[site],
+        )  # fmt: skip
+
+
+# Anchors: recorded inputs that a pass puts in place of a block's own.
+#
+# ``--like RUN --batch`` runs together what RUN ran one by one (``--no-batch`` the other way
+# round). The anchored pass is then put together row by row: of each prompt, RUN's recorded tokens
+# go where the new batch has that prompt's tokens.
+#
+# Everything else stays the forward's own:
+#
+# * pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a wrong
+# mask, a
+#   kernel whose result depends on the whole batch), that must show. Zeros would hide half of it.
+# * rows of prompts that had ended in RUN while others go on: they are fed padding.
+# * masks, positions and whatever else has no row of tokens for each prompt.
+#
+# A tensor that cannot be put together is left as it is.
 
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
@@ -193,3 +319,168 @@ def recorded_inputs(
         return None if record is None or not run.has_bytes(record) else run.read(record)
 
     return anchor
+
+
+# The truth that a run carries: its own anchored pass in float64, made by the capture itself, and
+# with ``full`` the free one, in which errors add up and tokens flip.
+#
+# The weights are there, so it takes no second command: each block gets the input that the free pass
+# recorded, and every operator is computed in float64 (recording.widening), an operator's weights
+# at a time, on the CPU where the device has no float64. It is made last, so that nothing else that
+# is recorded depends on it.
+#
+# ``auto`` keeps to a share of the time that the capture has taken until then: the prompts' prefills
+# first, then as many decode steps as fit, equally long for each group of prompts. What was covered
+# stands in the manifest. A forward costs about what the last one did.
+
+DEFAULT = "auto"
+"""Where no run is repeated and nothing else is asked for."""
+SHARE = 0.5
+"""Of the time that the capture has taken before."""
+LEAST_SECONDS = 5.0
+"""Less is not worth a share: small models get all of their truth."""
+_BEYOND = 16.0
+"""Times what rounding makes, from which on a capture says that its own float64 disagrees. The
+widest limit of one token's ratio is 12."""
+
+
+def mode_of(request: Request) -> str:
+    """``auto``, ``full``, ``floor`` or ``no``. A run that repeats another is judged by that one's
+    truth."""
+    return request.truth or (DEFAULT if request.like is None and request.hooks else "no")
+
+
+def keeps_tensors(request: Request) -> bool:
+    """Are the truth's tensors kept, or its floor alone? No other tensors are kept, no true ones."""
+    return mode_of(request) in ("auto", "full") and request.store == "full"
+
+
+def why_no_truth(request: Request, session: Session, device: str, out: Location) -> str | None:
+    """None if a capture can make its own truth, else why it cannot."""
+    engine, plan = session.note().name, "divergence truth makes one"
+    if session.loaded.ranks is not None:
+        return f"of several processes {plan} in one"
+    if engine not in (TRANSFORMERS, QUANTIZE):
+        return f"the engine {engine} has no weights that could be widened; {plan} with transformers"
+    if compiled_regions(session.loaded.module):
+        return "compiled code cannot be widened"
+    if request.device_map is not None:
+        return f"the weights are spread over devices; {plan} on a CPU"
+    if isinstance(out, Url):
+        return f"it reads the recorded inputs, which lie far away; {plan}"
+    if request.train and not keeps_tensors(request):
+        return "of a training step there is no floor; --store full keeps its truth"
+    model, elsewhere = session.loaded.module, other_device(device) is not None
+    if elsewhere and (request.train or session.loaded.codes is not None):
+        what = "gradients must lie" if request.train else "codes are dequantised"
+        return f"{device} has no float64, and there {what}; {plan} on a CPU"
+    if request.train and mode_of(request) != "full":  # gradients are as wide as their parameters
+        needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
+        if needed > free_bytes(session.loaded.device) // 2 > 0:
+            return (
+                f"of a training step it takes {needed / 2**30:,.1f} GiB, for all weights and "
+                "their gradients in float64; --truth full makes one"
+            )
+    return None
+
+
+def other_device(device: str) -> str | None:
+    """Where the operators of a truth are computed, if ``device`` has no float64."""
+    try:
+        check_device(device, torch.float64)
+    except UsageError:
+        return "cpu"
+    return None
+
+
+def why_no_room(num_bytes: int) -> str | None:
+    """None if what the float64 pass starts from fits beside a run that keeps none of it."""
+    place = tempfile.gettempdir()
+    free = shutil.disk_usage(place).free
+    if num_bytes <= free // 2:
+        return None
+    return (
+        f"its inputs take {size(num_bytes)} for the time of the capture, and {place} has "
+        f"{size(free)}; TMPDIR names another place"
+    )
+
+
+def why_not_anchored(own: Run, notes: Mapping[str, ModuleNote]) -> str | None:
+    """None if the free pass holds what the truth starts from, else why it does not."""
+    if not any(note.role == "block" for note in notes.values()):
+        return "the model has no blocks"
+    return can_anchor(own, notes)
+
+
+class Enough(Exception):  # no error: what fitted was made
+    """The time that a truth may take is used up."""
+
+
+class Allowance:
+    """How far a truth goes. ``seconds``: in all; None for as far as the run. ``num_tokens``: of the
+    prompts of each group."""
+
+    def __init__(self, seconds: float | None, num_tokens: Sequence[int]) -> None:
+        self.seconds, self._num_tokens = seconds, num_tokens
+        self.num_steps: list[int] = []
+        self.together = False
+        """Are the steps counted by who makes many in one forward?"""
+        self._begun = self._last = time.monotonic()
+        self._until = self._cost = self._per_token = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._begun
+
+    def begins(self) -> bool:
+        """Is the next group's prefill made? The first one's always is."""
+        group = len(self.num_steps)
+        self.num_steps.append(0)
+        self._last = time.monotonic()
+        expected = self.elapsed + self._per_token * self._num_tokens[group]
+        return group == 0 or self.seconds is None or expected <= self.seconds
+
+    def count(self, num_steps: int = 1) -> None:
+        """So many steps more were made."""
+        now = time.monotonic()
+        self._cost, self._last = now - self._last, now
+        first = self.num_steps[-1] == 0
+        self.num_steps[-1] += num_steps
+        if first and self.seconds is not None:
+            group = len(self.num_steps) - 1
+            self._per_token = self._cost / max(1, self._num_tokens[group])
+            rest = self._num_tokens[group + 1 :]
+            reserved = self._per_token * sum(rest)
+            spare = max(0.0, self.seconds - self.elapsed - reserved)
+            self._until = now + spare / (1 + len(rest))
+
+    def goes_on(self, factor: float = 1.0) -> bool:
+        """Does another forward fit, at ``factor`` times the cost of the last?"""
+        return self.seconds is None or time.monotonic() + factor * self._cost <= self._until
+
+    def after_forward(self) -> None:
+        """Raises Enough where no further forward fits."""
+        if self.together:
+            return
+        self.count()
+        if not self.goes_on():
+            raise Enough
+
+
+def disagreement(run: Run) -> tuple[str, float] | None:
+    """The block whose own float64 is farthest from the free pass, in units of what rounding makes,
+    where that is far beyond it."""
+    ratios: dict[str, float] = {}
+    free = {record.site: record for record in run.records if record.pass_ == "free"}
+    for site, record in OwnFloor(run).channels.items():
+        own = free[site]
+        weight = max(
+            floor_weights(format_named(own.dtype), num_features=own.shape[-1], role="block")
+        )
+        error, energy = run.read(record).double().square().sum(dim=1).tolist()
+        if weight and energy:
+            ratios[site] = math.sqrt(error / energy) / weight
+    worst = max(ratios, key=ratios.__getitem__, default=None)
+    if worst is None or not ratios[worst] > _BEYOND:
+        return None
+    return module_of(worst), ratios[worst]

@@ -20,24 +20,25 @@ from msgspec import structs
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
-from divergence.options.capture import CaptureOptions
+from divergence.options.commands import CaptureOptions
 from divergence.recording.engines.identity import usual_dtype
-from divergence.recording.hooks.modules import Recorder
-from divergence.recording.model.structure import describe_modules
+from divergence.recording.modules import Recorder
 from divergence.recording.new_run import check_output, provenance
 from divergence.recording.selection import SiteSelection
-from divergence.run.reader import Run
-from divergence.run.schema.fingerprint import digest_many, digest_tensor
-from divergence.run.schema.manifest import (
+from divergence.recording.structure import describe_modules
+from divergence.run.location import location_of
+from divergence.run.manifest import (
     Manifest,
     ModelIdentity,
     Plan,
     SampleTokens,
     Settings,
     Tokens,
+    digest_many,
+    digest_tensor,
 )
-from divergence.run.storage.location import location_of
-from divergence.run.writing.writer import RunWriter
+from divergence.run.reader import Run
+from divergence.run.writer import RunWriter
 
 __all__ = ["Inputs", "Recording", "capture_inputs", "record", "refuse_beside_inputs"]
 

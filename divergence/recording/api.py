@@ -16,12 +16,9 @@ import torch
 from msgspec.structs import asdict, replace
 
 from divergence.errors import ModelError, UsageError
-from divergence.options.capture import CaptureOptions
-from divergence.options.commands import SERVER, TruthOptions
-from divergence.options.option import given_fields
+from divergence.options.commands import SERVER, CaptureOptions, TruthOptions, given_fields
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.dry_run import DryRun, plan_capture
-from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.engine import (
     DEFAULT,
     QUANTIZE,
@@ -30,31 +27,29 @@ from divergence.recording.engines.engine import (
     options_for,
     refuse_lacking,
 )
+from divergence.recording.engines.load import check_data_alone
 from divergence.recording.execution import Execution
-from divergence.recording.hooks.forwards import Forwards
-from divergence.recording.hooks.plant import Plant, Substitute
-from divergence.recording.machine.determinism import cpu_threads, deterministic_settings
-from divergence.recording.machine.environment import resolve_device
-from divergence.recording.model.compiled import settled
+from divergence.recording.hooks import Forwards
+from divergence.recording.machine import cpu_threads, deterministic_settings, resolve_device
 from divergence.recording.new_run import check_output
-from divergence.recording.prompts import Prompt
-from divergence.recording.ranks.processes import Ranks, joined
+from divergence.recording.optimizer import check_stage, training_of
+from divergence.recording.plant import Plant, Substitute
+from divergence.recording.processes import Ranks, joined
+from divergence.recording.prompts import Prompt, options_of, plain_wishes
 from divergence.recording.request import Request, resolve_request, taken
+from divergence.recording.structure import settled
 from divergence.recording.suites import (
     capture_suite,
     refuse_of_collectives,
     truth_of_suite,
     wants_suite,
 )
-from divergence.recording.training.asked import training_of
-from divergence.recording.training.session import TrainingSession
-from divergence.recording.training.zero import check_stage
+from divergence.recording.training import TrainingSession
 from divergence.recording.widening import check_device
-from divergence.recording.wishes import options_of, plain_wishes
+from divergence.run.location import location_of
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.layout import expanded
-from divergence.run.storage.location import location_of
-from divergence.run.unshard import unsharded
+from divergence.run.record import expanded
 from divergence.words import Progress, silent
 
 __all__ = ["DryRun", "Progress", "capture", "plan_capture", "truth"]

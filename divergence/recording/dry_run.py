@@ -20,19 +20,18 @@ import torch
 
 from divergence.errors import ModelError, first_line
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries.sketch import sketch_bytes
-from divergence.options.capture import CaptureOptions
-from divergence.recording.anchors import can_anchor, unpadded
+from divergence.numerics.summaries import sketch_bytes
+from divergence.options.commands import CaptureOptions
+from divergence.recording.anchors import can_anchor, keeps_tensors, mode_of, unpadded
 from divergence.recording.engines.load import LoadedModel, Loading, empty_model
-from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import ShapeKeeper
-from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.modules import Recorder
 from divergence.recording.new_run import PlannedCase
-from divergence.recording.own_truth import keeps_tensors, mode_of
 from divergence.recording.passes import why_not_whole
-from divergence.recording.prompts import group_samples, tokenize
+from divergence.recording.prompts import group_samples, plain_wishes, plan_options, tokenize
 from divergence.recording.request import Request, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
+from divergence.recording.structure import describe_modules, output_paths
 from divergence.recording.suites import (
     of_collectives,
     refuse_of_collectives,
@@ -40,11 +39,10 @@ from divergence.recording.suites import (
     suite_of,
     wants_suite,
 )
-from divergence.recording.wishes import plain_wishes, plan_options
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import ModuleNote, StoreMode
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModuleNote, StoreMode
-from divergence.run.schema.site import escape_path, module_of
-from divergence.run.writing.captured_tensor import CapturedTensor
+from divergence.run.site import escape_path, module_of
 from divergence.training.plan.result import TrainingPlan
 
 __all__ = ["DryRun", "PlannedSite", "forward_shapes", "plan_capture", "plantable_module"]

@@ -1,11 +1,4 @@
-"""One capture under way: tokens, plan, manifest, and the passes one after another.
-
-A pass has a name, may be anchored (every block gets the recorded input of the run that is repeated)
-and may compute every operator in a wider dtype than the model's own. A capture makes the free pass,
-with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchored, float32), with
-``--whole`` the whole one, and last the run's own truth, anchored to its own free pass, in float64.
-A truth of another run makes the first two, in float64.
-"""
+"""One capture, from top to bottom: what is run, in which order, and where it is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +7,7 @@ import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,36 +15,41 @@ import msgspec
 import torch
 
 from divergence.errors import ModelError, UsageError
-from divergence.options.capture import CaptureOptions
-from divergence.options.option import recorded_in
-from divergence.recording.anchors import can_anchor, recorded_inputs, repeated_tokens
-from divergence.recording.engines.engine import Session, refuse_lacking
-from divergence.recording.engines.generate import GroupResult, check_ids, padded_right
-from divergence.recording.engines.placement import map_text
-from divergence.recording.engines.together import Together
-from divergence.recording.hooks.forwards import USUAL
-from divergence.recording.hooks.modules import Recorder
-from divergence.recording.hooks.plant import Plant, check_fired, check_places
-from divergence.recording.hooks.sink import Anchor
-from divergence.recording.keeper import Keeper
-from divergence.recording.machine.determinism import Determinism
-from divergence.recording.model.calls import noting_calls
-from divergence.recording.model.compiled import CompiledWatch
-from divergence.recording.model.structure import inside, output_paths
-from divergence.recording.new_run import probed, provenance, unlike
-from divergence.recording.own_floor import FloorSink
-from divergence.recording.own_truth import (
+from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
+from divergence.numerics.summaries import sketch_tensor
+from divergence.numerics.summary import summarize
+from divergence.options.commands import CaptureOptions, recorded_in
+from divergence.recording import optimizer as asked
+from divergence.recording.anchors import (
     LEAST_SECONDS,
     SHARE,
     Allowance,
+    FloorSink,
+    can_anchor,
     disagreement,
     keeps_tensors,
     mode_of,
     other_device,
+    recorded_inputs,
+    repeated_tokens,
     why_no_room,
     why_no_truth,
     why_not_anchored,
 )
+from divergence.recording.engines.engine import (
+    GroupResult,
+    Session,
+    check_ids,
+    padded_right,
+    refuse_lacking,
+)
+from divergence.recording.engines.load import map_text
+from divergence.recording.engines.together import Together
+from divergence.recording.hooks import USUAL, Anchor
+from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
+from divergence.recording.machine import Determinism
+from divergence.recording.modules import Recorder
+from divergence.recording.new_run import probed, provenance, unlike
 from divergence.recording.passes import (
     Pass,
     RememberingSink,
@@ -65,16 +63,17 @@ from divergence.recording.passes import (
     why_not_whole,
     widened,
 )
+from divergence.recording.plant import Plant, check_fired, check_places
+from divergence.recording.processes import Ranks, closed, on_all, own_part, started
 from divergence.recording.prompts import group_samples, token_texts, tokenize
-from divergence.recording.ranks.divided import Division
-from divergence.recording.ranks.processes import closed, on_all, own_part
+from divergence.recording.ranks import Division, LocalKeeper
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
-from divergence.recording.storage import storage
-from divergence.recording.training import asked
-from divergence.run.reader import Run
-from divergence.run.schema.contents import first_nonfinite, nonfinite_text
-from divergence.run.schema.manifest import (
+from divergence.recording.structure import CompiledWatch, inside, noting_calls, output_paths
+from divergence.run.captured import Buffer, BufferLimits, CapturedTensor
+from divergence.run.contents import first_nonfinite, nonfinite_text
+from divergence.run.location import Location
+from divergence.run.manifest import (
     Manifest,
     OwnTruth,
     Plan,
@@ -82,15 +81,120 @@ from divergence.run.schema.manifest import (
     SampleTokens,
     Settings,
     Sizes,
+    StoreMode,
     Tokens,
 )
-from divergence.run.schema.record import OWN_TRUTH
-from divergence.run.schema.site import ROOT
-from divergence.run.storage.location import Location
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.reader import Run
+from divergence.run.record import OWN_TRUTH
+from divergence.run.site import ROOT, escape_path
+from divergence.run.writer import RunWriter, reducer_for, wants_fold
 from divergence.words import Progress
 
-__all__ = ["Execution", "Progress"]
+# Where a capture puts what it sees: the writer, its buffer and the keeper between, made to fit.
+
+_SHARE = 4
+"""Compiled loops may take this part of the buffer."""
+
+
+@contextlib.contextmanager
+def storage(
+    request: Request,
+    out: Location,
+    manifest: Manifest,
+    *,
+    device: torch.device,
+    num_bytes: int,
+    ranks: Ranks | None = None,
+    force: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[RunWriter, Keeper]]:
+    """The writer of this rank's part of ``out``, and the keeper that fills its buffer.
+
+    ``num_bytes``: of tensors, about as many as will be seen. ``note``: told what is done otherwise
+    than usual.
+    """
+    kernel = _kernel(num_bytes, buffer_bytes=request.buffer_bytes)
+    if kernel == "compiled":
+        _load_compiled(request.store)
+    buffer = Buffer(BufferLimits.of(request.buffer_bytes, kernel=kernel), pinned=can_pin(device))
+    reducer = reducer_for(
+        request.store, like=request.like, only_changed=request.only_changed, kernel=kernel
+    )
+    rank = 0 if ranks is None else ranks.rank
+    with started(
+        ranks,
+        lambda: RunWriter(
+            out, manifest, force=force, rank=rank, reducer=reducer, buffer=buffer, device=device
+        ),
+    ) as writer:
+        keeper: Keeper = BufferKeeper(writer, buffer)
+        if request.store != "full" and not _wants_host_digests(request):
+            keeper = ReducedKeeper(request.store, keeper, note=note)
+        yield writer, keeper if ranks is None else LocalKeeper(keeper)
+
+
+def _wants_host_digests(request: Request) -> bool:
+    """Does the run to be repeated hold nothing but hosts' digests of what is not to be kept?
+
+    A device's own could then be held against nothing: its tensors go to the host, and are reduced
+    there. (Hosts that keep sketches note both kinds.)
+    """
+    return (
+        request.like is not None
+        and request.store in ("stats", "hash")
+        and not wants_fold(request.like)
+        and any(record.place is None for record in request.like.records)
+    )
+
+
+def _kernel(num_bytes: int, *, buffer_bytes: int) -> Kernel:
+    """Compiled loops where they pay, and where their memory is a small part of the buffer, in whose
+    bound it is."""
+    return kernel_for(num_bytes) if buffer_bytes >= _SHARE * RESIDENT_BYTES else "numpy"
+
+
+def _load_compiled(store: StoreMode) -> None:
+    """Now, and not on the writer's thread, which would keep Python's lock from the model."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        tensor = torch.ones(1, 16, dtype=dtype)
+        summarize(tensor, kernel="compiled")
+        if store == "sketch":
+            sketch_tensor(tensor, 8, kernel="compiled")
+
+
+def about_bytes(
+    module: torch.nn.Module,
+    hooked: Collection[str],
+    samples: Sequence[SampleTokens],
+    max_new_tokens: int,
+) -> int:
+    """Bytes of all inputs and outputs of the ``hooked`` modules in one pass over ``samples``: their
+    order of magnitude, before a forward is made.
+
+    A matrix (out, in) makes rows of ``out`` features of rows of ``in``; a module without one of its
+    own (a block, a norm) takes and gives rows as wide as the last axis of its first parameter.
+    """
+    num_tokens = sum(len(sample.prompt_ids) + max_new_tokens for sample in samples)
+    total = 0
+    for path, part in module.named_modules():
+        if escape_path(path) not in hooked:
+            continue
+        own = getattr(part, "weight", None)
+        weight = own if own is not None else next(part.parameters(), None)
+        if weight is None or weight.ndim == 0:
+            continue
+        features = sum(weight.shape) if own is not None and own.ndim == 2 else 2 * weight.shape[-1]
+        total += num_tokens * features * weight.element_size()
+    return total
+
+
+# One capture under way: tokens, plan, manifest, and the passes one after another.
+#
+# A pass has a name, may be anchored (every block gets the recorded input of the run that is
+# repeated) and may compute every operator in a wider dtype than the model's own. A capture makes
+# the free pass, with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchored,
+# float32), with ``--whole`` the whole one, and last the run's own truth, anchored to its own free
+# pass, in float64. A truth of another run makes the first two, in float64.
 
 
 class Execution:

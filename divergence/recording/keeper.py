@@ -34,17 +34,17 @@ import torch
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
 from divergence.numerics.on_device import statistics_on_device
-from divergence.numerics.summaries.fold import fold_sums, is_exact_on
-from divergence.numerics.summaries.sketch import (
+from divergence.numerics.summaries import (
+    fold_sums,
+    is_exact_on,
     num_pooled,
     num_projections,
     sketch_tensor,
     sum_dtype_name,
 )
-from divergence.run.schema.manifest import StoreMode
-from divergence.run.writing.buffer import Buffer, Slot
-from divergence.run.writing.captured_tensor import CapturedTensor, Reduced
-from divergence.run.writing.writer import RunWriter
+from divergence.run.captured import Buffer, CapturedTensor, Reduced, Slot
+from divergence.run.manifest import StoreMode
+from divergence.run.writer import RunWriter
 
 __all__ = [
     "BufferKeeper", "CopyKeeper", "DeviceCopies", "Event", "Keeper", "Recent", "ReducedKeeper",

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from divergence._version import __version__
 from divergence.errors import RunExistsError, RunWriteError
 from divergence.recording.engines.identity import without_home
-from divergence.recording.machine.environment import collect_environment
-from divergence.run.reader import Run
-from divergence.run.schema.manifest import (
+from divergence.recording.machine import collect_environment
+from divergence.run.location import Location, archive_kind, same_location
+from divergence.run.manifest import (
     UNKNOWN,
+    ArithmeticFact,
     EngineNote,
     Manifest,
     ModelIdentity,
@@ -24,10 +25,9 @@ from divergence.run.schema.manifest import (
     Switch,
     Tokens,
 )
-from divergence.run.schema.provenance import ArithmeticFact
-from divergence.run.storage.location import Location, archive_kind, same_location
-from divergence.run.storage.target import check_target, partial_of
-from divergence.run.writing.writer import new_run_id
+from divergence.run.reader import Run
+from divergence.run.target import check_target, partial_of
+from divergence.run.writer import new_run_id
 from divergence.words import Progress
 
 __all__ = [

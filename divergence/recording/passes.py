@@ -25,28 +25,25 @@ import msgspec
 import torch
 
 from divergence.errors import UsageError
-from divergence.numerics.summaries.fold import folds_of
-from divergence.recording.engines.engine import Session
-from divergence.recording.engines.generate import GroupResult
+from divergence.numerics.summaries import folds_of
+from divergence.recording.anchors import Allowance, Enough
+from divergence.recording.engines.engine import GroupResult, Session
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.together import Together
-from divergence.recording.hooks.modules import Recorder
-from divergence.recording.hooks.plant import Plant
-from divergence.recording.hooks.sink import Anchor
-from divergence.recording.machine.hardware import free_bytes
-from divergence.recording.own_truth import Allowance, Enough
+from divergence.recording.hooks import Anchor
+from divergence.recording.machine import free_bytes
+from divergence.recording.modules import Recorder
+from divergence.recording.plant import Plant
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected
-from divergence.recording.training.session import leaves
+from divergence.recording.training import leaves
 from divergence.recording.widening import Widening
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import ModuleNote, Repeatability, SampleTokens, Training, digest_tensor
 from divergence.run.process_tuning import frozen_heap, quick_thread_switches
 from divergence.run.reader import Run
-from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.manifest import ModuleNote, Repeatability, SampleTokens
-from divergence.run.schema.provenance import Training
-from divergence.run.schema.record import OWN_TRUTH, PassName
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.writer import RunWriter
+from divergence.run.record import OWN_TRUTH, PassName
+from divergence.run.writer import RunWriter
 
 __all__ = [
     "Pass", "RememberingSink", "RepeatSink", "TensorKey", "check_forwards", "own_inputs",

@@ -1,31 +1,155 @@
-"""Prompts as a user gives them (text, chat messages or token ids), and their token ids.
-
-Three file kinds: ``.txt`` (one prompt a line; blank lines skipped), ``.jsonl``
-(one object a line with ``text``, ``messages`` or ``input_ids``), and ``.json``
-(a list of such objects). Prompts are tokenized once; afterwards only the ids travel.
-"""
+"""Prompts, labels and what else a capture is given, checked against what can be had."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import msgspec
 from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
+from divergence.options.commands import CaptureOptions, Options, PlanOptions, fields_of, kinds_of
 from divergence.outside import MAX_LINE_BYTES, json_value, opened, read_bytes
-from divergence.recording.training.labels import Label, check_labels, labels_of, text_lines
-from divergence.run.schema.layout import expanded
-from divergence.run.schema.manifest import SampleTokens
+from divergence.run.manifest import NO_LABEL, SampleTokens
+from divergence.run.record import expanded
+from divergence.run.site import one_or_more
 
 if TYPE_CHECKING:
-    from divergence.options.capture import CaptureOptions
+    import torch
+
     from divergence.run.reader import Run
 
-__all__ = ["Message", "Prompt", "collect_prompts", "group_samples", "padded_right_alone",
-           "token_texts", "tokenize"]  # fmt: skip
+
+# Labels of a training step: the token that each position is to predict, from the tokens before it.
+#
+# As in transformers, labels lie beside a prompt's tokens, label t belonging to token t, and -100
+# says that a token has none: the loss leaves it out. The first token's label is never used.
+# Without labels each token is its own. What users mostly want is to train on the completion of a
+# prompt alone; that is a number, from which token on: ``completion_from``.
+
+MAX_PROMPTS = 1_000_000
+Label = Annotated[int, msgspec.Meta(ge=NO_LABEL, le=2**63 - 1)]
+LABEL_HINT = (
+    "a line for each prompt, as JSON: a list with a token id for each of its tokens, "
+    f'{NO_LABEL} where there is no label, or {{"completion_from": 7}}'
+)
+
+
+class LabelLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one line of a file says: the labels of one prompt."""
+
+    labels: tuple[Label, ...] | None = None
+    completion_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.labels is None) == (self.completion_from is None):
+            raise ValueError("give either labels or completion_from")
+
+
+def read_labels(labels: str | Path | Sequence[Any]) -> tuple[str, list[LabelLine]]:
+    """What they are to be called, and those of each prompt: of a file, or of a list of what its
+    lines hold. Raises PromptError."""
+    if isinstance(labels, str | Path):
+        lines = text_lines(expanded(labels), LABEL_HINT)
+        return str(labels), [_line(line, where) for where, line in lines]
+    try:
+        plain = [label.tolist() if hasattr(label, "tolist") else label for label in labels]
+        written = [msgspec.json.encode(entry) for entry in plain]
+    except TypeError as error:  # no list, or what JSON has no word for
+        raise PromptError(f"not labels: {error}", where="labels", hint=LABEL_HINT) from error
+    return "labels", [_line(line, f"labels[{number}]") for number, line in enumerate(written)]
+
+
+def text_lines(path: Path, hint: str) -> Iterator[tuple[str, str]]:
+    """(where it stands, text without its end) of each line of a file of prompts or labels that is
+    not blank. Raises PromptError."""
+    data = io.BytesIO(read_bytes(path, most=MAX_LINE_BYTES, error=PromptError, hint=hint))
+    num = 0
+    # of bytes, since text would also be split at U+2028 and its like, which JSON has in strings
+    for number, line in enumerate(data, 1):
+        try:
+            text = line.decode("utf-8" if number > 1 else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=hint) from error
+        if text.strip():
+            num += 1
+            if num > MAX_PROMPTS:
+                raise PromptError(f"the file holds more than {MAX_PROMPTS:,}", where=str(path))
+            yield f"{path}, line {number}", text.removesuffix("\n").removesuffix("\r")
+
+
+def _line(line: str | bytes, where: str) -> LabelLine:
+    try:
+        decoded = msgspec.json.decode(line, type=tuple[Label, ...] | LabelLine)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"not labels: {error}", where=where, hint=LABEL_HINT) from error
+    return decoded if isinstance(decoded, LabelLine) else LabelLine(labels=decoded)
+
+
+def labels_of(
+    labels: Sequence[int] | None, completion_from: int | None, ids: Sequence[int], number: int
+) -> list[int] | None:
+    """The label of each token of a prompt; None where each is its own. Raises PromptError."""
+    if completion_from is not None:
+        if completion_from >= len(ids):
+            raise PromptError(
+                f"prompt {number} has {len(ids)} tokens, and its completion is to begin at "
+                f"token {completion_from}",
+                hint=f"the first is 0, so at most {len(ids) - 1}",
+            )
+        return [NO_LABEL] * completion_from + list(ids[completion_from:])
+    return None if labels is None else list(labels)
+
+
+def check_labels(samples: Sequence[SampleTokens], vocab: int | None = None) -> None:
+    """Raise PromptError for labels that are not as many as tokens, that are no token ids (below
+    ``vocab``, where it is known), and for a prompt that has none."""
+    for number, sample in enumerate(samples):
+        labels, count = sample.labels, len(sample.prompt_ids)
+        if labels is None:
+            continue
+        if len(labels) != count:
+            raise PromptError(
+                f"prompt {number} has {count} tokens and {len(labels)} labels",
+                hint=f"a label for each token, {NO_LABEL} where it has none",
+            )
+        used = [label for label in labels[1:] if label != NO_LABEL]
+        if not used:
+            raise PromptError(
+                f"prompt {number}: no token has a label (the first token's is never used)",
+                hint="leave the prompt out",
+            )
+        bad = [label for label in used if label < 0 or (vocab is not None and label >= vocab)]
+        if bad:
+            of = "" if vocab is None else f" of the model's vocabulary of {vocab}"
+            raise PromptError(
+                f"prompt {number}: label {bad[0]} is no token id{of}",
+                hint=f"{NO_LABEL} says that a token has no label",
+            )
+
+
+def label_rows(
+    samples: Sequence[SampleTokens], ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """(B, T) of a batch: -100 for pads, for first tokens and for tokens without a label. ``ids``
+    (B, T) and ``mask`` (B, T), 0 for pads: as the model gets them."""
+    labels = ids.masked_fill(mask.cumsum(-1) * mask < 2, NO_LABEL)
+    for row, sample in zip(labels, samples, strict=True):
+        if sample.labels is not None:
+            first = sample.num_left_pad + 1
+            row[first : first + len(sample.used_labels)] = row.new_tensor(sample.used_labels)
+    return labels
+
+
+# Prompts as a user gives them (text, chat messages or token ids), and their token ids.
+#
+# Three file kinds: ``.txt`` (one prompt a line; blank lines skipped), ``.jsonl``
+# (one object a line with ``text``, ``messages`` or ``input_ids``), and ``.json``
+# (a list of such objects). Prompts are tokenized once; afterwards only the ids travel.
 
 _DEFAULT_PROMPTS = (
     "The quick brown fox jumps over the lazy dog. In numerical analysis, rounding error is",
@@ -272,3 +396,114 @@ def _render(tokenizer: Any, conversation: list[dict[str, str]], number: int) -> 
         ) from error
     except Exception as error:  # templates raise errors of their own
         raise PromptError(f"prompt {number}: the chat template failed: {error}") from error
+
+
+# The arguments of the Python API as callers write them, before anything is loaded.
+#
+# Types that mean the same are taken (``torch.float32`` for ``"float32"``, one name for a list of
+# one, token ids for a prompt); what is of another type is refused with the name of the argument, so
+# that no capture runs for an hour and fails when its manifest is written. The types are those of
+# the options (``divergence.options``).
+
+_T = TypeVar("_T", bound=Options)
+
+_OTHERS = {"force": bool, "command": str | None}
+"""What every function that makes a run takes beside its options."""
+
+
+def options_of(kind: type[_T], given: Mapping[str, Any]) -> _T:
+    """The options among the arguments ``given``, each of its plain type."""
+    names = [field.name for field in fields_of(kind)]
+    return kind(**plain_wishes(**{name: given[name] for name in names if name in given}))
+
+
+def plan_options(given: dict[str, Any]) -> PlanOptions:
+    """Those of the plan of a training step, taken out of ``given``."""
+    fields = fields_of(PlanOptions)
+    values = {field.name: given.pop(field.name) for field in fields if field.name in given}
+    types = {field.name: field.type for field in fields}
+    return PlanOptions(**{name: _plain(name, value, types[name]) for name, value in values.items()})
+
+
+def plain_wishes(**wishes: Any) -> dict[str, Any]:
+    """The arguments by name, each of its plain type. Raises UsageError that names the argument."""
+    plain = dict(wishes)
+    types = {field.name: field.type for field in fields_of(CaptureOptions)} | _OTHERS
+    for name, value in wishes.items():
+        if name in types and name not in ("dtype", "device"):
+            plain[name] = _plain(name, value, types[name])
+    for name in ("dtype", "device"):
+        if wishes.get(name) is not None:
+            plain[name] = _torch_name(name, wishes[name])
+    if plain.get("dtype") == "auto":
+        plain["dtype"] = None
+    if "sites" in wishes:
+        plain["sites"] = tuple(_text("sites", site) for site in one_or_more(wishes["sites"]))
+    if "plants" in wishes:
+        plain["plants"] = tuple(one_or_more(wishes["plants"]))
+    if "prompts" in wishes:
+        prompts = wishes["prompts"]
+        if isinstance(prompts, str | Mapping | Prompt):
+            prompts = [prompts]
+        if not isinstance(prompts, Iterable):
+            raise _not("prompts", prompts, "a text or a list")
+        plain["prompts"] = tuple(map(_prompt, prompts))
+    return plain
+
+
+def _plain(name: str, value: Any, type_: Any) -> Any:
+    """What can be told by the type alone: a switch, a number, a text or a path."""
+    if value is None and type(None) in get_args(type_):
+        return None
+    kinds = set(kinds_of(type_))
+    if kinds == {bool} and not isinstance(value, bool):
+        raise _not(name, value, "True or False")
+    if kinds == {int}:
+        return _whole_number(name, value)
+    if kinds == {str}:
+        return _text(name, value)
+    if kinds == {Path, str} and not isinstance(value, str | os.PathLike):
+        raise _not(name, value, "a path")
+    return value
+
+
+def _prompt(value: Any) -> str | Prompt:
+    """Text as it is; token ids (a list of numbers, or a tensor on one axis) as a Prompt."""
+    if isinstance(value, str | Prompt):
+        return value
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(ids, list | tuple) or not ids:
+        raise _not("prompts", value, "a text, or token ids such as [1, 2, 3]")
+    numbers = [_whole_number("prompts", token_id) for token_id in ids]
+    if min(numbers) < 0:
+        raise UsageError(f"prompts: {min(numbers)} is no token id")
+    return Prompt(input_ids=tuple(numbers))
+
+
+def _torch_name(name: str, value: Any) -> str:
+    """``torch.float32`` → ``float32``, ``torch.device("cuda", 1)`` → ``cuda:1``."""
+    if isinstance(value, str):
+        return value
+    if type(value).__module__ != "torch" or type(value).__name__ != name:
+        raise _not(name, value, f"text or a torch.{name}")
+    return str(value).removeprefix("torch.")
+
+
+def _whole_number(name: str, value: Any) -> int:
+    # numpy's numbers are no int, but index like one
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise _not(name, value, "a whole number")
+    return int(value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _not(name, value, "text")
+    return value
+
+
+def _not(name: str, value: Any, wanted: str) -> UsageError:
+    return UsageError(
+        f"{name}={value!r:.60} is {type(value).__name__}, not {wanted}",
+        hint=f"give {name} as {wanted}",
+    )

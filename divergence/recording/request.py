@@ -18,27 +18,26 @@ from msgspec.structs import asdict, replace
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.options.capture import CaptureOptions
-from divergence.options.option import fields_of
+from divergence.options.commands import CaptureOptions, fields_of
 from divergence.recording.engines.engine import DEFAULT, given_options, recorded_options
 from divergence.recording.engines.load import Loading
-from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
+from divergence.recording.optimizer import prompts_of, without_decoding
+from divergence.recording.plant import Plant, Substitute, parse_plant, parse_substitutes
 from divergence.recording.prompts import Prompt, padded_right_alone
 from divergence.recording.selection import chosen_store, select_positions, step_selected
-from divergence.recording.training.asked import prompts_of, without_decoding
+from divergence.run.captured import DEFAULT_BUFFER_BYTES, buffer_bytes
+from divergence.run.location import Location
+from divergence.run.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.layout import MANIFEST
-from divergence.run.schema.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
-from divergence.run.schema.site import LOGPROBS, ROOT, join_site
-from divergence.run.storage.location import Location
+from divergence.run.record import MANIFEST
+from divergence.run.site import LOGPROBS, ROOT, join_site
 from divergence.run.trust import (
     recorded_attention,
     recorded_revision,
     recorded_sites,
     recorded_source,
 )
-from divergence.run.unshard import unsharded
-from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 
 __all__ = ["Request", "also_taken", "resolve_request", "taken", "taken_from"]
 

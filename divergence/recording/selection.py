@@ -24,10 +24,10 @@ import torch
 
 from divergence.config import BUILTIN_SITES, expand_sites
 from divergence.errors import UsageError
-from divergence.recording.model.structure import is_routing, routing_modules
+from divergence.recording.structure import is_routing, routing_modules
+from divergence.run.manifest import ModuleNote, StoreMode
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModuleNote, StoreMode
-from divergence.run.schema.site import ROOT, compile_patterns, did_you_mean, is_codes, join_site
+from divergence.run.site import ROOT, compile_patterns, did_you_mean, is_codes, join_site
 
 __all__ = [
     "OPERATORS", "SiteSelection", "check_operators", "chosen_store", "narrowed",

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.options.capture import CaptureOptions
-from divergence.options.commands import TruthOptions
-from divergence.options.option import Options, given_fields
+from divergence.options.commands import CaptureOptions, Options, TruthOptions, given_fields
 from divergence.recording.new_run import check_output
 from divergence.run.command import command_line
+from divergence.run.location import location_of
+from divergence.run.manifest import COLLECTIVES, SUITE
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import COLLECTIVES, SUITE
-from divergence.run.storage.location import location_of
 
 __all__ = [
     "capture_suite",

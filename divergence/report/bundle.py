@@ -20,7 +20,7 @@ from divergence.errors import UsageError
 from divergence.layout import cut
 from divergence.report.redaction import Redaction
 from divergence.report.screen import screen_lines
-from divergence.run.schema.manifest import Environment
+from divergence.run.manifest import Environment
 from divergence.words import HEADLINES, letter, markdown_code, printable
 
 __all__ = ["bundle_files", "redacted_report", "zipped"]

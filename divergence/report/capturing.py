@@ -17,9 +17,9 @@ from divergence.report.inspection import (
     truth_text,
 )
 from divergence.run.command import command_line
-from divergence.run.schema.manifest import COLLECTIVES, UNKNOWN, Manifest, SampleTokens
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import LOGPROBS, LOSS, join_site
+from divergence.run.manifest import COLLECTIVES, UNKNOWN, Manifest, SampleTokens
+from divergence.run.record import Record
+from divergence.run.site import LOGPROBS, LOSS, join_site
 from divergence.training.plan.show import training_lines
 
 __all__ = ["captured_lines", "copied_lines", "plan_lines"]

@@ -13,8 +13,14 @@ from collections.abc import Sequence
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 from divergence.run.command import command_line
-from divergence.run.schema.manifest import Environment, Manifest, Repeatability, Settings, Switch
-from divergence.run.schema.provenance import ArithmeticFact
+from divergence.run.manifest import (
+    ArithmeticFact,
+    Environment,
+    Manifest,
+    Repeatability,
+    Settings,
+    Switch,
+)
 
 __all__ = [
     "arithmetic_lines",

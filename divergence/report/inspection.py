@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.analyses.precision.show import audit_lines
-from divergence.comparison.results.operators import AuditResult, called_at
+from divergence.comparison.results import AuditResult, called_at
 from divergence.errors import UsageError
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
+from divergence.numerics.summary import Summary
 from divergence.report.environment import (
     arithmetic_lines,
     changed_lines,
@@ -24,7 +25,7 @@ from divergence.report.environment import (
     switch_lines,
 )
 from divergence.run.command import command_line, requoted
-from divergence.run.schema.contents import (
+from divergence.run.contents import (
     count_passes,
     count_sites,
     labels_text,
@@ -32,10 +33,9 @@ from divergence.run.schema.contents import (
     records_at,
     site_names,
 )
-from divergence.run.schema.manifest import Manifest, OwnTruth
-from divergence.run.schema.provenance import EngineNote
-from divergence.run.schema.record import Call, Operand, Record, Summary, operand_indices
-from divergence.run.schema.site import compile_patterns, natural_key, near_names
+from divergence.run.manifest import EngineNote, Manifest, OwnTruth
+from divergence.run.record import Call, Operand, Record, operand_indices
+from divergence.run.site import compile_patterns, natural_key, near_names
 
 __all__ = [
     "call_lines",

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from divergence.comparison.result import REPORT_SCHEMA_VERSION, Report, strict_json
-from divergence.comparison.results.sites import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
-from divergence.numerics.pairs.metrics import Estimate
+from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
+from divergence.numerics.sums import Estimate
 from divergence.words import printable
 
 __all__ = ["blessing_json", "check_json", "csv_columns", "report_csv", "strict_json"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from divergence.comparison.results.findings import VerdictKind
+from divergence.comparison.results import VerdictKind
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.layout import (
     BLANK,

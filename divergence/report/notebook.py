@@ -5,7 +5,7 @@ from __future__ import annotations
 from divergence.analyses.blocks.curves import curves
 from divergence.comparison.result import Report, RunSummary
 from divergence.errors import UsageError
-from divergence.html.notebook import small_table
+from divergence.html.parts import small_table
 from divergence.html.picture import Picture, compose, picture
 from divergence.report.summary import verdict_lines
 

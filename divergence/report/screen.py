@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from divergence.analyses.blocks.rows import worst_rows
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results.findings import PreflightLine
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.layout import (
     BLANK,
     Line,
@@ -29,7 +28,7 @@ from divergence.layout import (
 )
 from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines, visible_lines
-from divergence.run.schema.site import of_parameter
+from divergence.run.site import of_parameter
 
 __all__ = [
     "WIDTH", "compared_lines", "screen_lines", "settings_lines", "token_lines",

@@ -14,12 +14,11 @@ from importlib.util import find_spec
 from divergence.analyses.blocks.rows import main_pass
 from divergence.comparison import analysis
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import PreflightLine, Verdict
-from divergence.comparison.results.sites import PassCoverage
+from divergence.comparison.results import PassCoverage, PreflightLine, Verdict
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
 from divergence.report.environment import changed_lines
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.schema.site import of_parameter
+from divergence.run.manifest import UNKNOWN
+from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names
 
 __all__ = [

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
 from divergence.facts import Fact, plain, sentence
-from divergence.run.storage.location import Url
+from divergence.run.location import Url
 
 __all__ = [
     "Command",
@@ -30,12 +30,16 @@ __all__ = [
 Value = str | int | os.PathLike[str] | Url | bool | None | Iterable[object]
 
 
+JsonValue = Annotated[object, msgspec.Meta(extra_json_schema={"description": "any JSON value"})]
+"""What JSON can hold."""
+
+
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A command of this tool, as a value: what it is called with, and why."""
 
     name: str
     operands: list[str] = []
-    options: dict[str, Any] = {}
+    options: dict[str, JsonValue] = {}
     """As in ``command_words``."""
     ranks: int | None = None
     """As so many processes."""
@@ -55,7 +59,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """``divergence NAME OPERANDS OPTIONS   # note``, ready for a shell."""
         start = [] if self.ranks is None else ["torchrun", "--nproc-per-node", self.ranks, "-m"]
-        text = quoted_words([*start, *command_words(self.name, *self.operands, **self.options)])
+        options = cast(dict[str, Value], self.options)
+        text = quoted_words([*start, *command_words(self.name, *self.operands, **options)])
         if self.pair:
             text += f" {self.pair[0]} {quoted_words(map(_operand, self.pair[1:]))}"
         note = "" if self.note is None else sentence(self.note)

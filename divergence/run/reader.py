@@ -1,32 +1,39 @@
-"""Reading a run, strictly: what is damaged is named, never guessed around.
-
-Opening reads the manifest, every record and every shard's header, so that a record without bytes is
-found before any number is printed. Tensors are views of memory maps, or of ranges fetched from a
-URL; each is checked against its checksum when it is first read.
-"""
+"""Run: a recorded execution, opened for reading."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 import xxhash
 
 from divergence.errors import RunFormatError, UsageError
+from divergence.html.parts import small_table
+from divergence.layout import size
 from divergence.numerics.formats import format_named
+from divergence.run.blobs import SPAN_BYTES, Bytes, Store
 from divergence.run.command import command_line
-from divergence.run.process_tuning import collect_garbage_rarely
-from divergence.run.schema.contents import (
+from divergence.run.contents import (
     Content,
     Part,
     StoredRecords,
+    check_parts,
+    count_passes,
     each_of,
     find_content,
+    is_large,
+    name_of,
     parts_of,
+    read_manifest,
+    read_records,
     records_at,
     records_by_content,
     shards_of,
@@ -34,29 +41,32 @@ from divergence.run.schema.contents import (
     sizes_of,
     why_no_bytes,
 )
-from divergence.run.schema.layout import MANIFEST, checked_shard_name, records_name
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.parsing import (
-    check_parts,
-    is_large,
-    name_of,
-    read_manifest,
-    read_records,
+from divergence.run.location import Location, Url, location_of
+from divergence.run.manifest import Manifest
+from divergence.run.process_tuning import collect_garbage_rarely
+from divergence.run.record import (
+    MANIFEST,
+    OWN_TRUTH,
+    Coordinates,
+    Record,
+    checked_shard_name,
+    records_name,
 )
-from divergence.run.schema.record import Coordinates, Record
-from divergence.run.schema.site import did_you_mean, natural_key
-from divergence.run.storage.blob import SPAN_BYTES, Bytes, Store
-from divergence.run.storage.location import Location, Url, location_of
-from divergence.run.storage.shard import Headers, Shard, TouchedShards
-from divergence.run.storage.store import open_store
+from divergence.run.shards import Headers, Shard, TouchedShards, open_store
+from divergence.run.site import did_you_mean, natural_key
 from divergence.words import Progress, silent
 
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.summaries.sketch import Projections
+    from divergence.numerics.summaries import Projections
 
-__all__ = ["Run"]
+
+# Reading a run, strictly: what is damaged is named, never guessed around.
+#
+# Opening reads the manifest, every record and every shard's header, so that a record without bytes
+# is found before any number is printed. Tensors are views of memory maps, or of ranges fetched
+# from a URL; each is checked against its checksum when it is first read.
 
 _FEW = 256
 """Of so many records, or one of so many, each is looked for alone; for more all are indexed."""
@@ -92,8 +102,6 @@ class Run:
         return f"<Run {self.path} {state}, {len(self.records)} records>"
 
     def _repr_html_(self) -> str:
-        from divergence.run.notebook import run_html
-
         return run_html(str(self.path), self.manifest, self.records)
 
     @classmethod
@@ -167,12 +175,12 @@ class Run:
         """(name, bytes, its pieces in order) of each of ``files``, one after the other."""
         sizes, store = self.files(), self._opened()
         store.expect(
-            (name, begin, min(begin + SPAN_BYTES, size))
-            for name, size in sizes.items()
-            for begin in range(0, size, SPAN_BYTES)
+            (name, begin, min(begin + SPAN_BYTES, length))
+            for name, length in sizes.items()
+            for begin in range(0, length, SPAN_BYTES)
         )
-        for name, size in sizes.items():
-            yield name, size, store.whole(name)
+        for name, length in sizes.items():
+            yield name, length, store.whole(name)
 
     def close(self) -> None:
         """Release memory maps and connections."""
@@ -273,7 +281,7 @@ class Run:
 
     def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
         """The record's sketch. Errors: as ``read``."""
-        from divergence.numerics.summaries.sketch import Projections
+        from divergence.numerics.summaries import Projections
 
         sketch = record.sketch
         assert sketch is not None
@@ -398,3 +406,167 @@ def _read_records(store: Store, manifest: Manifest) -> tuple[Sequence[Record], b
         if stored is not None:
             return stored
     return read_records(store, manifest)
+
+
+# The floor that a run carries: sums of its own error e = a - R, R its own float64 pass.
+#
+# The pass ``floor`` holds them of every output of a block, and of the modules outside blocks, that
+# is a float tensor of rows. By site and group of prompts, step 0 is one tensor (rows, 6), the rows
+# of the free pass's forwards one after the other, by step, as far as the float64 pass came. Of a
+# block's output, step 1 is one tensor (2, D), over all forwards of all prompts, filed under the
+# first group.
+#
+# Roots are stored, in bfloat16: it has float32's range, and 8 bits are ample for statistics.
+
+COLUMNS = ("error", "size", "update", "fourth", "scaled", "scaled_fourth")
+"""By row: ‖e‖, ‖a‖, ‖a - x‖ (x what entered the block; elsewhere ‖a‖), (Σe⁴)^¼, ‖e/s‖,
+(Σ(e/s)⁴)^¼, s each channel's rms in a over all forwards of the site."""
+
+_Key = tuple[int, str]
+"""(first sample of the group, site)."""
+
+
+def floor_of(run: Run) -> OwnFloor | None:
+    """The floor that ``run`` carries; None where it carries none."""
+    return OwnFloor(run) if "floor" in run.manifest.plan.passes else None
+
+
+class OwnFloor:
+    """Reads the rows of one run's floor, forward by forward."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._records: dict[_Key, Record] = {}
+        self.channels: dict[str, Record] = {}
+        """By site: ‖e‖ and ‖a‖ of each channel, (2, D)."""
+        for record in each_of(run.records):
+            if record.pass_ == "floor" and record.step == 0:
+                self._records[record.sample, record.site] = record
+            elif record.pass_ == "floor":
+                self.channels[record.site] = record
+        self._steps: dict[_Key, dict[int, int]] = defaultdict(dict)
+        """By step, the number of rows."""
+        for record in each_of(run.records):
+            key = record.sample, record.site
+            if record.pass_ == "free" and key in self._records and record.shape:
+                self._steps[key][record.step] = record.numel // max(1, record.shape[-1])
+        self._read: tuple[_Key, np.ndarray] | None = None
+
+    def rows(self, own: Record) -> np.ndarray | None:
+        """``COLUMNS`` of each row (T, 6) of a record of the run's free pass; None where the floor
+        does not hold it."""
+        key = own.sample, own.site
+        record = self._records.get(key)
+        if record is None or record.shape[1:] != (len(COLUMNS),) or not self.run.has_bytes(record):
+            return None
+        if self._read is None or self._read[0] != key:
+            self._read = key, self.run.read(record).double().numpy()
+        steps = self._steps[key]
+        start = sum(num for step, num in steps.items() if step < own.step)
+        stop = start + steps.get(own.step, 0)
+        return self._read[1][start:stop] if start < stop <= record.shape[0] else None
+
+
+# A run without some of its passes, to be copied: the other records, and the shards they need; and
+# the truth that a run carries, as a run of its own.
+#
+# Shards are copied whole. A capture writes one pass after the other, so at most one shard holds
+# bytes of a pass that was left out.
+
+
+def own_truth(run: Run) -> Run | None:
+    """The truth that ``run`` carries, as a truth that was made apart would be: a float64 run that
+    repeats it, anchored to it, and free where that was made. None where it carries none."""
+    manifest = run.manifest
+    passes = [OWN_TRUTH[name] for name in OWN_TRUTH if name in manifest.plan.passes]
+    if not passes:
+        return None
+    replaced, note = msgspec.structs.replace, manifest.plan.truth
+    stopped_by = manifest.stopped_by
+    if note is not None:
+        forwards = [
+            max(1, len(manifest.tokens.samples[group[0]].generated_ids))
+            for group in manifest.tokens.groups
+        ]
+        fewer = any(made < num for made, num in zip(note.num_steps, forwards, strict=False))
+        stopped_by = note.stopped_by or ("the time it was given" if fewer else stopped_by)
+    records = [
+        replaced(record, pass_=OWN_TRUTH[record.pass_])
+        for record in each_of(run.records)
+        if record.pass_ in OWN_TRUTH
+    ]
+    return Run(
+        run.path,
+        replaced(
+            manifest, id=f"{manifest.id} (its own truth)", like=manifest.id,
+            complete=manifest.complete and stopped_by is None, stopped_by=stopped_by,
+            settings=replaced(manifest.settings, compute_dtype="float64"),
+            plan=replaced(
+                manifest.plan, passes=passes[::-1],  # free first
+                anchored_to=manifest.id if "anchored" in passes else None,
+                plants=[], substitutes=[], truth=None,
+            ),
+        ),
+        records,
+        store=run._opened(),
+    )  # fmt: skip
+
+
+def without_passes(run: Run, passes: Collection[str]) -> Run:
+    """``run`` as it would be without ``passes``; itself where it has none of them. It reads from
+    the same files."""
+    if not any(record.pass_ in passes for record in each_of(run.records)):
+        return run
+    records = [record for record in each_of(run.records) if record.pass_ not in passes]
+    manifest = copy.deepcopy(run.manifest)
+    manifest.plan.passes = [name for name in manifest.plan.passes if name not in passes]
+    if OWN_TRUTH.keys() <= set(passes) and manifest.plan.truth is not None:
+        floor = msgspec.structs.replace(manifest.plan.truth, mode="floor")
+        manifest.plan.truth = floor if "floor" in manifest.plan.passes else None
+    manifest.sizes = sizes_of(records)
+    return _Partial(run.path, manifest, records, store=run._opened())
+
+
+class _Partial(Run):
+    """Its manifest and lines are its own; its shards are those of the run that it is a part of."""
+
+    def _own(self) -> dict[str, bytes]:
+        encoder = msgspec.json.Encoder()
+        own: dict[str, bytes] = {}
+        for rank in range(self.manifest.num_ranks):
+            lines = [record for record in self.records if record.rank == rank]
+            own[records_name(rank)] = encoder.encode_lines(lines)
+        digests = {name: xxhash.xxh3_128_hexdigest(data) for name, data in own.items()}
+        self.manifest.record_digests = digests
+        return {MANIFEST: self.manifest.encode()} | own
+
+    def files(self) -> dict[str, int]:
+        return super().files() | {name: len(data) for name, data in self._own().items()}
+
+    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Bytes]]]:
+        own = self._own()
+        for name, length in self.files().items():
+            pieces = iter([own[name]]) if name in own else self._opened().whole(name)
+            yield name, length, pieces
+
+
+# What a notebook shows of a run.
+
+
+def run_html(path: str, manifest: Manifest, records: Sequence[Record]) -> str:
+    """What ran, where, and whether it finished."""
+    model, machine = manifest.model, manifest.environment
+    ended = f", stopped by {manifest.stopped_by}" if manifest.stopped_by else ""
+    return small_table(
+        f"Run {path}",
+        [
+            ("model", model.source),
+            ("computed", f"{model.dtype} on {machine.device_type}: {machine.device_name}"),
+            ("machine", machine.label),
+            ("state", "complete" if manifest.complete else f"incomplete{ended}"),
+            ("passes", ", ".join(count_passes(records))),
+            ("prompts", f"{len(manifest.tokens.samples):,}"),
+            ("records", f"{len(records):,}, {size(manifest.sizes.stored_bytes)}"),
+            ("planted faults", ", ".join(manifest.plan.plants)),
+        ],
+    )

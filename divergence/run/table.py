@@ -1,46 +1,351 @@
-"""The records of a large run, decoded when they are asked for.
-
-Opening a run reads and checks every line. As objects, a million records take more than half a
-gigabyte and most are never asked for, so of a large run columns are kept (columns.py): what tells
-records apart, and where each line begins. A record is decoded again when it is asked for. The files
-are read in portions of whole lines; each must then still have the bytes that were checked, by a
-digest.
-
-Of very large runs the columns are kept for the next opening (index.py).
-"""
+"""Records of a large run as columns, kept beside it so that it opens at once."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
+import operator
+import os
+import tempfile
 import threading
+import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
 
 import msgspec
 import numpy as np
 import xxhash
 
+from divergence._version import __version__
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
-from divergence.run.columns import CALL, KEPT, SKETCH, Array, Columns, PortionSource
-from divergence.run.index import Index
-from divergence.run.schema.contents import (
+from divergence.run.blobs import Blob, Store
+from divergence.run.contents import (
+    BROKEN_JSON,
+    UNSOUND,
     SiteCounts,
     StoredRecords,
+    check_digest,
     check_part,
     parts_of,
+    portions,
+    record_check,
     sizes_counted,
 )
-from divergence.run.schema.layout import SHARD_DTYPES, checked_shard_name, records_name
-from divergence.run.schema.manifest import Manifest, Sizes
-from divergence.run.schema.parsing import BROKEN_JSON, UNSOUND, check_digest, portions, record_check
-from divergence.run.schema.record import Coordinates, PassName, Record
-from divergence.run.storage.blob import Blob, Store
-from divergence.run.storage.shard import Shard, has_header
+from divergence.run.manifest import Manifest, Sizes
+from divergence.run.record import (
+    MANIFEST,
+    MAX_LINE_BYTES,
+    SHARD_DTYPES,
+    Checked,
+    Coordinates,
+    Numbering,
+    PassName,
+    Record,
+    RecordCheck,
+    UnsoundError,
+    checked_shard_name,
+    records_name,
+)
+from divergence.run.shards import Shard, has_header
 
-__all__ = ["KEPT_BYTES", "RecordTable", "read_table"]
+# What is kept of every record of a large run: numbers, in columns.
+#
+# Some 25 bytes a record: what tells records apart (pass, sample, step, site, rank), their kind
+# (dtype and shape), whether there is a call, bytes or a sketch, and where the line begins; until
+# places are checked also the shard and the digest, which is the key in it.
+
+Array = np.ndarray[Any, Any]
+
+CALL, KEPT, SKETCH = 1, 2, 4
+"""Bits of the column ``flags``: is there a call, is anything on disk, is there a sketch?"""
+
+
+class PortionSource(NamedTuple):
+    """Where a portion of lines begins: in which file, and at which byte."""
+
+    blob: int
+    begin: int
+
+
+class Portion(NamedTuple):
+    """Whole lines of one file, without the last line end."""
+
+    source: PortionSource
+    num_bytes: int
+    digest: int
+    first: int
+    """Row of its first record."""
+
+
+_key, _shard = operator.attrgetter("key"), operator.attrgetter("shard")
+
+
+def _codes(codes: Numbering, things: Sequence[object]) -> Array:
+    return _numbers(list(map(codes.__getitem__, things)))
+
+
+def _numbers(numbers: Sequence[int]) -> Array:
+    if numbers.count(numbers[0]) == len(numbers):  # as samples and ranks mostly are
+        return np.full(len(numbers), numbers[0], np.min_scalar_type(numbers[0]))
+    return _narrowed(np.fromiter(numbers, np.int64, len(numbers)))
+
+
+def _narrowed(numbers: Array) -> Array:
+    """As the smallest type without sign that holds them."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))), copy=False)
+
+
+class Columns:
+    """What is kept of every record. ``add`` portions in order, then ``join``."""
+
+    def __init__(self, check: RecordCheck) -> None:
+        self.num_rows = 0
+        self.portions: list[Portion] = []
+        self.sites, self.kinds = check.sites, check.kinds
+        self.passes, self.shards = Numbering(), Numbering()
+        self.nonfinite: dict[int, int] = {}
+        """By row, where there are any."""
+        self.odd_keys: dict[int, str] = {}
+        """By row: keys of places that are not the digest of the bytes."""
+        self.col: dict[str, Array] = {}
+        self._parts: defaultdict[str, list[Array]] = defaultdict(list)
+
+    def add(self, checked: Checked, lines: memoryview, source: PortionSource) -> None:
+        """Raises UnsoundError where there is not a line for each record."""
+        (passes, samples, steps, _, _, _, _, summaries, places, xxh3s, _, sketches, ranks, _, calls,
+         _) = checked.fields  # fmt: skip
+        first, num = self.num_rows, len(passes)
+        digest = xxhash.xxh3_64_intdigest(lines)
+        self.portions.append(Portion(source, len(lines), digest, first))
+        self.num_rows += num
+        if places.count(None):
+            keys = [None if place is None else place.key for place in places]
+            shards = [None if place is None else place.shard for place in places]
+        else:
+            keys, shards = list(map(_key, places)), list(map(_shard, places))
+        kept = _codes(self.shards, shards)
+        flags = KEPT * (kept != self.shards.get(None, -1)).astype(np.uint8)
+        for bits, ones in ((CALL, calls), (KEPT | SKETCH, sketches)):
+            if ones.count(None) < num:
+                flags |= bits * np.array([value is not None for value in ones], np.uint8)
+        for name, column in (
+            ("begin", _begins(lines, num)),
+            ("pass", _codes(self.passes, passes)),
+            ("sample", _numbers(samples)),
+            ("step", _numbers(steps)),
+            ("rank", _numbers(ranks)),
+            ("site", _numbers(checked.sites)),
+            ("kind", _numbers(checked.kinds)),
+            ("shard", kept),
+            ("xxh3", np.frombuffer(checked.xxh3, "V16")),
+            ("flags", flags),
+        ):
+            self._parts[name].append(column)
+        if keys != list(xxh3s):
+            for row, (key, xxh3) in enumerate(zip(keys, xxh3s, strict=True), first):
+                if key != xxh3 and key is not None:
+                    self.odd_keys[row] = key
+        if any([s and (s.num_nan or s.num_posinf or s.num_neginf) for s in summaries]):
+            for row, s in enumerate(summaries, first):
+                if s is not None and (number := s.num_nan + s.num_posinf + s.num_neginf):
+                    self.nonfinite[row] = number
+
+    def join(self) -> None:
+        """Makes one column of the portions'. Raises UnsoundError where two records have the same
+        coordinates, or where telling that would take more than 64 bits."""
+        if not self.num_rows:
+            raise UnsoundError  # or nothing is wrong: there are no columns of nothing
+        for name in list(self._parts):
+            self.col[name] = np.concatenate(self._parts.pop(name))
+        identity, num = np.zeros(self.num_rows, np.int64), 1
+        for name in ("rank", "pass", "sample", "step", "site"):
+            size = int(self.col[name].max()) + 1
+            num *= size
+            if num >= 1 << 63:
+                raise UnsoundError
+            identity *= size
+            identity += self.col[name].astype(np.int64)
+        identity.sort()
+        if (identity[1:] == identity[:-1]).any():
+            raise UnsoundError
+
+    def keys(self, rows: Array) -> list[str]:
+        """The keys of the places of these rows, which all have one."""
+        text = self.col["xxh3"][rows].tobytes().hex()
+        keys = [text[at : at + 32] for at in range(0, len(text), 32)]
+        if self.odd_keys:
+            keys = [
+                self.odd_keys.get(row, key) for row, key in zip(rows.tolist(), keys, strict=True)
+            ]
+        return keys
+
+
+def _begins(lines: memoryview, num: int) -> Array:
+    """Where each of ``num`` lines begins. Raises UnsoundError."""
+    ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == 10)
+    begins = np.zeros(len(ends) + 1, np.uint32)
+    begins[1:] = ends + 1
+    longest = int(np.diff(begins, append=len(lines) + 1).max())
+    if len(begins) != num or longest > MAX_LINE_BYTES:
+        raise UnsoundError
+    return begins
+
+
+# The columns of a large run, kept in the user's cache so that the next opening need not read its
+# lines.
+#
+# An index is made by whoever opens a large complete run, after every line and every place has been
+# checked, and lies in the cache folder of this user alone: it is never read from a run, copied with
+# one or packed, since a run's sender may write anything into it. It is found by the run's id,
+# digest and place, and is good for as long as all files of the run have the size, times and number
+# on disk that they had when they were checked. A portion of lines is still read by its digest. The
+# folder may be deleted at any time.
+
+Stamps = dict[str, tuple[int, ...]]
+"""By file of the run: what changes whenever the file does."""
+
+_FORMAT = 2
+_MOST_FILES = 32
+"""Indices that are kept; the one not written for longest goes first. One of a million records
+takes some 40 MB."""
+_KEPT = ("begin", "pass", "sample", "step", "rank", "site", "kind", "flags")
+"""The columns that are asked for once places are checked."""
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, RunFormatError)
+"""What an index that was cut off raises, or one of files that are gone."""
+_PORTION = [("blob", "u4"), ("begin", "u8"), ("num_bytes", "u8"), ("digest", "u8"), ("first", "u8")]
+
+
+class _Names(msgspec.Struct, forbid_unknown_fields=True):
+    """What the columns' numbers mean."""
+
+    format: int
+    version: str
+    stamps: Stamps
+    num_rows: int
+    sites: list[str]
+    kinds: list[tuple[str, tuple[int, ...]]]
+    passes: list[str]
+    shards: list[str | None]
+
+
+def index_folder() -> Path:
+    """Where indices lie: ``divergence/indices`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Raises
+    OSError where this user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    return cache / "divergence" / "indices"
+
+
+class Index:
+    """The index of the run in ``store``, a directory of this machine. Raises RunFormatError and
+    OSError where the files it is made of are not there."""
+
+    def __init__(self, store: Store, folder: Path, manifest: Manifest) -> None:
+        self._store, self._manifest = store, manifest
+        identity = f"{manifest.id}\n{manifest.digest}\n{folder.resolve()}"
+        key = xxhash.xxh3_128_hexdigest(identity.encode("utf-8", "surrogatepass"))
+        self._path = index_folder() / f"{key}.index"
+        # taken before any line is read, so that a change during the read makes the index stale
+        self._lines = self._stamps([MANIFEST, *map(records_name, range(manifest.num_ranks))])
+
+    def _stamps(self, names: Iterable[str]) -> Stamps:
+        return {name: self._store.stamp(name) for name in names}
+
+    def save(self, columns: Columns, shards: Collection[str]) -> None:
+        """Keeps checked columns; ``shards``: all that are in use. Where the cache cannot be written
+        to, nothing is kept."""
+        with contextlib.suppress(OSError, RunFormatError):
+            names = _Names(
+                format=_FORMAT, version=__version__, stamps=self._lines | self._stamps(shards),
+                num_rows=columns.num_rows, sites=list(columns.sites), kinds=list(columns.kinds),
+                passes=list(columns.passes), shards=list(columns.shards),
+            )  # fmt: skip
+            rows = [(*portion.source, *portion[1:]) for portion in columns.portions]
+            arrays = {name: columns.col[name] for name in _KEPT} | {
+                "names": np.frombuffer(msgspec.json.encode(names), np.uint8),
+                "portions": np.array(rows, _PORTION),
+                "nonfinite": np.array(list(columns.nonfinite.items()), np.int64).reshape(-1, 2),
+            }
+            folder = self._path.parent
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=folder)
+            try:
+                with open(handle, "wb") as file:
+                    np.savez(file, **arrays)
+                os.replace(temporary, self._path)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+            # a process that was killed leaves a .tmp, which goes in its turn
+            files = [*folder.glob("*.index"), *folder.glob("*.tmp")]
+            for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[:-_MOST_FILES]:
+                path.unlink(missing_ok=True)
+
+    def load(self) -> Columns | None:
+        """The columns that were kept; None where there are none, where another user could have
+        written them, or where any file of the run has changed since."""
+        try:
+            with open(self._path, "rb") as file:
+                if not _is_own(file.fileno()):
+                    return None
+                with np.load(file, allow_pickle=False) as arrays:
+                    names = msgspec.json.decode(arrays["names"].tobytes(), type=_Names)
+                    if not self._is_current(names):
+                        return None
+                    columns = Columns(record_check(self._manifest))
+                    columns.num_rows = names.num_rows
+                    columns.col = {name: arrays[name] for name in _KEPT}
+                    for row in arrays["portions"].tolist():
+                        columns.portions.append(Portion(PortionSource(*row[:2]), *row[2:]))
+                    columns.nonfinite.update(map(tuple, arrays["nonfinite"].tolist()))
+        except _DAMAGED:
+            return None
+        for numbering, things in (
+            (columns.sites, names.sites), (columns.kinds, names.kinds),
+            (columns.passes, names.passes), (columns.shards, names.shards),
+        ):  # fmt: skip
+            numbering.update(zip(things, range(len(things)), strict=True))
+        fits = all(len(column) == columns.num_rows for column in columns.col.values())
+        return columns if fits and columns.portions else None
+
+    def _is_current(self, names: _Names) -> bool:
+        shards = names.stamps.keys() - self._lines.keys()
+        return (
+            (names.format, names.version) == (_FORMAT, __version__)
+            and names.num_rows == self._manifest.sizes.num_records
+            and names.stamps == self._lines | self._stamps(shards)
+        )
+
+    def discard(self) -> None:
+        """Removes the index, because the lines no longer match it."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def _is_own(file: int) -> bool:
+    """Can nobody but this user have written the file?"""
+    status = os.fstat(file)
+    return not hasattr(os, "getuid") or (
+        status.st_uid == os.getuid() and not status.st_mode & 0o022
+    )
+
+
+# The records of a large run, decoded when they are asked for.
+#
+# Opening a run reads and checks every line. As objects, a million records take more than half a
+# gigabyte and most are never asked for, so of a large run columns are kept (columns.py): what tells
+# records apart, and where each line begins. A record is decoded again when it is asked for. The
+# files are read in portions of whole lines; each must then still have the bytes that were checked,
+# by a digest.
+#
+# Of very large runs the columns are kept for the next opening (index.py).
 
 KEPT_BYTES = 64 << 20
 """Of lines: some 150,000 records. Smaller runs are read quickly, so no index is written."""

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.provenance import EngineValue
+from divergence.run.manifest import EngineValue, Manifest
 
 __all__ = [
     "ATTENTION", "recorded_attention", "recorded_engine_options", "recorded_revision",

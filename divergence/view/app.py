@@ -14,8 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
 from divergence.comparison.result import Report
-from divergence.html.element import shortened
-from divergence.html.parts import Table
+from divergence.html.parts import Table, shortened
 from divergence.report.summary import verdict_lines
 from divergence.view.pages import HOMES, Page
 from divergence.words import printable

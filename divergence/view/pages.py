@@ -15,8 +15,7 @@ import msgspec
 from divergence.analyses.blocks.page import block_parts, rows_table
 from divergence.analyses.blocks.rows import SiteRow, badness, main_pass, phase_rows, phases
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import Background, SiteResult
 from divergence.html.parts import Table
 from divergence.layout import count, decimal, share, times
 from divergence.report.page.whole import analysis_sections

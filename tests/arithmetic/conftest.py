@@ -8,9 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from divergence.arithmetic.additions.proof import Arithmetic, replay
-from divergence.arithmetic.additions.summing import Summing
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import Arithmetic, Summing, Tree, replay
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import divergence
-from divergence.arithmetic.additions.proof import Arithmetic, replay
-from divergence.arithmetic.additions.summing import linear
+from divergence.arithmetic.additions import Arithmetic, linear, replay
 from divergence.errors import RunExistsError, UsageError
 from tests.models.trees import tree_of_parents
 

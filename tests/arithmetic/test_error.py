@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.arithmetic.additions.facts import note_finding
-from divergence.arithmetic.additions.order import find_order, typical_error
+from divergence.arithmetic.additions import find_order, note_finding, typical_error
 from divergence.arithmetic.notebook import Notebook
 from divergence.comparison.arithmetic import expected_w
-from divergence.run.schema.provenance import ArithmeticFact
+from divergence.run.manifest import ArithmeticFact
 from tests.models.matrix_unit import matrix_unit
 from tests.models.trees import balanced, sequential
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.arithmetic.additions.summing import cancelling, exact_values
+from divergence.arithmetic.additions import cancelling, exact_values
 from divergence.arithmetic.notebook import Notebook
 from divergence.arithmetic.scalar import (
     FUNCTIONS,
@@ -163,7 +163,7 @@ def test_groups_in_words():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_the_same_bytes_everywhere(dtype):
     """Held against digests made once; and the cancelling ones do cancel, in any pairing."""
-    from divergence.run.schema.fingerprint import digest_tensor
+    from divergence.run.manifest import digest_tensor
 
     known = {
         torch.float32: "2cf96ee6c1cf1e1dcbb455ada711a34a",

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from divergence.recording.api import capture, truth
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Mesh, MeshAxis, Sizes
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.writer import RunWriter
+from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 
 PROMPTS = ["A bridge is built twice: once on paper", "Snow fell"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.run.schema.manifest import (
+from divergence.numerics.summary import Summary
+from divergence.run.manifest import (
     Environment,
     Manifest,
     ModelIdentity,
@@ -19,7 +20,7 @@ from divergence.run.schema.manifest import (
     Switch,
     Tokens,
 )
-from divergence.run.schema.record import Place, Record, Summary
+from divergence.run.record import Place, Record
 
 
 def make_manifest(**changes) -> Manifest:
@@ -336,7 +337,7 @@ def test_inspect_of_no_run_is_wrong_usage(invoke, tmp_path):
 
 def test_env(invoke, monkeypatch):
     """The machine, as text and as JSON."""
-    from divergence.recording.machine import environment
+    from divergence.recording import machine as environment
 
     monkeypatch.setattr(
         environment, "collect_environment", lambda device="auto": make_manifest().environment

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from divergence.comparison.results.sites import Coverage
+from divergence.comparison.results import Coverage
 
 
 @pytest.fixture

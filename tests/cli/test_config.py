@@ -122,7 +122,7 @@ def test_shipped_presets_load_and_compile(name):
 )
 def test_presets_select_what_they_are_called(preset, site, expected):
     """The names that transformers gives these modules are found, and others are not."""
-    from divergence.run.schema.site import compile_patterns
+    from divergence.run.site import compile_patterns
 
     patterns = [pattern for pattern in expand_sites([preset]) if pattern != "blocks"]
     assert compile_patterns(patterns)(site) is expected

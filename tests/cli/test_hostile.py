@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
+from divergence.run.manifest import Manifest
+from divergence.run.record import Record
 from tests.counting import lines_of_python
 from tests.digests import without_digests
 

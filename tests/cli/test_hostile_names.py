@@ -11,9 +11,9 @@ import torch
 from divergence.comparison.advice import Advice, WithinAdvice
 from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines
+from divergence.run.captured import CapturedTensor
 from divergence.run.command import quoted
-from divergence.run.reader import Run
-from divergence.run.schema.manifest import (
+from divergence.run.manifest import (
     Environment,
     Manifest,
     Mesh,
@@ -25,8 +25,9 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.schema.site import escape_path
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.reader import Run
+from divergence.run.site import escape_path
+from divergence.run.writer import RunWriter
 
 NAMES = [
     "x; touch pwned",

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from divergence.errors import ModelError
 from divergence.recording.api import capture
 from divergence.recording.engines import sessions as api
-from divergence.recording.engines.checkpoint import check_data_alone
+from divergence.recording.engines.load import check_data_alone
 from tests.digests import without_digests
 
 KERNEL = "attacker/kernel@main:f"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from divergence.collectives.values import coded_ranks, draw
-from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.manifest import digest_tensor
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from divergence.comparison.advice import Advice, WithinAdvice, beside
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.run.schema.manifest import Mesh, MeshAxis
-from divergence.run.storage.location import Url
+from divergence.run.location import Url
+from divergence.run.manifest import Mesh, MeshAxis
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 BLOCK = "model.layers.1"

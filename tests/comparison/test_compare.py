@@ -13,7 +13,7 @@ from divergence.comparison.align.names import find_prefix, load_name_map
 from divergence.comparison.api import compare
 from divergence.errors import ConfigError, IncomparableError
 from divergence.recording.api import capture
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
 
@@ -437,7 +437,7 @@ def test_fewer_tokens_are_a_shorter_repeat(run, replay):
 
 def test_one_wrong_token_is_found(run, replay, monkeypatch):
     """A fault at a single position is a matter of that token, not of the typical one."""
-    from divergence.recording.hooks.plant import Plant
+    from divergence.recording.plant import Plant
 
     def at_one(self, tensor, forward):
         tensor = tensor.clone()
@@ -455,7 +455,7 @@ def test_one_wrong_token_is_found(run, replay, monkeypatch):
 
 def test_the_second_prompt_alone_can_be_wrong(run, replay, monkeypatch):
     """The onset names the prompt in which the error is made."""
-    from divergence.recording.hooks.plant import Plant
+    from divergence.recording.plant import Plant
 
     apply = Plant.apply
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from divergence.comparison import decide as deciding
 from divergence.comparison.decide import PRECEDENCE, RANK, Decision, check, confidence_of, explained
-from divergence.comparison.results.findings import Claim, Finding, Onset, PreflightLine
+from divergence.comparison.results import Claim, Finding, Onset, PreflightLine
 from divergence.facts import plain, worded
 
 
@@ -55,7 +55,8 @@ def finding(claim, *, order=0, equal_inputs=False, side=None, met=True, block="h
     """A finding that convicts, as an analysis would make it."""
     quiet = claim in ("equal", "drift", "within_rounding", "not_known", "operators_fine")
     return Finding(
-        claim=claim, kind=KINDS[claim], headline=[plain(claim)], onset=None if quiet else onset(block),
+        claim=claim, kind=KINDS[claim], headline=[plain(claim)],
+        onset=None if quiet else onset(block),
         place=(0, 0, order), equal_inputs=equal_inputs, side=side,
         rests_on=[check("clear", met, "near its limit")], evidence=[plain(f"{claim}!")],
         beside=[plain(f"also {claim}")],

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from divergence.comparison.api import compare
 from divergence.recording.api import capture, truth
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from tests.models import tiny
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
@@ -125,7 +125,7 @@ def test_a_fault_outside_the_blocks_is_found(reference, tmp_path):
 
 def test_a_fault_in_decoding_alone_is_found(reference, tmp_path, monkeypatch):
     """A kernel that fails for single tokens shows in the first decode step, not in the prefill."""
-    from divergence.recording.hooks.plant import Plant
+    from divergence.recording.plant import Plant
 
     run, blocks = reference("llama")
     apply = Plant.apply

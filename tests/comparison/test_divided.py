@@ -13,9 +13,9 @@ from divergence.comparison.api import compare
 from divergence.errors import IncomparableError
 from divergence.fleet.agreement import fingerprints
 from divergence.fleet.many import compare_many
-from divergence.numerics.summaries.fold import fold_tensor
-from divergence.run.reader import Run
-from divergence.run.schema.manifest import (
+from divergence.numerics.summaries import fold_tensor
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import (
     Environment,
     Manifest,
     Mesh,
@@ -26,10 +26,9 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.unshard import unsharded
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.reduction import reducer_for
-from divergence.run.writing.writer import RunWriter
+from divergence.run.ranks import unsharded
+from divergence.run.reader import Run
+from divergence.run.writer import RunWriter, reducer_for
 from divergence.words import letter
 from tests.digests import without_digests
 

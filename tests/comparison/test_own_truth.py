@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 import divergence
 from divergence.errors import IncomparableError, RunFormatError, UsageError
 from divergence.gate.golden import bless
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from tests.digests import without_digests
 
 FAULT = "model.layers.3.mlp:out=scale:1.05"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import divergence
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 
 PROMPTS = ["The quick brown fox jumps over", "hello world this is"]
 STEPS = {"max_new_tokens": 4}

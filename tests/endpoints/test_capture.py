@@ -236,8 +236,9 @@ def test_a_run_of_another_form_is_refused(serve, tmp_path):
     from msgspec.structs import replace
 
     from divergence.errors import RunFormatError
-    from divergence.run.schema.manifest import Sizes
-    from divergence.run.writing.writer import CapturedTensor, RunWriter
+    from divergence.run.captured import CapturedTensor
+    from divergence.run.manifest import Sizes
+    from divergence.run.writer import RunWriter
 
     a = serve("a", prompts=PROMPTS[:2])
     manifest = replace(a.manifest, id="0" * 32, sizes=Sizes())

@@ -15,7 +15,7 @@ from divergence.errors import IncomparableError, ModelError, PlantError, UsageEr
 from divergence.experiments.explain import Injection, explain_token
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.hooks.plant import FORWARDS
+from divergence.recording.plant import FORWARDS
 from tests.digests import without_digests
 
 PROMPTS = ["Why do machines disagree?", "Snow fell"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.results.findings import Onset
+from divergence.comparison.results import Onset
 from divergence.experiments.localization.localize import _is_outside
 
 

@@ -18,7 +18,7 @@ from divergence.fleet.agreement import (
     only_there,
     outside,
 )
-from divergence.run.schema.manifest import Environment
+from divergence.run.manifest import Environment
 
 
 def camps_of(kinds: str):

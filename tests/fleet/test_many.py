@@ -16,8 +16,7 @@ from divergence.comparison.api import compare
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet import many
 from divergence.fleet.many import compare_many
-from divergence.options.commands import CompareOptions
-from divergence.options.option import fields_of
+from divergence.options.commands import CompareOptions, fields_of
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

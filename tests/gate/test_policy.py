@@ -11,7 +11,7 @@ import pytest
 
 import divergence
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import Coverage, PassCoverage
+from divergence.comparison.results import Coverage, PassCoverage
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError
 from divergence.facts import plain

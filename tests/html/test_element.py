@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.html.element import el, plain, render, shortened
-from divergence.html.parts import Table, command, name, prose_block, table
+from divergence.html.parts import (
+    Table,
+    command,
+    el,
+    name,
+    plain,
+    prose_block,
+    render,
+    shortened,
+    table,
+)
 from divergence.words import printable_lines
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, model_addition_debugger_context
 
 from divergence import compare, import_dump
 from divergence.errors import DumpError, UsageError
-from divergence.importing.dump import adds_residual
+from divergence.importing.building import adds_residual
 from tests.importing.writers import (
     PROMPT_IDS,
     write_msprobe,

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from divergence.errors import DumpError
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 
 
 def test_good_files(tmp_path):

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from divergence import Run
 from divergence.cli.main import app
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 from tests.importing.test_scores import LINES
 
 MAP = (

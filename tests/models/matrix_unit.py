@@ -15,8 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from divergence.arithmetic.additions.accumulator import keep_bits
-from divergence.arithmetic.additions.summing import COLUMNS, Summing
+from divergence.arithmetic.additions import COLUMNS, Summing, keep_bits
 from divergence.numerics.formats import format_of
 
 __all__ = ["matrix_unit"]

@@ -21,7 +21,7 @@ from divergence.recording.engines.tiny import (
     Shape,
     grouped_dimensions,
 )
-from divergence.run.schema.site import near_names
+from divergence.run.site import near_names
 from tests.models import weights
 
 __all__ = ["ARCHITECTURES", "build"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.numerics.pairs import against as against_module
+from divergence.numerics import pairs as against_module
 
 CHOSEN: dict = {}
 

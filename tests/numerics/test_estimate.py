@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.numerics.pairs.pair import measure_pair
-from divergence.numerics.summaries.estimate import _chi_square_share, estimate_pair
-from divergence.numerics.summaries.sketch import resolution, sketch_tensor
+from divergence.numerics.estimate import _chi_square_share, estimate_pair
+from divergence.numerics.pairs import measure_pair
+from divergence.numerics.summaries import resolution, sketch_tensor
 
 K = 8
 

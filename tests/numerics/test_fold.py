@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from divergence.numerics import summaries as fold
 from divergence.numerics.kernels import has_compiled
-from divergence.numerics.summaries import fold
-from divergence.numerics.summaries.fold import (
+from divergence.numerics.summaries import (  # fmt: skip
     CHUNK,
     MASK64,
     SEEDS,
@@ -17,7 +17,7 @@ from divergence.numerics.summaries.fold import (
     is_exact_on,
     mixed,
     stream,
-)  # fmt: skip
+)
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from divergence.experiments.quantization.trials import cost_of
-from divergence.numerics.pairs.following import following_of, quantile
-from divergence.numerics.pairs.logits import RowCosts
+from divergence.numerics.logits import RowCosts
+from divergence.numerics.sums import following_of, quantile
 
 
 def test_a_quantile_is_a_value_that_was_seen():

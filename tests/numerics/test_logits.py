@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divergence.numerics.pairs.logits import measure_logits, top_choices
+from divergence.numerics.logits import measure_logits, top_choices
 
 
 def _logits(shape, seed=0, *, scale=3.0):

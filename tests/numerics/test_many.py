@@ -8,9 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divergence.numerics.pairs.against import AgainstTruth, against_many, measure_against
-from divergence.numerics.pairs.many import MOST_NUMEL, measure_many
-from divergence.numerics.pairs.pair import measure_pair
+from divergence.numerics.pairs import (
+    MOST_NUMEL,
+    AgainstTruth,
+    against_many,
+    measure_against,
+    measure_many,
+    measure_pair,
+)
 
 REL = 1e-12
 _ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 3e38, 1e-7]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divergence.numerics.kernels import has_compiled
-from divergence.numerics.pairs.pair import measure_pair
+from divergence.numerics.pairs import measure_pair
 
 WAYS = [
     pytest.param({"kernel": "numpy"}, id="numpy"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divergence.numerics.floor import rare_ratio
-from divergence.numerics.pairs.operator import measure_operator, slices_of, sum_rounding
+from divergence.numerics.operator import measure_operator, slices_of, sum_rounding
 
 
 def rows(*values, dtype=torch.float32):

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from divergence.numerics import pairs as pair_module
 from divergence.numerics.formats import FORMATS, format_of
-from divergence.numerics.pairs import pair as pair_module
 
 REL = 1e-6
 CHOSEN: dict = {}

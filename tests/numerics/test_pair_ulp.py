@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from divergence.numerics import pairs as pair_module
 from divergence.numerics.formats import FORMATS
-from divergence.numerics.pairs import pair as pair_module
-from divergence.numerics.pairs.ulp import ulp_distance
+from divergence.numerics.ulp import ulp_distance
 
 REL = 1e-6
 CHOSEN: dict = {}

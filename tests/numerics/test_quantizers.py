@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.numerics.quantizers import Quantizer, codes_of, grouped, scales_of, values_of
+from divergence.numerics.codes import Quantizer, codes_of, grouped, scales_of, values_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from divergence.numerics.resampling import certainty_of, least_share, rank_sum
+from divergence.numerics.statistics import certainty_of, least_share, rank_sum
 
 
 def test_too_few_prompts_give_no_number():

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from divergence.numerics.pairs.rollouts import rollout_metrics
+from divergence.numerics.logits import rollout_metrics
 
 HALF, QUARTER, FIFTH, TENTH = (math.log(p) for p in (0.5, 0.25, 0.2, 0.1))
 

@@ -7,13 +7,13 @@ import torch
 
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.kernels import has_compiled
-from divergence.numerics.summaries.fold import mixed
-from divergence.numerics.summaries.sketch import (
+from divergence.numerics.summaries import (
     SHIFT,
     SIGMA,
     TAU,
     Projections,
     grid_of,
+    mixed,
     num_pooled,
     num_projections,
     resolution,

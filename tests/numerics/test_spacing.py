@@ -1,4 +1,4 @@
-"""Tests of divergence.numerics.pairs.ulp."""
+"""Tests of divergence.numerics.ulp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.ulp import spacing
+from divergence.numerics.ulp import spacing
 
 
 def test_spacing():

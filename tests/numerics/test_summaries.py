@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from divergence.numerics.summaries.summary import summarize, summarize_many
-from divergence.run.writing.captured_tensor import piece_of
+from divergence.numerics.summary import summarize, summarize_many
+from divergence.run.captured import piece_of
 
 FIELDS = ("min", "max", "mean", "rms", "absmax")
 COUNTS = ("num_nan", "num_posinf", "num_neginf", "num_zero")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.numerics.summaries import summary as summary_module
-from divergence.numerics.summaries.summary import summarize_many
-from divergence.run.writing.captured_tensor import piece_of
+from divergence.numerics import summary as summary_module
+from divergence.numerics.summary import summarize_many
+from divergence.run.captured import piece_of
 
 KERNEL = ["numpy"]
 
@@ -141,7 +141,7 @@ def test_a_wrong_summary_is_noticed():
 def test_importing_the_record_types_does_not_import_torch():
     """Summary and formats are named by the reader, which must start without torch."""
     code = (
-        "import sys, divergence.numerics.summaries.summary, divergence.numerics.formats;"
+        "import sys, divergence.numerics.summaries, divergence.numerics.formats;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from divergence.numerics import on_device as summary_device
+from divergence.numerics import summaries as sketch
 from divergence.numerics.on_device import statistics_on_device, summaries_of
-from divergence.numerics.summaries import sketch
-from divergence.numerics.summaries.summary import summarize
+from divergence.numerics.summary import summarize
 
 
 def on_device(tensor):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divergence.numerics.pairs.top_k import divergence_bounds
+from divergence.numerics.logits import divergence_bounds
 
 
 def listed(p, count):

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from divergence.numerics.two_sample import two_sample
+from divergence.numerics.statistics import two_sample
 
 
 def _answers(generator, num, length, spread=3, base=0):

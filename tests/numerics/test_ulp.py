@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divergence.numerics.formats import FORMATS
-from divergence.numerics.pairs.ulp import NAN_DISTANCE, key_array, stored_bits, ulp_distance
+from divergence.numerics.ulp import NAN_DISTANCE, key_array, stored_bits, ulp_distance
 
 FP8 = [name for name in FORMATS if name.startswith("float8") and hasattr(torch, name)]
 

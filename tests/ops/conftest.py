@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from divergence.recording.hooks.dataflow import tensors_in
-from divergence.run.reader import Run
-from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.manifest import (
+from divergence.recording.dispatch import tensors_in
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import (
     Environment,
     Manifest,
     ModelIdentity,
@@ -23,10 +22,12 @@ from divergence.run.schema.manifest import (
     SampleTokens,
     Settings,
     Tokens,
+    digest_tensor,
 )
-from divergence.run.schema.record import Call, Operand
-from divergence.run.schema.site import operator_path
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.reader import Run
+from divergence.run.record import Call, Operand
+from divergence.run.site import operator_path
+from divergence.run.writer import RunWriter
 
 
 def manifest(**changes: Any) -> Manifest:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divergence.ops.allowed import Refusal
-from divergence.ops.arguments import contiguous_stride, laid_out, span_of
+from divergence.ops.replay import contiguous_stride, laid_out, span_of
 
 BASE = torch.arange(24.0)
 

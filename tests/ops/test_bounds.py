@@ -11,13 +11,13 @@ import torch
 from divergence.errors import UsageError
 from divergence.ops import bounds
 from divergence.ops.allowed import Refusal, Unsafe, check_operator
-from divergence.ops.execute import execute_ports
-from divergence.ops.replay import replay
-from divergence.ops.reproducer.repro import repro
+from divergence.ops.replay import execute_ports, replay
+from divergence.ops.reproducer import repro
 from divergence.ops.suite import catalog
+from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run
-from divergence.run.schema.record import Call, Operand
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.record import Call, Operand
+from divergence.run.writer import RunWriter
 
 X = torch.arange(12.0).reshape(3, 4)
 I = torch.tensor([0, 2])  # noqa: E741

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from divergence.ops.allowed import Refusal
-from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
-from divergence.run.schema.record import Call, Operand
+from divergence.ops.replay import RANDOM, UNINITIALISED, execute_ports
+from divergence.run.record import Call, Operand
 
 T = {"tensor": 0}
 X = (torch.arange(12.0).reshape(3, 4) - 5.5) / 4

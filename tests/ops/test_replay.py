@@ -121,7 +121,7 @@ def test_interrupted(record, tmp_path):
 
 def test_another_kind_of_device_has_its_own_addresses(record, tmp_path, monkeypatch):
     """Where memory began on a CPU says nothing of an accelerator; there it is aligned."""
-    import divergence.ops.execute as execute
+    import divergence.ops.replay as execute
 
     seen = []
     laid_out = execute.laid_out

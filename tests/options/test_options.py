@@ -25,36 +25,32 @@ from divergence.experiments.sensitivity.sensitivity import sensitivity
 from divergence.fleet.many import compare_many
 from divergence.gate.check import check
 from divergence.ops.replay import replay
-from divergence.ops.reproducer.repro import repro
-from divergence.options.capture import CaptureOptions
+from divergence.ops.reproducer import repro
 from divergence.options.commands import (
+    CaptureOptions,
     CheckOptions,
     CompareOptions,
     DoctorOptions,
     Json,
-    ProbeOptions,
-    ReplayOptions,
-    TruthOptions,
-    Verbose,
-)
-from divergence.options.experiments import (
     LocalizeOptions,
+    Option,
+    ProbeOptions,
     QuantizationOptions,
+    ReplayOptions,
     ReproOptions,
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
-)
-from divergence.options.option import (
-    Option,
+    TruthOptions,
+    Verbose,
     command_options,
     fields_of,
     kinds_of,
     recorded_in,
 )
 from divergence.recording.api import capture, truth
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
 from divergence.words import Progress
 
 KINDS = [

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from divergence.numerics.quantizers import codes_of, scales_of, values_of
-from divergence.quantization.linear import QuantizedWeight, exact_product, put_in, take_out
+from divergence.numerics.codes import codes_of, scales_of, values_of
+from divergence.quantization.model import QuantizedWeight, exact_product, put_in, take_out
 from divergence.quantization.scheme import scheme_named
 from divergence.recording.widening import Widening
 

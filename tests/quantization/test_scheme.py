@@ -3,7 +3,7 @@
 import pytest
 
 from divergence.errors import UsageError
-from divergence.numerics.quantizers import Quantizer
+from divergence.numerics.codes import Quantizer
 from divergence.quantization.scheme import SCHEMES, scheme_named
 
 

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from divergence.comparison.api import compare
 from divergence.recording.engines.load import resolve_task
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from tests.models import tiny
 
 HEADS = [("llama", True), ("qwen3", False), ("gpt2", False), ("gemma3", False), ("mamba", False)]

@@ -10,7 +10,7 @@ import torch
 from divergence.comparison.api import compare
 from divergence.errors import ModelError, PromptError, RunExistsError, UsageError
 from divergence.recording.api import capture
-from divergence.recording.machine.determinism import deterministic_settings
+from divergence.recording.machine import deterministic_settings
 from divergence.run.reader import Run
 
 PROMPTS = ["The harbour was quiet in the early morning.", "Where does a river begin?", "Snow"]
@@ -154,7 +154,7 @@ def test_a_machine_that_repeats_itself_is_known_to(captured):
 
 def test_a_machine_that_does_not_is_found_out(llama, tmp_path, monkeypatch):
     """A module that is random from run to run is named in the run and in the comparison."""
-    from divergence.recording.hooks.plant import Plant
+    from divergence.recording.plant import Plant
 
     monkeypatch.setattr(Plant, "apply", lambda self, x, forward: x + 1e-3 * torch.randn_like(x))
     options = {"prompts": PROMPTS[:1], "max_new_tokens": 1}

@@ -9,7 +9,7 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
-from divergence.recording.model.compiled import CompiledWatch, settled
+from divergence.recording.structure import CompiledWatch, settled
 
 PROMPT = ["one two"]
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from divergence.recording.engines.load import Loading, _model_error
-from divergence.recording.machine.determinism import deterministic_settings
-from divergence.recording.machine.environment import VARIABLES
+from divergence.recording.machine import VARIABLES, deterministic_settings
 
 B = torch.backends
 NEW = hasattr(B, "fp32_precision")

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from divergence.recording import machine as processor
 from divergence.recording.engines.identity import MAX_CONFIG_BYTES, chat_example, config_values
-from divergence.recording.machine import hardware as processor
-from divergence.recording.machine.environment import SETTABLE, VARIABLES, collect_environment
-from divergence.recording.machine.hardware import cpu_model, cpu_name, torch_build
+from divergence.recording.machine import (
+    SETTABLE,
+    VARIABLES,
+    collect_environment,
+    cpu_model,
+    cpu_name,
+    torch_build,
+)
 
 INTEL = """processor\t: 0
 vendor_id\t: GenuineIntel

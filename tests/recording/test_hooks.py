@@ -8,9 +8,9 @@ from torch import nn
 
 from divergence.errors import PlantError
 from divergence.recording.api import capture
-from divergence.recording.hooks.modules import Recorder
-from divergence.recording.hooks.plant import parse_plant
-from divergence.recording.model.structure import describe_modules
+from divergence.recording.modules import Recorder
+from divergence.recording.plant import parse_plant
+from divergence.recording.structure import describe_modules
 
 PROMPT = "The harbour was quiet in the early morning."
 

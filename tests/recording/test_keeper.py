@@ -18,10 +18,10 @@ from divergence.recording.keeper import (
     can_pin,
     side_stream,
 )
+from divergence.run.captured import MIN_BUFFER_BYTES, Buffer, BufferLimits
+from divergence.run.manifest import Sizes
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Sizes
-from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, BufferLimits
-from divergence.run.writing.writer import RunWriter
+from divergence.run.writer import RunWriter
 
 
 class Late:

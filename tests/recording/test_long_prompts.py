@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from divergence.errors import ModelError, PromptError
+from divergence.recording import prompts as labels
 from divergence.recording.api import capture
-from divergence.recording.training import labels
 
 
 def test_attention_that_memory_does_not_bear(llama, tmp_path, monkeypatch):
     """An error before the forward, in place of a process that the system ends."""
-    monkeypatch.setattr("divergence.recording.engines.generate.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("divergence.recording.engines.engine.free_bytes", lambda device: 1 << 20)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="GiB for the attention of a block") as caught:
         capture(llama, prompts=["word " * 300], out="run", probe=False)

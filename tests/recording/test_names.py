@@ -10,13 +10,7 @@ from divergence.comparison.api import compare
 from divergence.gate.check import check
 from divergence.recording.api import capture
 from divergence.run.reader import Run
-from divergence.run.schema.site import (
-    escape_path,
-    is_operator_site,
-    module_of,
-    split_site,
-    unescape_path,
-)
+from divergence.run.site import escape_path, is_operator_site, module_of, split_site, unescape_path
 from tests.digests import without_digests
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]

@@ -12,7 +12,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.preflight.code import code_line
 from divergence.errors import ModelError, UsageError
 from divergence.recording.api import capture
-from divergence.recording.engines.placement import device_map_of, map_text
+from divergence.recording.engines.load import device_map_of, map_text
 
 COMMON = {"prompts": ["A bridge is built twice:"], "max_new_tokens": 3, "probe": False}
 ON_DISK = {

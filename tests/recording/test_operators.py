@@ -8,7 +8,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.recording.api import capture, plan_capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.hooks.dispatch import OperatorRecorder
+from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.reader import Run
 

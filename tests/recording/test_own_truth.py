@@ -7,9 +7,9 @@ import torch
 
 import divergence
 from divergence.errors import UsageError
-from divergence.recording import own_truth as module
+from divergence.recording import anchors as module
 from divergence.recording.api import plan_capture
-from divergence.run.partial import own_truth
+from divergence.run.reader import own_truth
 
 PROMPTS = ["A bridge is built twice.", "Once on paper, where every beam is exact."]
 

@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 from divergence.errors import UsageError
 from divergence.recording.keeper import CopyKeeper
-from divergence.recording.ranks.divided import Division, LocalKeeper, check_request
-from divergence.recording.ranks.placement import TensorPlacement, share_of
-from divergence.recording.ranks.processes import Ranks
-from divergence.run.schema.manifest import Mesh, MeshAxis, Repeatability, Sizes
-from divergence.run.writing.captured_tensor import CapturedTensor
+from divergence.recording.processes import Ranks
+from divergence.recording.ranks import (
+    Division,
+    LocalKeeper,
+    TensorPlacement,
+    check_request,
+    share_of,
+)
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import Mesh, MeshAxis, Repeatability, Sizes
 
 PLAN = {
     "b.q": "colwise",

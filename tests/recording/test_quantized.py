@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from divergence.comparison.api import compare
 from divergence.errors import ModelError
 from divergence.recording.api import capture, truth
-from divergence.recording.model.quantization import quantization_of
-from divergence.run.schema.provenance import QuantizedNumbers
+from divergence.recording.code import quantization_of
+from divergence.run.manifest import QuantizedNumbers
 from tests.models import quantized
 
 PROMPT = "A bridge is built twice: once on paper."

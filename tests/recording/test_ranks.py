@@ -19,10 +19,10 @@ from divergence.comparison.api import compare
 from divergence.comparison.preflight.code import code_line
 from divergence.errors import UsageError
 from divergence.recording.api import capture
-from divergence.recording.engines.placement import why_not
-from divergence.recording.ranks.processes import _own_device, parse_mesh, start_ranks
+from divergence.recording.engines.load import why_not
+from divergence.recording.processes import _own_device, parse_mesh, start_ranks
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.unshard import unsharded
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 PROMPTS = ["A bridge is built twice:", "Once on paper, where every beam is exact."]

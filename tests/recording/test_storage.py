@@ -16,23 +16,22 @@ import torch
 
 from divergence.errors import RunWriteError
 from divergence.numerics.kernels import RESIDENT_BYTES, WORTH_BYTES, has_compiled
-from divergence.recording import storage as room
+from divergence.recording import execution as room
 from divergence.recording.api import capture
+from divergence.recording.execution import about_bytes
 from divergence.recording.keeper import BufferKeeper
-from divergence.recording.storage import about_bytes
-from divergence.run.reader import Run
-from divergence.run.schema.manifest import Sizes
-from divergence.run.storage import directory_target
-from divergence.run.writing.buffer import (
+from divergence.run import target as directory_target
+from divergence.run.captured import (
     DEFAULT_BUFFER_BYTES,
     MIN_BUFFER_BYTES,
     Buffer,
     BufferLimits,
+    ShardEntry,
+    piece_of,
 )
-from divergence.run.writing.captured_tensor import ShardEntry, piece_of
-from divergence.run.writing.reduction import Reducer
-from divergence.run.writing.shard_builder import ShardBuilder
-from divergence.run.writing.writer import RunWriter
+from divergence.run.manifest import Sizes
+from divergence.run.reader import Run
+from divergence.run.writer import Reducer, RunWriter, ShardBuilder
 
 MIB = 1 << 20
 needs_numba = pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
@@ -44,10 +43,10 @@ import json, sys
 from pathlib import Path
 import msgspec, torch
 from divergence.recording.keeper import BufferKeeper, Recent
-from divergence.run.writing.buffer import Buffer, BufferLimits
-from divergence.run.schema.manifest import Sizes
+from divergence.run.captured import Buffer, BufferLimits
+from divergence.run.manifest import Sizes
 from divergence.run.reader import Run
-from divergence.run.writing.writer import RunWriter
+from divergence.run.writer import RunWriter
 
 run, out, kernel = sys.argv[1:4]
 buffer_mib, steps, numel, sites = [int(word) for word in sys.argv[4:]]

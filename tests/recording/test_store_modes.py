@@ -6,16 +6,15 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries.fold import fold_tensor
-from divergence.numerics.summaries.sketch import sketch_bytes, sketch_tensor
+from divergence.numerics.summaries import fold_tensor, sketch_bytes, sketch_tensor
 from divergence.recording import keeper as keep_reduced
 from divergence.recording.api import capture, plan_capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.keeper import CopyKeeper, ReducedKeeper
+from divergence.run.manifest import digest_tensor
 from divergence.run.reader import Run
-from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.record import Place
-from divergence.run.writing.reduction import Reducer, reducer_for
+from divergence.run.record import Place
+from divergence.run.writer import Reducer, reducer_for
 
 PROMPT = ["A bridge is built twice: once on paper, where every beam is exact, and once in steel."]
 MODES = ("full", "sketch", "stats", "hash")

@@ -10,7 +10,7 @@ import torch
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines import together
-from divergence.recording.hooks.rows import Rows, agree
+from divergence.recording.hooks import Rows, agree
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "def mean"]
 

@@ -14,7 +14,7 @@ from divergence.recording import passes
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from tests.digests import without_digests
 
 PROMPTS = ["A bridge is built twice: once on paper.", "def mean"]

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from divergence.errors import UsageError
+from divergence.recording import machine as memory
 from divergence.recording import widening
-from divergence.recording.machine import hardware as memory
 from divergence.recording.widening import Widening, check_device
 from tests.models import tiny
 

@@ -14,7 +14,7 @@ from divergence.errors import UsageError
 from divergence.ops.replay import replay
 from divergence.recording.api import capture, plan_capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.machine.determinism import deterministic_settings
+from divergence.recording.machine import deterministic_settings
 
 SHORT = {"max_new_tokens": 1, "probe": False}
 

@@ -7,19 +7,19 @@ import random
 import msgspec
 
 from divergence.comparison.result import Report, RunSummary
-from divergence.comparison.results.findings import Onset, PreflightLine, Verdict
-from divergence.comparison.results.sites import (
+from divergence.comparison.results import (
     Coverage,
+    Explanation,
     LogitsDiff,
     NonfiniteCount,
+    Onset,
+    PreflightLine,
     SiteResult,
     Skipped,
-)
-from divergence.comparison.results.tokens import (
-    Explanation,
     TokenChoice,
     TokenDifference,
     TokensResult,
+    Verdict,
 )
 from divergence.facts import Fact, plain
 from divergence.run.command import command

@@ -12,7 +12,7 @@ from divergence.comparison.result import Report
 from divergence.facts import Fact
 from divergence.report.bundle import bundle_files, redacted_report, zipped
 from divergence.report.redaction import Redaction
-from divergence.run.schema.manifest import Environment
+from divergence.run.manifest import Environment
 
 HOSTILE = "</pre><script>x</script> | `a` [b](http://c.d) @you #1 \u202e\x1b[31m\n# head"
 

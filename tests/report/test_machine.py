@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from divergence.comparison.results.sites import TruthDiff
+from divergence.comparison.results import TruthDiff
 from divergence.errors import UsageError
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
-from divergence.numerics.pairs.metrics import Estimate
+from divergence.numerics.sums import Estimate
 from divergence.report.machine import check_json, csv_columns, report_csv, strict_json
 
 

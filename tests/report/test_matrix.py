@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.results.findings import Onset
+from divergence.comparison.results import Onset
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
 from divergence.layout import MAX_WIDTH, print_lines
 from divergence.report.matrix import MAX_ROWS, matrix_headline, matrix_lines

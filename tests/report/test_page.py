@@ -14,18 +14,18 @@ import msgspec
 import pytest
 
 from divergence.analyses.tokens.page import page as tokens_page
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.operators import (
+from divergence.comparison.results import (
     AuditResult,
     AuditRow,
+    Background,
     OperatorResult,
     OperatorsResult,
+    TokensResult,
 )
-from divergence.comparison.results.tokens import TokensResult
-from divergence.html.element import plain
+from divergence.html.parts import plain
 from divergence.report.page.whole import MOST_BYTES, attached, page
 from divergence.report.summary import verdict_lines
-from divergence.run.schema.manifest import SampleTokens, Tokens
+from divergence.run.manifest import SampleTokens, Tokens
 from divergence.words import printable
 
 VOID = {"meta", "input", "br", "link", "img", "col", "wbr"}

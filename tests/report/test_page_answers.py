@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from divergence.comparison.results.findings import Onset
+from divergence.comparison.results import Onset
 from divergence.experiments.result import (
     FaultSize,
     Level,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.results.background import Background
+from divergence.comparison.results import Background
 from divergence.report.machine import report_csv
 from divergence.report.page.whole import page
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from divergence.comparison.results.sites import TruthDiff
+from divergence.comparison.results import TruthDiff
 from divergence.errors import UsageError
 from divergence.experiments.diff import DiffResult
 from divergence.html import picture as pictures
@@ -107,7 +107,7 @@ def test_names_are_text(reports, tmp_path):
         complete=False, stopped_by=HOSTILE, plan=SimpleNamespace(plants=[HOSTILE]),
         tokens=SimpleNamespace(samples=[]), sizes=SimpleNamespace(stored_bytes=0),
     )  # fmt: skip
-    from divergence.run.notebook import run_html
+    from divergence.run.reader import run_html
 
     result = DiffResult(report=report, folder=Path(HOSTILE), localize_words=[HOSTILE])
     for shown in (

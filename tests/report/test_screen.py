@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from divergence.comparison.results.findings import PreflightLine
-from divergence.comparison.results.tokens import TokensResult
+from divergence.comparison.results import PreflightLine, TokensResult
 from divergence.gate.result import Blessing
 from divergence.layout import fold
 from divergence.report.checking import blessing_lines

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.results.sites import Coverage, Skipped
+from divergence.comparison.results import Coverage, Skipped
 from divergence.facts import Fact
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from divergence.run.schema.manifest import (
+from divergence.run.manifest import (
     Environment,
     Manifest,
     ModelIdentity,
@@ -68,7 +68,8 @@ def manifest() -> Callable[..., Manifest]:
 def write_run(tmp_path: Path) -> Callable[..., Path]:
     """``write_run({"a:out": tensor})`` → the directory of a complete run that holds them. It has
     no digests of its files, so that a test may change these."""
-    from divergence.run.writing.writer import CapturedTensor, RunWriter
+    from divergence.run.captured import CapturedTensor
+    from divergence.run.writer import RunWriter
 
     def write(tensors: dict[str, Any], path: Path | None = None, **changes: Any) -> Path:
         path = path or tmp_path / "run"
@@ -128,7 +129,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import fsspec
     from fsspec.implementations.memory import MemoryFileSystem
 
-    from divergence.run.storage import remote
+    from divergence.run import remote
 
     class Far(MemoryFileSystem):
         protocol = "far"

@@ -18,7 +18,7 @@ import torch
 
 from divergence.errors import RunFormatError
 from divergence.run.reader import Run
-from divergence.run.storage.packing import pack
+from divergence.run.target import pack
 
 KINDS = ("tar", "zip")
 
@@ -298,7 +298,7 @@ def test_random_damage_never_crashes_and_never_passes_unseen(
 
 def test_an_archive_of_very_many_files_is_refused_in_time(tmp_path):
     """A header each: no run has as many."""
-    from divergence.run.storage.archive import MAX_MEMBERS
+    from divergence.run.blobs import MAX_MEMBERS
 
     assert MAX_MEMBERS <= 200_000  # some 25 microseconds each
     for kind in (tarfile.REGTYPE, tarfile.DIRTYPE):
@@ -309,6 +309,6 @@ def test_an_archive_of_very_many_files_is_refused_in_time(tmp_path):
             blocks += member.tobuf()
         path.write_bytes(blocks + bytes(10240))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("divergence.run.storage.archive.MAX_MEMBERS", 200)
+            patch.setattr("divergence.run.blobs.MAX_MEMBERS", 200)
             with pytest.raises(RunFormatError, match="more than 200 files"):
                 Run.open(path)

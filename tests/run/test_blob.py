@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError
+from divergence.run.blobs import LocalBlob
+from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run
-from divergence.run.storage.blob import LocalBlob
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.writer import RunWriter
+from divergence.run.writer import RunWriter
 
 needs_preadv = pytest.mark.skipif(not hasattr(os, "preadv"), reason="the system has no preadv")
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divergence.errors import UsageError
-from divergence.run.writing import buffer as buffer_module
-from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, BufferLimits, buffer_bytes
+from divergence.run import captured as buffer_module
+from divergence.run.captured import MIN_BUFFER_BYTES, Buffer, BufferLimits, buffer_bytes
 
 
 def ring(num_bytes: int) -> Buffer:

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.numerics.summaries.sketch import sketch_tensor
+from divergence.numerics.summaries import sketch_tensor
+from divergence.run.captured import CapturedTensor
+from divergence.run.contents import sizes_of
 from divergence.run.reader import Run
-from divergence.run.schema.contents import sizes_of
-from divergence.run.schema.layout import RECORDS
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.reduction import Reducer
-from divergence.run.writing.writer import RunWriter
+from divergence.run.record import RECORDS
+from divergence.run.writer import Reducer, RunWriter
 from tests.digests import without_digests
 
 

@@ -14,7 +14,7 @@ import pytest
 from divergence.errors import RunFormatError
 from divergence.gate.golden import bless
 from divergence.run.reader import Run
-from divergence.run.storage.packing import pack, unpack
+from divergence.run.target import pack, unpack
 
 
 @pytest.fixture

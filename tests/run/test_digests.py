@@ -12,12 +12,12 @@ import torch
 
 from divergence.cli.main import app
 from divergence.errors import RunFormatError
+from divergence.run import contents as parsing
 from divergence.run import table
-from divergence.run.partial import without_passes
-from divergence.run.reader import Run
-from divergence.run.schema import parsing
-from divergence.run.storage.packing import pack, unpack, write_directory
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.captured import CapturedTensor
+from divergence.run.reader import Run, without_passes
+from divergence.run.target import pack, unpack, write_directory
+from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 from tests.run.test_table import write_many
 

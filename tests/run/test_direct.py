@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from divergence.run import process_tuning as tuning
+from divergence.run import shards as shard
+from divergence.run.captured import piece_of
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.reader import Run
-from divergence.run.storage import shard
-from divergence.run.writing.captured_tensor import piece_of
-from divergence.run.writing.writer import RunWriter
+from divergence.run.writer import RunWriter
 
 needs_direct = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
 
@@ -116,7 +116,7 @@ def test_a_run_reads_back_either_way(tmp_path, manifest, monkeypatch, refused):
     """Through the writer, with tensors of several dtypes in one large shard."""
     if refused:
         monkeypatch.setattr(DirectFiles, "write", lambda *_: False)
-    from divergence.run.writing.captured_tensor import CapturedTensor
+    from divergence.run.captured import CapturedTensor
 
     tensors = [torch.randn(3 << 20), torch.arange(1 << 20), torch.randn(777).to(torch.bfloat16)]
     with RunWriter(tmp_path / "run", manifest()) as writer:

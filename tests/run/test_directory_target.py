@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from divergence.errors import RunExistsError
+from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run
-from divergence.run.storage.target import check_target
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.target import check_target
+from divergence.run.writer import RunWriter
 
 HERE = Path(__file__).parents[2]
 
@@ -110,7 +111,7 @@ def test_a_capture_that_failed_or_was_killed_holds_no_place(manifest, tmp_path):
     check_target(place, force=True)
     program = (
         "import os, sys; from pathlib import Path\n"
-        "from divergence.run.storage.directory_target import prepare_directory\n"
+        "from divergence.run.target import prepare_directory\n"
         f"prepare_directory(Path({str(place)!r}), force=True); print('ready', flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
+from divergence.run import target as targets
+from divergence.run import writer as writing
+from divergence.run.captured import CapturedTensor
+from divergence.run.location import Url
 from divergence.run.reader import Run
-from divergence.run.storage import target as targets
-from divergence.run.storage.location import Url
-from divergence.run.storage.packing import pack
-from divergence.run.writing import writer as writing
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.target import pack
+from divergence.run.writer import RunWriter
 
 URL = "far://bucket/run"
 
@@ -218,7 +219,7 @@ def test_settings_that_cannot_be_used_are_not_taken_for_a_network(far, large_run
 def test_a_web_server_is_quoted(name, status, said, monkeypatch):
     """fsspec says of each of these that there is no such file."""
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr("divergence.run.storage.remote.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("divergence.run.remote.FIRST_PAUSE_S", 0.0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -515,9 +516,9 @@ def test_an_archive_is_stored_as_one_object_at_the_end(far, manifest, tmp_path, 
 def lying(monkeypatch):
     """``lying(answer)`` → the URL of a web server whose every answer is ``answer(handler)``."""
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr("divergence.run.storage.remote.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("divergence.run.storage.web.MAX_BODY_BYTES", 1 << 20)
-    monkeypatch.setattr("divergence.run.storage.web.MAX_PAGE_BYTES", 1 << 20)
+    monkeypatch.setattr("divergence.run.remote.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("divergence.run.web.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("divergence.run.web.MAX_PAGE_BYTES", 1 << 20)
     over = threading.Event()
     servers = []
 
@@ -611,7 +612,7 @@ def test_a_size_that_a_web_server_claims_takes_no_memory(lying):
     """Of a manifest, and of the tensors that a comparison would read."""
     with pytest.raises(RunFormatError, match="which no run needs"):
         Run.open(lying(_claiming).removesuffix(".tar"))
-    from divergence.run.storage.ranges import Ranges
+    from divergence.run.shards import Ranges
 
     def fail(*_):
         raise RunFormatError("gone")
@@ -684,7 +685,7 @@ def _endless(handler, over):
 def test_a_web_server_that_does_not_end_is_given_up(lying, monkeypatch, answer, limits, said):
     """Silence, a byte now and then, and more than was asked for."""
     for name, seconds in limits.items():
-        monkeypatch.setattr(f"divergence.run.storage.web.{name}", seconds)
+        monkeypatch.setattr(f"divergence.run.web.{name}", seconds)
     with pytest.raises(RunFormatError, match=said):
         Run.open(lying(answer))
 

@@ -18,11 +18,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from divergence.numerics.summary import Summary
+from divergence.run import manifest as manifest_types
+from divergence.run.manifest import (
+    SCHEMA_VERSION,
+    ArithmeticFact,
+    Manifest,
+    QuantizedNumbers,
+    QuantizedScheme,
+)
 from divergence.run.reader import Run
-from divergence.run.schema import manifest as manifest_types
-from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
-from divergence.run.schema.provenance import ArithmeticFact, QuantizedNumbers, QuantizedScheme
-from divergence.run.schema.record import Call, Operand, Place, Record, Sketch, Summary
+from divergence.run.record import Call, Operand, Place, Record, Sketch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/dump-format.md").read_text(encoding="utf-8")
@@ -218,7 +224,8 @@ def test_the_examples_of_reduced_runs_are_right():
     """The digest and the projections that the page works out."""
     import torch
 
-    from divergence.numerics.summaries import fold, sketch
+    from divergence.numerics import summaries as fold
+    from divergence.numerics import summaries as sketch
 
     text = " ".join(PAGE.split())
     assert f"`{fold.fold_tensor(torch.arange(8, dtype=torch.uint8))}`" in text

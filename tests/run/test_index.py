@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from divergence.errors import RunFormatError
+from divergence.run import contents as parsing
+from divergence.run import shards as store
 from divergence.run import table
-from divergence.run.index import index_folder
+from divergence.run.contents import StoredRecords, count_sites
 from divergence.run.reader import Run
-from divergence.run.schema import parsing
-from divergence.run.schema.contents import StoredRecords, count_sites
-from divergence.run.storage import store
-from divergence.run.storage.packing import pack
+from divergence.run.table import index_folder
+from divergence.run.target import pack
 from tests.digests import without_digests
 from tests.run.test_table import write_many
 
@@ -171,7 +171,7 @@ def test_an_index_that_others_may_write_is_not_read(run, read_again):
 
 def test_the_cache_stays_small(run, monkeypatch, tmp_path):
     """The oldest indices go, and what killed processes left."""
-    monkeypatch.setattr("divergence.run.index._MOST_FILES", 3)
+    monkeypatch.setattr("divergence.run.table._MOST_FILES", 3)
     (index_folder() / "left.tmp").touch()
     os.utime(index_folder() / "left.tmp", ns=(0, 0))
     for number in range(4):

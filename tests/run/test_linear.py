@@ -9,7 +9,7 @@ import pytest
 
 from divergence.errors import UsageError
 from divergence.run.linear import fullmatcher
-from divergence.run.schema.site import MAX_PATTERNS, compile_patterns, near_names
+from divergence.run.site import MAX_PATTERNS, compile_patterns, near_names
 from tests.counting import lines_of_python
 
 ATOMS = r"""a b . \d [ab] [^a] \w (a|b) (?:ab)? a* (a+)+ b{2,3} .* (?=a) (?!b) (?=.*b) (?<=a) (?<!b)

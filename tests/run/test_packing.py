@@ -12,10 +12,11 @@ import torch
 
 import divergence
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
+from divergence.run import target as packing
+from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run
-from divergence.run.storage import packing
-from divergence.run.storage.packing import pack, unpack
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.target import pack, unpack
+from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 
 KINDS = ("tar", "zip")

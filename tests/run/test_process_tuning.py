@@ -21,10 +21,10 @@ from divergence.errors import ConfigError
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run import process_tuning as tuning
+from divergence.run import shards as shard
+from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run
-from divergence.run.storage import shard
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.writer import RunWriter
+from divergence.run.writer import RunWriter
 
 TASKS = Path("/proc/self/task")
 needs_openmp = pytest.mark.skipif(

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError, UsageError
+from divergence.run import contents as parsing
+from divergence.run import record as layout
+from divergence.run.manifest import SCHEMA_VERSION
 from divergence.run.reader import Run
-from divergence.run.schema import layout, parsing
-from divergence.run.schema.manifest import SCHEMA_VERSION
 
 
 @pytest.fixture(autouse=True, params=["as a list", "by columns"])

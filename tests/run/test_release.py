@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
+from divergence.run.blobs import LocalBlob
 from divergence.run.reader import Run
-from divergence.run.storage.blob import LocalBlob
 
 STORED = Path(__file__).parents[1] / "fixtures" / "run-v2"
 
@@ -54,10 +54,8 @@ def test_a_part_releases_the_map_that_it_shares(tmp_path):
 def test_what_is_released_is_given_back_whoever_let_go_of_it_before(monkeypatch):
     """A tensor still in use when its shard was given back for another is given back in its turn."""
     given_back = []
-    monkeypatch.setattr(
-        "divergence.run.storage.shard.Shard.release", lambda self: given_back.append(1)
-    )
-    monkeypatch.setattr("divergence.run.storage.shard._RELEASE_BYTES", 1)
+    monkeypatch.setattr("divergence.run.shards.Shard.release", lambda self: given_back.append(1))
+    monkeypatch.setattr("divergence.run.shards._RELEASE_BYTES", 1)
     run = Run.open(STORED)
     first, second = [record for record in run.records if record.place is not None][:2]
     run.read(first), run.read(second)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
+from divergence.run import writer as writing
+from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run
-from divergence.run.storage.packing import pack, unpack
-from divergence.run.writing import writer as writing
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.target import pack, unpack
+from divergence.run.writer import RunWriter
 
 
 def put(writer: RunWriter, tensor: torch.Tensor, **changes) -> None:
@@ -90,7 +91,7 @@ def proxy(s3, monkeypatch) -> Iterator[BreakingProxy]:
 
     import s3fs
 
-    from divergence.run.storage import remote
+    from divergence.run import remote
 
     proxy = BreakingProxy(os.environ["AWS_ENDPOINT_URL"])
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
@@ -134,8 +135,8 @@ def test_an_archive_in_a_bucket_is_a_run(s3, manifest, tmp_path, kind):
 
 def test_a_missing_bucket_is_named(s3, manifest):
     """For reading and for writing, before anything is computed."""
-    from divergence.run.storage.location import location_of
-    from divergence.run.storage.target import check_target
+    from divergence.run.location import location_of
+    from divergence.run.target import check_target
 
     with pytest.raises(RunFormatError, match="there is nothing at s3://no-such-bucket/a"):
         Run.open("s3://no-such-bucket/a")
@@ -167,7 +168,7 @@ def test_nobody_listens(s3, manifest, monkeypatch):
     """An endpoint that is down is one error that names the URL."""
     import s3fs
 
-    from divergence.run.storage import remote
+    from divergence.run import remote
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from divergence.numerics.kernels import set_device
-from divergence.run.writing import writer
-from divergence.run.writing.writer import RunWriter
+from divergence.run import writer
+from divergence.run.writer import RunWriter
 
 
 def test_a_thread_sets_its_device(monkeypatch):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import tracemalloc
 
-from divergence.numerics.summaries.summary import Summary
-from divergence.run.writing.shard_builder import DedupIndex
+from divergence.numerics.summary import Summary
+from divergence.run.writer import DedupIndex
 
 SUMMARY = Summary(min=-1.5, max=2.0, mean=0.1, rms=1.0, absmax=2.0, num_nan=3, num_zero=7)
 NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None, num_nan=5)

@@ -11,10 +11,10 @@ import torch
 import xxhash
 
 from divergence.errors import RunFormatError
+from divergence.run import contents as parsing
 from divergence.run import table
-from divergence.run.reader import Run
-from divergence.run.schema import parsing
-from divergence.run.schema.contents import (
+from divergence.run.captured import CapturedTensor
+from divergence.run.contents import (
     StoredRecords,
     call_passes,
     count_passes,
@@ -25,13 +25,13 @@ from divergence.run.schema.contents import (
     site_names,
     sizes_of,
 )
-from divergence.run.schema.manifest import Mesh, MeshAxis
-from divergence.run.schema.record import Call
-from divergence.run.storage.packing import pack
-from divergence.run.storage.store import open_store
-from divergence.run.unshard import unsharded
-from divergence.run.writing.reduction import reducer_for
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.manifest import Mesh, MeshAxis
+from divergence.run.ranks import unsharded
+from divergence.run.reader import Run
+from divergence.run.record import Call
+from divergence.run.shards import open_store
+from divergence.run.target import pack
+from divergence.run.writer import RunWriter, reducer_for
 from tests.digests import without_digests
 
 PASSES = ("free", "anchored", "whole")
@@ -242,7 +242,7 @@ def test_a_shard_of_another_writer_is_checked_all_the_same(tmp_path, manifest, m
 
 def test_headers_of_many_tensors_are_read_again(tmp_path, manifest, monkeypatch):
     """Only the last shard's entries stay in memory; what is gone by then is said to be."""
-    from divergence.run.storage import shard
+    from divergence.run import shards as shard
 
     monkeypatch.setattr(shard.Headers.__init__, "__defaults__", (1,))
     write_many(tmp_path / "a", manifest(), seed=1)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError
-from divergence.numerics.summaries.summary import summarize
+from divergence.numerics.summary import summarize
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import Mesh, MeshAxis
+from divergence.run.ranks import digests_of, unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Mesh, MeshAxis
-from divergence.run.unshard import digests_of, unsharded
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.writer import RunWriter
+from divergence.run.writer import RunWriter
 
 WHOLE = torch.arange(24, dtype=torch.float32).reshape(1, 4, 6) - 7.5
 

@@ -11,10 +11,11 @@ import torch
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
 from divergence.numerics.formats import FORMATS
+from divergence.run import target as target_of_runs
+from divergence.run import writer as writing
+from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run
-from divergence.run.storage import directory_target as target_of_runs
-from divergence.run.writing import writer as writing
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.writer import RunWriter
 
 HAVE = [name for name in FORMATS if hasattr(torch, name)]
 SOME_BYTES = torch.randint(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from divergence.comparison.analysis import AnalysisResult, Measured, is_probe
 from divergence.comparison.arithmetic import Explained, explain_arithmetic
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Finding
+from divergence.comparison.results import Finding
 from divergence.facts import fact
 
 __all__ = ["find"]

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from divergence.comparison.results.sites import SiteResult, allowed_errors, main_path
+from divergence.comparison.results import SiteResult, allowed_errors, main_path
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds, spread
-from divergence.run.schema.site import ROOT, module_of
+from divergence.run.site import ROOT, module_of
 from divergence.words import Side
 
 __all__ = ["Drift", "find_drift"]

@@ -25,8 +25,7 @@ from divergence.analyses.blocks.suspects import (
 from divergence.analyses.blocks.units import Unit, build_units
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import Finding, SiteResult
 from divergence.facts import Fact, fact
 
 __all__ = [

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep
-from divergence.comparison.results.sites import SiteResult, num_rows
+from divergence.comparison.results import SiteResult, num_rows
 from divergence.numerics.formats import format_named
 
 __all__ = ["FEW_ROWS", "Controls", "Look", "controls", "looks_of", "one_step"]

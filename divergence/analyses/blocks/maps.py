@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from divergence.analyses.blocks.rows import is_input, main_pass
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.sites import SiteResult
-from divergence.html.element import Element
-from divergence.html.figures import figure, heat_map
-from divergence.html.scales import DECADES, FLOORS, LIMIT_SHARES, HeatScale
+from divergence.comparison.results import Background, SiteResult
+from divergence.html.figures import DECADES, FLOORS, LIMIT_SHARES, HeatScale, figure, heat_map
+from divergence.html.parts import Element
 from divergence.layout import count
 
 __all__ = ["maps"]

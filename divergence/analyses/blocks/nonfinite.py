@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import Measured
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, NonfiniteCount, SiteResult, onset_at, order_of
 from divergence.facts import Fact, fact
-from divergence.run.schema.contents import is_mask
-from divergence.run.schema.site import module_of
+from divergence.run.contents import is_mask
+from divergence.run.site import module_of
 from divergence.words import Side, SideOrBoth
 
 __all__ = ["find_nonfinite"]

@@ -22,8 +22,7 @@ from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
-from divergence.comparison.results.findings import Check, Finding
-from divergence.comparison.results.sites import onset_at, order_of
+from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.words import SideOrBoth
 

@@ -19,12 +19,10 @@ from divergence.analyses.blocks.rows import (
 )
 from divergence.analyses.blocks.show import prompt_usage
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.sites import SiteResult
-from divergence.html.element import Element, el
-from divergence.html.parts import BlockPart, Section, Table, details, table
+from divergence.comparison.results import Background, SiteResult
+from divergence.html.parts import BlockPart, Element, Section, Table, details, el, table
 from divergence.layout import count, decimal, shape_text, times
-from divergence.run.schema.site import of_parameter
+from divergence.run.site import of_parameter
 
 __all__ = ["block_parts", "page", "rows_table"]
 

@@ -20,8 +20,7 @@ from divergence.analyses.blocks.suspects import Escalation, next_commands
 from divergence.analyses.blocks.units import Unit, families_of, num_values
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.sites import order_of
+from divergence.comparison.results import Finding, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.command import Command

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import SiteResult
-from divergence.run.schema.site import BACKWARD, PHASES
+from divergence.comparison.results import SiteResult
+from divergence.run.site import BACKWARD, PHASES
 
 __all__ = [
     "Elision", "SiteRow", "badness", "elide", "escalated_ratios", "is_input", "main_pass",

@@ -16,7 +16,7 @@ from divergence.analyses.blocks.rows import (
     phases,
 )
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.layout import (
     BLANK,
     MAX_WIDTH,
@@ -33,7 +33,7 @@ from divergence.layout import (
     prose,
     times,
 )
-from divergence.run.schema.site import of_parameter
+from divergence.run.site import of_parameter
 
 __all__ = ["prompt_lines", "prompt_usage", "show", "table_lines"]
 

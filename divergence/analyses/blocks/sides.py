@@ -33,7 +33,7 @@ from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth import SamplesBySite
 from divergence.comparison.measure.truth_stats import TruthStats, stats_of
 from divergence.numerics.floor import Thresholds, spread
-from divergence.run.schema.site import PHASES
+from divergence.run.site import PHASES
 from divergence.words import Side
 
 __all__ = ["blame_units"]

@@ -22,11 +22,11 @@ import msgspec
 from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
 from divergence.comparison.analysis import Measured, Shown
 from divergence.comparison.preflight.code import truth_tells
-from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.comparison.results import SiteResult, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.command import Command
-from divergence.run.schema.site import BACKWARD, module_of, of_parameter
+from divergence.run.site import BACKWARD, module_of, of_parameter
 from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:

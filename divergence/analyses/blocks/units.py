@@ -17,9 +17,9 @@ import numpy as np
 
 from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of, one_step
 from divergence.comparison.align.pieces import PromptStep
-from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.comparison.results import SiteResult, order_of
 from divergence.numerics.floor import ALLOWED, ENOUGH, THRESHOLDS, Thresholds, spread
-from divergence.run.schema.site import (
+from divergence.run.site import (
     BACKWARD,
     OPTIMIZER,
     PHASES,

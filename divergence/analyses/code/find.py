@@ -17,11 +17,11 @@ from divergence.comparison.preflight.code import (
     replaced_in,
     truth_tells,
 )
-from divergence.comparison.results.findings import Finding, Verdict
+from divergence.comparison.results import Finding, Verdict
 from divergence.facts import Fact, fact
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 
 __all__ = ["CODE_NOT_TOLD", "code_evidence", "doubt_of_code", "explain", "why_no_side"]
 

@@ -20,13 +20,12 @@ from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.measure.floors import work_format
-from divergence.comparison.results.findings import Finding, Verdict
-from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.codes import CodeErrors, CodeQuestion, code_errors, merged
 from divergence.numerics.floor import floor_weights
-from divergence.run.schema.provenance import QuantizationNote
-from divergence.run.schema.site import CODES, HEAD_CODES, is_codes, module_of, starred
+from divergence.run.manifest import QuantizationNote
+from divergence.run.site import CODES, HEAD_CODES, is_codes, module_of, starred
 from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import torch
 
 from divergence.analyses.collectives.definitions import bits_differ, exact_sum
 from divergence.analyses.collectives.recorded import Recorded, RecordedCase
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import Tree
 from divergence.collectives.cases import CollectiveCase
 from divergence.collectives.orders import Stretch, chain_of, name_order, stretches_text
-from divergence.comparison.results.suites import IdentityRow, OrderRow
+from divergence.comparison.results import IdentityRow, OrderRow
 from divergence.numerics.formats import format_named, format_of
 
 __all__ = [

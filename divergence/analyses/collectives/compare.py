@@ -17,11 +17,12 @@ from divergence.analyses.collectives.recorded import Recorded
 from divergence.comparison.analysis import report_of
 from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.result import Report
-from divergence.comparison.results.sites import Coverage, Skipped
-from divergence.comparison.results.suites import (
+from divergence.comparison.results import (
     CollectiveDiff,
     CollectivesResult,
     CollectivesSide,
+    Coverage,
+    Skipped,
 )
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact

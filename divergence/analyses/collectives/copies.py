@@ -15,7 +15,7 @@ import torch
 from divergence.analyses.collectives.adding import divided, replay, sum_of
 from divergence.analyses.collectives.definitions import bits_differ
 from divergence.analyses.collectives.recorded import RecordedCase
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import Tree
 from divergence.collectives.orders import Stretch
 from divergence.facts import Fact, fact
 

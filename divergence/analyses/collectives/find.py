@@ -8,12 +8,14 @@ from typing import Any
 from divergence.analyses.collectives.copies import ranks_named
 from divergence.collectives.cases import ADDING
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Check, Finding, Onset
-from divergence.comparison.results.sites import Coverage
-from divergence.comparison.results.suites import (
+from divergence.comparison.results import (
+    Check,
     CollectiveFault,
     CollectivesResult,
     CollectivesSide,
+    Coverage,
+    Finding,
+    Onset,
     OrderRow,
 )
 from divergence.facts import Fact, fact

@@ -24,7 +24,7 @@ from divergence.analyses.collectives.recorded import Recorded, RecordedCase
 from divergence.analyses.collectives.wrong import WrongCall, wrong_of
 from divergence.collectives.cases import COLLECTIVES, NOT_SUPPORTED, CollectiveCase
 from divergence.collectives.orders import Stretch, decode
-from divergence.comparison.results.suites import (
+from divergence.comparison.results import (
     CollectiveCheck,
     CollectiveFault,
     CollectiveRow,

@@ -9,7 +9,7 @@ from divergence.analyses.collectives.show import (
     order_rows,
 )
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
+from divergence.comparison.results import Background
 from divergence.html.parts import Section, Table, details, table
 from divergence.layout import count
 from divergence.words import letter

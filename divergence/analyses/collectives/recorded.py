@@ -13,12 +13,12 @@ import torch
 from divergence.collectives.bandwidth import bus_factor
 from divergence.collectives.cases import ADDING, COLLECTIVES, PREFIX, SIZES, CollectiveCase, case_of
 from divergence.collectives.running import ORDER, SECONDS
-from divergence.comparison.results.suites import BandwidthRow
+from divergence.comparison.results import BandwidthRow
 from divergence.errors import RunFormatError, UsageError
+from divergence.run.ranks import UnshardedRun
 from divergence.run.reader import Run
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import join_site, module_of, operator_path
-from divergence.run.unshard import UnshardedRun
+from divergence.run.record import Record
+from divergence.run.site import join_site, module_of, operator_path
 
 __all__ = ["MaskedSizes", "Recorded", "RecordedCase"]
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.suites import (
-    BandwidthRow,
-    CollectiveFault,
-    CollectivesSide,
-    OrderRow,
-)
+from divergence.comparison.results import BandwidthRow, CollectiveFault, CollectivesSide, OrderRow
 from divergence.layout import (
     BLANK,
     Line,

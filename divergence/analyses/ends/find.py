@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 from divergence.comparison.align.pieces import Piece, PromptStep, logits_row, why_no_pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Finding, Onset, Verdict
-from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from divergence.words import Side
 
 if TYPE_CHECKING:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import Pair, Pieces, is_repeated, repeated
 from divergence.comparison.analysis import Measured
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.comparison.routers import logits_decide
 from divergence.numerics.formats import format_named
+from divergence.run.contents import is_mask
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.contents import is_mask
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import is_codes, module_of
+from divergence.run.record import Record
+from divergence.run.site import is_codes, module_of
 from divergence.words import Side
 
 if TYPE_CHECKING:

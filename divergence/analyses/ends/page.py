@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.ends.show import TITLES, logit_rows
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
+from divergence.comparison.results import Background
 from divergence.html.parts import Section, Table, table
 
 __all__ = ["page"]

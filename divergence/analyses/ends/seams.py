@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Literal
 
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.analysis import Measured
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import Thresholds, floor_weights, spread
 from divergence.numerics.formats import Format, format_named
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import ROOT, is_operator_site, module_of
+from divergence.run.record import Record
+from divergence.run.site import ROOT, is_operator_site, module_of
 from divergence.words import Side
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.comparison.result import Report
 from divergence.layout import BLANK, Line, columns, decimal, fixed, heading
-from divergence.run.schema.site import PHASES
+from divergence.run.site import PHASES
 
 __all__ = ["TITLES", "logit_rows", "show"]
 

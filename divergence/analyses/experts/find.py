@@ -13,12 +13,11 @@ from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.experts import Routes, Unexplained, route_key, routed_blocks
-from divergence.comparison.results.findings import Finding, Verdict
-from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.comparison.routers import logits_decide, same_experts
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from divergence.words import Side
 
 __all__ = ["explain", "find"]

@@ -23,10 +23,9 @@ from typing import Any
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
-from divergence.comparison.results.findings import Finding, Verdict
-from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import fact
-from divergence.run.schema.site import OPTIMIZER, of_parameter
+from divergence.run.site import OPTIMIZER, of_parameter
 
 __all__ = ["explain", "find"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from divergence.run.schema.site import LOGPROBS
+from divergence.run.site import LOGPROBS
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run

@@ -19,14 +19,13 @@ from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.analysis import report_of
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results.findings import Finding, PreflightLine, PreflightStatus
-from divergence.comparison.results.sites import Coverage
+from divergence.comparison.results import Coverage, Finding, PreflightLine, PreflightStatus
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, plain
+from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.schema.site import LOGPROBS, one_or_more
-from divergence.run.writing.scores import BY_TEXT
+from divergence.run.scores import BY_TEXT
+from divergence.run.site import LOGPROBS, one_or_more
 from divergence.words import Progress, Side
 
 __all__ = ["report_on"]

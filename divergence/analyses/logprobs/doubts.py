@@ -18,8 +18,7 @@ from divergence.analyses.logprobs.pattern import Pattern
 from divergence.analyses.logprobs.processed import share_of_size
 from divergence.analyses.logprobs.scale import WIDEST, Scale
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Check
-from divergence.comparison.results.tokens import LogprobsResult
+from divergence.comparison.results import Check, LogprobsResult
 from divergence.facts import Fact, fact
 
 __all__ = ["FAULT", "TIE", "doubts_of"]

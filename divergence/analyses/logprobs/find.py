@@ -14,11 +14,10 @@ from divergence.analyses.logprobs.pattern import Pattern, beyond_of, typical_of
 from divergence.analyses.logprobs.processed import processed
 from divergence.analyses.logprobs.scale import WIDEST, Scale
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Check, Finding, Onset, VerdictKind
-from divergence.comparison.results.tokens import LogprobsResult
+from divergence.comparison.results import Check, Finding, LogprobsResult, Onset, VerdictKind
 from divergence.facts import Fact, fact
-from divergence.numerics.resampling import LEAST_PROMPTS, least_share
-from divergence.run.schema.site import LOGPROBS_SITE
+from divergence.numerics.statistics import LEAST_PROMPTS, least_share
+from divergence.run.site import LOGPROBS_SITE
 from divergence.words import SideOrBoth
 
 __all__ = ["find"]

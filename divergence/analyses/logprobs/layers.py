@@ -16,13 +16,12 @@ from msgspec.structs import replace
 
 from divergence.analyses.logprobs.pairs import PromptPair, pair_runs
 from divergence.comparison.api import compare
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.tokens import LogprobLayers
+from divergence.comparison.results import Finding, LogprobLayers
 from divergence.errors import UsageError
 from divergence.facts import fact
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.site import LOGPROBS
+from divergence.run.site import LOGPROBS
 from divergence.words import Progress
 
 __all__ = ["joined", "layers_of", "with_layers"]

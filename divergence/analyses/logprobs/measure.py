@@ -15,7 +15,7 @@ from divergence.analyses.logprobs.sampled import are_drawn, texts_of
 from divergence.analyses.logprobs.scale import Scale
 from divergence.analyses.logprobs.sequences import Sequence as TokenSequence
 from divergence.analyses.logprobs.sequences import facts_of
-from divergence.comparison.results.tokens import (
+from divergence.comparison.results import (
     LogprobDelta,
     LogprobDivergence,
     LogprobFlip,
@@ -26,11 +26,10 @@ from divergence.comparison.results.tokens import (
     RolloutCheck,
     TokenChoice,
 )
-from divergence.numerics.pairs.following import following_of, quantile
-from divergence.numerics.pairs.rollouts import SAFETY_BOUND, rollout_metrics
-from divergence.numerics.pairs.top_k import divergence_bounds
+from divergence.numerics.logits import SAFETY_BOUND, divergence_bounds, rollout_metrics
+from divergence.numerics.sums import following_of, quantile
 from divergence.run.reader import Run
-from divergence.run.writing.scores import BY_TEXT
+from divergence.run.scores import BY_TEXT
 from divergence.words import Side
 
 __all__ = ["measure"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.logprobs.show import check_rows, number_rows, sequence_rows
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
+from divergence.comparison.results import Background
 from divergence.html.parts import Section, Table, details, facts, table
 from divergence.layout import count
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from divergence.analyses.logprobs.sequences import Distribution, Sequence, facts_of, sequences_of
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, fact, sentence
+from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.writing.scores import BY_TEXT
+from divergence.run.scores import BY_TEXT
 
 __all__ = ["PromptPair", "pair_runs", "prompt_line", "renumbered", "values_of"]
 

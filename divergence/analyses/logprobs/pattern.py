@@ -19,7 +19,7 @@ import numpy as np
 
 from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.scale import FAR, WIDEST, Scale
-from divergence.numerics.resampling import LEAST_PROMPTS, Certainty, certainty_of
+from divergence.numerics.statistics import LEAST_PROMPTS, Certainty, certainty_of
 
 __all__ = ["Pattern", "beyond_of", "pattern_of", "typical_of"]
 

@@ -16,12 +16,12 @@ from statistics import NormalDist
 import numpy as np
 
 from divergence.analyses.logprobs.pairs import PromptPair
-from divergence.comparison.results.tokens import LogprobExpert
+from divergence.comparison.results import LogprobExpert
 from divergence.numerics.formats import format_named
-from divergence.numerics.resampling import rank_sum
+from divergence.numerics.statistics import rank_sum
 from divergence.run.reader import Run
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import module_of
+from divergence.run.record import Record
+from divergence.run.site import module_of
 
 __all__ = ["expert_of", "has_experts"]
 

@@ -15,14 +15,13 @@ from divergence.analyses.logprobs.pairs import PromptPair
 from divergence.analyses.logprobs.sequences import Sequence as Text
 from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Finding, PreflightLine
-from divergence.comparison.results.tokens import LogprobTexts
+from divergence.comparison.results import Finding, LogprobTexts, PreflightLine
 from divergence.facts import fact
-from divergence.numerics.two_sample import LEVEL, two_sample
+from divergence.numerics.statistics import LEVEL, two_sample
+from divergence.run.manifest import UNKNOWN
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import UNKNOWN
-from divergence.run.schema.site import LOGPROBS
-from divergence.run.writing.scores import DRAWN
+from divergence.run.scores import DRAWN
+from divergence.run.site import LOGPROBS
 from divergence.words import Side
 
 __all__ = ["are_drawn", "decoding_line", "of_drawn", "texts_of"]

@@ -25,7 +25,7 @@ from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.site import LOGPROBS
+from divergence.run.site import LOGPROBS
 
 __all__ = ["BY_DTYPE", "FAR", "WIDEST", "Scale", "scale_of"]
 

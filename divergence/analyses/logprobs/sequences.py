@@ -19,10 +19,10 @@ import numpy as np
 from divergence.comparison.align.pieces import Pieces, pieces_in
 from divergence.errors import RunFormatError, UsageError
 from divergence.run.command import command_line
+from divergence.run.contents import name_of
 from divergence.run.reader import Run
-from divergence.run.schema.parsing import name_of
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
+from divergence.run.record import Record
+from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
 
 __all__ = ["Distribution", "Sequence", "facts_of", "sequences_of"]
 

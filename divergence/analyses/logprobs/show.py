@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.tokens import LogprobsResult
+from divergence.comparison.results import LogprobsResult
 from divergence.layout import BLANK, Line, columns, count, decimal, heading, line, prose
 
 __all__ = ["check_rows", "number_rows", "sequence_rows", "show"]

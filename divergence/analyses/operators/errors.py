@@ -24,13 +24,13 @@ from divergence.analyses.operators.regions import Region, Regions, regions_in
 from divergence.comparison.calls.choices import IntegerCodes, Rerouted, count_codes, rerouted_in
 from divergence.comparison.calls.graph import CallNode, Forward, forwards_of, operator_passes
 from divergence.comparison.calls.match import Match, match_calls, match_paths
-from divergence.comparison.results.operators import OtherInput, OtherOperand
+from divergence.comparison.results import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.operator import OperatorErrors, measure_operator
+from divergence.numerics.operator import OperatorErrors, measure_operator
+from divergence.run.manifest import NO_TENSOR
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import NO_TENSOR
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import BACKWARD, phase_of
+from divergence.run.record import Record
+from divergence.run.site import BACKWARD, phase_of
 from divergence.words import Side
 
 __all__ = [

@@ -17,16 +17,19 @@ from divergence.comparison.advice import Advice
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.arithmetic import Explained, differences, explain_arithmetic, is_about
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Check, Finding, Onset, Verdict
-from divergence.comparison.results.operators import (
+from divergence.comparison.results import (
+    Check,
+    Finding,
+    Onset,
     OperatorResult,
     OperatorsResult,
     OtherInput,
     OtherMask,
+    Verdict,
 )
 from divergence.facts import Fact, fact
 from divergence.run.command import Command
-from divergence.run.schema.provenance import ArithmeticFact
+from divergence.run.manifest import ArithmeticFact
 from divergence.words import Side
 
 __all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]

@@ -22,7 +22,7 @@ from divergence.analyses.operators.errors import MeasuredOperators, OperatorUnit
 from divergence.analyses.operators.limits import Size, judge_unit, region_result
 from divergence.analyses.operators.regions import counted
 from divergence.comparison.calls.graph import CallNode
-from divergence.comparison.results.operators import (
+from divergence.comparison.results import (
     OperatorResult,
     OperatorsResult,
     OtherInput,
@@ -30,8 +30,8 @@ from divergence.comparison.results.operators import (
 )
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.schema.manifest import ModuleNote
-from divergence.run.schema.site import module_of, phase_of
+from divergence.run.manifest import ModuleNote
+from divergence.run.site import module_of, phase_of
 from divergence.words import Side
 
 __all__ = ["first_source", "judge_operators"]

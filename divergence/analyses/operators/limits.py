@@ -29,15 +29,10 @@ from msgspec.structs import replace
 from divergence.analyses.operators.errors import OperatorUnit
 from divergence.analyses.operators.operands import argument_names
 from divergence.comparison.calls.graph import Forward
-from divergence.comparison.results.operators import (
-    OperatorResult,
-    OtherMask,
-    Question,
-    RegionResult,
-)
+from divergence.comparison.results import OperatorResult, OtherMask, Question, RegionResult
 from divergence.facts import fact, sentence
 from divergence.numerics.floor import Thresholds, rare_ratio
-from divergence.numerics.pairs.operator import OperatorErrors, slices_of
+from divergence.numerics.operator import OperatorErrors, slices_of
 from divergence.words import Side
 
 __all__ = ["Size", "judge_unit", "region_result"]

@@ -16,11 +16,11 @@ from divergence.comparison.align.pairs import anchored_passes
 from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.floors import work_dtype
 from divergence.comparison.measure.truth import Truth
-from divergence.comparison.results.operators import OperatorsResult
+from divergence.comparison.results import OperatorsResult
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
 
 __all__ = ["compare_operators", "measure", "operator_notes"]
 

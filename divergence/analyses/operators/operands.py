@@ -26,12 +26,11 @@ from msgspec.structs import replace
 
 from divergence.analyses.operators.regions import Region, computing
 from divergence.comparison.calls.graph import COPIES, CallNode, maker_of
-from divergence.comparison.results.operators import OtherInput, OtherOperand
+from divergence.comparison.results import OtherInput, OtherOperand
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.schema.record import Call, Operand, Record
-from divergence.run.schema.scalars import OtherScalar, other_scalars, scalar_words
+from divergence.run.record import Call, Operand, OtherScalar, Record, other_scalars, scalar_words
 
 __all__ = [
     "argument_names", "given_inputs", "operand_facts", "operand_record", "operands_text",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from divergence.comparison.calls.graph import Forward
-from divergence.run.schema.manifest import Manifest
+from divergence.run.manifest import Manifest
 
 __all__ = ["Pads"]
 

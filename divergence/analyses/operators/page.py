@@ -12,10 +12,8 @@ from divergence.analyses.operators.show import (
     verdict_word,
 )
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.operators import OperatorResult, OperatorsResult
-from divergence.html.element import Node, el
-from divergence.html.parts import BlockPart, Section, Table, details, facts, table
+from divergence.comparison.results import Background, OperatorResult, OperatorsResult
+from divergence.html.parts import BlockPart, Node, Section, Table, details, el, facts, table
 from divergence.layout import count, decimal
 
 __all__ = ["page"]

@@ -26,7 +26,7 @@ import torch
 from divergence.comparison.calls.graph import CallNode, is_copy, maker_of
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.schema.record import Operand, Record
+from divergence.run.record import Operand, Record
 
 __all__ = ["CONSTANTS", "RegionError", "is_product_region", "own_error"]
 

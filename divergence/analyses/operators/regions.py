@@ -22,7 +22,7 @@ from divergence.analyses.operators.products import CONSTANTS
 from divergence.comparison.calls.graph import CallNode, Places, Source, is_copy
 from divergence.comparison.calls.match import Match
 from divergence.facts import Fact, fact
-from divergence.run.schema.record import Operand
+from divergence.run.record import Operand
 
 __all__ = ["Region", "Regions", "computing", "counted", "regions_in"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.operators import OperatorResult, OperatorsResult
+from divergence.comparison.results import OperatorResult, OperatorsResult
 from divergence.layout import (
     BLANK,
     MAX_WIDTH,

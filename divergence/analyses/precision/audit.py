@@ -31,7 +31,7 @@ from divergence.analyses.precision.graph import PartOperators, accumulates
 from divergence.analyses.precision.parts import find_parts
 from divergence.analyses.precision.step import step_rows
 from divergence.comparison.calls.graph import forwards_of, operator_passes
-from divergence.comparison.results.operators import (
+from divergence.comparison.results import (
     INSIDE,
     PARTS,
     AuditedPlace,
@@ -41,10 +41,10 @@ from divergence.comparison.results.operators import (
 )
 from divergence.facts import Fact, fact, with_sentences
 from divergence.numerics.formats import format_named
+from divergence.run.contents import records_at
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.contents import records_at
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.site import BACKWARD, is_operator_site, module_of
+from divergence.run.site import BACKWARD, is_operator_site, module_of
 from divergence.words import Side, SideOrBoth
 
 __all__ = ["audit_runs", "audited_places", "differing", "finding"]

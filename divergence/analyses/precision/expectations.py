@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from divergence.comparison.results.operators import Part
+from divergence.comparison.results import Part
 from divergence.facts import Fact, fact, plain
 from divergence.numerics.formats import FORMATS, format_named
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from divergence.analyses.precision.audit import audit_runs
 from divergence.analyses.precision.step import PHASES, gradient_errors
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.results.findings import Finding, Verdict
-from divergence.comparison.results.operators import AuditResult
-from divergence.run.schema.site import of_parameter
+from divergence.comparison.results import AuditResult, Finding, Verdict
+from divergence.run.site import of_parameter
 
 __all__ = ["explain", "find"]
 

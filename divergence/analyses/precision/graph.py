@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from divergence.comparison.calls.graph import CallNode
-from divergence.comparison.results.operators import Part
+from divergence.comparison.results import Part
 from divergence.numerics.formats import format_named
-from divergence.run.schema.record import Operand
+from divergence.run.record import Operand
 
 __all__ = [
     "SOFTMAX", "Calls", "PartOperators", "accumulates", "bare", "is_attention", "is_float",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from divergence.analyses.precision.show import dtype_words, expectation, footer
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.html.element import el
-from divergence.html.parts import Section, Table, table
+from divergence.comparison.results import Background
+from divergence.html.parts import Section, Table, el, table
 
 __all__ = ["page"]
 

@@ -22,7 +22,7 @@ from divergence.analyses.precision.graph import (
 )
 from divergence.comparison.calls.graph import CallNode
 from divergence.numerics.formats import format_named
-from divergence.run.schema.record import Operand
+from divergence.run.record import Operand
 
 __all__ = ["find_norms", "find_parts", "is_norm_kernel"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.operators import INSIDE, AuditedPlace, AuditResult, AuditRow
+from divergence.comparison.results import INSIDE, AuditedPlace, AuditResult, AuditRow
 from divergence.layout import BLANK, MAX_WIDTH, Line, count, cut, heading, line, prose
 
 __all__ = ["audit_lines", "dtype_words", "expectation", "footer", "show"]

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from divergence.analyses.precision.expectations import is_below
-from divergence.comparison.results.operators import AuditFinding, AuditRow, Part
+from divergence.comparison.results import AuditFinding, AuditRow, Part
 from divergence.facts import Fact, fact
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.provenance import StepPrecision
-from divergence.run.schema.site import of_parameter
+from divergence.run.manifest import Manifest, StepPrecision
+from divergence.run.site import of_parameter
 from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.preflight.owner import without_pads
 from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
-from divergence.comparison.results.findings import Finding, Onset, Verdict
-from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
+from divergence.run.ranks import RankDisagreement, UnshardedRun
 from divergence.run.reader import Run
-from divergence.run.schema.record import Coordinates, Record
-from divergence.run.unshard import RankDisagreement, UnshardedRun
+from divergence.run.record import Coordinates, Record
 from divergence.words import Side
 
 if TYPE_CHECKING:

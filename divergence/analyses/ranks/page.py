@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from divergence.analyses.ranks.show import check_text, diff_text
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.html.element import el
-from divergence.html.parts import Section, facts, name
+from divergence.comparison.results import Background
+from divergence.html.parts import Section, el, facts, name
 
 __all__ = ["page"]
 

@@ -34,15 +34,15 @@ from divergence.comparison.result import (
     SuiteSide,
     SuiteStatus,
 )
-from divergence.comparison.results.sites import Coverage, Skipped
+from divergence.comparison.results import Coverage, Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_of
 from divergence.run.command import command_line
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import module_of, operator_of, split_site
+from divergence.run.record import Record
+from divergence.run.site import module_of, operator_of, split_site
 from divergence.words import Progress, SideOrBoth, silent
 
 __all__ = ["compare_suites", "report_on"]

@@ -6,12 +6,11 @@ from typing import Any
 
 from divergence.comparison.decide import check
 from divergence.comparison.result import SuiteOperator, SuiteResult
-from divergence.comparison.results.findings import Finding, Onset
-from divergence.comparison.results.sites import Coverage
+from divergence.comparison.results import Coverage, Finding, Onset
 from divergence.facts import Fact, fact
 from divergence.run.command import command
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 
 __all__ = ["find_in_suites"]
 

@@ -1,8 +1,9 @@
 """One output of one case of a suite: both sides against the truth.
 
 What a correct implementation may be off by is recorded in the truth, element by element
-(``out.floor``, from simulated rounding of the definition; see divergence.ops.suite.truth). With the
-last rounding, uniform in half a spacing of the dtype to either side,
+(``out.floor``, from simulated rounding of the definition; see
+divergence.ops.suite.definition). With the last rounding, uniform in half a spacing of the dtype
+to either side,
 
     s_i² = floor_i² + (spacing(R_i) / √12)²        score = rms of (x_i - R_i) / s_i
 
@@ -30,7 +31,7 @@ import torch
 
 from divergence.comparison.result import SuiteSide
 from divergence.numerics.formats import Format, format_of
-from divergence.numerics.pairs.ulp import ROUNDING_RMS, spacing, ulp_distance
+from divergence.numerics.ulp import ROUNDING_RMS, spacing, ulp_distance
 
 __all__ = [
     "GAIN_LIMIT", "SCORE_LIMIT", "Truths", "between", "excess", "ideal_error", "kind_of",

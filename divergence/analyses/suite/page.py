@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.suite.show import all_rows, operator_row, titles
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
+from divergence.comparison.results import Background
 from divergence.html.parts import Section, Table, details, table
 from divergence.layout import count
 

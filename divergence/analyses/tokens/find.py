@@ -9,9 +9,7 @@ import msgspec
 
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.sites import SiteResult
-from divergence.comparison.results.tokens import TokenDifference, TokensResult
+from divergence.comparison.results import Finding, SiteResult, TokenDifference, TokensResult
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS
 from divergence.words import Side

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.comparison.align.pieces import PromptStep, logits_row
-from divergence.comparison.results.tokens import TokenChoice, TokenDifference
+from divergence.comparison.results import TokenChoice, TokenDifference
 from divergence.numerics.floor import Thresholds
-from divergence.numerics.pairs.logits import logit_error, top_choices
+from divergence.numerics.logits import logit_error, top_choices
 from divergence.run.reader import Run
 from divergence.words import Side
 

@@ -27,13 +27,12 @@ import numpy as np
 from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.analysis import Measured
 from divergence.comparison.measure.pipeline import num_threads
-from divergence.comparison.results.sites import Allowed, allowed_errors
-from divergence.comparison.results.tokens import TokenDifference, TokensResult
+from divergence.comparison.results import Allowed, TokenDifference, TokensResult, allowed_errors
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.logits import kl_divergence
+from divergence.numerics.logits import kl_divergence
+from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Tokens
 from divergence.words import Side
 
 __all__ = ["comparable_places", "compare_tokens", "measure"]

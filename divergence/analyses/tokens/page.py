@@ -6,12 +6,21 @@ from collections.abc import Iterable
 
 from divergence.analyses.tokens.show import judgement_lines, kl_lines, top_rows
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.tokens import TokenChoice, TokenDifference, TokensResult
-from divergence.html.element import Element, Node, el, shortened
-from divergence.html.parts import Section, Table, details, facts, prose_block, table
+from divergence.comparison.results import Background, TokenChoice, TokenDifference, TokensResult
+from divergence.html.parts import (
+    Element,
+    Node,
+    Section,
+    Table,
+    details,
+    el,
+    facts,
+    prose_block,
+    shortened,
+    table,
+)
 from divergence.layout import count, fixed
-from divergence.run.schema.manifest import SampleTokens
+from divergence.run.manifest import SampleTokens
 
 __all__ = ["page"]
 

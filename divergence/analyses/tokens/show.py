@@ -8,12 +8,7 @@ from __future__ import annotations
 import itertools
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.tokens import (
-    Explanation,
-    TokenChoice,
-    TokenDifference,
-    TokensResult,
-)
+from divergence.comparison.results import Explanation, TokenChoice, TokenDifference, TokensResult
 from divergence.layout import BLANK, Line, columns, count, decimal, fixed, heading, prose, times
 from divergence.words import letter
 

@@ -24,16 +24,21 @@ from typing import Any, Literal, cast
 
 from divergence.comparison.align.pairs import Alignment, NameMap, compared_passes
 from divergence.comparison.align.pieces import Piece, indexed, is_given, kinds_of
-from divergence.comparison.results.operators import OperatorsResult
-from divergence.comparison.results.sites import PassCoverage, SiteResult, Skipped, Unexercised
-from divergence.comparison.results.tokens import TokensResult
+from divergence.comparison.results import (
+    OperatorsResult,
+    PassCoverage,
+    SiteResult,
+    Skipped,
+    TokensResult,
+    Unexercised,
+)
 from divergence.errors import IncomparableError
 from divergence.facts import Fact, apart, fact
 from divergence.numerics.formats import format_named
+from divergence.run.manifest import Manifest, ModuleNote
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest, ModuleNote
-from divergence.run.schema.record import Coordinates, Record
-from divergence.run.schema.site import BUILTIN_SITES, compile_patterns, module_of, starred
+from divergence.run.record import Coordinates, Record
+from divergence.run.site import BUILTIN_SITES, compile_patterns, module_of, starred
 
 __all__ = ["account", "not_exercised", "tokens_row"]
 

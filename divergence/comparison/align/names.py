@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from divergence.errors import ConfigError
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 
 __all__ = ["find_prefix", "load_name_map"]
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from divergence.comparison.align.pieces import Pair, Piece, indexed, why_no_pair
-from divergence.comparison.results.sites import Skipped
+from divergence.comparison.results import Skipped
 from divergence.facts import Fact, fact, plain, sentence
+from divergence.run.contents import site_names
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.contents import site_names
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Coordinates
+from divergence.run.record import Coordinates
 
 __all__ = [
     "Alignment", "NameMap", "align", "anchored_passes", "compared_passes", "renaming",

@@ -11,11 +11,11 @@ import msgspec
 
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
+from divergence.run.contents import call_passes, records_at
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.contents import call_passes, records_at
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import OWN_TRUTH, Record
-from divergence.run.schema.site import ROOT, is_operator_site, module_of, unescape_path
+from divergence.run.record import OWN_TRUTH, Record
+from divergence.run.site import ROOT, is_operator_site, module_of, unescape_path
 
 if TYPE_CHECKING:
     import torch

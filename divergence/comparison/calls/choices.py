@@ -26,8 +26,8 @@ import torch
 from divergence.comparison.calls.graph import CallNode
 from divergence.comparison.calls.match import Match
 from divergence.run.reader import Run
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import BACKWARD
+from divergence.run.record import Record
+from divergence.run.site import BACKWARD
 
 __all__ = ["IntegerCodes", "Rerouted", "count_codes", "rerouted_in"]
 

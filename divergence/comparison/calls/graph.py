@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from divergence.run.contents import call_passes
 from divergence.run.reader import Run
-from divergence.run.schema.contents import call_passes
-from divergence.run.schema.record import Call, Operand, Record
-from divergence.run.schema.site import is_operator_site
+from divergence.run.record import Call, Operand, Record
+from divergence.run.site import is_operator_site
 
 __all__ = [
     "COMMUTE",

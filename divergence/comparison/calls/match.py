@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from divergence.comparison.calls.graph import COMMUTE, CallNode, Places, is_copy, maker_of
-from divergence.run.schema.record import Operand
-from divergence.run.schema.scalars import other_scalars
+from divergence.run.record import Operand, other_scalars
 
 __all__ = ["Apart", "Match", "match_calls", "match_paths"]
 

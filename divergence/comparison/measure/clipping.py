@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from divergence.numerics.floor import norm_floor
 from divergence.run.reader import Run
-from divergence.run.schema.site import OPTIMIZER, is_norm
+from divergence.run.site import OPTIMIZER, is_norm
 
 __all__ = ["SharedRounding"]
 

@@ -13,11 +13,11 @@ from divergence.comparison.experts import Routes
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.schema.site import BACKWARD, is_operator_site
+from divergence.run.site import BACKWARD, is_operator_site
 from divergence.words import Progress, Side
 
 __all__ = ["compare_escalated", "drop_escalated"]

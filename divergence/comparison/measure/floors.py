@@ -44,13 +44,13 @@ from divergence.numerics.floor import (
     floor_weights,
 )
 from divergence.numerics.formats import Format, format_named
-from divergence.numerics.pairs.metrics import RowMetrics
-from divergence.numerics.pairs.pair import SINK_FACTOR
+from divergence.numerics.pairs import SINK_FACTOR
+from divergence.numerics.sums import RowMetrics
+from divergence.run.contents import num_labels
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.contents import num_labels
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import BACKWARD, LOSS, module_of, of_parameter
+from divergence.run.record import Record
+from divergence.run.site import BACKWARD, LOSS, module_of, of_parameter
 
 __all__ = [
     "Floor", "ModelFloor", "Ratios", "cancels", "gradient_format", "row_floor", "small_rows",

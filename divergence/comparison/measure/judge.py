@@ -38,22 +38,16 @@ from divergence.comparison.measure.site_fields import (
 )
 from divergence.comparison.measure.truth import SamplesBySite
 from divergence.comparison.measure.truth_stats import grouped, truth_diffs
-from divergence.comparison.results.sites import (
-    LogitsDiff,
-    PromptRatio,
-    SiteResult,
-    TruthDiff,
-    num_rows,
-)
+from divergence.comparison.results import LogitsDiff, PromptRatio, SiteResult, TruthDiff, num_rows
 from divergence.numerics.formats import Format, format_named
-from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
-from divergence.run.schema.site import is_gradient, module_of, of_parameter
+from divergence.run.site import is_gradient, module_of, of_parameter
 from divergence.words import Side
 
 if TYPE_CHECKING:
-    from divergence.numerics.pairs.against import AgainstTruth
-    from divergence.run.floor import OwnFloor
+    from divergence.numerics.pairs import AgainstTruth
+    from divergence.run.reader import OwnFloor
 
 __all__ = ["Judge", "PairNumbers"]
 
@@ -440,7 +434,7 @@ class Judge:
             floor = floors.get(number)
             if row is not None and floor is not None:
                 if not self._same_dtype or self._shared(result.site):
-                    from divergence.numerics.pairs.against import with_rounding
+                    from divergence.numerics.pairs import with_rounding
 
                     row = with_rounding(row, floor)
                 self.truth_samples.add(result, row, floor)

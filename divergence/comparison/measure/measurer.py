@@ -21,22 +21,21 @@ from divergence.comparison.experts import Routing
 from divergence.comparison.measure.floors import Floor, work_format
 from divergence.comparison.measure.judge import Judge, PairNumbers
 from divergence.comparison.measure.truth import Truth
-from divergence.comparison.results.sites import LogitsDiff
+from divergence.comparison.results import LogitsDiff
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel
-from divergence.numerics.pairs.logits import measure_logits
-from divergence.numerics.pairs.many import MOST_NUMEL, NUMEL_AT_ONCE, measure_many
-from divergence.numerics.pairs.pair import measure_pair
+from divergence.numerics.logits import measure_logits
+from divergence.numerics.pairs import MOST_NUMEL, NUMEL_AT_ONCE, measure_many, measure_pair
 from divergence.run.reader import Run
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import module_of
+from divergence.run.record import Record
+from divergence.run.site import module_of
 
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.pairs.against import AgainstTruth
-    from divergence.run.floor import OwnFloor
+    from divergence.numerics.pairs import AgainstTruth
+    from divergence.run.reader import OwnFloor
 
 __all__ = ["Measurer", "PairNumbers", "Reading", "equal_by_record"]
 
@@ -251,7 +250,7 @@ class Measurer:
             return [None] * len(pairs)
         against: Sequence[AgainstTruth | None] = [None] * len(pairs)
         if truth is not None:
-            from divergence.numerics.pairs.against import against_many
+            from divergence.numerics.pairs import against_many
 
             against = against_many(a, b, truth, base)
         shape = first.reference.shape
@@ -293,7 +292,7 @@ class Measurer:
     def _against(self, pair: Pair, true_record: Record, is_block: bool) -> AgainstTruth | None:
         """Both sides against the truth, where all three can be laid side by side. Only a block adds
         to what it gets: of a dropout that hands its input on, nothing would be left."""
-        from divergence.numerics.pairs.against import measure_against
+        from divergence.numerics.pairs import measure_against
 
         assert self._truth is not None
         pieces, run = self._pieces, self._truth.run
@@ -387,7 +386,7 @@ class _Operands:
 
 def _floor_of(run: Run) -> OwnFloor | None:
     """Loaded where a run carries one alone."""
-    from divergence.run.floor import floor_of
+    from divergence.run.reader import floor_of
 
     return floor_of(run)
 

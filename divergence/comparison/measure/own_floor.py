@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from divergence.numerics.floor import Thresholds
-from divergence.numerics.pairs.against import AgainstTruth
-from divergence.numerics.pairs.metrics import RowMetrics
-from divergence.numerics.pairs.pair import SINK_FACTOR
-from divergence.run.floor import COLUMNS
+from divergence.numerics.pairs import SINK_FACTOR, AgainstTruth
+from divergence.numerics.sums import RowMetrics
+from divergence.run.reader import COLUMNS
 from divergence.words import Side
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.measure.measurer import Measurer, PairNumbers
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for, set_device
 from divergence.words import Progress, silent

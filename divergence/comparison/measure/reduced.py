@@ -21,23 +21,23 @@ import numpy as np
 
 from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.align.pieces import Pair, Piece, Pieces, is_repeated, why_no_pair
-from divergence.comparison.results.sites import Skipped
+from divergence.comparison.results import Skipped
 from divergence.facts import Fact, fact
+from divergence.numerics.estimate import estimate_pair
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
-from divergence.numerics.summaries.estimate import estimate_pair
-from divergence.numerics.summaries.fold import fold_tensor
-from divergence.numerics.summaries.sketch import (
+from divergence.numerics.summaries import (
     Projections,
     SumDtype,
+    fold_tensor,
     grid_of,
     rows_of,
     sketch_tensor,
 )
+from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
+from divergence.run.contents import Digests
+from divergence.run.manifest import digest_tensor
 from divergence.run.reader import Run
-from divergence.run.schema.contents import Digests
-from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.record import Record
+from divergence.run.record import Record
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ _MAKERS = {"xxh3": digest_tensor, "fold": fold_tensor}
 def _digests(run: Run, record: Record) -> Digests:
     if run.manifest.mesh is None:
         return Digests.of([record])
-    from divergence.run.unshard import digests_of
+    from divergence.run.ranks import digests_of
 
     return digests_of(run, record)
 

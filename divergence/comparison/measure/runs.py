@@ -21,8 +21,7 @@ from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.pipeline import measure_all
 from divergence.comparison.measure.site_fields import without_floor
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.results.findings import PreflightLine
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.errors import IncomparableError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -38,7 +37,7 @@ def opened(run: str | Path | Run) -> Run:
     run = run if isinstance(run, Run) else Run.open(run)
     if run.manifest.mesh is None:
         return run
-    from divergence.run.unshard import unsharded
+    from divergence.run.ranks import unsharded
 
     return unsharded(run)
 
@@ -78,7 +77,7 @@ def measure(
         free = [run for run in (a, b) if "truth_free" in run.manifest.plan.passes]
         for run in [anchoring, *free]:
             if truth is None and run is not None and run.manifest.plan.truth is not None:
-                from divergence.run.partial import own_truth
+                from divergence.run.reader import own_truth
 
                 truth = own_truth(run)
     if truth is None:

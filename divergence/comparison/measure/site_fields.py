@@ -10,11 +10,12 @@ from typing import Any, TypedDict
 import msgspec
 
 from divergence.comparison.align.pieces import Piece, Pieces
-from divergence.comparison.results.sites import NonfiniteCount, SiteResult
+from divergence.comparison.results import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.metrics import PairMetrics, RowMetrics
-from divergence.numerics.pairs.pair import measure_pair
-from divergence.run.schema.record import Record, Summary
+from divergence.numerics.pairs import measure_pair
+from divergence.numerics.summary import Summary
+from divergence.numerics.sums import PairMetrics, RowMetrics
+from divergence.run.record import Record
 
 __all__ = ["ModuleFields", "SitePlace", "identical_site", "nonfinite_of", "placed",
            "shared_fields", "without_floor"]  # fmt: skip

@@ -18,16 +18,16 @@ import msgspec
 from divergence.comparison.align.pairs import replayed_from
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.preflight.code import other_code
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.errors import IncomparableError, UsageError
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.record import Record
+from divergence.run.record import Record
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from divergence.numerics.pairs.against import AgainstTruth
+    from divergence.numerics.pairs import AgainstTruth
 
 __all__ = ["MIN_ROWS", "ChannelSums", "SamplesBySite", "Truth", "TruthSamples", "inputs_of"]
 

@@ -15,13 +15,13 @@ import numpy as np
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.floors import medians
 from divergence.comparison.measure.truth import MIN_ROWS, ChannelSums, TruthSamples
-from divergence.comparison.results.sites import SiteResult, TruthDiff
+from divergence.comparison.results import SiteResult, TruthDiff
 from divergence.numerics.floor import ENOUGH
-from divergence.run.schema.site import is_norm
+from divergence.run.site import is_norm
 from divergence.words import Side
 
 if TYPE_CHECKING:
-    from divergence.numerics.pairs.against import AgainstTruth
+    from divergence.numerics.pairs import AgainstTruth
 
     _Forwards = Sequence[tuple[SiteResult, AgainstTruth, np.ndarray]]
     """Each with its rows' floor (T,)."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
-from divergence.run.schema.manifest import CodeNote, Manifest
-from divergence.run.schema.site import starred
+from divergence.run.manifest import CodeNote, Manifest
+from divergence.run.site import starred
 
 __all__ = [
     "CodeDifference", "code_differences", "code_line", "difference_texts", "other_code",

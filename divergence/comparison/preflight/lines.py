@@ -21,11 +21,11 @@ from divergence.comparison.preflight.models import (
     template_cause,
     tokenizer_cause,
 )
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
+from divergence.run.manifest import Manifest, Switch
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest, Switch
-from divergence.run.schema.site import starred
+from divergence.run.site import starred
 from divergence.words import list_names
 
 __all__ = ["preflight"]

@@ -25,10 +25,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from divergence.comparison.align.pairs import NameMap
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
-from divergence.run.schema.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
-from divergence.run.schema.site import starred, unescape_path
+from divergence.run.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
+from divergence.run.site import starred, unescape_path
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import is_operator_site
+from divergence.run.record import Record
+from divergence.run.site import is_operator_site
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from divergence.comparison.preflight.models import first_difference
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact, sentence
-from divergence.run.schema.contents import labels_text
-from divergence.run.schema.manifest import NO_LABEL, Manifest, SampleTokens
+from divergence.run.contents import labels_text
+from divergence.run.manifest import NO_LABEL, Manifest, SampleTokens
 
 __all__ = ["label_lines", "prompt_difference", "prompt_headline"]
 
@@ -67,11 +67,13 @@ def prompt_headline(a: Manifest, b: Manifest) -> Fact:
         what = named[-1] if named else "prompts"  # a tokenizer may add tokens to one text, or not
         return fact("preflight.edited", what=what, sample=parting.sample, edit=parting.edit)
     what = "tokenizers" if same_text else named[-1] if named else "prompts"
-    here = fact("preflight.parting", what=what, sample=parting.sample, token=parting.token)
-    if parting.texts is None or same_text:
-        return here.with_values(reference=parting.ids[0][:3], candidate=parting.ids[1][:3])
-    text_a, text_b = _from_the_difference(*parting.texts)
-    return here.with_values(reference=repr(text_a), candidate=repr(text_b))
+    shown: Sequence[object] = [ids[:3] for ids in parting.ids]
+    if parting.texts is not None and not same_text:
+        shown = [repr(text) for text in _from_the_difference(*parting.texts)]
+    return fact(
+        "preflight.parting", what=what, sample=parting.sample, token=parting.token,
+        reference=shown[0], candidate=shown[1],
+    )  # fmt: skip
 
 
 def _find_parting(

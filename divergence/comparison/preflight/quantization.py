@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, fact
-from divergence.run.schema.manifest import Manifest, ModelIdentity
-from divergence.run.schema.provenance import Calibration, EngineNote
+from divergence.run.manifest import Calibration, EngineNote, Manifest, ModelIdentity
 
 __all__ = ["dequantized_otherwise", "line_of_codes"]
 

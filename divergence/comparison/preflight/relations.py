@@ -12,12 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from divergence.comparison.results.findings import PreflightStatus
+from divergence.comparison.results import PreflightStatus
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
-from divergence.run.schema.manifest import ModelIdentity
-from divergence.run.schema.provenance import NUM_SUMS, ParameterNote
-from divergence.run.schema.site import starred
+from divergence.run.manifest import NUM_SUMS, ModelIdentity, ParameterNote
+from divergence.run.site import starred
 
 __all__ = ["Relations", "related"]
 

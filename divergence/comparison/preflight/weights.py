@@ -13,9 +13,9 @@ from divergence.comparison.preflight.models import (
     weight_causes,
 )
 from divergence.comparison.preflight.relations import Relations, related
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact
-from divergence.run.schema.manifest import Manifest, ModelIdentity
+from divergence.run.manifest import Manifest, ModelIdentity
 
 __all__ = ["other_weights", "weights_line"]
 

@@ -15,7 +15,7 @@ from divergence.errors import DumpError, UsageError
 from divergence.evaluations.formats.reading import ReadRequest
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.facts import sentence
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 from divergence.outside import read_as
 from divergence.recording.prompts import Prompt
 

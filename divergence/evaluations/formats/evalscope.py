@@ -32,7 +32,7 @@ from divergence.evaluations.formats.reading import (
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.facts import fact
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.outside import check_value, read_as, read_bytes
 from divergence.recording.prompts import Message, Prompt

@@ -29,7 +29,7 @@ from divergence.evaluations.formats.reading import (
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.facts import Fact, fact
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 from divergence.outside import (
     MAX_LINE_BYTES,
     Budget,

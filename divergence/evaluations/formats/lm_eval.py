@@ -31,7 +31,7 @@ from divergence.evaluations.formats.reading import (
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.facts import fact
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 from divergence.importing.layouts.lm_eval import requests
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.recording.prompts import Prompt

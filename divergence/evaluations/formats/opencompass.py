@@ -33,7 +33,7 @@ from divergence.evaluations.formats.reading import (
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 from divergence.recording.prompts import Message, Prompt
 
 __all__ = ["NAME", "prompts", "read", "recognise"]

@@ -23,7 +23,7 @@ from divergence.evaluations.formats.reading import (
     text_of,
 )
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.outside import csv_rows
 from divergence.recording.prompts import Prompt

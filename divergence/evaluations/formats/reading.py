@@ -16,7 +16,7 @@ import xxhash
 from divergence.errors import DumpError
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
 from divergence.facts import Fact, fact
-from divergence.importing.folder import DumpFolder
+from divergence.importing.files import DumpFolder
 from divergence.outside import inside
 
 __all__ = [

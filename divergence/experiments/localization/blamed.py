@@ -27,13 +27,12 @@ from divergence.comparison.decide import RANK, check, confidence_of, decide
 from divergence.comparison.preflight.code import other_code
 from divergence.comparison.preflight.owner import TruthDisagreement, disagreement, without_pads
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Verdict
-from divergence.comparison.results.operators import OperatorResult, OtherInput
+from divergence.comparison.results import OperatorResult, OtherInput, Verdict
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, OwnError, is_right_alone
 from divergence.facts import Fact, fact
 from divergence.run.reader import Run
-from divergence.run.schema.site import BACKWARD
+from divergence.run.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = ["BlamedSide", "blame", "decided"]

@@ -16,7 +16,7 @@ from divergence.errors import DumpError, RunExistsError, RunWriteError
 from divergence.output import write_output
 from divergence.outside import json_value, read_bytes
 from divergence.run.reader import Run
-from divergence.run.schema.layout import MANIFEST
+from divergence.run.record import MANIFEST
 
 __all__ = ["WorkFolder"]
 

@@ -26,8 +26,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.owner import disagreement
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Onset, Verdict
-from divergence.comparison.results.operators import OperatorResult
+from divergence.comparison.results import Onset, OperatorResult, Verdict
 from divergence.errors import UsageError
 from divergence.experiments.localization.blamed import blame, decided
 from divergence.experiments.localization.machine import Goal, Maker
@@ -41,12 +40,11 @@ from divergence.experiments.localization.proof import (
 from divergence.experiments.result import NEAR, Level, Localization
 from divergence.facts import Fact, apart, fact, worded
 from divergence.run.command import command, command_line
-from divergence.run.partial import own_truth
-from divergence.run.reader import Run
-from divergence.run.schema.contents import why_no_bytes
-from divergence.run.schema.site import ROOT, module_of, of_parameter
-from divergence.run.storage.location import folder_of
-from divergence.run.unshard import unsharded
+from divergence.run.contents import why_no_bytes
+from divergence.run.location import folder_of
+from divergence.run.ranks import unsharded
+from divergence.run.reader import Run, own_truth
+from divergence.run.site import ROOT, module_of, of_parameter
 from divergence.words import Progress, silent
 
 if TYPE_CHECKING:

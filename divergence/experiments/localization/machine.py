@@ -36,18 +36,17 @@ from divergence.experiments.localization.repetition import (
 )
 from divergence.experiments.result import Repetition
 from divergence.facts import Fact, fact
-from divergence.options.capture import CaptureOptions
-from divergence.options.option import command_options
+from divergence.options.commands import CaptureOptions, command_options
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.engines.checkpoint import check_data_alone
-from divergence.recording.hooks.plant import Substitute
-from divergence.recording.machine.environment import (
+from divergence.recording.engines.load import check_data_alone
+from divergence.recording.machine import (
     DEVICE_TYPES,
     collect_environment,
     resolve_device,
     variables_to_set,
 )
+from divergence.recording.plant import Substitute
 from divergence.recording.request import also_taken
 from divergence.run.command import Command, command, command_words
 from divergence.run.reader import Run

@@ -19,18 +19,17 @@ from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.api import compare
 from divergence.comparison.calls.graph import CallNode, forwards_of
 from divergence.comparison.result import Report
-from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import CausalCheck, OperatorResult, OtherInput, SiteResult
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import OwnError
 from divergence.numerics.floor import THRESHOLDS
 from divergence.ops.replay import replay
-from divergence.ops.reproducer.repro import repro
-from divergence.recording.hooks.plant import Substitute
+from divergence.ops.reproducer import repro
+from divergence.recording.plant import Substitute
 from divergence.run.reader import Run
-from divergence.run.schema.record import Call, Operand
-from divergence.run.schema.site import is_operator_site
+from divergence.run.record import Call, Operand
+from divergence.run.site import is_operator_site
 from divergence.words import Side
 
 __all__ = ["errors_alone", "given_to", "prove", "replaced_sites", "reproduce", "stands_alone"]

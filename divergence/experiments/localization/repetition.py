@@ -22,10 +22,10 @@ from divergence.comparison.measure.reduced import equal_contents
 from divergence.experiments.result import Repetition
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, spread
+from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import BACKWARD, is_operator_site, module_of
+from divergence.run.record import Record
+from divergence.run.site import BACKWARD, is_operator_site, module_of
 
 __all__ = ["check_repetition", "check_substituted", "why_not_bits"]
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from divergence.experiments.quantization.result import MatrixCost, Outliers
 from divergence.experiments.quantization.trials import QuantizationTrials
-from divergence.numerics.quantizers import Quantizer, codes_of, scales_of, values_of
-from divergence.quantization.calibration import Watch, watching
-from divergence.quantization.model import QuantizationTarget, targets_of
+from divergence.numerics.codes import Quantizer, codes_of, scales_of, values_of
+from divergence.quantization.model import CalibrationWatch as Watch
+from divergence.quantization.model import QuantizationTarget, targets_of, watching
 from divergence.words import Progress, silent
 
 __all__ = ["each_alone", "outliers_of"]

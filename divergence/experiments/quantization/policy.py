@@ -23,7 +23,7 @@ from divergence.experiments.quantization.result import (
     QuantizationPolicy,
 )
 from divergence.experiments.quantization.trials import QuantizationTrials
-from divergence.numerics.quantizers import Quantizer
+from divergence.numerics.codes import Quantizer
 from divergence.output import write_output
 from divergence.quantization.scheme import Scheme
 from divergence.words import Progress, silent

@@ -21,7 +21,7 @@ from divergence.experiments.quantization.alone import each_alone
 from divergence.experiments.quantization.policy import MEASURES, check_reachable, find_policy
 from divergence.experiments.quantization.result import MatrixCost, Quantization
 from divergence.experiments.quantization.trials import QuantizationTrials
-from divergence.options.capture import CaptureOptions
+from divergence.options.commands import CaptureOptions
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.api import capture
 from divergence.recording.engines.quantize import (
@@ -31,15 +31,14 @@ from divergence.recording.engines.quantize import (
     keep_of,
     scheme_of,
 )
-from divergence.recording.machine.determinism import deterministic_settings
-from divergence.recording.machine.environment import resolve_device
-from divergence.recording.model.structure import describe_modules
+from divergence.recording.machine import deterministic_settings, resolve_device
 from divergence.recording.new_run import check_output, unlike
 from divergence.recording.request import resolve_request
+from divergence.recording.structure import describe_modules
 from divergence.run.command import command_line
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.layout import expanded
-from divergence.run.unshard import unsharded
+from divergence.run.record import expanded
 from divergence.words import Progress, silent
 
 __all__ = ["quantize", "session_of"]

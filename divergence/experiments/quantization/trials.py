@@ -20,21 +20,21 @@ from torch import nn
 
 from divergence.errors import UsageError
 from divergence.experiments.quantization.result import Cost
-from divergence.numerics.pairs.following import (
-    Following,
-    following_of,
-    quantile,
-    standard_error,
+from divergence.numerics.logits import RowCosts, row_costs
+from divergence.numerics.sums import Following, following_of, quantile, standard_error
+from divergence.quantization.model import (
+    QuantizationTarget,
+    QuantizedWeight,
+    calibration_of,
+    install,
+    quantized_weight,
+    uninstall,
 )
-from divergence.numerics.pairs.logits import RowCosts, row_costs
-from divergence.quantization.calibration import calibration_of
-from divergence.quantization.linear import QuantizedWeight
-from divergence.quantization.model import QuantizationTarget, install, quantized_weight, uninstall
-from divergence.recording.engines.generate import failures
+from divergence.recording.engines.engine import failures
 from divergence.recording.engines.quantize import QuantizeSession, quantised_cache
 from divergence.recording.engines.sessions import blocks_of
 from divergence.recording.widening import Widening
-from divergence.run.schema.manifest import SampleTokens
+from divergence.run.manifest import SampleTokens
 
 __all__ = ["QuantizationTrials", "cost_of"]
 

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import VerdictKind
+from divergence.comparison.results import VerdictKind
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.experiments.result import (
     SelfcheckLine,
@@ -39,10 +39,9 @@ from divergence.recording.api import capture
 from divergence.recording.engines.load import load_tokenizer
 from divergence.recording.prompts import Prompt, collect_prompts, tokenize
 from divergence.run.command import command_line
-from divergence.run.partial import own_truth
-from divergence.run.reader import Run
-from divergence.run.schema.site import did_you_mean
-from divergence.run.storage.location import folder_of
+from divergence.run.location import folder_of
+from divergence.run.reader import Run, own_truth
+from divergence.run.site import did_you_mean
 from divergence.words import Progress
 
 __all__ = ["selfcheck"]

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from divergence.run.manifest import SampleTokens
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import SampleTokens
 
 __all__ = ["BASE", "NAMES", "UNASKED", "Variation", "variations"]
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact
-from divergence.recording.hooks.plant import parse_plant
-from divergence.run.schema.site import did_you_mean
+from divergence.recording.plant import parse_plant
+from divergence.run.site import did_you_mean
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from divergence.comparison.analysis import Measured
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import summary_of
-from divergence.comparison.results.findings import Verdict
+from divergence.comparison.results import Verdict
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.result import Sensitivity
 from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
@@ -37,9 +37,9 @@ from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
 from divergence.run.command import Command, command, command_line
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.site import did_you_mean
-from divergence.run.unshard import unsharded
+from divergence.run.site import did_you_mean
 from divergence.words import Progress
 
 __all__ = ["DEFAULT_BLOCKS", "sensitivity"]

@@ -26,16 +26,15 @@ from divergence.comparison.measure.escalated import compare_escalated
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import inputs_of
-from divergence.comparison.results.findings import Verdict
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult, Verdict
 from divergence.experiments.sensitivity.faults import SizedFault
 from divergence.facts import Fact, fact, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.recording.hooks.plant import FORWARDS
+from divergence.recording.plant import FORWARDS
+from divergence.run.manifest import digest_tensor
 from divergence.run.reader import Run
-from divergence.run.schema.fingerprint import digest_tensor
-from divergence.run.schema.record import Coordinates, Record
-from divergence.run.schema.site import module_of
+from divergence.run.record import Coordinates, Record
+from divergence.run.site import module_of
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.importing.dump import DumpLayout
+from divergence.importing.building import DumpLayout, ScoreLayout
 from divergence.importing.layouts import (
     files,
     llama_kld,
@@ -13,7 +13,6 @@ from divergence.importing.layouts import (
     transformers,
 )
 from divergence.importing.layouts.rollouts import ROLLOUTS, TRAINER
-from divergence.importing.scored import ScoreLayout
 
 __all__ = ["LAYOUTS", "SCORES"]
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError, UsageError
-from divergence.importing.dump import Dumped, DumpedForward, Notes, checked_name
-from divergence.importing.folder import SUFFIXES, DumpFolder
-from divergence.importing.rules import Found, Rules
-from divergence.run.schema.site import natural_key
+from divergence.importing.building import Dumped, DumpedForward, Found, Notes, Rules, checked_name
+from divergence.importing.files import SUFFIXES, DumpFolder
+from divergence.run.site import natural_key
 
 __all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 

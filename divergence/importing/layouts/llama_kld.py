@@ -18,12 +18,10 @@ import struct
 import numpy as np
 
 from divergence.errors import DumpError
-from divergence.importing.dump import Notes
-from divergence.importing.fields import FieldMap
-from divergence.importing.folder import DumpFolder
-from divergence.importing.scored import Scored
+from divergence.importing.building import FieldMap, Notes, Scored
+from divergence.importing.files import DumpFolder
 from divergence.outside import opened
-from divergence.run.writing.scores import Scores, ScoreSource
+from divergence.run.scores import Scores, ScoreSource
 
 __all__ = ["NAME", "TAKES_MAP", "recognise", "scores"]
 

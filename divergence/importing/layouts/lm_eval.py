@@ -14,13 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from divergence.errors import DumpError
-from divergence.importing.dump import Notes
-from divergence.importing.fields import FieldMap
-from divergence.importing.folder import DumpFolder
+from divergence.importing.building import FieldMap, Notes, Scored
+from divergence.importing.files import DumpFolder
 from divergence.importing.layouts.rollouts import objects
-from divergence.importing.scored import Scored
 from divergence.outside import json_value
-from divergence.run.writing.scores import BY_TEXT, Scores, ScoreSource
+from divergence.run.scores import BY_TEXT, Scores, ScoreSource
 
 __all__ = ["NAME", "TAKES_MAP", "recognise", "requests", "scores"]
 

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError
-from divergence.importing.dump import (
+from divergence.importing.building import (
     Dumped,
     DumpedForward,
     Notes,
+    Rules,
     checked_name,
     first_missing,
     leaves,
     module_site,
 )
-from divergence.importing.folder import DumpFolder
-from divergence.importing.rules import Rules
+from divergence.importing.files import DumpFolder
 
 __all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from divergence.errors import DumpError
-from divergence.importing.dump import Notes
-from divergence.importing.fields import FieldMap, scores_of
-from divergence.importing.folder import DumpFolder
-from divergence.importing.scored import Scored
+from divergence.importing.building import FieldMap, Notes, Scored, scores_of
+from divergence.importing.files import DumpFolder
 from divergence.outside import json_value
-from divergence.run.writing.scores import ScoreSource
+from divergence.run.scores import ScoreSource
 
 __all__ = ["DIALECTS", "ROLLOUTS", "TRAINER", "Rollouts", "lines_of", "objects"]
 

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError
-from divergence.importing.dump import (
+from divergence.importing.building import (
     BLOCK,
     Dumped,
     DumpedForward,
     Notes,
+    Rules,
     adds_residual,
     first_missing,
     module_site,
     same_kind,
 )
-from divergence.importing.folder import DumpFolder
-from divergence.importing.rules import Rules
+from divergence.importing.files import DumpFolder
 
 __all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError
-from divergence.importing.dump import Dumped, DumpedForward, Notes, leaves, module_site
-from divergence.importing.folder import DumpFolder
-from divergence.importing.rules import Rules
-from divergence.run.schema.site import natural_key
+from divergence.importing.building import Dumped, DumpedForward, Notes, Rules, leaves, module_site
+from divergence.importing.files import DumpFolder
+from divergence.run.site import natural_key
 
 __all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 

@@ -34,7 +34,7 @@ from divergence.ops.suite.operators import (
     reductions,
     rope,
 )
-from divergence.run.schema.site import did_you_mean
+from divergence.run.site import did_you_mean
 
 __all__ = [
     "DEFAULT", "OPERATORS", "SUITES", "ChosenOperator", "available", "case_path", "cases_in",

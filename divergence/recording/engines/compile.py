@@ -18,13 +18,12 @@ import msgspec
 import torch
 
 from divergence.errors import ModelError, UsageError, first_line
-from divergence.recording.engines.engine import EngineOptions, Loading
-from divergence.recording.engines.generate import GroupResult
-from divergence.recording.engines.load import LoadedModel, load_model
+from divergence.recording.engines.engine import EngineOptions, GroupResult
+from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.engines.sessions import TorchSession, blocks_of
-from divergence.recording.hooks.modules import Recorder
-from divergence.run.schema.manifest import EngineValue, SampleTokens
-from divergence.run.schema.site import did_you_mean
+from divergence.recording.modules import Recorder
+from divergence.run.manifest import EngineValue, SampleTokens
+from divergence.run.site import did_you_mean
 
 __all__ = ["CompileEngine", "CompileOptions"]
 

@@ -1,51 +1,223 @@
-"""Loading a Hugging Face model by hub id or local path, without surprises.
-
-The task is read off the config's architectures; attention is ``eager`` unless asked otherwise,
-because every backend has it. Parameters that the checkpoint lacks (transformers fills them with
-random numbers) are reported: a missing shard looks exactly like a wrong kernel.
-"""
+"""Models from a path or a hub: their weights, dtype and place."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
+from divergence.outside import MAX_LINE_BYTES, is_plain, json_value, read_bytes
 from divergence.recording.engines.codes import QuantizedCodes, dequantize
-from divergence.recording.engines.placement import (
-    DeviceMap,
-    as_loaded,
-    device_map_of,
-    distribution,
-    divide,
-    input_device,
-    why_not,
-)
-from divergence.recording.hooks.forwards import USUAL, Forwards
-from divergence.recording.hooks.patch import patched
-from divergence.recording.ranks.processes import Ranks
+from divergence.recording.hooks import USUAL, Forwards, patched
+from divergence.recording.machine import accelerator_type
+from divergence.recording.processes import Ranks
 from divergence.run.command import command_line
-from divergence.run.schema.layout import MANIFEST, expanded
-from divergence.run.schema.manifest import Task
-from divergence.run.trust import ATTENTION
+from divergence.run.manifest import Manifest, Task, digest_tensor
+from divergence.run.record import MANIFEST, expanded
+from divergence.run.site import escape_path
+from divergence.run.trust import ATTENTION, recorded_attention, recorded_revision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-__all__ = [
-    "LoadedModel", "Loading", "empty_model", "is_gguf", "load_model", "load_tokenizer",
-    "register_operators", "resolve_task",
-]  # fmt: skip
+# Where the weights of a model lie, if not all on one device.
+#
+# ``device_map`` leaves some in host memory or on disk. accelerate's hooks bring such a weight in
+# for its module's forward and take it away again; in between torch shows it on the meta device, as
+# a shape without values. Whoever needs the values asks the same hook, for one module at a time, so
+# that never more than one is held.
+#
+# Ranks divide a model by transformers' own means, ``DistributedConfig`` (5.23): tensor parallel
+# (``tp_plan``), FSDP2 (``fully_shard``), pipeline stages; every rank then reads only its own part
+# of the weights. That needs accelerate. Without it, or for ranks on the CPU of a machine with an
+# accelerator, each rank loads the whole model into the host's memory, divides it, and keeps its
+# part: the same result, at the price of that memory.
+
+_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+DeviceMap = str | Mapping[str, str | int]
+
+
+def device_map_of(given: DeviceMap) -> str | dict[str, str | int]:
+    """What ``from_pretrained`` takes: its words, a device, or module path → device, which may be
+    ``cpu`` or ``disk``; also the name of a JSON file of that."""
+    if not isinstance(given, str):
+        return dict(given)
+    if given in _WORDS or not (given.endswith(".json") or given.startswith("{")):
+        return given
+    hint = '--device-map {"": "cpu"}, or {"model.layers.0": 0, "model.layers.1": "disk"}'
+    data = (
+        given.encode() if given.startswith("{")
+        else read_bytes(expanded(given), error=UsageError, hint=hint)
+    )  # fmt: skip
+    device_map = json_value(data, where=f"--device-map {given}", error=UsageError, hint=hint)
+    if not isinstance(device_map, dict) or not all(
+        isinstance(v, str | int) for v in device_map.values()
+    ):
+        raise UsageError(
+            f"--device-map {given} is no JSON object of module path → device", hint=hint
+        )
+    return device_map
+
+
+def map_text(given: DeviceMap | None) -> str | None:
+    """As a run records it: words as they are, a map as one line of JSON."""
+    if given is None or isinstance(given, str):
+        return given
+    return json.dumps(dict(given), sort_keys=True)
+
+
+def input_device(module: torch.nn.Module) -> torch.device:
+    """Where token ids are put: with the first weight that is anywhere; hooks move them on."""
+    device = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
+    return torch.device("cpu") if device is None else device
+
+
+def weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name → weight for all of ``state_dict``, whole, in its order as far as weights are at hand.
+    One that is offloaded is there while the loop is at it, and no longer. All ranks of a mesh must
+    ask, in the same order."""
+    away: dict[str, list[str]] = {}
+    for name, tensor in module.state_dict().items():
+        if tensor.device.type == "meta":
+            away.setdefault(name.rpartition(".")[0], []).append(name)
+            continue
+        gather = getattr(tensor, "full_tensor", None)  # of a weight in pieces on several ranks
+        yield from _parts(name, tensor if gather is None else gather())
+    for path, names in away.items():
+        with _brought_in(module.get_submodule(path), path):
+            for name in names:
+                tensor = getattr(module.get_submodule(path), name.rpartition(".")[2])
+                if tensor.device.type == "meta":
+                    raise ModelError(
+                        f"the weight {name} has no values: nothing brings it in",
+                        hint="was the model loaded with --device-map?",
+                    )
+                yield name, tensor.detach()
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor class that holds codes and scales (torchao's) is the tensors it holds."""
+    held = getattr(tensor, "__tensor_flatten__", None)
+    if held is None or type(tensor).__module__.startswith("torch."):
+        yield name, tensor
+        return
+    for part in held()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))
+
+
+def _brought_in(owner: Any, path: str) -> Any:
+    try:
+        from accelerate.utils import align_module_device
+    except ImportError as error:
+        raise ModelError(
+            f"the weights of {path} are offloaded, and accelerate, which brings them in, is not "
+            "there",
+            hint="pip install 'divergence-debug[accelerate]'",
+        ) from error
+    return align_module_device(owner, execution_device="cpu")
+
+
+_NAMES = {"tp": "tp_size", "fsdp": "fsdp_size", "pp": "pp_size", "dp": "dp_replicate_size"}
+
+
+def distribution(ranks: Ranks) -> Any | None:
+    """What ``from_pretrained`` is told; None where every rank has the whole model."""
+    if set(ranks.sizes) <= {"dp"}:
+        return None
+    try:
+        from transformers.distributed import DistributedConfig
+
+        sizes: dict[str, Any] = {_NAMES[name]: size for name, size in ranks.sizes.items()}
+        return DistributedConfig(**sizes)
+    except (ImportError, TypeError) as error:
+        import transformers
+
+        raise UsageError(
+            f"transformers {transformers.__version__} cannot divide a model by "
+            f"{' and '.join(ranks.sizes)}",
+            hint="pip install -U transformers (5.23 can), or --mesh dp",
+        ) from error
+    except ValueError as error:  # combinations that it does not have
+        raise UsageError(f"--mesh cannot be carried out: {error}", hint="fewer axes") from error
+
+
+def as_loaded(ranks: Ranks) -> bool:
+    """Can the model be divided while it is read?"""
+    kind = accelerator_type() or "cpu"
+    return importlib.util.find_spec("accelerate") is not None and ranks.device.startswith(kind)
+
+
+def divide(module: Any, config: Any, ranks: Ranks) -> Any:
+    """Divide a model that this rank holds whole, and let go of what is not its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    kind = ranks.device.partition(":")[0]
+    shape = tuple(ranks.sizes.get(name, 1) for name in ("pp", "dp", "fsdp", "tp"))
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    tied = "tp" in ranks.sizes and _untie(module)
+    module = type(module).maybe_distribute_model(module, config, TransformersDeviceMesh(mesh, mesh))
+    if tied:
+        module.tie_weights()
+    return module.to(ranks.device)
+
+
+def _untie(module: Any) -> bool:
+    """Give the output matrix a name of its own where it is the embedding: the plan looks for both,
+    since it expects a model that is still to be filled. Was it the embedding?"""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", head):
+        return False
+    head.weight = torch.nn.Parameter(embedding.weight.detach(), requires_grad=False)
+    return True
+
+
+def why_not(module_class: str, error: BaseException, ranks: Ranks | None) -> ModelError | None:
+    """The clear word for a model that cannot be divided so; None for another error."""
+    match = re.search(r"has no `(\w+)_plan`", str(error))
+    # stages are cut from a list called ``layers``, without looking whether there is one
+    stages = ranks is not None and "pp" in ranks.sizes and isinstance(error, AttributeError)
+    if match is None and not stages:
+        return None
+    axis = "pp" if match is None else match[1]
+    return ModelError(
+        f"{module_class or 'this model'} has no plan for --mesh {axis}",
+        hint="--mesh dp (each rank the whole model)"
+        + ("" if axis == "fsdp" else ", perhaps --mesh fsdp")
+        + ", or a model whose transformers class has a plan",
+    )
+
+
+def tensor_plan(module: Any) -> dict[str, str]:
+    """Module path → style, of modules that tensor parallelism touches."""
+    plan: dict[str, str] = getattr(module, "tp_plan", None) or {}
+    styles = {}
+    for path, _ in module.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+        if style is not None:
+            styles[escape_path(path)] = style
+    return styles
+
+
+# Loading a Hugging Face model by hub id or local path, without surprises.
+#
+# The task is read off the config's architectures; attention is ``eager`` unless asked otherwise,
+# because every backend has it. Parameters that the checkpoint lacks (transformers fills them with
+# random numbers) are reported: a missing shard looks exactly like a wrong kernel.
 
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
 
@@ -104,7 +276,7 @@ def _load_config(loading: Loading) -> PretrainedConfig:
 
     _check_source(loading.source)
     try:
-        place, file = _parts(loading.source)
+        place, file = _load_parts(loading.source)
         config = cast("PretrainedConfig", AutoConfig.from_pretrained(
             place, revision=loading.revision, trust_remote_code=loading.trust_remote_code, **file
         ))  # fmt: skip
@@ -140,7 +312,7 @@ def load_tokenizer(
     """The tokenizer, or None where the model has none (token ids are then needed)."""
     from transformers import AutoTokenizer
 
-    place, file = _parts(source)
+    place, file = _load_parts(source)
     try:
         return AutoTokenizer.from_pretrained(
             place, revision=revision, trust_remote_code=trust_remote_code, **file
@@ -176,7 +348,7 @@ def load_model(loading: Loading) -> LoadedModel:
     factory = _factory(config, task)
     try:
         with _no_bars():
-            place, file = _parts(loading.source)
+            place, file = _load_parts(loading.source)
             module, told = factory.from_pretrained(place, **options, **file)
         if ranks is not None and division is not None and not at_once:
             module = divide(module, division, ranks)
@@ -292,7 +464,7 @@ def _model_dtype(name: str) -> torch.dtype:
     return form.torch_dtype
 
 
-def _parts(source: str) -> tuple[str, dict[str, Any]]:
+def _load_parts(source: str) -> tuple[str, dict[str, Any]]:
     """What ``from_pretrained`` is given: a folder or an id; of a GGUF file its folder and name."""
     place = os.path.expanduser(source)
     if not is_gguf(source):
@@ -398,3 +570,156 @@ def register_operators() -> None:
     """Have transformers register its ``torch.ops.transformers``; nothing where it has none."""
     with contextlib.suppress(Exception):  # an older transformers, or a torch it cannot use
         importlib.import_module("transformers.integrations.moe")
+
+
+# A checkpoint's files: are they data alone, and the weights in them by name.
+#
+# A checkpoint that a run names, and not the user, is read only where it is data alone. Weights in
+# safetensors are data. Pickled ones (``pytorch_model.bin``) are read by torch with
+# ``weights_only``, which allows tensors and plain containers; still a pickle is a program, so that
+# only the user can choose it. An adapter (PEFT) names another model and Python modules. What
+# transformers reads of a checkpoint otherwise (config, tokenizer, chat template in jinja's
+# sandbox) is data to it as long as ``trust_remote_code`` is not given.
+#
+# Weights that a run recorded by digest alone are found again in the files, so that one tensor costs
+# one tensor; where they name or hold it otherwise (fused experts, tied or computed tensors) the
+# model is loaded as a capture loads it. Only a tensor with the recorded digest is given out.
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
+
+
+def check_data_alone(source: str, *, revision: str | None) -> None:
+    """Raise ModelError where loading ``source`` reads a pickle or an adapter.
+
+    What is not there at all (no config, no weights) is left to the loader, which says so.
+    """
+    config = None if is_gguf(source) else _file(source, revision, "config.json")
+    if config is None:  # or GGUF, which is data
+        return
+    from transformers.utils import is_peft_available  # without PEFT adapters are passed over
+
+    if is_peft_available() and _file(source, revision, _ADAPTER) is not None:
+        raise _refused(source, f"comes with an adapter ({_ADAPTER})")
+    weights = _weights(source, revision, config)
+    others = [name for name in weights if not name.endswith(".safetensors")]
+    if away := [name for name in weights if not is_plain(name)]:
+        raise _refused(source, f"names weights outside its folder ({away[0][:80]})")
+    if others:
+        raise _refused(source, f"has pickled weights ({others[0]})")
+
+
+def _weights(source: str, revision: str | None, config: Path) -> list[str]:
+    """The files that transformers takes weights from, in its order."""
+    named = _json(config).get("transformers_weights")  # of the config; comes before the usual names
+    if isinstance(named, str):
+        if not named.endswith(".index.json") or not is_plain(named):
+            return [named]
+        return _indexed(_file(source, revision, named))
+    if _file(source, revision, _SINGLE) is not None:
+        return [_SINGLE]
+    index = _file(source, revision, _INDEX)
+    if index is not None:
+        return _indexed(index)
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
+        if _file(source, revision, name) is not None:
+            return [name]
+    return []
+
+
+def _indexed(index: Path | None) -> list[str]:
+    """The files that an index names: they need not be safetensors because it is called so."""
+    weight_map = {} if index is None else _json(index).get("weight_map")
+    return [str(name) for name in weight_map.values()] if isinstance(weight_map, dict) else []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Refused where it cannot be read: the loader might read it all the same."""
+    data = read_bytes(path, most=MAX_LINE_BYTES, error=ModelError)
+    content = json_value(data, where=str(path), error=ModelError)
+    return content if isinstance(content, dict) else {}
+
+
+def _file(source: str, revision: str | None, name: str) -> Path | None:
+    """A file of the checkpoint on this machine, fetched from the hub where the loader would."""
+    folder = expanded(source)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(os.path.expanduser(source), name, revision=revision)
+    except (OSError, ValueError):  # no such file or repository, or the hub is out of reach
+        return None
+    return None if file is None else Path(file)
+
+
+def _refused(source: str, what: str) -> ModelError:
+    return ModelError(
+        f"{source} {what}, and the run alone names it",
+        where="what a run names is loaded as data: config, tokenizer and safetensors",
+        hint=f"if you trust that model, name it yourself: --model {source}",
+    )
+
+
+class Weights:
+    """The weights of ``source`` (a directory or hub id), as ``manifest`` says they were loaded.
+
+    Raises ModelError, from ``find``, where the model must be loaded and cannot be.
+    """
+
+    def __init__(self, source: str, manifest: Manifest, *, trust_remote_code: bool = False) -> None:
+        self._source, self._manifest, self._trust = source, manifest, trust_remote_code
+        self._files = _files(expanded(source))
+        self._loaded: dict[str, torch.Tensor] | None = None
+
+    def find(self, name: str, dtype: torch.dtype, digest: str | None) -> torch.Tensor | None:
+        """The weight of that name in ``dtype``; None where none has that digest."""
+        for stored in (self._stored, self._in_model):
+            tensor = stored(name)
+            if tensor is None:
+                continue
+            tensor = tensor.to(dtype)
+            if digest is None or digest_tensor(tensor) == digest:
+                return tensor
+        return None
+
+    def _stored(self, name: str) -> torch.Tensor | None:
+        from safetensors import SafetensorError, safe_open
+
+        file = self._files.get(name, self._files.get(""))
+        if file is None or not file.is_file():
+            return None
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensor: torch.Tensor = opened.get_tensor(name)
+                return tensor
+        except (SafetensorError, OSError):  # under another name, or not there: the model knows
+            return None
+
+    def _in_model(self, name: str) -> torch.Tensor | None:
+        if self._loaded is None:
+            model = self._manifest.model
+            module = load_model(Loading(
+                self._source,
+                task=model.task,
+                # whose code is trusted is read at the revision that the user sees, not the run's
+                revision=None if self._trust else recorded_revision(self._manifest),
+                dtype=model.dtype,
+                attn_implementation=recorded_attention(self._manifest) or "eager",
+                trust_remote_code=self._trust,
+            )).module  # fmt: skip
+            self._loaded = dict(module.named_parameters(remove_duplicate=False))
+            self._loaded |= dict(module.named_buffers(remove_duplicate=False))
+        loaded = self._loaded.get(name)
+        return None if loaded is None else loaded.detach()
+
+
+def _files(root: Path) -> dict[str, Path]:
+    """Tensor name → file; ``""`` → the only file."""
+    if (root / _SINGLE).is_file():
+        return {"": root / _SINGLE}
+    index = root / _INDEX
+    named = _json(index).get("weight_map") if index.is_file() else None
+    places = named.items() if isinstance(named, dict) else ()
+    return {name: root / file for name, file in places if Path(str(file)).name == file}

@@ -18,32 +18,37 @@ import torch
 from torch import nn
 
 from divergence.errors import UsageError
-from divergence.numerics.quantizers import Quantizer
-from divergence.quantization.cache import HELD, QuantizedCache
-from divergence.quantization.calibration import CalibratedLimits, Watch, calibration_of, watching
+from divergence.numerics.codes import Quantizer
 from divergence.quantization.model import (
+    HELD,
+    CalibratedLimits,
+    QuantizedCache,
+    calibration_of,
     chosen,
     install,
     quantized_weight,
     targets_of,
     uninstall,
     use_plain_experts,
+    watching,
 )
+from divergence.quantization.model import CalibrationWatch as Watch
 from divergence.quantization.scheme import Scheme, scheme_named
-from divergence.recording.engines.engine import EngineOptions, Loading
-from divergence.recording.engines.generate import run_group
-from divergence.recording.engines.load import LoadedModel, load_model
+from divergence.recording.engines.engine import EngineOptions, run_group
+from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.engines.sessions import TorchSession
-from divergence.recording.hooks.patch import patched
-from divergence.run.schema.manifest import Manifest, ModelIdentity, SampleTokens
-from divergence.run.schema.provenance import (
+from divergence.recording.hooks import patched
+from divergence.run.manifest import (
     EngineNote,
     EngineValue,
+    Manifest,
+    ModelIdentity,
     QuantizationNote,
     QuantizedNumbers,
     QuantizedScheme,
+    SampleTokens,
 )
-from divergence.run.schema.site import starred
+from divergence.run.site import starred
 
 __all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "quantised_cache"]
 

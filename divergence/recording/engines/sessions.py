@@ -8,14 +8,19 @@ from typing import Any, ClassVar
 import torch
 import transformers
 
-from divergence.recording.engines.engine import EngineOptions, Feature, Loading
-from divergence.recording.engines.generate import GroupResult, check_ids, run_group
+from divergence.recording.engines.engine import (
+    EngineOptions,
+    Feature,
+    GroupResult,
+    check_ids,
+    run_group,
+)
 from divergence.recording.engines.identity import identify
-from divergence.recording.engines.load import LoadedModel, load_model
-from divergence.recording.hooks.modules import Recorder
-from divergence.recording.model.structure import describe_modules
-from divergence.recording.storage import about_bytes
-from divergence.run.schema.manifest import (
+from divergence.recording.engines.load import LoadedModel, Loading, load_model
+from divergence.recording.execution import about_bytes
+from divergence.recording.modules import Recorder
+from divergence.recording.structure import describe_modules
+from divergence.run.manifest import (
     EngineNote,
     EngineValue,
     Manifest,
@@ -23,7 +28,7 @@ from divergence.run.schema.manifest import (
     ModuleNote,
     SampleTokens,
 )
-from divergence.run.schema.site import escape_path
+from divergence.run.site import escape_path
 
 __all__ = ["TorchSession", "TransformersEngine", "blocks_of", "loaded_by_transformers"]
 

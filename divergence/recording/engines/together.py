@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from divergence.recording.engines.generate import (
+from divergence.recording.anchors import Allowance
+from divergence.recording.engines.engine import (
     GroupResult,
     can_generate,
     control,
@@ -32,10 +33,9 @@ from divergence.recording.engines.generate import (
     inputs,
 )
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks.modules import Recorder
-from divergence.recording.hooks.rows import HeldSink, Rows, agree
-from divergence.recording.own_truth import Allowance
-from divergence.run.schema.manifest import SampleTokens
+from divergence.recording.hooks import HeldSink, Rows, agree
+from divergence.recording.modules import Recorder
+from divergence.run.manifest import SampleTokens
 
 __all__ = ["Together"]
 

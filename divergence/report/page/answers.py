@@ -14,14 +14,23 @@ from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.comparison.result import Answer, Report
-from divergence.comparison.results.background import Background
+from divergence.comparison.results import Background
 from divergence.evaluations.result import Candidate, ScoresReport
 from divergence.evaluations.show import TITLES, facts_of, headline, name_of, task_cells
 from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
 from divergence.fleet.result import Matrix, MatrixRow
-from divergence.html.element import Node, el
 from divergence.html.figures import Plot, PlotLine
-from divergence.html.parts import BlockPart, Section, Table, details, facts, prose_block, table
+from divergence.html.parts import (
+    BlockPart,
+    Node,
+    Section,
+    Table,
+    details,
+    el,
+    facts,
+    prose_block,
+    table,
+)
 from divergence.layout import Line, count, share, times
 from divergence.report import localization as localized
 from divergence.report import matrix as matrices

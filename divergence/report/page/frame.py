@@ -6,9 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from divergence.comparison.result import strict_json
-from divergence.html.document import document
-from divergence.html.element import Element, Node, el
-from divergence.html.parts import BlockPart, Section, command, facts, name
+from divergence.html.parts import (
+    BlockPart,
+    Element,
+    Node,
+    Section,
+    command,
+    document,
+    el,
+    facts,
+    name,
+)
 from divergence.layout import Line
 
 __all__ = ["frame", "next_commands", "opening", "printed"]

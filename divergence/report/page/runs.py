@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.findings import PreflightLine
-from divergence.html.element import Node, el
-from divergence.html.parts import Section, Table, details, prose_block, table
+from divergence.comparison.results import Background, PreflightLine
+from divergence.html.parts import Node, Section, Table, details, el, prose_block, table
 from divergence.layout import count, size
-from divergence.run.schema.manifest import Environment, Manifest
+from divergence.run.manifest import Environment, Manifest
 
 __all__ = ["coverage_section", "machines_section", "settings_section"]
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
-from divergence.html.element import Element, Node, el
-from divergence.html.parts import Section, facts, name, prose_block
+from divergence.html.parts import Element, Node, Section, el, facts, name, prose_block
 from divergence.layout import Line, count
 from divergence.report.page.frame import next_commands, opening
 from divergence.report.screen import compared_lines, settings_lines, token_lines

@@ -19,10 +19,8 @@ from importlib.util import find_spec
 from msgspec.structs import replace
 
 from divergence.comparison.result import Report
-from divergence.comparison.results.background import Background
-from divergence.comparison.results.sites import SiteResult
-from divergence.html.element import Element
-from divergence.html.parts import Section
+from divergence.comparison.results import Background, SiteResult
+from divergence.html.parts import Element, Section
 from divergence.report.machine import csv_columns
 from divergence.report.page.frame import frame, printed
 from divergence.report.page.runs import coverage_section, machines_section, settings_section

@@ -15,14 +15,12 @@ import msgspec
 
 from divergence.errors import DivergenceError, UsageError, first_line
 from divergence.facts import Fact, fact, with_sentences
-from divergence.options.commands import link_rate
-from divergence.options.train import PlanOptions
-from divergence.recording.engines.load import LoadedModel
-from divergence.recording.engines.placement import tensor_plan
-from divergence.recording.model.structure import describe_modules
-from divergence.recording.ranks.processes import parse_mesh
+from divergence.options.commands import PlanOptions, link_rate
+from divergence.recording.engines.load import LoadedModel, tensor_plan
+from divergence.recording.processes import parse_mesh
 from divergence.recording.request import Request
-from divergence.run.schema.site import escape_path
+from divergence.recording.structure import describe_modules
+from divergence.run.site import escape_path
 from divergence.training.plan.result import TrainingPlan
 from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
 from divergence.training.plan.step import StepLayout, Stepped, Wanted, run_step

@@ -22,8 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks.patch import swapped
-from divergence.recording.training.mode import training_mode
+from divergence.recording.hooks import swapped
+from divergence.recording.training import training_mode
 from divergence.training.plan.live import LiveBytes
 from divergence.training.plan.result import Activations
 

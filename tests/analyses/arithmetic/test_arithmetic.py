@@ -11,7 +11,8 @@ import pytest
 from divergence.analyses.arithmetic.find import find
 from divergence.comparison.arithmetic import expected_w, explain_arithmetic
 from divergence.facts import sentence
-from divergence.run.schema.manifest import (
+from divergence.run.manifest import (
+    ArithmeticFact,
     Environment,
     Manifest,
     ModelIdentity,
@@ -20,7 +21,6 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.schema.provenance import ArithmeticFact
 
 SHAPE = "linear M=16 K=512 N=64"
 

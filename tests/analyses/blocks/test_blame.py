@@ -12,9 +12,9 @@ from divergence.analyses.blocks.blame import forward_controls, questions
 from divergence.analyses.blocks.looks import Controls
 from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.measure.truth_stats import stats_of
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import THRESHOLDS
-from divergence.numerics.pairs.against import measure_against
+from divergence.numerics.pairs import measure_against
 from divergence.words import figure
 
 ROWS, COLUMNS, FLOOR = 32, 256, 1e-3

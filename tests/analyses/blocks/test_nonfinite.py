@@ -13,7 +13,7 @@ from divergence.analyses.blocks.nonfinite import find_nonfinite
 from divergence.comparison.api import compare
 from divergence.comparison.measure.runs import measure
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results.sites import NonfiniteCount
+from divergence.comparison.results import NonfiniteCount
 from divergence.errors import UsageError
 from divergence.gate.golden import bless
 from divergence.recording.api import capture

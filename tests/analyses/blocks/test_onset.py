@@ -11,7 +11,7 @@ from divergence.analyses.blocks.onset import checks_of
 from divergence.analyses.blocks.suspects import Family
 from divergence.analyses.blocks.units import Unit
 from divergence.comparison.decide import RANK, check, confidence_of
-from divergence.comparison.results.findings import Check
+from divergence.comparison.results import Check
 from divergence.facts import sentence
 
 

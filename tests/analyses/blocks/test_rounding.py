@@ -9,7 +9,7 @@ import pytest
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.experiments.localization.localize import _choose
-from divergence.recording import storage
+from divergence.recording import execution as storage
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.keeper import ReducedKeeper

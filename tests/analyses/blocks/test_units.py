@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from divergence.analyses.blocks.units import build_units, flag
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import THRESHOLDS
 
 

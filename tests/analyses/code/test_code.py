@@ -17,8 +17,8 @@ from divergence.comparison.preflight.models import (
 )
 from divergence.facts import sentence, worded
 from divergence.recording.api import capture
+from divergence.run.manifest import CodeNote
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import CodeNote
 
 V3 = "tests/fixtures/run-v3"
 

@@ -13,8 +13,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.decide import decide, explained
 from divergence.comparison.preflight.code import other_code, replaced_in
 from divergence.comparison.preflight.owner import disagreement
-from divergence.comparison.results.findings import Finding, Onset
-from divergence.comparison.results.operators import OperatorResult, OperatorsResult
+from divergence.comparison.results import Finding, Onset, OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
 from divergence.facts import fact, plain, worded
 from divergence.recording.api import capture

@@ -12,7 +12,7 @@ from divergence.comparison.api import compare
 from divergence.recording.api import capture, truth
 from divergence.recording.engines import sessions
 from divergence.run.reader import Run
-from divergence.run.schema.site import CODES
+from divergence.run.site import CODES
 from tests.models import quantized
 
 PATH = "model.layers.1.mlp.down_proj"

@@ -8,7 +8,7 @@ import torch
 from benchmarks.quantizers import PROMPTS
 from divergence.comparison.api import compare
 from divergence.recording.api import capture, truth
-from divergence.run.schema.site import HEAD_CODES
+from divergence.run.site import HEAD_CODES
 from tests.models import quantized
 
 PATH = "model.layers.1.self_attn"
@@ -116,7 +116,7 @@ SECOND = "decoder.block.1"
 @pytest.mark.parametrize("name", ["layer.0.SelfAttention", "layer.1.EncDecAttention"])
 def test_a_wrong_quantiser_of_one_of_them_is_named(halves, name, tmp_path, monkeypatch):
     """A cast that cuts off, where this attention fills the cache."""
-    from divergence.quantization import cache
+    from divergence.quantization import model as cache
 
     a, exact = halves
     own, wrong, inside = cache.codes_of, f"{SECOND}.{name}", [False]

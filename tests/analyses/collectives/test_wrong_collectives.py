@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from divergence import Run, capture, compare
 from divergence.analyses.collectives.find import _who
-from divergence.comparison.results.suites import CollectiveFault
+from divergence.comparison.results import CollectiveFault
 from divergence.errors import UsageError
 from divergence.facts import sentence
-from divergence.recording.ranks.processes import Ranks
+from divergence.recording.processes import Ranks
 
 HERE = "tests.analyses.collectives.wrong_collectives"
 RANDOM = ("*.float32.odd.random", "reduce_scatter.float32.even.random")

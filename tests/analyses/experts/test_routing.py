@@ -18,7 +18,7 @@ from divergence.comparison.routers import Flips, explained_choices
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
-from divergence.run.schema.site import module_of
+from divergence.run.site import module_of
 from tests.models import tiny, weights
 
 BLOCK = "model.layers.2"

@@ -14,11 +14,9 @@ from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.find import finding_of
 from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.decide import decide
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.operators import OtherOperand
+from divergence.comparison.results import Finding, OtherOperand
 from divergence.facts import plain, sentence, worded
-from divergence.run.schema.record import Call, Operand
-from divergence.run.schema.scalars import other_scalars
+from divergence.run.record import Call, Operand, other_scalars
 
 PASSES = ("anchored", "anchored")
 

@@ -6,9 +6,9 @@ import pytest
 
 from divergence.analyses.operators.find import behind_operator
 from divergence.comparison.arithmetic import Explained, subjects_of
-from divergence.comparison.results.operators import OperatorResult
+from divergence.comparison.results import OperatorResult
 from divergence.facts import sentence
-from divergence.run.schema.provenance import ArithmeticFact
+from divergence.run.manifest import ArithmeticFact
 
 
 def fact(name: str, value: str) -> ArithmeticFact:

@@ -186,7 +186,7 @@ def test_choices_a_rounding_apart_may_differ(toy):
 
 def replace(run, key, tensor):
     """Another value in place of a recorded one."""
-    from divergence.run.schema.fingerprint import digest_tensor
+    from divergence.run.manifest import digest_tensor
 
     run._tensors[key] = tensor
     for index, record in enumerate(run.records):

@@ -13,8 +13,8 @@ from divergence.analyses.precision.audit import audit_runs
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.run.manifest import ArithmeticFact
 from divergence.run.reader import Run
-from divergence.run.schema.provenance import ArithmeticFact
 
 BLOCKS = {
     "llama": "model.layers.1",

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from divergence.analyses.precision.parts import find_parts
 from divergence.comparison.calls.graph import CallNode, forwards_of
-from divergence.recording.hooks.dispatch import OperatorRecorder
+from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
-from divergence.run.schema.record import Call, Operand
+from divergence.run.record import Call, Operand
 
 BF16, F32 = torch.bfloat16, torch.float32
 

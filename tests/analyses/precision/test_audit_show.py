@@ -5,12 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from divergence.analyses.precision.show import audit_lines
-from divergence.comparison.results.operators import (
-    AuditedPlace,
-    AuditFinding,
-    AuditResult,
-    AuditRow,
-)
+from divergence.comparison.results import AuditedPlace, AuditFinding, AuditResult, AuditRow
 from divergence.facts import plain, worded
 
 PLACE = AuditedPlace(

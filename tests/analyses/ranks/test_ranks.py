@@ -27,15 +27,15 @@ from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.pipeline import measure_all, measured_by
 from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
 from divergence.errors import RunFormatError
-from divergence.numerics.summaries.summary import summarize
+from divergence.numerics.summary import summarize
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import Mesh, MeshAxis, Sizes
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Mesh, MeshAxis, Sizes
-from divergence.run.schema.record import Record
-from divergence.run.unshard import unsharded
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.writer import RunWriter
+from divergence.run.record import Record
+from divergence.run.writer import RunWriter
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

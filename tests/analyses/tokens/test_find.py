@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from divergence.analyses.tokens.find import find
-from divergence.comparison.results.tokens import TokensResult
+from divergence.comparison.results import TokensResult
 
 
 def _measured(w, *, floor_side="reference", ratio=6.2):

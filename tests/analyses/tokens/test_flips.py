@@ -18,7 +18,7 @@ from divergence.facts import worded
 from divergence.gate.check import evaluate, is_tie
 from divergence.gate.policy import Policy
 from divergence.numerics.floor import THRESHOLDS
-from divergence.numerics.pairs.logits import kl_divergence, logit_error
+from divergence.numerics.logits import kl_divergence, logit_error
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from divergence.arithmetic.additions.fprev import NotATreeError, TooManyError, reveal
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import NotATreeError, TooManyError, Tree, reveal
 from tests.models.trees import balanced, sequential, size_between
 
 

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.arithmetic.additions.order import find_order, output_classes
-from divergence.arithmetic.additions.proof import Arithmetic, _fma, prove, trials
-from divergence.arithmetic.additions.summing import Summing
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import (
+    Arithmetic,
+    Summing,
+    Tree,
+    _fma,
+    find_order,
+    output_classes,
+    prove,
+    trials,
+)
 from tests.models.trees import balanced, sequential, tree_of_parents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.arithmetic.additions.accumulator import find_accumulator, input_bits, keep_bits
-from divergence.arithmetic.additions.facts import probe_orders
-from divergence.arithmetic.additions.order import find_order
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import (
+    Tree,
+    find_accumulator,
+    find_order,
+    input_bits,
+    keep_bits,
+    probe_orders,
+)
 from divergence.arithmetic.notebook import Notebook
 from tests.models.matrix_unit import matrix_unit
 

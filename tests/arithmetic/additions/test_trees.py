@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.arithmetic.additions.describe import describe
-from divergence.arithmetic.additions.trees import Tree
+from divergence.arithmetic.additions import Tree, describe
 from tests.models.trees import balanced, sequential, size_between, tree_of_parents
 
 

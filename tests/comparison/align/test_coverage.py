@@ -16,8 +16,8 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.gate.check import check
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.run.manifest import ModuleNote
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModuleNote
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
 OPERATORS = ("blocks", "ops@model.layers.1")

@@ -10,8 +10,9 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.run.captured import CapturedTensor
 from divergence.run.reader import Run
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.writer import RunWriter
 
 BLOCK = "model.layers.1"
 FAULTY = f"{BLOCK}.mlp.down_proj/aten.mm:out"

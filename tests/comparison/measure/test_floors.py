@@ -9,7 +9,7 @@ import pytest
 
 from divergence.comparison.measure.floors import ModelFloor, small_rows
 from divergence.numerics.formats import format_named
-from divergence.numerics.pairs.metrics import RowMetrics
+from divergence.numerics.sums import RowMetrics
 
 BF16 = format_named("bfloat16")
 WIDTH = 16

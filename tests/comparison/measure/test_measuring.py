@@ -20,9 +20,10 @@ from divergence.errors import RunFormatError, UsageError
 from divergence.fleet.many import compare_many
 from divergence.numerics.kernels import has_compiled
 from divergence.recording.api import capture
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModuleNote, Sizes
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 
 NUM_BLOCKS = 7

@@ -14,11 +14,11 @@ from divergence.comparison.api import compare
 from divergence.comparison.result import json_safe
 from divergence.errors import IncomparableError
 from divergence.gate.check import check
-from divergence.numerics.summaries.fold import fold_tensor
+from divergence.numerics.summaries import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
-from divergence.run.schema.layout import RECORDS
+from divergence.run.record import RECORDS
 from tests.digests import without_digests
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
@@ -180,7 +180,7 @@ def test_sketches_without_pooled_sums(recorded, tmp_path, monkeypatch):
     """As versions before wrote them: they are compared by what both have, their rows."""
     full, new = recorded(), recorded(store="sketch")
     assert any(record.sketch.num_pooled for record in new.records if record.sketch)
-    monkeypatch.setattr("divergence.run.writing.reduction.num_pooled", lambda shape, k: 0)
+    monkeypatch.setattr("divergence.run.writer.num_pooled", lambda shape, k: 0)
     old = repeated(full, tmp_path / "old", store="sketch")
     assert not any(record.sketch.num_pooled for record in old.records if record.sketch)
     known = sites_of(compare(full, repeated(full, tmp_path / "other")))

@@ -6,17 +6,17 @@ import msgspec
 import pytest
 
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.results.findings import schemes_apart
+from divergence.comparison.results import schemes_apart
 from divergence.facts import worded
 from divergence.recording.api import capture
-from divergence.run.reader import Run
-from divergence.run.schema.provenance import (
+from divergence.run.manifest import (
     Calibration,
     EngineNote,
     QuantizationNote,
     QuantizedNumbers,
     QuantizedScheme,
 )
+from divergence.run.reader import Run
 
 
 def note(bits):

@@ -142,7 +142,7 @@ def test_code_of_both_sides_names_none_in_either(pair, tmp_path, monkeypatch):
     """B's class runs other code that is nobody's replacement there: neither command takes A's
     truth for a proof."""
     a, true = pair
-    monkeypatch.setattr("divergence.recording.model.code._Reader._say", lambda *_: None)
+    monkeypatch.setattr("divergence.recording.code._Reader._say", lambda *_: None)
     b = capture(like=a, out=tmp_path / "b", prepare=kept_results, probe=False)
     verdict = compare(a, b, truth=true).verdict
     result = localize(a, b, truth=true, out=tmp_path / "work", here="both",

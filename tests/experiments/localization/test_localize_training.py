@@ -11,7 +11,7 @@ import pytest
 
 import divergence
 from divergence.report.localization import localization_lines
-from divergence.run.schema.site import BACKWARD
+from divergence.run.site import BACKWARD
 from tests.models.wrong_kernels import wrong_kernels
 
 IDS = [[(7 * place + 13 * number) % 90 + 5 for place in range(length)]

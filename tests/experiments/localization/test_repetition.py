@@ -16,7 +16,7 @@ from divergence.experiments.localization.localize import localize
 from divergence.experiments.localization.repetition import check_repetition, check_substituted
 from divergence.experiments.sensitivity.sensitivity import sensitivity
 from divergence.facts import worded
-from divergence.numerics.summaries.fold import fold_tensor
+from divergence.numerics.summaries import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_lines

@@ -12,7 +12,7 @@ from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines
 from divergence.report.summary import report_lines
 from divergence.run.reader import Run
-from divergence.run.storage.packing import pack, unpack
+from divergence.run.target import pack, unpack
 
 BLOCK = "model.layers.1"
 SITE = f"{BLOCK}.mlp/aten.mul:out"

@@ -20,7 +20,7 @@ from divergence.experiments.result import FaultSize
 from divergence.experiments.sensitivity.sizes import confirm_sizes
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
-from divergence.recording.machine.environment import variables_to_set
+from divergence.recording.machine import variables_to_set
 from divergence.recording.request import also_taken
 from divergence.run.command import command
 from divergence.run.reader import Run
@@ -49,7 +49,8 @@ def maker(run, tmp_path):
     def make(candidate: Run, here: str = "both") -> Maker:
         return Maker(
             run, candidate, tmp_path / "work", model=None, device="cpu", here=here, force=False,
-            trust_remote_code=False, prepare={}, again=command("localize"), progress=lambda *_: None,
+            trust_remote_code=False, prepare={}, again=command("localize"),
+            progress=lambda *_: None,
         )  # fmt: skip
 
     return make

@@ -12,7 +12,7 @@ from divergence.errors import UsageError
 from divergence.experiments.quantization.policy import forms
 from divergence.experiments.quantization.quantize import quantize
 from divergence.experiments.quantization.trials import cost_of
-from divergence.numerics.pairs.logits import row_costs
+from divergence.numerics.logits import row_costs
 from divergence.quantization.scheme import scheme_named
 from divergence.recording.api import capture
 from divergence.report.quantization import answer_line, quantization_lines

@@ -19,12 +19,13 @@ from safetensors.torch import load_file
 
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.replay import replay
-from divergence.ops.reproducer.repro import FILES, repro
+from divergence.ops.reproducer import FILES, repro
 from divergence.ops.suite import catalog
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
-from divergence.run.schema.record import Call, Operand
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.record import Call, Operand
+from divergence.run.writer import RunWriter
 
 BARE = """
 import runpy, sys
@@ -403,8 +404,8 @@ def test_an_operator_of_a_suite_brings_its_source(tmp_path, monkeypatch):
 
 def _by_hand(path: Path, call: Call, site: str, label: str = "here") -> Run:
     """A run of one call on two small vectors."""
-    from divergence.recording.machine.environment import collect_environment
-    from divergence.run.schema.manifest import Manifest
+    from divergence.recording.machine import collect_environment
+    from divergence.run.manifest import Manifest
 
     environment = collect_environment("cpu", label=label)
     values = Manifest(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from divergence.errors import FaultError
 from divergence.ops.allowed import Refusal
-from divergence.ops.reproducer.source import call_node, check_script, literal, node, place
+from divergence.ops.reproducer import call_node, check_script, literal, node, place
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text()

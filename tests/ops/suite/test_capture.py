@@ -12,10 +12,11 @@ import torch
 from divergence import Run, capture, compare
 from divergence import truth as make_truth
 from divergence.errors import RunExistsError, RunFormatError, UsageError
+from divergence.ops.suite.capturing import arguments_of
 from divergence.ops.suite.definition import Unavailable
-from divergence.ops.suite.recording import arguments_of
 from divergence.recording.dry_run import plan_capture
-from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.run.captured import CapturedTensor
+from divergence.run.writer import RunWriter
 from tests.digests import without_digests
 
 FEW = ["rms_norm.float32.*", "topk.bfloat16.odd*"]

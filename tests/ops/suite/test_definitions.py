@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional
 
 from divergence.ops.suite.catalog import OPERATORS, cases_in, find
-from divergence.ops.suite.definition import outputs_of
-from divergence.ops.suite.truth import widened
+from divergence.ops.suite.definition import outputs_of, widened
 
 
 def define(operator: str, **arguments):

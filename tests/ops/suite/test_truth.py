@@ -1,4 +1,4 @@
-"""Tests of divergence.ops.suite.truth: simulated rounding is as large as real rounding."""
+"""Tests of divergence.ops.suite.definition: simulated rounding is as large as real rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divergence.numerics.formats import format_named
-from divergence.ops.suite.truth import samples, stored
+from divergence.ops.suite.definition import samples, stored
 
 SINGLE, BRAIN = format_named("float32"), format_named("bfloat16")
 

@@ -1,4 +1,4 @@
-"""Tests of divergence.ops.suite.values and cases: the same bytes everywhere."""
+"""Tests of divergence.ops.suite.definition and cases: the same bytes everywhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from divergence.ops.suite.catalog import case_path, cases_in
-from divergence.ops.suite.values import cancel, draw, integers, normal, outlier_channels, to_tensor
-from divergence.run.schema.fingerprint import digest_many, digest_tensor
+from divergence.ops.suite.definition import (
+    cancel,
+    draw,
+    integers,
+    normal,
+    outlier_channels,
+    to_tensor,
+)
+from divergence.run.manifest import digest_many, digest_tensor
 
 INPUTS = "49a111c005c23cdf1dd7be5b0cc40720"
 """One digest over the inputs of suite:llm. It changes when a case does, and with nothing else: not
@@ -30,7 +37,7 @@ def test_inputs_are_frozen():
 
 def test_the_hash_is_splitmix():
     """The first outputs of SplitMix64 with state 0, as its authors publish them."""
-    from divergence.ops.suite.values import _hash
+    from divergence.ops.suite.definition import _hash
 
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [int(one) for one in _hash(0, 3, 0)] == expected

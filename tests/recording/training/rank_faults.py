@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from divergence.recording.training import optimizer, session
+from divergence.recording import optimizer
+from divergence.recording import training as session
 
 __all__ = ["BLOCK", "FAULTS"]
 

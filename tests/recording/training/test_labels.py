@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM
 
 import divergence
 from divergence.errors import DivergenceError, PromptError, UsageError
-from divergence.options.capture import CaptureOptions
-from divergence.recording.prompts import Prompt
-from divergence.recording.training.asked import prompts_of
-from divergence.recording.training.labels import check_labels, label_rows
-from divergence.run.schema.manifest import NO_LABEL, SampleTokens
+from divergence.options.commands import CaptureOptions
+from divergence.recording.optimizer import prompts_of
+from divergence.recording.prompts import Prompt, check_labels, label_rows
+from divergence.run.manifest import NO_LABEL, SampleTokens
 
 N = NO_LABEL
 IDS = [

@@ -7,7 +7,7 @@ import torch
 
 import divergence
 from divergence.errors import UsageError
-from divergence.run.schema.site import BACKWARD, operator_of
+from divergence.run.site import BACKWARD, operator_of
 
 IDS = [[5, 9, 33, 21, 77, 100, 43, 12], [45, 99, 33, 21, 17]]
 BLOCKS = {"llama": "model.layers.1", "gpt2": "transformer.h.1", "qwen3-moe": "model.layers.1"}

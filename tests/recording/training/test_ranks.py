@@ -11,9 +11,9 @@ import pytest
 
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
+from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
-from divergence.run.schema.site import OPTIMIZER, of_parameter
-from divergence.run.unshard import unsharded
+from divergence.run.site import OPTIMIZER, of_parameter
 from tests.recording.test_ranks import make
 from tests.recording.training.rank_faults import BLOCK
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.recording.training.reduction import ORDERS, reduced
+from divergence.recording.optimizer import ORDERS, reduced
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 import divergence
 from divergence.errors import PlantError, UsageError
-from divergence.recording.training.optimizer import Stepping
-from divergence.recording.training.recorder import parameters_of
-from divergence.run.schema.site import BACKWARD, OPTIMIZER, join_site
+from divergence.recording.optimizer import Stepping
+from divergence.recording.training import parameters_of
+from divergence.run.site import BACKWARD, OPTIMIZER, join_site
 
 IDS = [[5, 9, 33, 21, 77, 100, 43, 12, 6, 91, 18], [45, 99, 33, 21, 17, 20, 43, 112, 66]]
 ARCHITECTURES = ["llama", "gpt2", "qwen3-moe"]
@@ -280,7 +280,7 @@ def test_gradients_reduced_as_ranks_would(step, truth):
 
 
 def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
-    from divergence.recording.training.optimizer import Stepping
+    from divergence.recording.optimizer import Stepping
 
     a = step("llama")
     reduce = Stepping.reduce

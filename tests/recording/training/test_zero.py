@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from divergence.errors import ModelError, UsageError
-from divergence.options.capture import CaptureOptions
-from divergence.recording.training.optimizer import Stepping
-from divergence.recording.training.zero import check_reduced, check_stage
-from divergence.run.schema.provenance import Training
+from divergence.options.commands import CaptureOptions
+from divergence.recording.optimizer import Stepping, check_reduced, check_stage
+from divergence.run.manifest import Training
 
 
 @pytest.mark.parametrize(("stage", "axis"), [(0, "dp"), (1, "dp"), (2, "fsdp"), (3, "fsdp")])

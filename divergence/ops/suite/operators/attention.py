@@ -24,8 +24,8 @@ from divergence.ops.suite.definition import (
     TensorSource,
     Unavailable,
     cases_of,
+    stored,
 )
-from divergence.ops.suite.truth import stored
 
 __all__ = ["OPERATORS", "attend"]
 

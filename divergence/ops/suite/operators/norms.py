@@ -17,8 +17,8 @@ from divergence.ops.suite.definition import (
     Operator,
     TensorSource,
     cases_of,
+    stored,
 )
-from divergence.ops.suite.truth import stored
 
 __all__ = ["OPERATORS"]
 

@@ -24,9 +24,10 @@ from divergence.ops.suite.definition import (
     Plan,
     TensorSource,
     cases_of,
+    normal,
+    to_tensor,
 )
 from divergence.ops.suite.operators.attention import attend
-from divergence.ops.suite.values import normal, to_tensor
 
 __all__ = ["OPERATORS"]
 

@@ -27,8 +27,9 @@ from divergence.ops.suite.definition import (
     TensorSource,
     Unavailable,
     cases_of,
+    integers,
+    to_tensor,
 )
-from divergence.ops.suite.values import integers, to_tensor
 
 __all__ = ["OPERATORS"]
 

@@ -23,9 +23,10 @@ from divergence.ops.suite.definition import (
     Operator,
     TensorSource,
     cases_of,
+    normal,
+    stored,
+    to_tensor,
 )
-from divergence.ops.suite.truth import stored
-from divergence.ops.suite.values import normal, to_tensor
 
 __all__ = ["OPERATORS"]
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from divergence.errors import ModelError
-from divergence.recording.engines.vllm.batches import Gathered, alone, forward_of
-from divergence.recording.engines.vllm.session import PromptTokens
-from divergence.recording.hooks.sink import Sink
+from divergence.recording.engines.vllm.engine import Gathered, PromptTokens, alone, forward_of
+from divergence.recording.hooks import Sink
 from divergence.recording.prompts import group_samples
-from divergence.run.schema.manifest import SampleTokens
-from divergence.run.writing.captured_tensor import CapturedTensor
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import SampleTokens
 
 
 def prompts(*lengths):

@@ -11,7 +11,7 @@ from torch import nn
 from divergence.config import config_names
 from divergence.errors import ConfigError, UsageError
 from divergence.recording.engines.load import Loading, empty_model
-from divergence.recording.engines.vllm.names import ModuleMap, map_for, parameters_of, places_of
+from divergence.recording.engines.vllm.engine import ModuleMap, map_for, parameters_of, places_of
 from tests.models.families import build
 
 FAMILIES = {

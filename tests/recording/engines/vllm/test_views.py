@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from divergence.errors import PlantError
-from divergence.recording.engines.vllm.views import head_hooked, table_viewed, viewed
+from divergence.recording.engines.vllm.engine import head_hooked, table_viewed, viewed
 
 
 class FusedNorm(nn.Module):

@@ -1,0 +1,380 @@
+"""Recorded measurements and observations of every benchmark pair, for any change of the judge.
+
+    python benchmarks/observations.py record [--seconds 3600] [--kinds ...] [--cases FOLDER]
+    python benchmarks/observations.py replay [--kinds ...]
+    python benchmarks/observations.py figures
+    python benchmarks/observations.py pack [--out benchmarks/observations] [--megabytes 18]
+
+``record`` plants and captures what the benchmarks plant and capture (health.jsonl,
+localization.jsonl, operator_localization.jsonl, trained.jsonl name the pairs; trust.py has its
+cases; new are models with massive activations, Mamba with a whole pass and the trained model over
+20 prompts), compares, and keeps for each pair, in --store (.cache/observations),
+
+    STORE/answers/KIND.jsonl     what was planted, the benchmark's own row as it is now, and what
+                                 was answered: with the truth that the benchmark gives, with the
+                                 one that the run carries, and without any
+    STORE/recordings/KIND/       what today's judge takes as input (benchmarks/_recorded.py)
+    STORE/columns/KIND/          what another judge will want beside it (benchmarks/_observed.py)
+
+It goes on where it stopped. Kinds take turns by the time that each has had, and the pairs of a kind
+come shuffled, so that a part is a fair sample of all. ``replay`` asks today's judge again, of what
+was kept alone, and prints which answers are not equal, and why. ``figures`` holds the stored rows
+(of older code) against the answers of now. ``pack`` writes what fits in git: of every fault and a
+third of the healthy pairs the answers and the columns that have a line a pair of tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import lzma
+import math
+import os
+import random
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("COLUMNS", "200")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks._pairs import KINDS, LATER, SHARES, Work, operator_key, stored, trial_key
+from benchmarks._recorded import Answer, load
+from benchmarks._taken import Line, Store, Taking, install, read_columns, write_columns
+from divergence.comparison import api
+from divergence.comparison.result import Report
+
+QUIET = ("identical", "within_floor")
+
+
+def record(store: Store, kinds: list[str], seconds: float, most: int, cases: Path | None) -> None:
+    """Goes on with all kinds, the one next that had the least of its share of the time."""
+    start = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that runs are removed
+    install()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Work(store, Path(folder), cases)
+        pairs, spent, count = {}, Counter[str](), Counter[str]()
+        for kind in kinds:
+            lines = store.lines(kind)
+            pairs[kind] = KINDS[kind](work, {line.key for line in lines})
+            spent[kind] = sum(line.seconds for line in lines)
+        while pairs and time.perf_counter() - start < seconds:
+            kind = min(pairs, key=lambda kind: LATER.get(kind, 0.0) + spent[kind] / SHARES[kind])
+            began, used = time.perf_counter(), work.processor_seconds()
+            try:
+                next(pairs[kind])
+            except StopIteration:
+                del pairs[kind]
+                continue
+            except Exception as error:  # what pairs of this kind share could not be made
+                print(f"{kind}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                del pairs[kind]
+                continue
+            wall, used = time.perf_counter() - began, work.processor_seconds() - used
+            spent[kind] += wall
+            count[kind] += 1
+            print(
+                f"{kind} {count[kind]}: {wall:.1f} s, {used:.1f} s of processor",
+                file=sys.stderr,
+                flush=True,
+            )
+            if count[kind] >= most:
+                del pairs[kind]
+        work.close()
+
+
+def record_case(store: Store, program: Path) -> None:
+    """Runs a program; what it and its children compare is written at once."""
+    import divergence
+    from benchmarks._trained import checkpoint
+
+    store = Store(store.path.resolve())
+    with tempfile.NamedTemporaryFile("a") as counter:  # it counts for all its children
+
+        def compare(*args: Any, **options: Any) -> Report:
+            counter.write("x")
+            counter.flush()
+            key = f"{program.stem} {Path(counter.name).stat().st_size}"
+            taking = Taking(store, "cases", key, {"program": program.name})
+            try:
+                return taking.compare(*args, **options)
+            finally:
+                taking.finish(None)
+
+        api.compare = divergence.compare = compare
+        sys.argv = [str(program), str(checkpoint("bfloat16"))]
+        runpy.run_path(str(program), run_name="__main__")
+
+
+def pack(store: Store, folder: Path, most_bytes: float) -> None:
+    """Writes answers and columns of every fault and a third of the healthy pairs, by kinds; a kind
+    that has no room any more is left out, and told."""
+    total = 0
+    for kind in KINDS:
+        lines = [line for line in store.lines(kind) if line.num_bytes]
+        kept = [
+            line
+            for line in lines
+            if kind not in ("health", "trained-prompts") or _is_third(line.key)
+        ]
+        if not kept:
+            continue
+        tables: dict[str, list[np.ndarray]] = defaultdict(list)
+        for number, line in enumerate(kept):
+            columns = read_columns(store.file("columns", kind, line.key))
+            columns = {
+                name: column
+                for name, column in columns.items()
+                if name.partition(".")[0] in ("pairs", "logits") or name in _TEXTS
+            }
+            size = len(columns.get("text.site", ()))
+            columns["recording"] = np.full(size, number, np.int32)
+            for name, column in columns.items():
+                tables[name].append(column)
+        answers = b"\n".join(msgspec.json.encode(line) for line in kept)
+        joined = {name: np.concatenate(parts) for name, parts in tables.items()}
+        file = folder / f"{kind}.columns.xz"
+        num_bytes = write_columns(file, joined, preset=9 | lzma.PRESET_EXTREME)
+        (folder / f"{kind}.answers.xz").write_bytes(lzma.compress(answers))
+        num_bytes += (folder / f"{kind}.answers.xz").stat().st_size
+        if total + num_bytes > most_bytes:
+            for written in folder.glob(f"{kind}.*.xz"):
+                written.unlink()
+            print(f"{kind}: {len(kept)} pairs, {num_bytes / 1e6:.1f} MB: left out")
+            continue
+        total += num_bytes
+        print(f"{kind}: {len(kept)} of {len(lines)} pairs, {num_bytes / 1e6:.2f} MB")
+    print(f"{total / 1e6:.1f} MB in {folder}")
+
+
+_TEXTS = tuple(f"text.{name}" for name in ("site", "pass", "role", "dtype", "sides"))
+
+
+def _is_third(key: str) -> bool:
+    return random.Random(key).randrange(3) == 0
+
+
+def replay(store: Store, kinds: list[str]) -> bool:
+    """Asks today's judge of what was kept; a table, and every answer that is not equal."""
+    start = time.perf_counter()
+    unequal: list[str] = []
+    print("| kind of pair | pairs | answers | equal | not replayed | not equal | s |")
+    print("|---|---|---|---|---|---|---|")
+    for kind in kinds:
+        began, count = time.perf_counter(), Counter[str]()
+        for line in store.lines(kind):
+            if not line.num_bytes:
+                continue
+            count["pairs"] += 1
+            recording = load(store.file("recordings", kind, line.key))
+            for asked in recording.asked:
+                count["answers"] += 1
+                if asked.why_not is not None:
+                    count["not replayed"] += 1
+                    unequal.append(f"{kind}: {line.key}, {asked.way}: {asked.why_not}")
+                    continue
+                try:
+                    said: tuple[object, ...] = recording.replay(asked).said
+                except Exception as error:
+                    said = (type(error).__name__, str(error)[:120])
+                if said == asked.answer.said:
+                    count["equal"] += 1
+                else:
+                    count["not equal"] += 1
+                    unequal.append(
+                        f"{kind}: {line.key}, {asked.way}: {asked.answer.said}, replayed {said}"
+                    )
+        if count["pairs"]:
+            cells = [
+                count[name] for name in ("pairs", "answers", "equal", "not replayed", "not equal")
+            ]
+            print(
+                f"| {kind} | {' | '.join(map(str, cells))} | {time.perf_counter() - began:.0f} |",
+                flush=True,
+            )
+    print(f"\n{time.perf_counter() - start:.0f} s")
+    for text in unequal:
+        print(f"- {text}")
+    return not unequal
+
+
+WAYS = ("stored", "given", "carried", "none")
+"""The stored row, of older code; now with the truth that the benchmark gives, with the one that the
+reference carries, and without any."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What one answer is worth. ``place``: exact, elsewhere, or None where none is named."""
+
+    alarm: bool
+    place: str | None = None
+    side: str | None = None
+    """right, wrong, or None where none is named."""
+
+
+def outcomes(line: Line, row: dict[str, Any] | None) -> dict[str, Outcome]:
+    """What each way's answer is worth. ``row``: the stored one."""
+    planted = line.planted.get("side")
+    worth = {}
+    for way in WAYS[1:]:
+        answer = line.answers.get(way)
+        if answer is None or (way == "carried" and "truth" not in line.carries.split()):
+            continue
+        worth[way] = _outcome(answer.kind, answer.side, _is_exact(line, way), planted)
+    if row is not None and planted is None:
+        alarm = row["alarm"] if "alarm" in row else row["verdict"] not in QUIET
+        worth["stored"] = Outcome(bool(alarm))
+    elif row is not None:
+        worth["stored"] = _outcome(row["verdict"], row["side_said"], row["exact"], planted)
+    return worth
+
+
+def _outcome(kind: str, side: str | None, exact: bool, planted: str | None) -> Outcome:
+    alarm = kind not in QUIET
+    if planted is None:
+        return Outcome(alarm)
+    named = kind in ("localized", "nonfinite")
+    told = side if alarm and side in ("reference", "candidate", "both") else None
+    return Outcome(
+        alarm=alarm,
+        place=None if not named else "exact" if exact else "elsewhere",
+        side=None if told is None else "right" if told == planted else "wrong",
+    )
+
+
+def _is_exact(line: Line, way: str) -> bool:
+    answer, row = line.answers[way], line.row or {}
+    if answer.kind not in ("localized", "nonfinite"):
+        return False
+    if "place" in line.planted:
+        return answer.block == line.planted["place"]
+    given = line.answers.get("given")
+    if given is not None and given.site == answer.site:  # one name for it on both sides
+        return bool(row.get("exact"))
+    return (answer.site or "").rpartition(":")[0] == row.get("site")
+
+
+def figures(store: Store) -> None:
+    """Older code against now, pair by pair: a table, and the pairs whose worth is another."""
+    rows = {
+        "localization": {trial_key(row): row for row in stored("localization.jsonl")},
+        "health": {row["label"]: row for row in stored("health.jsonl")},
+        "operators": {operator_key(row): row for row in stored("operator_localization.jsonl")},
+        "trained": {row["key"]: row for row in stored("trained.jsonl")},
+    }
+    groups: dict[tuple[str, str, str], list[tuple[Line, dict[str, Outcome]]]] = defaultdict(list)
+    for line in store.lines():
+        if line.kind in ("trust", "cases") or not line.answers:
+            continue
+        worth = outcomes(line, rows.get(line.kind, {}).get(line.key))
+        what = "faults" if line.planted.get("side") else "healthy"
+        dtype = str(line.planted.get("dtype"))
+        groups[line.kind, what, dtype].append((line, worth))
+        groups[line.kind, what, "all"].append((line, worth))
+
+    def counted(group: list[tuple[Line, dict[str, Outcome]]], field: str, value: Any) -> str:
+        """For each way the count, "-" where that way was never asked."""
+        cells = []
+        for way in WAYS:
+            asked = [worth[way] for _, worth in group if way in worth]
+            number = sum(getattr(outcome, field) == value for outcome in asked)
+            cells.append(f"{number}/{len(asked)}" if asked else "-")
+        return " ".join(cells)
+
+    print(
+        "Each cell: stored row (older code), now with the given truth, with the carried, without\n"
+    )
+    print(
+        "| pairs | dtype | | alarm or found | exact place | elsewhere | right side | wrong side |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for (kind, what, dtype), group in sorted(groups.items()):
+        cells = [counted(group, "alarm", True)]
+        for field, value in (
+            ("place", "exact"),
+            ("place", "elsewhere"),
+            ("side", "right"),
+            ("side", "wrong"),
+        ):
+            cells.append(counted(group, field, value) if what == "faults" else "")
+        print(f"| {kind}, {what} | {dtype} | {len(group)} | {' | '.join(cells)} |")
+    tally = Counter(line.row["outcome"] for line in store.lines("trust") if line.row)
+    print(
+        f"\ntrust cases: {', '.join(f'{count} {name}' for name, count in tally.items()) or '-'}\n"
+    )
+    for (kind, what, dtype), group in sorted(groups.items()):
+        for line, worth in group if dtype != "all" else ():
+            first = worth.get("stored")
+            others = {way: outcome for way, outcome in worth.items() if way != "stored"}
+            alarm = what == "healthy" and any(outcome.alarm for outcome in others.values())
+            with_truth = [worth[way] for way in ("given", "carried") if way in worth]
+            other = first is not None and any(outcome != first for outcome in with_truth)
+            if alarm or other:
+                said = "; ".join(f"{way} {_told(line.answers[way])}" for way in others)
+                before = "" if first is None else f"stored {_worth(first)}; "
+                print(f"- {kind} {line.key}: {before}{said}")
+
+
+def _worth(outcome: Outcome) -> str:
+    words = ["found" if outcome.alarm else "quiet", outcome.place, outcome.side]
+    return " ".join(
+        word if word not in ("right", "wrong") else f"{word} side" for word in words if word
+    )
+
+
+def _told(answer: Answer) -> str:
+    place = "" if answer.site is None else f" {answer.site} {answer.sample}/{answer.step}"
+    return f"{answer.kind} {answer.confidence}{place} {answer.side or '-'}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("record", "replay", "figures", "pack", "case"):
+        command = commands.add_parser(name)
+        command.add_argument("--store", type=Path, default=Path(".cache/observations"))
+        if name in ("record", "replay"):
+            command.add_argument("--kinds", default=",".join(KINDS))
+        if name == "record":
+            command.add_argument("--seconds", type=float, default=math.inf, help="then stop")
+            command.add_argument("--most", type=int, default=sys.maxsize, help="pairs of a kind")
+            command.add_argument("--cases", type=Path, help="programs that get a wrong answer")
+        elif name == "pack":
+            command.add_argument("--out", type=Path, default=Path("benchmarks/observations"))
+            command.add_argument("--megabytes", type=float, default=18)
+        elif name == "case":
+            command.add_argument("program", type=Path)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    store = Store(options.store)
+    if options.command == "record":
+        kinds = options.kinds.split(",")
+        record(store, kinds, options.seconds, options.most, options.cases)
+    elif options.command == "replay":
+        return 0 if replay(store, options.kinds.split(",")) else 1
+    elif options.command == "figures":
+        figures(store)
+    elif options.command == "pack":
+        pack(store, options.out, options.megabytes * 1e6)
+    else:
+        record_case(store, options.program)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,625 @@
+"""What is kept of a tensor in place of its bytes: folds and sketches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from divergence.numerics.formats import Format, format_of
+from divergence.numerics.kernels import Kernel, chosen
+from divergence.numerics.sums import Grid
+
+if TYPE_CHECKING:
+    import torch
+
+
+# A digest of a tensor's bytes by integer operations alone, on whatever device the tensor is.
+#
+# xxh3 runs on hosts. A digest that an accelerator computes where the tensor lies must be made of
+# operations that every backend of torch has and that are exact: 64-bit products and sums, modulo
+# 2^64, in any order. So it is two independent multilinear hashes
+#
+#     h_s(w) = Σ_i m_s,i · w_i   mod 2^64,        s = 1, 2
+#
+# over the 32-bit words w_i of the bytes (little-endian, taken as signed, the last one padded with
+# zeros), with multipliers m_s,i = stream(SEEDS[s], i), see below. Words are taken
+# in chunks of 2^16, so that the multipliers are few and kept; the 64-bit results of the chunks, as
+# words (low, high), are hashed again in the same way until one chunk is left. In the end the
+# number of bytes is mixed in: mixed(h_s + gamma_s · num_bytes). 2 × 64 bits, 32 hex digits.
+#
+# Collisions: two unequal inputs of one length collide under one level of one h with probability at
+# most 2^-33 over random multipliers (Σ m_i δ_i = 0 mod 2^64 with |δ_i| < 2^32: δ = 2^v · odd with
+# v ≤ 31 leaves 2^v of 2^64 multipliers; Carter and Wegman, "Universal classes of hash functions",
+# 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014, section 3), so under
+# both of them at L levels with at most (L · 2^-33)² (L is 2 up to 8 GiB, 3 beyond): about 2^-64.
+# The multipliers are fixed, so it is no defence against someone who looks for a collision.
+#
+# ``stream`` is the integer mixer from which every constant of digests and sketches is made:
+# splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014):
+# the n-th output of a stream is a bijective mix of seed + (n + 1) · the golden gamma, all modulo
+# 2^64. Constants are computed on the host with integers and only then moved, so they are
+# bit-identical on every machine whatever its arithmetic does.
+
+CHUNK = 1 << 16
+"""Words in a chunk."""
+SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
+"""The first 128 bits of π's fraction: chosen by nobody."""
+_KNOWN = "99961e94dcdbf63f123c589a690b20f8"
+"""The digest of what ``is_exact_on`` hashes, by the definition in plain integers (the tests)."""
+_AT_ONCE = 1 << 6
+"""Chunks that a device widens to 64 bits at a time: 32 MiB."""
+_FEW_WORDS = 1 << 13
+"""Tensors of so few words are hashed many at a time, by equal length."""
+_TOGETHER = 1 << 18
+"""Words widened to 64 bits at a time then: 2 MiB."""
+
+
+def fold_tensor(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> str:
+    """The digest, 32 hex digits. Waits for the device. ``kernel``: of a host's tensors."""
+    return folds_of([fold_sums(tensor, kernel=kernel)])[0]
+
+
+def fold_many(buffers: Sequence[memoryview], *, kernel: Kernel = "numpy") -> list[str]:
+    """``fold_tensor`` of the tensor behind each buffer (its bytes, row-major), faster where many
+    are small."""
+    import torch
+
+    folds = [""] * len(buffers)
+    alike: dict[int, list[int]] = {}
+    for index, buffer in enumerate(buffers):
+        if 0 < buffer.nbytes <= 4 * _FEW_WORDS:
+            alike.setdefault(buffer.nbytes, []).append(index)
+        else:
+            folds[index] = fold_tensor(torch.from_numpy(_array(buffer)), kernel=kernel)
+    for num_bytes, members in alike.items():
+        step = max(1, _TOGETHER // -(-num_bytes // 4))
+        for start in range(0, len(members), step):
+            part = members[start : start + step]
+            for index, fold in zip(part, _folds([buffers[at] for at in part]), strict=True):
+                folds[index] = fold
+    return folds
+
+
+def _array(buffer: memoryview) -> np.ndarray:
+    array = np.frombuffer(buffer, np.uint8)
+    return array if array.flags.writeable else array.copy()  # torch warns of others
+
+
+def _folds(buffers: list[memoryview]) -> list[str]:
+    """Of buffers of one length, a chunk at most."""
+    num_bytes = buffers[0].nbytes
+    padding = bytes(-num_bytes % 4)
+    joined = b"".join(buffers) if not padding else padding.join([*buffers, b""])
+    words = np.frombuffer(joined, np.int32).reshape(len(buffers), -1)
+    wide = words.astype(np.int64).view(np.uint64)
+    sums = np.dot(wide, _multipliers("cpu").numpy().view(np.uint64)[:, : words.shape[1]].T)
+    lengths = np.array([seed * num_bytes & MASK64 for seed in reversed(SEEDS)], np.uint64)
+    with np.errstate(over="ignore"):
+        digests = _mixed(sums + lengths)
+    text = digests.astype(">u8").tobytes().hex()
+    return [text[start : start + 32] for start in range(0, len(text), 32)]
+
+
+@functools.cache
+def is_exact_on(device: str) -> bool:
+    """Does ``device`` give the digest that is known of certain bytes? Asked once a process.
+
+    They fill three chunks of words of either sign, the last in part: every operation is in it, and
+    a device that rounds or saturates 64-bit products, or adds them up in a float, gives another.
+    """
+    import torch
+
+    words = stream(SEEDS[0], CHUNK + 77).view("int64")
+    return fold_tensor(torch.from_numpy(words).to(device)) == _KNOWN
+
+
+def fold_sums(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> tuple[torch.Tensor, int]:
+    """(both sums as int64 on the tensor's device, number of bytes): nothing is waited for."""
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    num_bytes = tensor.numel() * tensor.element_size()
+    words = _words(tensor)
+    while True:
+        words = _chunks(words, kernel)  # (chunks, 2 sums)
+        if len(words) <= 1:
+            break
+        # of each sum the chunks' results in turn: two inputs, one for each hash
+        words = words.T.contiguous().view(torch.int32)  # (2 sums, words)
+    sums = words[0] if len(words) else words.new_zeros(2)
+    return sums, num_bytes
+
+
+def folds_of(sums: list[tuple[torch.Tensor, int]]) -> list[str]:
+    """The digests of many sums, brought from the device in one piece."""
+    import torch
+
+    if not sums:
+        return []
+    host = torch.stack([total for total, _ in sums]).cpu().tolist()
+    return [
+        "".join(
+            f"{mixed((value & MASK64) + SEEDS[1 - at] * num_bytes):016x}"
+            for at, value in enumerate(values)
+        )
+        for values, (_, num_bytes) in zip(host, sums, strict=True)
+    ]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes as signed 32-bit words, zeros behind."""
+    import torch
+
+    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(0)
+    if not len(flat):
+        return torch.zeros(0, dtype=torch.int32, device=tensor.device)
+    if len(flat) % 4 or flat.storage_offset() % 4 or flat.data_ptr() % 4:
+        padded = torch.zeros(-(-len(flat) // 4) * 4, dtype=torch.uint8, device=flat.device)
+        padded[: len(flat)] = flat
+        flat = padded
+    return flat.view(torch.int32)
+
+
+def _chunks(words: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    """Both sums of each chunk, (chunks, 2). ``words``: of the bytes, or (2, words) where each
+    hash has an input of its own."""
+    import torch
+
+    each = words.ndim == 2
+    words = words if each else words[None]
+    count = words.shape[-1]
+    multipliers = _multipliers(str(words.device))  # (2, CHUNK)
+    if kernel == "compiled" and not each and words.device.type == "cpu":
+        from divergence.numerics.compiled import chunk_sums
+
+        return torch.from_numpy(chunk_sums(words[0].numpy(), multipliers.numpy()))
+    results = []
+    whole = count // CHUNK
+    step = 1 if words.device.type == "cpu" else _AT_ONCE  # there, what stays in cache
+    for start in range(0, whole, step):
+        part = words[:, start * CHUNK : min(start + step, whole) * CHUNK]
+        results.append(_sums(part.reshape(len(words), -1, CHUNK), multipliers, each=each))
+    if whole * CHUNK < count:
+        rest = words[:, None, whole * CHUNK :]
+        results.append(_sums(rest, multipliers[:, : rest.shape[-1]], each=each))
+    if not results:
+        return torch.zeros(0, 2, dtype=torch.int64, device=words.device)
+    return torch.cat(results)
+
+
+def _sums(words: torch.Tensor, multipliers: torch.Tensor, *, each: bool) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    wide = words.to(torch.int64)  # (1 or 2, chunks, words)
+    if wide.device.type == "cpu" and wide.shape[1] == 1:
+        # numpy's product of two integer vectors is three times as fast as torch's two steps
+        rows = [wide[at if each else 0, 0].numpy().view("uint64") for at in range(2)]
+        products = [
+            np.dot(row, multiplier.numpy().view("uint64"))
+            for row, multiplier in zip(rows, multipliers, strict=True)
+        ]
+        return torch.tensor([[int(product.view("int64")) for product in products]])
+    return torch.stack(
+        [(wide[at if each else 0] * multipliers[at]).sum(-1) for at in range(2)], dim=-1
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _multipliers(device: str) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    host = np.stack([stream(seed, CHUNK) for seed in SEEDS]).view(np.int64)
+    return torch.from_numpy(host).to(device)
+
+
+MASK64 = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mixed(value: int) -> int:
+    """One number of 64 bits, mixed; a bijection."""
+    value &= MASK64
+    value = ((value ^ (value >> 30)) * _FIRST) & MASK64
+    value = ((value ^ (value >> 27)) * _SECOND) & MASK64
+    return value ^ (value >> 31)
+
+
+def stream(seed: int, count: int, *, start: int = 0) -> np.ndarray:
+    """Numbers ``start`` to ``start + count - 1`` of the stream ``seed``, uint64: the n-th is
+    ``mixed(seed + (n + 1) * gamma)``."""
+    with np.errstate(over="ignore"):
+        at = np.arange(start + 1, start + count + 1, dtype=np.uint64)
+        return _mixed(at * np.uint64(_GAMMA) + np.uint64(seed & MASK64))
+
+
+def _mixed(value: np.ndarray) -> np.ndarray:
+    """``mixed``, of an array."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
+    value ^= value >> np.uint64(31)
+    return value
+
+
+# Sketches: 1-2% of a tensor's bytes, from which the distance of two tensors can be estimated.
+#
+# Rows are what lies behind the first two axes (tokens) where there are three axes or more, the last
+# axis for two, the whole for one. A row x of n features becomes k signed sums, its projections:
+# feature j goes to bucket b = j mod k,
+#
+#     s_b = Σ_m  tau(t, m) · sigma(m·k + b) · x[m·k + b],        m = j // k,
+#
+# with signs sigma(j) and tau(t, m) = ±1, t being the row's number. They are the top bits of integer
+# streams (``fold.stream``): sigma(j) of number j of stream SIGMA, tau(t, m) of number
+# t·2^32 + m of stream TAU, -1 where the bit is set. So the matrix is defined by integers and
+# bit-identical on every machine; the sums are float64 in any order (float32 on devices without it)
+# and rounded to float32. Beside them the row's norm, as a float32 and the float32 of what is left.
+#
+# Where few rows differ, few of these sums are left to tell by how much: one row of k = 8 is known
+# to ±50%. So rows are pooled as well, those of one block (what lies behind the first of three axes
+# or more, a sample; else all) into K further sums:
+#
+#     S_c = Σ  sigma(j) · tau(t, j // k) · x_t[j]  over the block's rows t and j with
+#           (j + 79 t) mod K = c,
+#
+# with the same signs. They estimate the block's ‖d‖² with the variance (2/K) ‖d‖⁴, in however few
+# rows it lies, and cost a row's sums of K in place of k buckets: folded to k those are the row's
+# own. 79 is odd and near K / golden ratio: a channel's errors in K rows go to K buckets.
+#
+# The sketch is linear: sketch(a) - sketch(b) is that of d = a - b, and E ‖sketch(d)‖² = ‖d‖² with
+# the variance (2/k) (‖d‖⁴ - Σ d_j⁴) at most, that of a dense random projection at a k-th of its
+# cost (Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments",
+# 1996; Charikar, Chen and Farach-Colton, "Finding frequent items in data streams", 2002: the count
+# sketch; buckets here are dealt out in turn, which leaves the variance as it is since signs of
+# features in one bucket are independent). tau makes the rows' errors independent even where all
+# rows differ in one direction, so that over T rows of comparable size the relative error of ‖d‖²
+# is √(2/(kT)).
+#
+# Resolution: a sum rounds to float32 on either side, so no estimate below 0.58 · 2^-24 ‖a‖ is
+# told from 0 (numerics.floor's model of two roundings); sums in float32 add √(n/2k) such errors.
+#
+# k is the power of two below n/128, 8 at least and 64 at most; but where rows are fewer than 8, as
+# in a decode step, as many as make 64 projections of all rows together. K is the power of two
+# below a 2048th of a block's elements, between 64 and 128; no more than a 256th of them, and none
+# where rows stand alone or K would be no larger than k: some 0.1% of the bytes of a long prompt.
+#
+# What is not sketched: integers, bool and complex; float64 (the resolution would hide its errors);
+# rows so short that the sketch takes more than half of their bytes. Elements that are no finite
+# numbers count as 0; a row that float32 cannot hold leaves infinities, and is not estimated.
+
+SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
+"""Digits of π after those of divergence.numerics.summaries: chosen by nobody."""
+
+SHIFT = 79
+"""By how many buckets a row's pooled sums lie beside those of the row before."""
+
+SumDtype = Literal["float64", "float32"]
+"""The precision that a sketch's sums are made in."""
+
+_FEWEST, _MOST, _FEATURES_EACH = 8, 64, 128
+_MOST_POOLED, _EACH_POOLED, _EACH_POOLED_LEAST = 128, 2048, 256
+_USUAL_BYTES = 2
+"""Of a feature, whatever its dtype: runs of two dtypes have the same projections."""
+_BLOCK = 1 << 18
+"""Elements widened to float64 at a time on a host: 2 MiB, one buffer for all."""
+_DEVICE_BLOCK = 1 << 25
+_UNIT = 2.0**-24
+
+
+class Projections(NamedTuple):
+    """A sketch, float32."""
+
+    rows: torch.Tensor
+    """(rows, k + 2): projections, and the norm as high and low part."""
+    pooled: torch.Tensor
+    """(blocks, K): sums of all rows of a block. K = 0: none."""
+
+    def joined(self) -> torch.Tensor:
+        """As it is stored: the rows, or all on one axis where there are pooled sums."""
+        import torch
+
+        if not self.pooled.numel():
+            return self.rows
+        return torch.cat([self.rows.reshape(-1), self.pooled.reshape(-1)])
+
+    @classmethod
+    def of(cls, stored: torch.Tensor, shape: Sequence[int], k: int, num_pooled: int) -> Projections:
+        """``joined()`` taken apart, of a tensor of ``shape``."""
+        num_blocks = grid_of(shape)[0]
+        flat = stored.reshape(-1)
+        end = len(flat) - num_blocks * num_pooled
+        return cls(flat[:end].view(-1, k + 2), flat[end:].view(num_blocks, num_pooled))
+
+
+def grid_of(shape: Sequence[int]) -> tuple[int, int, int]:
+    """(blocks, rows in each, features in each row)."""
+    if len(shape) < 3:
+        return (1, *rows_of(shape))
+    return shape[0], shape[1], math.prod(shape[2:])
+
+
+def rows_of(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, features in each)."""
+    lead = min(2, max(len(shape) - 1, 0))
+    return math.prod(shape[:lead]), math.prod(shape[lead:])
+
+
+@functools.lru_cache(maxsize=4096)
+def num_projections(shape: Sequence[int], form: Format) -> int | None:
+    """k, or None where the bytes are kept as they are."""
+    rows, features = rows_of(shape)
+    if form.kind != "float" or form.itemsize > 4 or rows * features == 0:
+        return None
+    k = min(_MOST, max(_FEWEST, _power_below(features // _FEATURES_EACH)))
+    k = max(k, _power_below(_MOST // rows))  # little is saved at few rows, and much is lost
+    while k > _FEWEST and not _worth_while(features * _USUAL_BYTES, k):
+        k //= 2
+    return k if _worth_while(features * form.itemsize, k) else None
+
+
+def num_pooled(shape: Sequence[int], k: int) -> int:
+    """K; 0 where rows are not pooled."""
+    _, num_rows, features = grid_of(shape)
+    numel = num_rows * features
+    most = min(_MOST_POOLED, max(_MOST, numel // _EACH_POOLED), numel // _EACH_POOLED_LEAST)
+    power = _power_below(most)
+    return power if num_rows > 1 and power > k else 0
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is no larger; 1 at least."""
+    return 1 << (max(number, 1).bit_length() - 1)
+
+
+def _worth_while(row_bytes: int, k: int) -> bool:
+    return 2 * 4 * (k + 2) <= row_bytes
+
+
+def sketch_bytes(shape: Sequence[int], form: Format) -> int:
+    """What is kept of a tensor's bytes: its sketch, or all of them."""
+    k = num_projections(shape, form)
+    if k is None:
+        return math.prod(shape) * form.itemsize
+    return 4 * (rows_of(shape)[0] * (k + 2) + grid_of(shape)[0] * num_pooled(shape, k))
+
+
+def resolution(num_features: int, k: int, *, sums: str = "float64") -> float:
+    """The relative L2 below which an estimate says nothing."""
+    terms = 1.0 + (num_features / k / 2 if sums == "float32" else 0.0)
+    return math.sqrt(2) * 0.41 * _UNIT * math.sqrt(terms)
+
+
+def sketch_tensor(
+    tensor: torch.Tensor,
+    k: int,
+    *,
+    num_pooled: int = 0,
+    row_numbers: Sequence[int] | np.ndarray | None = None,
+    kernel: Kernel = "numpy",
+) -> Projections:
+    """The sketch, on the tensor's device; nothing is waited for.
+
+    ``num_pooled``: K, a multiple of k. ``row_numbers``: what the rows are called in another tensor
+    that holds them as well; one after another where rows are pooled. ``kernel``: see
+    numerics.kernels; of tensors on a host alone.
+    """
+    import torch
+
+    num_blocks, num_rows, features = grid_of(tensor.shape)
+    x = tensor.detach().reshape(num_blocks * num_rows, features)
+    device = str(x.device)
+    wide = _sum_dtype(device)
+    groups = -(-features // k)
+    if row_numbers is None:
+        tau = _tau(len(x), groups, device, wide)
+    else:
+        tau = _signs_of(np.asarray(row_numbers), groups).to(device=device, dtype=wide)
+    sigma = _sigma(features, device, wide)
+    out = torch.empty(len(x), k + 2, dtype=torch.float32, device=x.device)
+    totals, first = None, 0
+    if num_pooled:
+        first = 0 if row_numbers is None else int(row_numbers[0])
+        totals = torch.zeros(num_blocks, num_pooled, dtype=wide, device=x.device)
+    if device == "cpu" and chosen(kernel, format_of(x.dtype)) == "compiled":
+        from divergence.numerics.compiled import projections_of
+
+        pooled = turns = None
+        if totals is not None:
+            pooled, turns = totals.numpy(), (first + np.arange(len(x))) * SHIFT % num_pooled
+        _put(out, *projections_of(Grid(x), sigma.numpy(), tau.numpy(), k, turns, pooled))
+    else:
+        _sketch_blocks(x, sigma, tau, out, totals, first)
+    return Projections(out, out.new_empty(num_blocks, 0) if totals is None else totals.float())
+
+
+def sketch_many(
+    tensors: Sequence[torch.Tensor],
+    ks: Sequence[int],
+    pooled: Sequence[int] | None = None,
+    *,
+    kernel: Kernel = "numpy",
+) -> list[Projections]:
+    """``[sketch_tensor(t, k, num_pooled=p) for t, k, p in ...]``, faster where many are one row
+    each, as in a decode step: rows of one length are stacked."""
+    import torch
+
+    results: list[Projections | None] = [None] * len(tensors)
+    groups: dict[tuple[torch.dtype, str, int, int], list[int]] = {}
+    for index, (tensor, k) in enumerate(zip(tensors, ks, strict=True)):
+        num_rows, features = rows_of(tensor.shape)
+        more = 0 if pooled is None else pooled[index]
+        if num_rows == 1 and not more:
+            key = (tensor.dtype, str(tensor.device), features, k)
+            groups.setdefault(key, []).append(index)
+        else:
+            results[index] = sketch_tensor(tensor, k, num_pooled=more, kernel=kernel)
+    for (_, _, features, k), members in groups.items():
+        stack = torch.cat([tensors[index].detach().reshape(1, features) for index in members])
+        numbers = np.zeros(len(members), np.int64)
+        sketched = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
+        for index, row in zip(members, torch.split(sketched.rows, 1), strict=True):
+            results[index] = Projections(row, sketched.pooled)
+    return [result for result in results if result is not None]
+
+
+def _sketch_blocks(
+    x: torch.Tensor,
+    sigma: torch.Tensor,
+    tau: torch.Tensor,
+    out: torch.Tensor,
+    totals: torch.Tensor | None,
+    first_row: int,
+) -> None:
+    """Rows into ``out``; where there are ``totals``, adds the pooled sums of each block to them."""
+    import torch
+
+    num_rows, features = x.shape
+    k = out.shape[1] - 2
+    each = max(num_rows, 1) if totals is None else num_rows // len(totals)
+    step = max(1, (_BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK) // max(features, 1))
+    buffer = torch.empty(min(step, each), features, dtype=sigma.dtype, device=x.device)
+    width = k if totals is None else totals.shape[1]
+    for first in range(0, num_rows, each):
+        for start in range(first, first + each, step):
+            part = slice(start, min(start + step, first + each))
+            sums = _sketch_rows(x[part], sigma, tau[part], out[part], buffer, width)
+            if totals is not None:
+                _add_turned(totals[first // each], sums, first_row + start)
+
+
+def _sketch_rows(
+    x: torch.Tensor,
+    sigma: torch.Tensor,
+    tau: torch.Tensor,
+    out: torch.Tensor,
+    buffer: torch.Tensor,
+    width: int,
+) -> torch.Tensor:
+    """Rows (T, n) into ``out`` (T, k + 2); their sums in ``width`` buckets, a multiple of k, in
+    the precision of ``buffer``."""
+    import torch
+
+    num_rows, features = x.shape
+    k = out.shape[1] - 2
+    values = buffer[:num_rows].copy_(x)
+    if x.device.type == "cpu":
+        squares = _squares(values)
+        if not bool(torch.isfinite(squares).all()):
+            values = torch.where(torch.isfinite(values), values, 0.0)
+            squares = _squares(values)
+    else:
+        values = torch.where(torch.isfinite(values), values, 0.0)
+        squares = (values * values).sum(-1)
+    values.mul_(sigma)
+    groups = features // k
+    values[:, : groups * k].view(num_rows, groups, k).mul_(tau[:, :groups, None])
+    if groups * k < features:
+        values[:, groups * k :].mul_(tau[:, groups:])
+    whole = features // width * width
+    sums = values[:, :whole].view(num_rows, features // width, width).sum(1)
+    if whole < features:
+        sums[:, : features - whole] += values[:, whole:]
+    _put(out, sums if width == k else sums.view(num_rows, width // k, k).sum(1), squares)
+    return sums
+
+
+def _add_turned(total: torch.Tensor, sums: torch.Tensor, first: int) -> None:
+    """Adds rows (T, K), of numbers from ``first`` on, to ``total`` (K,). Rows K apart are turned
+    by as much."""
+    width = len(total)
+    at = _turned(first % width, width, str(sums.device))
+    whole = len(sums) // width * width
+    if whole:
+        total += sums[:whole].view(-1, width, width).sum(0).gather(1, at).sum(0)
+    if whole < len(sums):
+        total += sums[whole:].gather(1, at[: len(sums) - whole]).sum(0)
+
+
+@functools.lru_cache(maxsize=16)
+def _turned(first: int, num_pooled: int, device: str) -> torch.Tensor:
+    """By row from ``first`` on, and by pooled sum: which of the row's sums goes there."""
+    import torch
+
+    buckets = torch.arange(num_pooled)
+    return ((buckets - SHIFT * (first + buckets[:, None])) % num_pooled).to(device)
+
+
+def _put(
+    out: torch.Tensor, sums: torch.Tensor | np.ndarray, squares: torch.Tensor | np.ndarray
+) -> None:
+    """Projections and norms, rounded to float32, the norm with what is left of it."""
+    import torch
+
+    sums, squares = torch.as_tensor(sums), torch.as_tensor(squares)
+    norm, k = squares.sqrt(), sums.shape[1]
+    out[:, :k] = sums
+    out[:, k] = norm
+    left = norm - out[:, k].to(norm.dtype)
+    out[:, k + 1] = torch.nan_to_num(left, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _squares(values: torch.Tensor) -> torch.Tensor:
+    """Each row's sum of squares. numpy's loop takes one pass and starts no threads."""
+    import torch
+
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.einsum("ij,ij->i", values.numpy(), values.numpy()))
+
+
+def sum_dtype_name(device: str) -> SumDtype:
+    """``float64``, or ``float32`` on devices that lack it."""
+    import torch
+
+    return "float64" if _sum_dtype(device) == torch.float64 else "float32"
+
+
+@functools.cache
+def _sum_dtype(device: str) -> torch.dtype:
+    import torch
+
+    try:
+        probe = torch.ones(2, dtype=torch.float64, device=device)
+        return torch.float64 if float(probe.sum()) == 2.0 else torch.float32
+    except (RuntimeError, TypeError):
+        return torch.float32
+
+
+def _sign(numbers: np.ndarray) -> np.ndarray:
+    return np.where(numbers >> np.uint64(63), -1.0, 1.0).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _sigma(features: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(_sign(stream(SIGMA, features))).to(device=device, dtype=dtype)
+
+
+def _tau(num_rows: int, groups: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """(rows, groups), a part of a table that grows in powers of two."""
+    rows = 1 << max(0, num_rows - 1).bit_length()
+    return _tau_table(rows, groups, device, dtype)[:num_rows]
+
+
+@functools.lru_cache(maxsize=32)
+def _tau_table(rows: int, groups: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    return _signs_of(np.arange(rows), groups).to(device=device, dtype=dtype)
+
+
+def _signs_of(row_numbers: np.ndarray, groups: int) -> torch.Tensor:
+    import torch
+
+    different, at = np.unique(np.asarray(row_numbers, np.int64), return_inverse=True)
+    table = [_sign(stream(TAU, groups, start=int(number) << 32)) for number in different]
+    if not table:
+        return torch.zeros(0, groups)
+    return torch.from_numpy(np.stack(table)[at.reshape(-1)])

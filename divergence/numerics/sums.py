@@ -1,0 +1,657 @@
+"""Sums over rows, blocks and channels of two tensors, and the metrics that are made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from divergence.numerics.formats import Format, format_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+# What is known of a pair of tensors after measuring it: one frozen record, no methods.
+#
+# The field names are those of compare's SiteResult. How each is computed:
+# divergence.numerics.pairs.
+
+
+class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
+    """Per row t (leading dims flattened), float64, shape (rows,).
+
+    ``rel_l2``: ‖d_t‖/‖a_t‖, nan where the row is masked or has no element finite on both
+    sides. ``diff``: ‖d_t‖, which is known where ‖a_t‖ is 0. ``norm``: ‖a_t‖. ``update_norm``:
+    ‖a_t - base_t‖, None without base. ``nonfinite``: 0 where all of an unmasked row is finite, 1
+    where both sides agree at each nan and inf, 2 where they do not; None where no row has any.
+    """
+
+    rel_l2: np.ndarray
+    diff: np.ndarray
+    norm: np.ndarray
+    update_norm: np.ndarray | None
+    nonfinite: np.ndarray | None = None
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """How well a difference is known that was estimated from sketches.
+
+    ``relative_error``: half the width of rel_l2's 95% interval, on its wider side, over rel_l2
+    (null where that is 0); ``low``, ``high``: the interval's ends. ``num_projections`` of a row,
+    ``num_values`` of all rows compared. ``resolution``: below this relative L2 an estimate says
+    nothing.
+    """
+
+    relative_error: float | None
+    low: float
+    high: float
+    num_projections: int
+    num_values: int
+    resolution: float
+
+
+class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Metrics over the elements finite on both sides, in the unmasked rows. 0/0 = 0, x/0 = inf.
+
+    rel_l2 = ‖d‖/‖a‖. cosine = a·b/(‖a‖‖b‖), 1 where both are zero, 0 where one is;
+    one_minus_cosine: see numerics.pairs.pair. sqnr_db = -20 log10 rel_l2 in dB (inf at 0).
+    max_abs = max|d| in the tensors' unit; its index (None where d = 0; row-major first) and
+    both values there. gain = b·a/‖a‖² - 1 = -P/A; gain_se = sqrt((Q - P²/n) n/(n-1)) / A,
+    the standard error of a sum of n independent products a·d: it stays honest where the
+    error is proportional to |a| (rounding) or one channel dominates; inf for n < 2.
+    ulp_*: numerics.pairs.ulp_counts, in ulp of ulp_format; None where neither is a float.
+    token_rel_l2_*: median, 99th percentile (inverted cdf), max over rows of ‖d_t‖/‖a_t‖ and
+    the first row with the max (in the leading dims, flattened; None without rows).
+    channel_rel_l2_max = max over c of ‖d_c‖ / max(‖a_c‖, u·‖a‖/sqrt(C)), u the unit roundoff of
+    the narrower format: a channel weaker than one rounding of the typical channel cannot be
+    measured against itself (the ulp mask's rule, per channel).
+    update_rel_l2 = ‖d‖/‖a - base‖, update_norm = ‖a - base‖; None without base.
+    Sinks: rows with ‖a_t‖ > 10 · median; rel_l2_without_sinks is None where there are none.
+    pad_rel_l2: rel_l2 of the masked rows alone, None where none is masked (num_masked: rows).
+    reference_nan ... candidate_inf: counts in the unmasked rows. Of the infinities ``*_neginf``
+    are those below; nonfinite_differ: places where the sides do not agree in kind or sign,
+    ``*_alone`` those of them where the other side is finite, mask_alike those where -inf stands
+    against a finite value that means the same in a mask (numerics.pairs.sums). identical: same
+    dtype, shape and bytes, masked or not.
+    numel: elements of the unmasked rows; num_finite: those of them that were measured.
+    What is estimated from sketches (numerics.summaries.estimate) leaves None what needs elements.
+    Complex tensors are measured as their components; max_abs is a component's, the values
+    there too, and a channel is a complex one.
+    """
+
+    identical: bool
+    numel: int
+    num_finite: int
+    num_rows: int
+    num_masked: int
+    rel_l2: float | None
+    cosine: float | None
+    one_minus_cosine: float | None
+    sqnr_db: float | None
+    max_abs: float | None
+    max_abs_index: tuple[int, ...] | None
+    max_abs_reference: float | None
+    max_abs_candidate: float | None
+    reference_norm: float | None
+    candidate_norm: float | None
+    gain: float | None
+    gain_se: float | None
+    ulp_format: str | None
+    ulp_share_over_1: float | None
+    ulp_p99: float | None
+    ulp_max: float | None
+    token_rel_l2_median: float | None
+    token_rel_l2_p99: float | None
+    token_rel_l2_max: float | None
+    worst_row: int | None
+    channel_rel_l2_max: float | None
+    worst_channel: int | None
+    update_rel_l2: float | None
+    update_norm: float | None
+    num_sink_tokens: int
+    rel_l2_without_sinks: float | None
+    pad_rel_l2: float | None
+    reference_nan: int
+    reference_inf: int
+    candidate_nan: int
+    candidate_inf: int
+    reference_neginf: int = 0
+    candidate_neginf: int = 0
+    nonfinite_differ: int = 0
+    reference_alone: int = 0
+    candidate_alone: int = 0
+    mask_alike: int = 0
+
+
+# A tensor as a grid of rows, read in blocks that stay in cache and hold exact floats.
+#
+# Everything in this room streams: a tensor may be a memory map larger than memory, so
+# it is never copied whole and never written to. A block is either a view of the
+# tensor (float32, float64) or its widening into a caller's buffer. bfloat16, float16,
+# float8, bool and 8/16-bit integers are exact in float32; everything else goes to
+# float64 (integers beyond 2^53 are rounded there, and nowhere else).
+#
+# Arithmetic on blocks is numpy's: its loops release the interpreter lock and start no
+# threads of their own. torch is used where numpy lacks the dtype.
+#
+# ``run_split`` shares blocks out between threads: numpy's loops release the interpreter lock, so
+# threads scale. torch's own threads are left alone (a parallel region per 31k elements costs more
+# than the work).
+
+BLOCK = 128 * 1024
+"""Elements in a block: large enough that calling numpy (about 40 us a block) costs little, small
+enough for a core's caches."""
+
+_TORCH_GRAIN = 32768
+"""Below this many elements torch starts no threads of its own (at::internal::GRAIN_SIZE): a
+parallel region costs more than it saves here, and stalls for milliseconds on a busy machine."""
+
+_SEGMENT = 2048
+"""Longest run of products summed in the block's own precision; longer sums are carried on in
+float64. BLAS' dot keeps at least 16 running sums, so float32 stays near 2^-24 · sqrt(128)."""
+
+Rows = slice | np.ndarray
+"""Which rows of a grid: a slice, or row numbers where a mask leaves gaps."""
+
+
+class Grid:
+    """A tensor read as ``num_rows`` rows (product of the leading dims) of ``num_cols``.
+
+    A 0-d tensor is one row of one. Complex tensors are read as their components,
+    interleaved (``width`` 2): norms and inner products over components are those of the
+    complex vector, real part.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        import torch
+
+        self.format: Format = format_of(tensor.dtype)
+        tensor = tensor.detach()
+        if tensor.device.type != "cpu":
+            tensor = tensor.cpu()
+        self.scale = 1.0  # float64 only: a power of two that load() multiplies by
+        self.width = 1
+        if self.format.kind == "complex":
+            tensor = torch.view_as_real(tensor.resolve_conj()).flatten(-2)
+            self.width = 2
+        tensor = tensor.resolve_neg().contiguous()
+        self.num_cols = tensor.shape[-1] if tensor.ndim else 1
+        self.num_rows = math.prod(tensor.shape[:-1])
+        self.torch = tensor.view(self.num_rows, self.num_cols)
+        self.bits, self._values = _views(self.torch, self.format.name)
+
+    def load(self, rows: Rows, cols: slice, out: np.ndarray) -> np.ndarray:
+        """The block ``[rows, cols]`` in ``out``'s dtype: a view where that is the tensor's
+        own (never write to the result), else widened into the flat buffer ``out``."""
+        if self._values is not None and self._values.dtype == out.dtype:
+            values = self._values[rows, cols]
+            return values if self.scale == 1.0 else values * self.scale
+        source = self.bits if self._values is None else self._values
+        part = source[rows, cols]
+        block = out[: part.size].reshape(part.shape)
+        if self._values is not None:
+            np.copyto(block, part, casting="unsafe")
+        elif self.format.name == "bfloat16" and out.dtype == np.float32:
+            # bfloat16 is the upper half of a float32.
+            np.left_shift(part, 16, out=block.view(np.int32), dtype=np.int32)
+        else:
+            self._widen_by_torch(part, block)
+        return block if self.scale == 1.0 else np.multiply(block, self.scale, out=block)
+
+    def _widen_by_torch(self, part: np.ndarray, block: np.ndarray) -> None:
+        import torch
+
+        part = part.reshape(-1) if part.flags.c_contiguous else part.ravel()
+        stored, flat = torch.from_numpy(part).view(self.torch.dtype), block.reshape(-1)
+        for start in range(0, len(flat), _TORCH_GRAIN):
+            piece = slice(start, start + _TORCH_GRAIN)
+            torch.from_numpy(flat[piece]).copy_(stored[piece])
+
+    def at(self, flat: int) -> float:
+        """One element by its row-major number, unscaled."""
+        return float(self.torch[divmod(flat, self.num_cols)])
+
+
+def _views(tensor: torch.Tensor, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """numpy's views of the bit patterns and, where numpy should read the dtype, the values."""
+    import torch
+
+    # numpy has float16, but converts it ten times slower than torch.
+    if name in ("bfloat16", "float16"):
+        return tensor.view(torch.int16).numpy(), None
+    if name.startswith("float8"):
+        return tensor.view(torch.uint8).numpy(), None
+    values = tensor.numpy()
+    return values if name == "bool" else values.view(f"i{values.itemsize}"), values
+
+
+def compute_dtype(*formats: Format) -> type[np.float32] | type[np.float64]:
+    """float32 if it holds every value of all formats, else float64."""
+    for form in formats:
+        integral = form.kind in ("int", "bool")
+        if (form.itemsize > 2) if integral else (form.mantissa_bits > 23):
+            return np.float64
+    return np.float32
+
+
+def _einsum_dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    sums: np.ndarray = np.einsum("...j,...j->...", x, y)
+    return sums
+
+
+# numpy >= 2.0: one BLAS dot per row
+_vecdot: Callable[[np.ndarray, np.ndarray], np.ndarray] = getattr(np, "vecdot", _einsum_dot)
+
+
+def row_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Σ_j x[i, j] y[i, j] per row, float64 across segments of 2048, exact to 1e-6 of
+    Σ|x y| (float32) or 1e-15 (float64)."""
+    rows, cols = x.shape
+    if cols == 1:
+        return np.asarray(x[:, 0] * y[:, 0], np.float64)
+    if cols <= _SEGMENT:
+        return _vecdot(x, y).astype(np.float64)
+    whole = cols - cols % _SEGMENT
+    parts = (rows, whole // _SEGMENT, _SEGMENT)  # splitting the last axis copies nothing
+    sums = _vecdot(x[:, :whole].reshape(parts), y[:, :whole].reshape(parts))
+    total: np.ndarray = sums.sum(axis=1, dtype=np.float64)
+    if whole < cols:
+        total += _vecdot(x[:, whole:], y[:, whole:])
+    return total
+
+
+def _column_sums(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    sums: np.ndarray = np.einsum("ij,ij->j", x, y)
+    return sums
+
+
+def column_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Σ_i x[i, j] y[i, j] per column in float64. Runs of at most 64 rows are summed in the
+    block's own precision: taller blocks are folded, k rows side by side."""
+    rows, cols = x.shape
+    if rows == 1:
+        return np.asarray(x[0] * y[0], np.float64)
+    if rows <= 64:
+        return _column_sums(x, y).astype(np.float64)
+    fold = -(-rows // 64)
+    whole = rows - rows % fold
+    shape = (whole // fold, fold * cols)
+    sums = _column_sums(x[:whole].reshape(shape), y[:whole].reshape(shape))
+    total: np.ndarray = sums.reshape(fold, cols).sum(axis=0, dtype=np.float64)
+    if whole < rows:
+        total += np.multiply(x[whole:], y[whole:]).sum(axis=0, dtype=np.float64)
+    return total
+
+
+def columns_of_many(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """``column_dots`` of each of N blocks, (N, T, D) → (N, D)."""
+    if x.shape[1] == 1:
+        return np.asarray((x * y)[:, 0], np.float64)
+    if x.shape[1] <= 64:
+        sums: np.ndarray = np.einsum("nij,nij->nj", x, y)
+        return sums.astype(np.float64)
+    return np.array([column_dots(*block) for block in zip(x, y, strict=True)])
+
+
+class Divisible(Protocol):
+    """What is shared out: a list, range or array; a part of it is one too, items in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Self: ...
+
+
+Items = TypeVar("Items", bound=Divisible)
+Result = TypeVar("Result")
+
+
+def run_split(work: Callable[[Items], Result], items: Items, *, threads: int) -> list[Result]:
+    """``work`` on ``threads`` contiguous parts of ``items``; results in the items' order."""
+    threads = max(1, min(threads, len(items)))
+    edges = [len(items) * number // threads for number in range(threads + 1)]
+    parts = [items[edges[number] : edges[number + 1]] for number in range(threads)]
+    if threads == 1:
+        return [work(parts[0])]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, parts))
+
+
+# The sums every pair metric is made of, gathered block by block.
+#
+# With d = a - b only three whole sums are needed: A = Σa², E = Σd², P = Σ a·d. Then
+# ‖b‖² = A - 2P + E and b·a = A - P, and nothing large is ever subtracted from
+# something nearly equal to it. Q = Σ(a·d)² gives the spread of P. A and E are kept
+# per row and per column as well.
+#
+# Float32 inside a block: a and b are exact there and a - b is rounded once (2^-24),
+# so every product is right to 2e-7; sums of more than 1024 terms are float64. Range is
+# what float32 lacks. d is scaled by a power of two where its largest magnitude is
+# small or large. Where a row's sum of squares leaves [2^-70, 2^100] without being zero
+# throughout, or a value is not finite, the block is done again in float64 ("careful").
+#
+# Of elements that are no finite number it counts how many there are, where the two sides do not
+# agree, and who is alone. Two elements agree where both are finite, both are nan (whatever their
+# payload), or both are the same infinity: place and sign count, not the number. -inf against a
+# finite value below -10,000 is counted apart (``mask_alike``): in an attention mask both say
+# "never", since exp(-10,000) is 0 in every format up to float64, and masks are written with -inf,
+# with the lowest finite number or with -10,000 (BERT, GPT-2). Whether a site is a mask is not
+# known here.
+
+LOW, HIGH = 2.0**-70, 2.0**100
+TOP_LOW, TOP_HIGH = 2.0**-10, 2.0**20
+
+
+class Sums:
+    """Accumulators for some rows of a pair. Row arrays are shared between workers, which own
+    disjoint rows; everything else is this worker's and is merged with ``add``."""
+
+    def __init__(
+        self, a: Grid, b: Grid, base: Grid | None, *, dtype: type, rows: tuple[np.ndarray, ...]
+    ) -> None:
+        self.a, self.b, self.base = a, b, base
+        self.row_a, self.row_d, self.row_update, self.row_finite, self.row_nonfinite = rows
+        self.col_a, self.col_d = np.zeros((2, a.num_cols))
+        self.product = self.product_squares = 0.0  # P, Q
+        self.max_abs, self.max_at = 0.0, -1  # -1: no difference yet
+        self.nonfinite = dict.fromkeys(NONFINITE, 0)
+        self.num_finite = 0
+        self._dtype = dtype
+        self._buffers: np.ndarray = np.empty(
+            (4, min(BLOCK, max(1, a.num_rows * a.num_cols))), dtype
+        )
+
+    def block(self, rows: Rows, cols: slice) -> None:
+        """Take in one block."""
+        buffer_a, buffer_b, buffer_d, scratch = self._buffers
+        a = self.a.load(rows, cols, buffer_a)
+        b = self.b.load(rows, cols, buffer_b)
+        d = np.subtract(a, b, out=buffer_d[: a.size].reshape(a.shape))
+        top = max(float(d.max()), -float(d.min()))
+        row_a = row_dots(a, a)
+        if not (math.isfinite(top) and self._in_range(row_a, a)):
+            self.careful(rows, cols)
+            return
+        scale = 1.0
+        if top and not TOP_LOW <= top <= TOP_HIGH:
+            scale = 2.0 ** -math.frexp(top)[1]
+            if self._dtype is np.float32 and not 2.0**-120 < scale < 2.0**120:
+                self.careful(rows, cols)
+                return
+            np.multiply(d, self._dtype(scale), out=d)
+        row_d = row_dots(d, d) if top else np.zeros(len(a))
+        if top and not self._in_range(row_d, d):
+            self.careful(rows, cols)
+            return
+        product = np.multiply(a, d, out=scratch[: a.size].reshape(a.shape)) if top else None
+        if product is not None:
+            squares = float(row_dots(product, product).sum())
+            if self._dtype is np.float32 and not LOW < squares < HIGH:
+                self.careful(rows, cols)
+                return
+            self.product_squares += squares / scale**2
+        self.num_finite += a.size
+        self._gather(rows, cols, a, d, row_a, row_d, top=top, scale=scale)
+        if self.base is not None:
+            base = self.base.load(rows, cols, buffer_b)
+            update = np.subtract(a, base, out=scratch[: a.size].reshape(a.shape))
+            self._add_update(rows, update, a, base)
+
+    def _in_range(self, sums: np.ndarray, block: np.ndarray) -> bool:
+        """Whether the rows' sums of squares lost nothing to float32's range."""
+        if self._dtype is np.float64:
+            return bool(np.isfinite(sums).all())
+        if not sums.max() < HIGH:  # also where it is nan
+            return False
+        small = sums < LOW
+        return not (small.any() and block[small].any())
+
+    def careful(self, rows: Rows, cols: slice) -> None:
+        """One block (at most BLOCK elements) in float64, with every element left out that is
+        not finite on both sides."""
+        a, b = (grid.load(rows, cols, np.empty(BLOCK)).copy() for grid in (self.a, self.b))
+        keep = np.isfinite(a) & np.isfinite(b)
+        if not keep.all():
+            self.count_nonfinite(rows, a, b)
+            a[~keep] = 0.0
+            b[~keep] = 0.0
+        self.num_finite += int(np.count_nonzero(keep))
+        self.row_finite[rows] |= keep.any(axis=1)
+        d = a - b
+        top = float(np.abs(d).max())
+        product = a * d
+        self.product_squares += float(row_dots(product, product).sum())
+        self._gather(rows, cols, a, d, row_dots(a, a), row_dots(d, d), top=top, finite=False)
+        if self.base is not None:
+            base = self.base.load(rows, cols, np.empty(BLOCK))
+            usable = keep & np.isfinite(base)
+            update = np.where(usable, a - base, 0.0)
+            self.row_update[rows] += row_dots(update, update)
+
+    def count_nonfinite(self, rows: Rows, a: np.ndarray, b: np.ndarray) -> None:
+        """Take in what is not finite in one block, and which of its rows hold it."""
+        counts, apart = _count_nonfinite(a, b, scale=self.a.scale)
+        for name, count in counts.items():
+            self.nonfinite[name] += count
+        finite = (np.isfinite(a) & np.isfinite(b)).all(axis=1)
+        seen = np.where(apart.any(axis=1), APART, np.where(finite, 0, ALIKE))
+        self.row_nonfinite[rows] = np.maximum(self.row_nonfinite[rows], seen)
+
+    def _gather(
+        self,
+        rows: Rows,
+        cols: slice,
+        a: np.ndarray,
+        d: np.ndarray,
+        row_a: np.ndarray,
+        row_d: np.ndarray,
+        *,
+        top: float,
+        scale: float = 1.0,
+        finite: bool = True,
+    ) -> None:
+        self.row_a[rows] += row_a
+        self.col_a[cols] += column_dots(a, a)
+        if finite:
+            self.row_finite[rows] = True
+        if not top:
+            return
+        unscale = scale**-2
+        self.row_d[rows] += row_d * unscale
+        self.col_d[cols] += column_dots(d, d) * unscale
+        self.product += float(row_dots(a, d).sum()) / scale
+        if top >= self.max_abs:
+            self._locate(rows, cols, d, top)
+
+    def _locate(self, rows: Rows, cols: slice, d: np.ndarray, top: float) -> None:
+        """Remember where the largest difference is; of equal ones the first in row-major order."""
+        high, low = int(d.argmax()), int(d.argmin())
+        rise, fall = float(d.flat[high]), -float(d.flat[low])
+        at = high if rise > fall else low if fall > rise else min(high, low)
+        row = int(_numbers(rows)[at // d.shape[1]])
+        flat = row * self.a.num_cols + cols.start + at % d.shape[1]
+        if top > self.max_abs or flat < self.max_at:
+            self.max_abs, self.max_at = top, flat
+
+    def _add_update(self, rows: Rows, update: np.ndarray, a: np.ndarray, base: np.ndarray) -> None:
+        squares = row_dots(update, update)
+        if not self._in_range(squares, update):
+            wide = a.astype(np.float64) - base
+            wide[~np.isfinite(wide)] = 0.0
+            squares = row_dots(wide, wide)
+        self.row_update[rows] += squares
+
+    def add(self, other: Sums) -> None:
+        """Merge a worker that took later rows."""
+        self.col_a += other.col_a
+        self.col_d += other.col_d
+        self.product += other.product
+        self.product_squares += other.product_squares
+        self.num_finite += other.num_finite
+        for name, count in other.nonfinite.items():
+            self.nonfinite[name] += count
+        if other.max_abs > self.max_abs:
+            self.max_abs, self.max_at = other.max_abs, other.max_at
+
+
+def tiles(rows: Rows, num_cols: int, *, block: int = BLOCK) -> list[tuple[Rows, slice]]:
+    """Blocks of at most ``block`` elements that cover ``rows``, in order: whole rows where
+    eight of them fit, else pieces of up to eight rows."""
+    count = len(range(rows.start, rows.stop)) if isinstance(rows, slice) else len(rows)
+    if count == 0 or num_cols == 0:
+        return []
+    tall = max(1, min(8, count, block))
+    wide = min(num_cols, max(1, block // tall))
+    tall = max(tall, block // num_cols)
+    blocks: list[tuple[Rows, slice]] = []
+    for first in range(0, count, tall):
+        last = min(first + tall, count)
+        if isinstance(rows, slice):
+            part: Rows = slice(rows.start + first, rows.start + last)
+        else:
+            part = rows[first:last]
+            if part[-1] - part[0] == len(part) - 1:
+                part = slice(int(part[0]), int(part[-1]) + 1)  # no gap: a view, no copy
+        for start in range(0, num_cols, wide):
+            blocks.append((part, slice(start, min(start + wide, num_cols))))
+    return blocks
+
+
+def gather(sums: Sums, rows: Rows, *, block: int = BLOCK) -> Sums:
+    """Run ``sums`` over ``rows``."""
+    with np.errstate(all="ignore"):
+        for part, cols in tiles(rows, sums.a.num_cols, block=block):
+            sums.block(part, cols)
+    return sums
+
+
+def _numbers(rows: Rows) -> np.ndarray:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+NONFINITE = (
+    "a_nan", "a_inf", "a_neginf", "b_nan", "b_inf", "b_neginf",
+    "differ", "a_alone", "b_alone", "mask_alike",
+)  # fmt: skip
+"""What is counted. ``a_inf``: infinities of both signs, ``a_neginf`` those below; ``differ``:
+places where the sides do not agree; ``a_alone``: of them, those where b is finite."""
+
+NEVER = -10_000.0
+ALIKE, APART = 1, 2
+"""Of a row that holds nan or inf: the sides agree at each, or not (``mask_alike`` is agreement)."""
+
+
+def _count_nonfinite(
+    a: np.ndarray, b: np.ndarray, *, scale: float
+) -> tuple[dict[str, int], np.ndarray]:
+    """The counts of one block by the names of ``NONFINITE``, and the elements at which the sides
+    do not agree; the block's values were multiplied by ``scale``."""
+    counts: dict[str, int] = {}
+    nan, low, high, finite = {}, {}, {}, {}
+    for side, x in (("a", a), ("b", b)):
+        nan[side], finite[side] = np.isnan(x), np.isfinite(x)
+        low[side], high[side] = np.isneginf(x), np.isposinf(x)
+        counts[f"{side}_nan"] = int(nan[side].sum())
+        counts[f"{side}_neginf"] = int(low[side].sum())
+        counts[f"{side}_inf"] = counts[f"{side}_neginf"] + int(high[side].sum())
+    differ = (nan["a"] != nan["b"]) | (low["a"] != low["b"]) | (high["a"] != high["b"])
+    counts["differ"] = int(differ.sum())
+    counts["a_alone"] = int((~finite["a"] & finite["b"]).sum())
+    counts["b_alone"] = int((~finite["b"] & finite["a"]).sum())
+    most = NEVER * scale
+    with np.errstate(invalid="ignore"):
+        never = (low["a"] & finite["b"] & (b <= most)) | (low["b"] & finite["a"] & (a <= most))
+    counts["mask_alike"] = int(never.sum())
+    return counts, differ & ~never
+
+
+def ratio(x: float, y: float) -> float:
+    """x / y with 0/0 = 0 and x/0 = inf."""
+    return x / y if y else (math.inf if x else 0.0)
+
+
+def root_ratio(x2: float, y2: float) -> float:
+    return ratio(math.sqrt(x2), math.sqrt(y2))
+
+
+def root_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
+    """√x2 / √y2 with 0/0 = 0 and x/0 = inf."""
+    x, y = np.sqrt(x2), np.sqrt(y2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(x == 0.0, 0.0, x / y)
+
+
+def channel_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
+    """x2 / y2 with 0/0 = 0 and x/0 = inf."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios: np.ndarray = x2 / y2
+    if not y2.all():
+        ratios[x2 == 0.0] = 0.0
+    return ratios
+
+
+# The tokens that follow, by two sides' log-probabilities: Δp and perplexity, in one definition.
+#
+# As llama.cpp's ``--kl-divergence`` tells them: Δp is the other side's probability of a token less
+# the first one's, as a share of 1. A quantile is a value that was seen.
+
+
+class Following(msgspec.Struct, frozen=True, kw_only=True):
+    """``base`` and ``other``: exp of the mean of -log p. Errors are nan of a single token, and take
+    tokens as independent."""
+
+    num_tokens: int
+    delta_p_mean: float
+    delta_p_error: float
+    delta_p_rms: float
+    delta_p_p1: float
+    delta_p_p99: float
+    delta_logprob_mean: float
+    """Of |Δ log p|."""
+    base: float
+    other: float
+    ln_ratio: float
+    """ln of the other's perplexity less that of the base's."""
+    ln_ratio_error: float
+    ln_correlation: float | None
+    """None where one side's log-probabilities are all the same."""
+
+
+def following_of(mine: np.ndarray, other: np.ndarray) -> Following | None:
+    """Of log-probabilities, one a token; tokens that are not finite on both sides are left out.
+    None where there are none."""
+    known = np.isfinite(mine) & np.isfinite(other)
+    mine, other = mine[known], other[known]
+    if not len(mine):
+        return None
+    delta, ratio = np.exp(other) - np.exp(mine), mine - other
+    varies = len(mine) > 1 and mine.std() > 0 and other.std() > 0
+    return Following(
+        num_tokens=len(mine), delta_p_mean=float(delta.mean()), delta_p_error=standard_error(delta),
+        delta_p_rms=math.sqrt(float((delta * delta).mean())),
+        delta_p_p1=quantile(delta, 0.01), delta_p_p99=quantile(delta, 0.99),
+        delta_logprob_mean=float(np.abs(ratio).mean()),
+        base=_exp(-float(mine.mean())), other=_exp(-float(other.mean())),
+        ln_ratio=float(ratio.mean()), ln_ratio_error=standard_error(ratio),
+        ln_correlation=float(np.corrcoef(mine, other)[0, 1]) if varies else None,
+    )  # fmt: skip
+
+
+def quantile(values: np.ndarray, share: float) -> float:
+    """The least value that was seen which so large a share does not pass."""
+    return float(np.quantile(values, share, method="inverted_cdf"))
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean; nan of fewer than two values, or where one is not finite."""
+    if len(values) < 2 or not np.isfinite(values).all():
+        return math.nan
+    return float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

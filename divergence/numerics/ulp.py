@@ -1,0 +1,472 @@
+"""Distances in representable values of a named format, one by one and counted over tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from divergence.numerics.formats import Format, format_of
+from divergence.numerics.kernels import Kernel
+from divergence.numerics.sums import BLOCK, Grid, Rows, run_split, tiles
+
+if TYPE_CHECKING:
+    from divergence.numerics.compiled import BitDistances
+
+
+# Distance in representable values of a named format.
+#
+# Read as integers, the magnitudes of one sign of a binary float format count its
+# values upwards from zero; negate those with the sign bit and the whole format lies
+# on one integer line, the *lattice* (Bruce Dawson, "Comparing Floating Point
+# Numbers", 2012). The key of -0 is the key of +0; the largest finite value and inf
+# are neighbours. The distance of two values is the difference of their keys.
+#
+# It refuses to compare across formats silently: the format is always named, and
+# values stored in another one are rounded to it first.
+#
+# ``spacing``: how far apart the values of a format lie around a number, the unit of its last
+# rounding. Rounding to nearest errs by at most half the spacing; uniformly over that, by 1/√12 =
+# 0.29 of it in the root mean square. Unlike the unit roundoff, which is relative to the number,
+# the spacing stands still within a binade and among subnormals.
+
+NAN_DISTANCE = 2**63 - 1
+"""What ulp_distance answers where exactly one side is nan; also its ceiling."""
+
+
+def ulp_distance(a: torch.Tensor, b: torch.Tensor, form: Format) -> torch.Tensor:
+    """|key(a) - key(b)| per element, int64, symmetric.
+
+    Unit: ulp of ``form``. 0 for equal values, +0 and -0, and for nan beside nan;
+    NAN_DISTANCE where one side only is nan. Distances beyond 2^63 - 1 (float64 of
+    opposite signs) stop there. Source: module docstring.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
+    distance = distance_array(
+        key_array(stored_bits(a, form), form), key_array(stored_bits(b, form), form)
+    )
+    distance = np.minimum(distance.astype(np.uint64), np.uint64(NAN_DISTANCE)).astype(np.int64)
+    result = torch.from_numpy(distance).reshape(a.shape)
+    nan_a, nan_b = _isnan(a, form), _isnan(b, form)
+    result[nan_a ^ nan_b] = NAN_DISTANCE
+    result[nan_a & nan_b] = 0
+    return result
+
+
+def stored_bits(values: torch.Tensor, form: Format) -> np.ndarray:
+    """The bit patterns of ``values`` in ``form``, as signed integers (uint8 for one byte)."""
+    if form.kind != "float":
+        raise ValueError(f"ulp distances exist in float formats, not in {form.name}")
+    values = values.detach()
+    if format_of(values.dtype).name != form.name:
+        values = values.to(form.torch_dtype)
+    pattern = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[form.itemsize]
+    return values.contiguous().view(pattern).cpu().numpy()
+
+
+def key_array(
+    bits: np.ndarray,
+    form: Format,
+    *,
+    out: np.ndarray | None = None,
+    scratch: np.ndarray | None = None,
+) -> np.ndarray:
+    """Keys of bit patterns as signed integers of the same width (int16 for one byte).
+
+    With s = bits >> (width - 1), which is -1 for a set sign and 0 otherwise,
+    (bits ^ (s & 0x7f..)) - s turns sign and magnitude into two's complement.
+    ``out`` and ``scratch``: buffers of the keys' dtype and ``bits``' shape, or None.
+    """
+    if form.itemsize == 1:
+        return np.take(byte_keys(form), bits, out=out)
+    width = 8 * form.itemsize
+    sign = np.right_shift(bits, width - 1, out=scratch)
+    keys: np.ndarray = np.bitwise_and(sign, bits.dtype.type(2 ** (width - 1) - 1), out=out)
+    np.bitwise_xor(keys, bits, out=keys)
+    np.subtract(keys, sign, out=keys)
+    return keys
+
+
+def distance_array(
+    a: np.ndarray,
+    b: np.ndarray,
+    *,
+    out: np.ndarray | None = None,
+    scratch: np.ndarray | None = None,
+) -> np.ndarray:
+    """|a - b| of two key arrays as unsigned integers of their width: exact, because the
+    larger minus the smaller, modulo 2^width, is the distance even where it wraps."""
+    high: np.ndarray = np.maximum(a, b, out=out)
+    low = np.minimum(a, b, out=scratch)
+    np.subtract(high, low, out=high)
+    return high.view(f"u{high.itemsize}")
+
+
+def byte_keys(form: Format) -> np.ndarray:
+    """The key of each of the 256 patterns of a one-byte format."""
+    patterns = np.arange(256, dtype=np.int16)
+    if not form.signed:  # e8m0fnu: a bare exponent, in order as it stands; 0xff is nan
+        return patterns
+    keys = np.where(patterns < 128, patterns, 128 - patterns).astype(np.int16)
+    if form.name.endswith("fnuz"):
+        keys[0x80] = 128  # nan sits where -0 would
+    return keys
+
+
+def _isnan(values: torch.Tensor, form: Format) -> torch.Tensor:
+    if format_of(values.dtype).name != form.name:
+        values = values.to(form.torch_dtype)
+    return torch.isnan(values.detach().cpu().to(torch.float64))
+
+
+ROUNDING_RMS = 1 / math.sqrt(12)
+"""Rms error of rounding to nearest, in spacings."""
+
+
+_EXPONENT_BITS = 0x7FF << 52
+
+
+def spacing(x: torch.Tensor, form: Format) -> torch.Tensor:
+    """Distance of neighbouring values of ``form`` around each float64 ``x``.
+
+    Unit: that of x. The subnormals' distance at 0, nan where x is not finite; no upper end.
+    """
+    # the exponent bits alone are the power of two at or below |x|: 0 for 0, inf for inf and nan
+    power = (x.contiguous().view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
+    distance = (power * 2.0**-form.mantissa_bits).clamp_min(form.smallest_subnormal)
+    return distance.masked_fill_(power == math.inf, math.nan)
+
+
+# How many ulp apart two tensors are: share beyond one, 99th percentile, largest.
+#
+# The percentile is exact, without a histogram of all distances. A sample of runs guesses
+# where it lies. Guessed within a few ulp (16-bit formats), one pass counts how many
+# distances exceed each of these; otherwise it counts those at a bound just below and
+# keeps those beyond it (a few percent), among which the percentile is selected. A wrong
+# guess costs another pass, and takes a tensor whose sampled runs are unlike the rest. Compiled
+# loops count the same things, without blocks.
+#
+# Elements with |a| < u · rms(a) are left out: there cancellation makes 1e7 ulp of
+# nothing.
+#
+# The tail of the distances is counted in numpy's blocks or in compiled loops. Both give one Tail
+# per thread: how many distances exceed each of a few neighbouring values or, where the percentile
+# was not guessed that closely, those beyond a bound themselves.
+
+
+class UlpCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """``share_over_1``: of the counted elements, the share more than 1 ulp apart. ``p99``:
+    smallest distance that at least 99 % of them do not exceed. ``max``: the largest. All
+    in ulp of the format named to count_ulp; all 0 where nothing was counted."""
+
+    num_counted: int
+    share_over_1: float
+    p99: float
+    max: float
+
+
+def count_ulp(
+    a: Grid,
+    b: Grid,
+    form: Format,
+    *,
+    rows: Rows,
+    rms: float,
+    check_finite: bool = True,
+    threads: int = 1,
+    block: int = BLOCK,
+    kernel: Kernel = "numpy",
+    there: Elsewhere | None = None,
+) -> UlpCounts:
+    """Distances in ``form`` between ``rows`` of a and b where |a| >= u · ``rms``.
+
+    Unit: ulp of ``form``; values stored otherwise are rounded to it. ``rms``: of a.
+    Elements that are not finite on both sides are left out; ``check_finite=False``
+    promises that there are none. -0 equals +0. A value that overflows on rounding to
+    ``form`` counts as its inf, one ulp beyond the largest. ``there``: the pair on a device.
+    Source: divergence.numerics.ulp.
+    """
+    smallest = smallest_key(form, form.unit_roundoff * rms)
+    counting: Counting
+    if there is not None and form.itemsize <= 4:
+        counting = there.distances(form, rows=rows, smallest_key=smallest, check=check_finite)
+    elif kernel == "compiled" and InLoops.reads(a, b, form, check=check_finite):
+        counting = InLoops(a, b, form, rows=rows, smallest_key=smallest, check=check_finite)
+    else:
+        counting = InBlocks(
+            a, b, form, rows=rows, smallest_key=smallest, check=check_finite, block=block
+        )
+    guess = counting.guess()
+    bound, high = guess or (0, 0)
+    close = guess is not None and high - bound < MOST_STEPS - 1
+    steps = range(max(0, bound - 1), high + 1) if close else range(0)
+    while True:
+        tails = counting.count(bound, steps, threads=threads)
+        counted = sum(tail.num_counted for tail in tails)
+        if counted == 0:
+            return UlpCounts(num_counted=0, share_over_1=0.0, p99=0.0, max=0.0)
+        num_above = counted - math.ceil(0.99 * counted) + 1  # p99 is the num_above-th largest
+        p99 = _from_steps(tails, num_above) if steps else _from_beyond(tails, num_above)
+        if p99 is None:
+            too_low = bool(steps) and _over(tails)[-1] >= num_above
+            bound, steps = (high if too_low else bound // 2), range(0)
+            continue
+        if 1 in steps:
+            num_over_1 = int(_over(tails)[steps.index(1)])
+        else:
+            num_over_1 = sum(tail.num_over_1 for tail in tails)
+        return UlpCounts(
+            num_counted=counted,
+            share_over_1=num_over_1 / counted,
+            p99=float(p99),
+            max=float(max(tail.largest for tail in tails)),
+        )
+
+
+def _over(tails: list[Tail]) -> np.ndarray:
+    """How many distances exceed each of the steps, of all workers."""
+    return sum((tail.num_over for tail in tails[1:]), tails[0].num_over)
+
+
+def _from_steps(tails: list[Tail], num_above: int) -> int | None:
+    """The num_above-th largest distance, or None where it is not among the steps."""
+    steps = tails[0].steps
+    few = np.flatnonzero(_over(tails) < num_above)
+    if not len(few) or (few[0] == 0 and steps[0] > 0):
+        return None
+    return steps[int(few[0])]
+
+
+def _from_beyond(tails: list[Tail], num_above: int) -> int | None:
+    """The same among the distances picked out, or None where it is below the bound."""
+    beyond = np.concatenate([part for tail in tails for part in tail.beyond] or [np.empty(0)])
+    if len(beyond) >= num_above:
+        return int(np.partition(beyond, len(beyond) - num_above)[len(beyond) - num_above])
+    bound = tails[0].bound
+    if bound == 0 or len(beyond) + sum(tail.num_at_bound for tail in tails) >= num_above:
+        return bound
+    return None
+
+
+def smallest_key(form: Format, magnitude: float) -> int:
+    """Key of the smallest value of ``form`` that is >= magnitude (> 0 or 0): subnormals number
+    the multiples of the smallest one, and each binade above holds 2^mantissa_bits values."""
+    if magnitude == 0.0:
+        return 0
+    magnitude = min(magnitude, form.max)
+    fraction, exponent = math.frexp(magnitude)  # magnitude = fraction · 2^exponent, in [1/2, 1)
+    lowest = math.frexp(form.smallest_normal)[1]
+    if exponent < lowest:
+        key = math.ceil(magnitude / form.smallest_subnormal)
+    else:
+        steps = math.ceil(math.ldexp(2 * fraction - 1, form.mantissa_bits))
+        key = ((exponent - lowest + 1) << form.mantissa_bits) + steps
+    return key if form.signed else key - 1  # e8m0fnu has no zero
+
+
+_NUM_RUNS, _RUN = 16, 1024
+_LOOP_RUN, _FEW = 512, 1 << 14
+MOST_STEPS = 5
+"""Counting what exceeds one value costs a tenth of picking out what exceeds it."""
+
+
+class Tail:
+    """One worker's counts: how many distances exceed each of ``steps`` or, without steps, how
+    many are at ``bound`` and which are beyond."""
+
+    def __init__(self, bound: int, steps: range) -> None:
+        self.bound, self.steps = bound, steps
+        self.num_counted = self.num_over_1 = self.num_at_bound = self.largest = 0
+        self.num_over = np.zeros(len(steps), np.int64)
+        self.beyond: list[np.ndarray] = []
+
+    def add(self, distance: np.ndarray, num_counted: int, mask: np.ndarray) -> None:
+        """``mask``: a bool buffer of the distances' shape (a new array costs page faults)."""
+        self.num_counted += num_counted
+        largest = int(distance.max())
+        self.largest = max(self.largest, largest)
+        for number, step in enumerate(self.steps):
+            if largest > step:
+                self.num_over[number] += np.count_nonzero(np.greater(distance, step, out=mask))
+        if largest > 1 and 1 not in self.steps:
+            self.num_over_1 += int(np.count_nonzero(np.greater(distance, 1, out=mask)))
+        if self.steps:
+            return
+        if self.bound and largest >= self.bound:
+            self.num_at_bound += int(np.count_nonzero(np.equal(distance, self.bound, out=mask)))
+        if largest > self.bound:
+            self.beyond.append(distance[np.greater(distance, self.bound, out=mask)])
+
+
+class Counting(Protocol):
+    """One pair in one format, under one mask."""
+
+    def guess(self) -> tuple[int, int] | None:
+        """The 97th and 99.9th percentile of a sample; None where all there is would fit in."""
+
+    def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
+        """All distances, by thread."""
+
+
+class Elsewhere(Protocol):
+    """A pair that lies on a device."""
+
+    def distances(
+        self, form: Format, *, rows: Rows, smallest_key: int, check: bool
+    ) -> Counting: ...
+
+
+class InBlocks:
+    """Masked distances of one block after another, in numpy: any format."""
+
+    def __init__(
+        self, a: Grid, b: Grid, form: Format, *, rows: Rows, smallest_key: int, check: bool,
+        block: int = BLOCK,
+    ) -> None:  # fmt: skip
+        """``check``: leave out what is not finite on both sides."""
+        self._a, self._b, self._form, self._check = a, b, form, check
+        self._smallest_key = smallest_key
+        self._parts = tiles(rows, a.num_cols, block=block)
+
+    def guess(self) -> tuple[int, int]:
+        """From up to 16 blocks' first runs."""
+        distances, buffers = [], self._buffers()
+        for rows, cols in self._parts[:: max(1, len(self._parts) // _NUM_RUNS)]:
+            stop = min(cols.stop, cols.start + _RUN)
+            count = max(1, _RUN // (stop - cols.start))
+            if isinstance(rows, slice):
+                few: Rows = slice(rows.start, min(rows.stop, rows.start + count))
+            else:
+                few = rows[:count]
+            distance = self._block(few, slice(cols.start, stop), buffers)[0]
+            distances.append(distance.ravel().copy())
+        return _percentiles(np.concatenate(distances)) if distances else (0, 0)
+
+    def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
+        def work(parts: list[tuple[Rows, slice]]) -> Tail:
+            tail, buffers = Tail(bound, steps), self._buffers()
+            for rows, cols in parts:
+                tail.add(*self._block(rows, cols, buffers))
+            return tail
+
+        return run_split(work, self._parts, threads=threads)
+
+    def _buffers(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.empty((3, BLOCK), f"i{max(2, self._form.itemsize)}"), np.empty(BLOCK, bool)
+
+    def _block(
+        self, rows: Rows, cols: slice, buffers: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[np.ndarray, int, np.ndarray]:
+        """Distances (0 where masked), how many elements are not masked, a spare mask."""
+        bits_a, bits_b = (stored(grid, self._form, rows, cols) for grid in (self._a, self._b))
+        shape, size = bits_a.shape, bits_a.size
+        out_a, out_b, three = (buffer[:size].reshape(shape) for buffer in buffers[0])
+        keep = buffers[1][:size].reshape(shape)
+        keys_a = key_array(bits_a, self._form, out=out_a, scratch=three)
+        keys_b = key_array(bits_b, self._form, out=out_b, scratch=three)
+        np.greater_equal(np.abs(keys_a, out=three), self._smallest_key, out=keep)
+        if self._check:
+            for grid in (self._a, self._b):
+                values = grid.load(rows, cols, np.empty(BLOCK))
+                np.logical_and(keep, np.isfinite(values), out=keep)
+        distance = distance_array(keys_a, keys_b, out=three, scratch=out_a)
+        num_counted = int(np.count_nonzero(keep))
+        if num_counted < size:
+            np.multiply(distance, keep, out=distance)
+        return distance, num_counted, keep
+
+
+class InLoops:
+    """The same in compiled loops, for formats of 16 to 64 bits (``reads``)."""
+
+    def __init__(
+        self, a: Grid, b: Grid, form: Format, *, rows: Rows, smallest_key: int, check: bool
+    ) -> None:
+        self._a, self._b, self._form = a, b, form
+        self._rows: np.ndarray = (
+            np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        )
+        self._low, self._high = smallest_key, 2 ** (8 * form.itemsize - 1) - 1
+        if check:
+            top = torch.tensor([form.max], dtype=torch.float64).to(form.torch_dtype)
+            self._high = int(stored_bits(top, form)[0])
+
+    @staticmethod
+    def reads(a: Grid, b: Grid, form: Format, *, check: bool) -> bool:
+        """Whether the loops can count this: a value that is finite in its own format and not in
+        ``form`` is told from one that is inf in both by nothing they see."""
+        if form.name not in ("bfloat16", "float16", "float32", "float64"):
+            return False
+        return not check or a.format.name == b.format.name == form.name
+
+    def guess(self) -> tuple[int, int] | None:
+        """From the first 512 elements of up to 16 rows, or more of each where they are few, or
+        of more where they are short."""
+        num_cols = self._a.num_cols
+        if len(self._rows) * num_cols <= _FEW:
+            return None
+        length = max(_LOOP_RUN, _FEW // len(self._rows) // 2)
+        count = max(16, _FEW // 2 // min(num_cols, length))
+        rows = self._rows[:: max(1, len(self._rows) // count)]
+        distances, rows = self._distances(rows)
+        return _percentiles(distances.sample(rows, length))
+
+    def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
+        def work(part: np.ndarray) -> Tail:
+            tail = Tail(bound, steps)
+            for rows in self._pieces(part):
+                distances, rows = self._distances(rows)
+                if steps:
+                    counts, over = distances.count_steps(rows, steps.start)
+                    tail.num_over += over[: len(steps)]
+                else:
+                    counts, beyond = distances.pick_beyond(rows, bound)
+                    tail.num_at_bound += counts[3]
+                    tail.beyond.append(beyond)
+                tail.num_counted += counts[0]
+                tail.num_over_1 += counts[1]
+                tail.largest = max(tail.largest, counts[2])
+            return tail
+
+        return run_split(work, self._rows, threads=threads)
+
+    def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Rows at once: 4 million elements, so that what is picked out or rounded stays small."""
+        count = max(1, (1 << 22) // max(1, self._a.num_cols))
+        return [rows[start : start + count] for start in range(0, len(rows), count)]
+
+    def _distances(self, rows: np.ndarray) -> tuple[BitDistances, np.ndarray]:
+        """The loops over ``rows``, and their numbers there."""
+        from divergence.numerics.compiled import BitDistances
+
+        names = {self._a.format.name, self._b.format.name, self._form.name}
+        if len(names) == 1:
+            return BitDistances(self._a.bits, self._b.bits, self._low, self._high), rows
+        every = slice(0, self._a.num_cols)
+        near = slice(int(rows[0]), int(rows[-1]) + 1) if _gapless(rows) else rows
+        a, b = (
+            np.ascontiguousarray(stored(grid, self._form, near, every))
+            for grid in (self._a, self._b)
+        )
+        return BitDistances(a, b, self._low, self._high), np.arange(len(rows))
+
+
+def _gapless(rows: np.ndarray) -> bool:
+    return len(rows) > 0 and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+
+
+def stored(grid: Grid, form: Format, rows: Rows, cols: slice) -> np.ndarray:
+    """A block's bit patterns in ``form``, rounded to it where it is stored otherwise."""
+    if grid.format.name == form.name:
+        return grid.bits[rows, cols]
+    return stored_bits(grid.torch[rows, cols], form)
+
+
+def _percentiles(distances: np.ndarray) -> tuple[int, int]:
+    ordered = np.sort(distances)
+    low, high = (int(ordered[int(share * (len(ordered) - 1))]) for share in (0.97, 0.999))
+    return low, high

@@ -1,0 +1,1226 @@
+"""One operator by itself, as a script that shows it without the model, and as a report for whoever
+made it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import keyword
+import math
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from divergence.comparison.arithmetic import is_about
+from divergence.errors import FaultError, RunExistsError, RunWriteError, UsageError
+from divergence.numerics.formats import format_named, format_of
+from divergence.numerics.ulp import NAN_DISTANCE, ulp_distance
+from divergence.ops.allowed import Refusal, Unsafe, asked_for, find_operator, suite_function
+from divergence.ops.replay import (
+    RANDOM,
+    UNINITIALISED,
+    RecordedCall,
+    check_names,
+    contiguous_stride,
+    decoded,
+    execute_ports,
+    operand_value,
+    operand_values,
+    recorded_calls,
+    replayable_pass,
+)
+from divergence.ops.suite.definition import PREFIX
+from divergence.output import write_output
+from divergence.recording.engines.load import Weights
+from divergence.recording.machine import resolve_device
+from divergence.run.command import command_line
+from divergence.run.location import folder_of
+from divergence.run.manifest import Environment, Manifest, Switch, digest_tensor
+from divergence.run.reader import Run
+from divergence.run.record import Call, Record, operand_indices, other_scalars, scalar_words
+from divergence.run.site import did_you_mean, is_operator_site, module_of, natural_key
+from divergence.words import Progress, printable, silent
+
+# What a script is made of: a run's values as Python source, and functions of the suite.
+#
+# A run may come from anyone, and a script that is made of it is run on other machines. So whatever
+# a run says reaches the script through ``node`` alone: a syntax tree of a value whose type is
+# checked, whose text Python itself writes. A script is then read back: its tree must be that of
+# its template with these trees in their places.
+#
+# A suite's operator is pasted with all that it stands on in this package, since a script has torch
+# alone. A function stands alone if everything that it names is torch's, the standard library's, a
+# constant that ``repr`` writes, or a function of this package that stands alone itself.
+
+_MAX_BITS = 64
+_PLACE = "MEANT_"
+
+
+def literal(value: Any) -> str:
+    """``value`` as Python source. Raises Refusal for what is no plain value."""
+    return ast.unparse(node(value))
+
+
+def node(value: Any) -> ast.expr:
+    """The syntax tree of a value: None, bool, int, float, complex, str, torch's dtypes, layouts and
+    memory formats, and lists, tuples and dicts of them. A tree is taken as it is.
+
+    Raises Refusal for anything else.
+    """
+    kind = type(value)
+    if isinstance(value, ast.expr):
+        return value
+    if value is None or kind in (bool, str):
+        return ast.Constant(value)
+    if kind is int and value.bit_length() <= _MAX_BITS:
+        return ast.Constant(value) if value >= 0 else ast.UnaryOp(ast.USub(), ast.Constant(-value))
+    if kind is float:
+        if not math.isfinite(value):  # Python has no word for them
+            return call_node(["float"], [str(value)])
+        sign = math.copysign(1.0, value) < 0
+        return ast.UnaryOp(ast.USub(), ast.Constant(-value)) if sign else ast.Constant(value)
+    if kind is complex:
+        return call_node(["complex"], [value.real, value.imag])
+    if kind is list:
+        return ast.List([node(item) for item in value], ast.Load())
+    if kind is tuple:
+        return ast.Tuple([node(item) for item in value], ast.Load())
+    if kind is dict:
+        return ast.Dict([node(key) for key in value], [node(item) for item in value.values()])
+    if kind in (torch.dtype, torch.layout, torch.memory_format):
+        name = str(value).removeprefix("torch.")
+        if getattr(torch, name, None) is value:
+            return dotted(["torch", name])
+    raise Refusal("its arguments cannot be written down", detail=repr(value)[:80])
+
+
+def dotted(names: Sequence[str]) -> ast.expr:
+    """``["torch", "ops"]`` → the tree of ``torch.ops``. Raises Refusal for what is no name."""
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise Refusal(f"{name[:80]!r} is no name")
+    tree: ast.expr = ast.Name(names[0], ast.Load())
+    for name in names[1:]:
+        tree = ast.Attribute(tree, name, ast.Load())
+    return tree
+
+
+def call_node(
+    function: Sequence[str], args: Sequence[Any], keywords: Mapping[str, Any] | None = None
+) -> ast.expr:
+    """The tree of ``function(*args, **keywords)``. Raises Refusal for what is no name or value."""
+    for name in keywords or ():
+        dotted([name])
+    return ast.Call(
+        dotted(function),
+        [node(value) for value in args],
+        [ast.keyword(name, node(value)) for name, value in (keywords or {}).items()],
+    )
+
+
+def place(name: str) -> str:
+    """What stands in a template for the value ``name``."""
+    return _PLACE + name
+
+
+def check_script(text: str, template: str, meant: Mapping[str, ast.expr]) -> None:
+    """Is ``text`` the script ``template`` with the trees ``meant`` in their places, and no other?
+    Docstrings and comments may differ.
+
+    Raises FaultError: such a script is not to be written.
+    """
+    wanted = _Filled(meant).visit(ast.parse(template))
+    try:
+        syntax = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise FaultError(f"the script would be no Python: {error}") from error
+    if _plain(syntax) != _plain(wanted):
+        raise FaultError("the script would hold something that was not meant: it is not written")
+
+
+class _Filled(ast.NodeTransformer):
+    def __init__(self, meant: Mapping[str, ast.expr]) -> None:
+        self._meant = meant
+
+    def visit_Name(self, name: ast.Name) -> ast.expr:
+        return self._meant[name.id.removeprefix(_PLACE)] if name.id.startswith(_PLACE) else name
+
+
+def _plain(tree: ast.Module) -> str:
+    """The tree as text, without the docstring: one constant text, or it would be another tree."""
+    first = tree.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        first.value.value = ""
+    return ast.dump(tree)
+
+
+_OWN = "divergence."
+_THERE = frozenset({"torch", "numpy"})
+"""Packages that are wherever torch is, beside the standard library."""
+
+
+def pasted_source(operator: str) -> tuple[str, str, str]:
+    """(imports, source, name of the function) of ``suite.NAME``. Raises Refusal where it does not
+    stand alone."""
+    function = suite_function(operator)
+    imports: dict[str, str] = {}
+    parts: dict[str, str] = {}
+    _collect(function, operator, imports, parts)
+    return "".join(imports.values()), "\n\n".join(parts.values()), function.__name__
+
+
+def _collect(
+    function: Callable[..., Any], operator: str, imports: dict[str, str], parts: dict[str, str]
+) -> None:
+    """Into ``parts`` the functions that ``function`` names, of its module or this package, then
+    itself; into ``imports`` the rest."""
+    if not inspect.isfunction(function) or function.__closure__:
+        raise _not_alone(operator, getattr(function, "__name__", repr(function)))
+    for name in sorted(_names(function.__code__)):
+        known = name in imports or name in parts or name == function.__name__
+        if not known and name in function.__globals__:  # else an attribute's name, or a builtin
+            value = function.__globals__[name]
+            own: str = getattr(value, "__module__", None) or ""
+            if inspect.isfunction(value) and (own == function.__module__ or own.startswith(_OWN)):
+                if value.__name__ != name:
+                    raise _not_alone(operator, name)
+                _collect(value, operator, imports, parts)
+            else:
+                _name(name, value, operator, imports, parts)
+    parts[function.__name__] = textwrap.dedent(inspect.getsource(function)).rstrip()
+
+
+def _name(
+    name: str, value: Any, operator: str, imports: dict[str, str], parts: dict[str, str]
+) -> None:
+    if isinstance(value, types.ModuleType):
+        home = value.__name__
+        if home.partition(".")[0] not in _THERE | sys.stdlib_module_names:
+            raise _not_alone(operator, home)
+        if name not in ("torch", "sys", "platform"):  # those the script has
+            imports[name] = f"import {home} as {name}\n" if name != home else f"import {home}\n"
+    elif _is_literal(value):
+        parts[name] = f"{name} = {value!r}"
+    else:
+        home = getattr(value, "__module__", None) or type(value).__module__
+        if home.partition(".")[0] not in _THERE | sys.stdlib_module_names:
+            raise _not_alone(operator, name)
+        imports[name] = f"from {home} import {getattr(value, '__name__', name)} as {name}\n"
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Every global name that a function and what is defined inside it uses."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _is_literal(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_literal(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _not_alone(operator: str, name: str) -> Refusal:
+    return Refusal(f"{operator} does not stand alone: it needs {name}")
+
+
+# How two recorded calls differ: in what they were given, and in what they gave.
+#
+# A reproducer shows what an operator makes of its inputs on two machines. Where the other machine's
+# operator had other inputs, other weights or other scalars, its result would blame it for what it
+# was given. Equal means equal bit for bit; where a side did not store an operand, its weight's
+# digest counts, and otherwise nothing can be said.
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """``max_abs``: greatest |a - b|. ``rel_l2``: ‖a - b‖ / ‖b‖ (0/0 = 0, x/0 = inf). ``max_ulp``:
+    greatest distance in representable values of a's format, b rounded to it; None where it has
+    none. ``num_different`` of ``numel`` elements; all in float64, nan where a value is nan."""
+
+    max_abs: float
+    rel_l2: float
+    max_ulp: int | None
+    num_different: int
+    numel: int
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+    """Of ``a`` from ``b``; None where their shapes differ."""
+    if a.shape != b.shape:
+        return None
+    a, b = a.reshape(-1), b.reshape(-1)
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    lhs, rhs = a.to(wide), b.to(wide)
+    gap = torch.where(lhs == rhs, 0.0, (lhs - rhs).abs())  # equal infinities differ by nothing
+    top, bottom = float(gap.norm()), float(rhs.abs().norm())
+    ulp = None
+    form = format_of(a.dtype)
+    if form.kind == "float" and form.name != "float64":
+        distances = ulp_distance(a, b.to(a.dtype), form)
+        ulp = int(distances.max()) if distances.numel() else 0
+        ulp = None if ulp == NAN_DISTANCE else ulp
+    return Difference(
+        max_abs=float(gap.max()) if gap.numel() else 0.0,
+        rel_l2=0.0 if top == 0 else (top / bottom if bottom else math.inf),
+        max_ulp=ulp,
+        num_different=int((gap != 0).sum()),
+        numel=a.numel(),
+    )
+
+
+def store_error(truth: torch.Tensor, dtype: torch.dtype) -> float | None:
+    """‖round(R) - R‖ / ‖R‖: what storing the right result in ``dtype`` costs."""
+    apart = difference(truth.to(dtype), truth)
+    return None if apart is None else apart.rel_l2
+
+
+def what_differs(
+    ours: RecordedCall, values: Sequence[torch.Tensor], other: Run, theirs: RecordedCall
+) -> str | None:
+    """Of the call ``ours``, whose operands have ``values``, and the call ``theirs`` of ``other``;
+    None where they were given the same."""
+    mine, call = ours.call, theirs.call
+    if mine.operator != call.operator or len(mine.operands) != len(call.operands):
+        return f"it is {call.operator} with {len(call.operands)} tensors there"
+    scalars = other_scalars(mine, call)
+    if scalars:
+        item = scalars[0]
+        return (
+            f"{item.argument}={scalar_words(item.candidate)} there, "
+            f"{scalar_words(item.reference)} here"
+        )
+    names = _differences_names(mine)
+    for number, (x, y) in enumerate(zip(mine.operands, call.operands, strict=True)):
+        name = names.get(number, str(number))
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            return f"{name} is {y.dtype} {y.shape} there, {x.dtype} {x.shape} here"
+        if x.weight is not None and y.weight is not None:
+            if (x.xxh3, x.offset, x.stride) != (y.xxh3, y.offset, y.stride):
+                return f"{name} is another weight there ({y.weight}, here {x.weight})"
+            continue
+        try:
+            value = operand_value(other, theirs.first, y, None)
+        except Refusal:
+            return f"what {name} was is not recorded there"
+        if digest_tensor(value) != digest_tensor(values[number]):
+            apart = difference(value, values[number])
+            by = "" if apart is None else f" by rel L2 {apart.rel_l2:.3g}"
+            return f"{name} differs{by}"
+    return None
+
+
+def _differences_names(call: Call) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for name in call.arguments:
+        for place, number in enumerate(operand_indices(call, name)):
+            names[number] = name if place == 0 else f"{name}[{place}]"
+    return names
+
+
+# A script that runs one operator: torch and safetensors alone, short enough for a bug tracker.
+#
+# Whatever the run says of itself reaches the script as a literal (reproducer.source), never as
+# code; the names of the operator and of its arguments are those that torch, or the suite, knows.
+# Values stand beside it in safetensors files; a dtype that not every release of safetensors has a
+# name for as raw bytes.
+
+_PORTABLE = frozenset("float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split())
+"""What every release of safetensors stores under its own name."""
+_PACKAGES = {"npu": "torch_npu", "torchvision": "torchvision", "vllm": "vllm",
+             "transformers": "transformers.integrations.moe"}  # fmt: skip
+"""Namespace of operators → the package whose import registers them."""
+_SWITCH = re.compile(r"torch\.backends(\.[a-z][a-z0-9_]*)+")
+
+
+def portable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as safetensors stores it: itself, or its bytes."""
+    tensor = tensor.detach().contiguous().clone()
+    if str(tensor.dtype).removeprefix("torch.") in _PORTABLE:
+        return tensor
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def portable_truth(tensor: torch.Tensor) -> torch.Tensor:
+    """A truth as float64: of complex numbers real and imaginary parts along a last axis."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.to(torch.complex128)).contiguous().clone()
+    wide = tensor.double() if tensor.is_floating_point() else tensor
+    return wide.detach().contiguous().clone()
+
+
+def operand_names(call: Call) -> list[str]:
+    """A name for each operand: of the argument, with its place in a list (``tensors.1``).
+
+    Raises Refusal for an argument that is no operand's number.
+    """
+    names = [""] * len(call.operands)
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                walk(item, f"{name}.{index}")
+        elif isinstance(value, dict) and set(value) == {"tensor"}:
+            number = value["tensor"]
+            if type(number) is not int or not 0 <= number < len(names):
+                raise Refusal("its arguments cannot be read", detail=repr(value)[:80])
+            names[number] = names[number] or name
+
+    for name, value in call.arguments.items():
+        walk(value, name)
+    return [name or f"operand.{number}" for number, name in enumerate(names)]
+
+
+def script_text(
+    call: Call,
+    manifest: Manifest,
+    expected: Mapping[str, torch.Tensor],
+    *,
+    site: str,
+    title: str,
+    device: str,
+    has_truth: bool,
+) -> str:
+    """The whole of repro.py; ``device``: the type it runs on unless told.
+
+    Raises Refusal where the operator cannot be called by its name, or an argument has none of its.
+    """
+    check_names(call)
+    names = operand_names(call)
+    imports, definition, expression, written = _called(call, names)
+    tables: dict[str, Mapping[str, Any]] = {
+        "layout": {
+            name: (
+                format_named(operand.dtype).torch_dtype,
+                tuple(operand.shape),
+                tuple(operand.stride or contiguous_stride(operand.shape)),
+                operand.misalignment_bytes,
+            )
+            for name, operand in zip(names, call.operands, strict=True)
+        },
+        "expected": {port: (out.dtype, tuple(out.shape)) for port, out in expected.items()},
+        "switches": _switches(manifest.settings.switches),
+    }
+    values = {
+        "device": _kind(device),
+        "recorded_on": _kind(manifest.environment.device_type),
+        "deterministic": manifest.settings.deterministic,
+        "threads": manifest.environment.num_threads,
+        "expression": expression,
+    }
+    meant = {name: node(value) for name, value in (tables | values).items()}
+    fixed = {
+        "imports": imports,
+        "definition": definition,
+        "load_truth": 'load_file(HERE / "truth.safetensors")' if has_truth else "{}",
+    }
+    back = "\n    result = {}".format if written is not None else lambda _: ""
+    if written is not None:
+        meant["written"] = node(written)
+    text = _SCRIPT.format(
+        title=_comment(title), site=_comment(site), kind=_kind(device),
+        written=back(literal(written)), **fixed,
+        **{name: _table(value) for name, value in tables.items()},
+        **{name: literal(value) for name, value in values.items()},
+    )  # fmt: skip
+    template = _SCRIPT.format(
+        title="", site="", kind="", written=back(place("written")), **fixed,
+        **{name: place(name) for name in tables | values},
+    )  # fmt: skip
+    check_script(text, template, meant)
+    return text
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    """A dict, one entry a line."""
+    return "{\n" + "".join(f"    {literal(k)}: {literal(v)},\n" for k, v in rows.items()) + "}"
+
+
+def _comment(text: str) -> str:
+    """One line that cannot end a comment or a string."""
+    return re.sub(r"[^\x20-\x7e]", "?", text).replace('"', "'").replace("\\", "/")
+
+
+def _kind(device: str) -> str:
+    """A type of device: letters alone."""
+    return re.sub(r"[^a-z]", "", device) or "cpu"
+
+
+def _switches(switches: Sequence[Switch]) -> dict[str, str | bool]:
+    """The precision switches that the run's machine took."""
+    return {
+        switch.name: {"true": True, "false": False}.get(switch.asked, switch.asked)
+        for switch in switches
+        if switch.status == "accepted" and switch.asked != "-" and _SWITCH.fullmatch(switch.name)
+    }
+
+
+def _called(call: Call, names: Sequence[str]) -> tuple[str, str, ast.expr, list[ast.expr] | None]:
+    """(imports, definitions, the call, the tensors it writes to where it returns none)."""
+    if call.operator.startswith(PREFIX):
+        imports, source, function = pasted_source(call.operator)
+        inside = {name: _argument(value, names) for name, value in call.arguments.items()}
+        return imports, f"\n{source}\n", call_node([function], [], inside), None
+    operator = find_operator(call.operator)
+    package = _PACKAGES.get(operator.namespace)
+    imports = ""
+    if package is not None:
+        imports = f"import {package}  # registers torch.ops.{operator.namespace}\n"
+    elif operator.namespace not in ("aten", "prims"):
+        imports = f"# import here the package that registers torch.ops.{operator.namespace}\n"
+    args: list[ast.expr] = []
+    keywords: dict[str, ast.expr] = {}
+    written: list[ast.expr] = []
+    gap: list[ast.expr] = []  # defaults between arguments that were given by position
+    for argument in operator._schema.arguments:
+        if argument.name not in call.arguments:
+            if not argument.kwarg_only:
+                gap.append(node(argument.default_value))
+            continue
+        tree = _argument(call.arguments[argument.name], names)
+        if argument.kwarg_only:
+            keywords[argument.name] = tree
+        else:
+            args += [*gap, tree]
+            gap.clear()
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(tree)
+    called = call_node(["torch", "ops", *call.operator.split(".")], args, keywords)
+    return imports, "", called, None if operator._schema.returns else written
+
+
+def _argument(value: Any, names: Sequence[str]) -> ast.expr:
+    """An argument as a syntax tree."""
+    if isinstance(value, list):
+        return node([_argument(item, names) for item in value])
+    if isinstance(value, dict) and set(value) == {"tensor"}:
+        return ast.Subscript(ast.Name("x", ast.Load()), node(names[value["tensor"]]), ast.Load())
+    if isinstance(value, dict) and set(value) == {"device"}:
+        return call_node(["torch", "device"], [ast.Name("DEVICE", ast.Load())])
+    return node(decoded(value, (), "cpu"))
+
+
+_SCRIPT = '''\
+"""{title}
+
+Recorded at {site}
+Needs torch and safetensors, nothing else:
+
+    python repro.py            # on {kind}; or name a device: python repro.py cuda:1
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+{imports}
+HERE = Path(__file__).resolve().parent
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else {device}
+RECORDED_ON = {recorded_on}
+
+# name: dtype, shape, strides in elements, address modulo 64 bytes. Kernels are chosen by layout.
+INPUTS = {layout}
+
+EXPECTED = {expected}
+
+# Switches of the run that recorded this; one that this torch does not have is passed over.
+SWITCHES = {switches}
+DETERMINISTIC = {deterministic}
+NUM_THREADS = {threads}  # of the CPU
+
+
+def set_up():
+    if torch.device(DEVICE).type == "cpu":
+        torch.set_num_threads(NUM_THREADS)
+    torch.use_deterministic_algorithms(DETERMINISTIC, warn_only=True)
+    for name, value in SWITCHES.items():
+        *parents, last = name.split(".")[1:]
+        try:
+            owner = torch
+            for parent in parents:
+                owner = getattr(owner, parent)
+            getattr(owner, last)
+            setattr(owner, last, value)
+        except (AttributeError, RuntimeError):
+            pass
+
+
+def load_inputs():
+    """The recorded values, laid out in memory as the operator saw them."""
+    found = {{}}
+    for name, stored in load_file(HERE / "inputs.safetensors").items():
+        dtype, shape, stride, address = INPUTS[name]
+        values = typed(stored, dtype, shape)
+        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if values.numel() else 0
+        memory = torch.zeros(span + 64, dtype=dtype, device=DEVICE)
+        address = address if torch.device(DEVICE).type == RECORDED_ON else 0
+        start = (address - memory.data_ptr()) % 64 // values.element_size()
+        places = start + torch.zeros(shape, dtype=torch.int64)
+        for axis, (n, s) in enumerate(zip(shape, stride)):
+            view = [1] * len(shape)
+            view[axis] = n
+            places += (torch.arange(n) * s).reshape(view)
+        raw = bits(memory)
+        raw[places.reshape(-1).to(DEVICE)] = bits(values.reshape(-1)).to(DEVICE)
+        found[name] = memory.as_strided(shape, stride, start)
+    return found
+
+
+def bits(flat):
+    """The same memory as integers: not every dtype can be assigned by index."""
+    kinds = {{1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}}
+    kind = kinds.get(flat.element_size())
+    return flat if kind is None else flat.view(kind)
+
+
+def typed(stored, dtype, shape):
+    """A dtype that safetensors has no name for is stored as bytes."""
+    return stored if stored.dtype == dtype else stored.view(dtype).reshape(shape)
+
+{definition}
+def run(x):
+    """The operator."""
+    result = {expression}{written}
+    return flat(result)
+
+
+def flat(result):
+    if isinstance(result, torch.Tensor):
+        return [result.detach().cpu()]
+    if isinstance(result, (list, tuple)):
+        return [tensor for item in result for tensor in flat(item)]
+    return []
+
+
+def ulps(a, b):
+    """Distance in representable values of a's dtype, or None."""
+    kind = {{torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}}
+    if a.dtype not in kind:
+        return None
+    keys = [t.to(a.dtype).contiguous().view(kind[a.dtype]).to(torch.int64) for t in (a, b)]
+    low = torch.iinfo(kind[a.dtype]).min  # the sign bit alone is -0
+    one, two = [torch.where(key < 0, low - key, key) for key in keys]
+    return (one - two).abs()
+
+
+def against(a, b, name):
+    if a.shape != b.shape:
+        print(f"  {{name}}: shapes {{tuple(a.shape)}} and {{tuple(b.shape)}} differ")
+        return
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    one, two = a.to(wide), b.to(wide)
+    gap = torch.where(one == two, 0.0, (one - two).abs())
+    norm = two.abs().norm().item()
+    rel = gap.norm().item() / norm if norm else float(gap.norm() > 0)
+    distance = ulps(a, b)
+    text = "" if distance is None or not a.numel() else f", max {{distance.max().item()}} ulp"
+    largest = gap.max().item() if gap.numel() else 0.0
+    different = int((gap != 0).sum())
+    print(f"  {{name}}: max abs {{largest:.6g}}, rel L2 {{rel:.6g}}{{text}}, "
+          f"{{different}} of {{a.numel()}} elements differ")
+
+
+set_up()
+capability = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()
+print(f"torch {{torch.__version__}}, {{platform.system()}} {{platform.machine()}}, "
+      f"device {{DEVICE}}, CPU {{capability}}, {{torch.get_num_threads()}} threads")
+expected_all = load_file(HERE / "expected.safetensors")
+truth_all = {load_truth}
+with torch.no_grad():
+    results = run(load_inputs())
+for number, result in enumerate(results):
+    key = "out" if number == 0 else f"out.{{number}}"
+    if key not in EXPECTED:
+        continue
+    expected = typed(expected_all[key], *EXPECTED[key])
+    print(f"{{key}}: {{tuple(result.shape)}} {{result.dtype}}")
+    against(result, expected, "from the expected output")
+    if key in truth_all:
+        truth = truth_all[key]
+        truth = torch.view_as_complex(truth) if result.is_complex() else truth
+        against(result, truth, "from the float64 truth ")
+        against(expected, truth, "  the expected output from it")
+'''
+
+
+# report.md: a bug report that is ready to be sent: what was run, where, and how far it is off.
+#
+# It is to be pasted into a tracker, and what a run says of itself may come from anyone. So each of
+# its words stands in a code span, where no markup, link, picture or mention begins.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSide:
+    """One machine's results by port: how far from the truth, and from the first side's."""
+
+    label: str
+    manifest: Manifest
+    from_truth: Mapping[str, Difference | None]
+    from_first: Mapping[str, Difference | None]
+
+
+Rows = Sequence[tuple[str, Sequence[str | None]]]
+_NEAR = 1.5  # of the error of storing the truth once
+
+
+def title_of(
+    call: Call,
+    sides: Sequence[RunSide],
+    stores: Mapping[str, float | None] | None = None,
+    *,
+    shown: Callable[[str], str] = str,
+    called: str = "",
+) -> str:
+    """One line: the operator, its dtypes and shapes, and what is said of it. ``stores``: by port,
+    the error of storing the truth alone; ``shown``: how words of a run are written; ``called``:
+    with which other arguments than on the other side."""
+    what = f"{shown(call.operator)} ({shown(_signature(call))})"
+    if called:
+        return f"{what}: called with {shown(called)}"
+    if len(sides) < 2:
+        difference = sides[0].from_truth.get("out")
+        store = (stores or {}).get("out")
+        if difference is not None and store is not None and difference.rel_l2 <= _NEAR * store:
+            return f"{what}: result is as near to float64 as its dtype allows"
+        return f"{what}: result and float64 truth" + (
+            "" if difference is None else f" differ by rel L2 {difference.rel_l2:.3g}"
+        )
+    first, other = (shown(side.label) for side in sides[:2])
+    apart = sides[1].from_first.get("out")
+    if apart is None:
+        return f"{what}: {other} gives another shape than {first}"
+    if apart.num_different == 0:
+        return f"{what}: {other} and {first} give the same bits"
+    ulp = "" if apart.max_ulp is None else f", {apart.max_ulp:,} ulp"
+    return f"{what}: {other} differs from {first} by rel L2 {apart.rel_l2:.3g}{ulp}"
+
+
+def report_text(
+    call: Call,
+    sides: Sequence[RunSide],
+    stores: Mapping[str, float | None],
+    *,
+    site: str,
+    where: str,
+    truth: str | None,
+    called: str = "",
+) -> str:
+    """The report. ``stores``: by port the error of storing the truth alone. ``truth``: what
+    computed it, as markdown, or None where there is none. ``called``: as in ``title_of``."""
+    title = title_of(call, sides, stores, shown=code_span, called=called)
+    lines = [f"# {title}", "", *_summary(sides, truth), ""]
+    called = "" if call.source is None else f", called from {code_span(call.source)}"
+    lines += [
+        "## Operator",
+        "",
+        f"{code_span(call.operator)}, recorded at {code_span(site)}, {where}{called}.",
+        "",
+    ]
+    lines += ["| input | dtype | shape | strides | address mod 64 |", "|---|---|---|---|---|"]
+    for name, operand in zip(operand_names(call), call.operands, strict=True):
+        strides = "contiguous" if operand.stride is None else _tuple(operand.stride)
+        lines.append(
+            f"| {code_span(name)} | {code_span(operand.dtype)} | {_tuple(operand.shape)} | "
+            f"{strides} | {operand.misalignment_bytes} |"
+        )
+    scalars = {n: v for n, v in call.arguments.items() if not _has_tensor(v)}
+    if scalars:
+        text = ", ".join(
+            f"{code_span(name)} = {code_span(scalar_words(value))}"
+            for name, value in scalars.items()
+        )
+        lines += ["", f"Other arguments: {text}."]
+    lines += ["", "## Measured", "", *_bug_report_table(sides, stores)]
+    lines += ["", "## Environment", "", *_environments(sides)]
+    facts = _facts(call, sides)
+    if facts:
+        lines += ["", "## Arithmetic of this operation, as probed", "", *facts]
+    lines += ["", "## How to run", "", "```", "pip install torch safetensors",
+              "python repro.py         # or: python repro.py cuda", "```", ""]  # fmt: skip
+    lines.append(
+        "`inputs.safetensors` holds the inputs bit by bit, `expected.safetensors` what "
+        f"{code_span(sides[0].label)} gave"
+        + (", `truth.safetensors` the same operator in float64." if truth is not None else ".")
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _summary(sides: Sequence[RunSide], truth: str | None) -> list[str]:
+    if truth is None:
+        return ["There is no float64 result to hold it against: the operator has none here."]
+    lines = []
+    for side in sides:
+        difference = side.from_truth.get("out")
+        if difference is not None:
+            lines.append(
+                f"{code_span(side.label)} is off from float64 by rel L2 {difference.rel_l2:.3g} "
+                f"(max abs {difference.max_abs:.3g}"
+                + ("" if difference.max_ulp is None else f", max {difference.max_ulp:,} ulp")
+                + ")."
+            )
+    return [" ".join(lines), "", f"The float64 truth was {truth}."]
+
+
+def _bug_report_table(sides: Sequence[RunSide], stores: Mapping[str, float | None]) -> list[str]:
+    lines = [
+        "| result | side | held against | rel L2 | max abs | max ulp | elements that differ |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for port in sides[0].from_truth:
+        for number, side in enumerate(sides):
+            rows = [("float64", side.from_truth.get(port))]
+            if number:
+                rows.append((code_span(sides[0].label), side.from_first.get(port)))
+            for against, difference in rows:
+                if difference is not None:
+                    ulp = "-" if difference.max_ulp is None else f"{difference.max_ulp:,}"
+                    lines.append(
+                        f"| {code_span(port)} | {code_span(side.label)} | {against} | "
+                        f"{difference.rel_l2:.4g} | {difference.max_abs:.4g} | {ulp} | "
+                        f"{difference.num_different:,} of {difference.numel:,} |"
+                    )
+        if stores.get(port) is not None:
+            lines.append(
+                f"| {code_span(port)} | float64, rounded once to the result's dtype | float64 | "
+                f"{stores[port]:.4g} | | | |"
+            )
+    return lines
+
+
+def _side_by_side(corner: str, sides: Sequence[RunSide], rows: Rows) -> list[str]:
+    """A table with a column for each side."""
+    return [
+        f"|{corner}| " + " | ".join(code_span(side.label) for side in sides) + " |",
+        "|---|" + "---|" * len(sides),
+        *(f"| {name} | " + " | ".join(value or "-" for value in row) + " |" for name, row in rows),
+    ]
+
+
+def _environments(sides: Sequence[RunSide]) -> list[str]:
+    envs = [_environment(side.manifest.environment, side.manifest) for side in sides]
+    names = dict.fromkeys(name for environment in envs for name in environment)
+    return _side_by_side(" ", sides, [(name, [env.get(name) for env in envs]) for name in names])
+
+
+def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]:
+    rows = {
+        "device": f"{environment.device_type}: {environment.device_name}",
+        "driver": environment.driver or "-",
+        "runtime": environment.runtime or "-",
+        "CPU": f"{environment.cpu} ({environment.cpu_capability})",
+        "threads": str(environment.num_threads),
+        "platform": f"{environment.platform}, Python {environment.python}",
+        **{name: environment.versions[name] for name in sorted(environment.versions)},
+        **{name: environment.variables[name] for name in sorted(environment.variables)},
+        "deterministic": "yes" if manifest.settings.deterministic else "no",
+    }
+    return {code_span(name): code_span(value) for name, value in rows.items()}
+
+
+def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
+    """What the probes of each machine proved of this operation in these dtypes; of two machines
+    first what differs between them."""
+    dtypes = {operand.dtype for operand in call.operands}
+    facts: dict[str, list[str | None]] = {}
+    for number, side in enumerate(sides):
+        for fact in side.manifest.arithmetic:
+            if fact.verified and is_about(fact, call.operator, dtypes):
+                row = facts.setdefault(code_span(fact.name), [None] * len(sides))
+                row[number] = code_span(fact.value)
+    if not facts:
+        return []
+    rows = sorted(facts.items(), key=lambda item: len(set(item[1])) == 1)
+    return _side_by_side(" probe ", sides, rows)
+
+
+def _signature(call: Call) -> str:
+    """``bfloat16 14x64, 64x64``."""
+    shapes = [
+        f"{operand.dtype} {'x'.join(map(str, operand.shape)) or 'scalar'}"
+        for operand in call.operands
+    ]
+    return ", ".join(shapes[:3]) + (f" and {len(shapes) - 3} more" if len(shapes) > 3 else "")
+
+
+def _tuple(values: Sequence[int]) -> str:
+    return "(" + ", ".join(map(str, values)) + ")"
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_has_tensor(item) for item in value)
+    return isinstance(value, dict) and "tensor" in value
+
+
+def code_span(text: str) -> str:
+    """A run's words in a report: one line that ends no table cell and no span."""
+    plain = printable(text).replace("`", " ").replace("|", " ").strip()
+    return f"`{plain or '-'}`"
+
+
+# repro(): one recorded operator as a folder that runs anywhere, for a vendor's bug tracker.
+#
+#     repro.py               runs it and prints how far the result is off: torch and safetensors
+# alone
+#     inputs.safetensors     its inputs, bit by bit
+#     expected.safetensors   what the run recorded
+#     truth.safetensors      the same in float64
+#     report.md              the text of a bug report
+#
+# The script lays the inputs out in memory as they lay, sets the switches that the run's machine
+# took, and needs neither this package nor the model.
+
+FILES = ("repro.py", "inputs.safetensors", "expected.safetensors", "truth.safetensors", "report.md")
+"""All that a reproducer's folder holds."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reproducer:
+    """What was written. ``from_truth`` and ``against``: by port, of this run's result from the
+    truth, and of the other run's from this one's; ``against`` is empty without another run."""
+
+    path: Path
+    title: str
+    site: str
+    operator: str
+    sample: int
+    step: int
+    files: tuple[str, ...]
+    from_truth: dict[str, Difference | None]
+    against: dict[str, Difference | None]
+    notes: tuple[str, ...] = ()
+
+
+def repro(
+    run: str | Path | Run,
+    *,
+    site: str,
+    out: str | Path,
+    truth: str | Path | Run | None = None,
+    against: str | Path | Run | None = None,
+    sample: int | None = None,
+    step: int | None = None,
+    model: str | Path | None = None,
+    trust_remote_code: bool = False,
+    operators: Sequence[str] = (),
+    called: str = "",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Reproducer:
+    """Write the operator at ``site`` of ``run`` as a reproducer into the directory ``out``.
+
+    ``against``: a run of the other machine, best a replay of ``run``; its figures stand beside
+    this run's. ``truth``: a float64 replay of ``run``; else it is computed here. ``sample``,
+    ``step``: which call; by default the one that differs most from ``against``, else the first.
+    ``model``, ``operators``: as in ``replay``. ``called``: for the title, what the call is given
+    that the other side's is not, where that is the fault.
+
+    Raises UsageError for a site that is no operator's or not there, for operators that cannot run
+    alone, for runs that do not belong together and where ``against`` was given other inputs or
+    scalars, RunFormatError, ModelError, RunExistsError and
+    RunWriteError.
+    """
+    source, other, true_run = (
+        None if given is None else Run.open(given) for given in (run, against, truth)
+    )
+    assert source is not None
+    pass_ = replayable_pass(source)
+    calls = _calls_at(source, pass_, site, sample=sample, step=step)
+    if true_run is not None:
+        _check_truth(true_run, source, pass_)
+    out = folder_of(out)
+    _check_folder(out, force=force)
+    call = calls[0] if other is None else _worst(source, other, calls)
+    weights = None
+    if model is not None:
+        weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
+    (progress or silent)("repro", 0, None, call.path)
+    notes: list[str] = []
+    asked = asked_for(operators, resolve_device("auto"))
+    try:
+        operands = operand_values(source, call, weights)
+        expected = {port: source.read(record) for port, record in call.results.items()}
+        true, made_by = _truth(true_run, call, operands, notes, asked)
+        sides = [_side(source, expected, true, expected)]
+        if other is not None:
+            sides.append(_other_side(source, other, call, operands, expected, true))
+        sides = _told_apart(sides, source, other)
+        stores = {port: store_error(true[port], expected[port].dtype) for port in true}
+        title = title_of(call.call, sides, stores, called=called)
+        device = (other or source).manifest.environment.device_type
+        text = script_text(
+            call.call, source.manifest, expected,
+            site=call.first.site, title=title, device=device, has_truth=bool(true),
+        )  # fmt: skip
+    except Refusal as refusal:
+        raise UsageError(
+            f"{call.path} cannot be run alone: {refusal.reason}",
+            where=refusal.detail,
+            hint="choose another operator, or give --model PATH for its weights",
+        ) from refusal
+    report = report_text(
+        call.call, sides, stores,
+        site=call.first.site,
+        where=f"{pass_} pass, sample {call.first.sample}, step {call.first.step}",
+        truth=made_by, called=called,
+    )  # fmt: skip
+    inputs = dict(zip(operand_names(call.call), operands, strict=True))
+    files = _write(out, text, report, inputs, expected, true)
+    return Reproducer(
+        path=out, title=title, site=call.first.site, operator=call.call.operator,
+        sample=call.first.sample, step=call.first.step, files=files,
+        from_truth=dict(sides[0].from_truth),
+        against=dict(sides[1].from_first) if other is not None else {},
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _calls_at(
+    run: Run, pass_: str, site: str, *, sample: int | None, step: int | None
+) -> list[RecordedCall]:
+    """The calls of one site, in the order of capture. Raises UsageError with what is there."""
+    calls = recorded_calls(run, pass_)
+    path = site.partition(":")[0]
+    at_site = [call for call in calls if call.path == path]
+    if not at_site:
+        raise _no_operator(run, site, calls)
+    chosen = [
+        call
+        for call in at_site
+        if sample in (None, call.first.sample) and step in (None, call.first.step)
+    ]
+    if not chosen:
+        there = ", ".join(f"{call.first.sample}/{call.first.step}" for call in at_site[:8])
+        raise UsageError(
+            f"{path} was not recorded in sample {sample}, step {step}"
+            if None not in (sample, step)
+            else f"{path} was not recorded there",
+            hint=f"sample/step with it: {there}",
+        )
+    return chosen
+
+
+def _no_operator(run: Run, site: str, calls: list[RecordedCall]) -> UsageError:
+    paths = sorted({call.path for call in calls}, key=natural_key)
+    if not is_operator_site(site):
+        module = module_of(site)
+        inside = [p for p in paths if module_of(p) == module]
+        inside = inside or [p for p in paths if module_of(p).startswith(module + ".")]
+        if inside:
+            return UsageError(
+                f"{site} is a module, not an operator",
+                hint=f"its operators are {', '.join(f'{p}:out' for p in inside[:6])}"
+                + (f" and {len(inside) - 6} more" if len(inside) > 6 else ""),
+            )
+    return UsageError(
+        f"no operator at {site} in {run.path}",
+        hint=did_you_mean(site, [f"{path}:out" for path in paths])
+        or f"`{command_line('inspect', run.path, v=True)}` lists the sites",
+    )
+
+
+def _check_truth(truth: Run, source: Run, pass_: str) -> None:
+    plan = truth.manifest.plan
+    belongs = plan.anchored_to == source.manifest.id and plan.replayed_pass == pass_
+    if truth.manifest.settings.compute_dtype != "float64" or not belongs:
+        raise UsageError(
+            f"{truth.path} is no float64 replay of {source.path}",
+            hint=command_line("replay", source.path, o="TRUTH", truth=True)
+            + "; or leave it out, and it is computed here",
+        )
+
+
+def _check_folder(out: Path, *, force: bool) -> None:
+    """Only an empty or absent directory is written to, or with ``force`` a reproducer's."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise RunExistsError(f"{out} exists and is not a directory")
+    try:
+        names = {entry.name for entry in out.iterdir()} if out.exists() else set()
+    except OSError as error:
+        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error
+    if names and not (force and names <= set(FILES)):
+        other = sorted(names - set(FILES))
+        raise RunExistsError(
+            f"{out} exists already" if not (force and other) else f"{out} holds {other[0]}",
+            hint="choose another directory with -o"
+            + ("" if force else ", or pass --force to replace a reproducer"),
+        )
+
+
+def _truth(
+    true_run: Run | None, call_alone: RecordedCall, operands: list[torch.Tensor],
+    notes: list[str], asked: frozenset[str],
+) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
+    """The right results by port and what computed them; empty where that cannot be had.
+
+    The operator is run here in any case: what is not safe to run comes into no script.
+    """
+    try:
+        results = execute_ports(
+            call_alone.call, operands, device="cpu", compute_dtype=torch.float64, namespaces=asked
+        )
+    except Refusal as refusal:
+        if isinstance(refusal, Unsafe) or refusal.reason in (
+            RANDOM,
+            UNINITIALISED,
+            call_alone.call.note,
+        ):
+            raise  # no machine's result would be the right one
+        results, why = None, refusal.reason
+    if true_run is not None:
+        records = {
+            port: _find(true_run, "replayed", record) for port, record in call_alone.results.items()
+        }
+        held = {
+            port: true_run.read(record) for port, record in records.items() if record is not None
+        }
+        if held:
+            return (
+                held,
+                "computed by divergence "
+                f"{code_span(true_run.manifest.tool_version)}, in a run of its own",
+            )
+        notes.append(f"{true_run.path} does not hold this operator: the truth was computed here")
+    if results is None:
+        notes.append(f"no truth: {why}")
+        return {}, None
+    kept = {port: results[port] for port in call_alone.results if port in results}
+    return kept, f"computed with torch {torch.__version__} on a CPU"
+
+
+def _find(run: Run, pass_: str, record: Record) -> Record | None:
+    return run.find((pass_, record.sample, record.step, record.site))
+
+
+def _pass_of(other: Run, source: Run, pass_: str) -> str:
+    """The pass of the other run that holds the partner's records."""
+    plan = other.manifest.plan
+    if plan.anchored_to == source.manifest.id:
+        return "replayed" if plan.replayed_pass is not None else "anchored"
+    return "replayed" if plan.replayed_pass is not None else pass_
+
+
+def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
+    """The call whose first result differs most between the two runs."""
+    pass_ = _pass_of(other, source, calls[0].first.pass_)
+    best: tuple[float, RecordedCall] | None = None
+    for call in calls:
+        record = _find(other, pass_, call.first)
+        if record is None:
+            continue
+        apart = difference(other.read(record), source.read(call.first))
+        size = float("inf") if apart is None else apart.rel_l2
+        size = float("inf") if size != size else size
+        if best is None or size > best[0]:
+            best = size, call
+    if best is None:
+        paths = {r.site.partition(":")[0] for r in other.records if r.pass_ == pass_}
+        raise UsageError(
+            f"{other.path} does not hold {calls[0].path}",
+            hint=did_you_mean(calls[0].path, paths)
+            or f"{command_line('replay', source.path, o='OTHER')}, on the other machine",
+        )
+    return best[1]
+
+
+def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> RunSide:
+    return RunSide(
+        label=source.manifest.environment.label,
+        manifest=source.manifest,
+        from_truth={
+            port: difference(tensor, true[port]) if port in true else None
+            for port, tensor in results.items()
+        },
+        from_first={port: difference(tensor, first[port]) for port, tensor in results.items()},
+    )
+
+
+def _told_apart(sides: list[RunSide], *runs: Run | None) -> list[RunSide]:
+    """Two machines of one name are told apart by the names of their runs."""
+    if len({side.label for side in sides}) == len(sides):
+        return sides
+    names = [run.path.name for run in runs if run is not None]
+    return [
+        replace(side, label=f"{side.label} [{name}]")
+        for side, name in zip(sides, names, strict=True)
+    ]
+
+
+def _other_side(
+    source: Run, other: Run, call: RecordedCall, operands: list[torch.Tensor], expected: Tensors,
+    true: Tensors,
+) -> RunSide:  # fmt: skip
+    """The other run's results at the same call, given the same. Raises UsageError otherwise."""
+    pass_ = _pass_of(other, source, call.first.pass_)
+    results: dict[str, Any] = {}
+    for port, record in call.results.items():
+        other_record = _find(other, pass_, record)
+        if other_record is not None:
+            results[port] = other.read(other_record)
+    if other.manifest.plan.anchored_to != source.manifest.id or pass_ != "replayed":
+        _check_inputs(source, other, pass_, call, operands)
+    return _side(other, results, true, expected)
+
+
+def _check_inputs(
+    source: Run, other: Run, pass_: str, call: RecordedCall, operands: list[torch.Tensor]
+) -> None:
+    """Refuse a pair whose inputs or scalars are not shown to be equal: of other inputs the other
+    machine's result is no fault of its operator."""
+    first = call.first
+    theirs = [c for c in recorded_calls(other, pass_) if c.path == call.path
+              and (c.first.sample, c.first.step) == (first.sample, first.step)]  # fmt: skip
+    differs = "its call was not recorded there"
+    if theirs:
+        difference = what_differs(call, operands, other, theirs[0])
+        if difference is None:
+            return
+        differs = difference
+    raise UsageError(
+        f"inputs differ at {call.path}: this reproducer would blame the operator for what it was "
+        "given",
+        where=f"{other.path}, {pass_} pass, sample {first.sample}, step {first.step}: {differs}",
+        hint=f"{command_line('replay', source.path, o='OTHER')}, on the other machine, "
+        "gives its operator these inputs; then --against OTHER",
+    )
+
+
+def _write(
+    out: Path, script: str, report: str, inputs: Tensors, expected: Tensors, true: Tensors
+) -> tuple[str, ...]:
+    from safetensors.torch import save
+
+    saved = {
+        "inputs.safetensors": {name: portable(tensor) for name, tensor in inputs.items()},
+        "expected.safetensors": {port: portable(tensor) for port, tensor in expected.items()},
+        "truth.safetensors": {port: portable_truth(tensor) for port, tensor in true.items()},
+    }
+    files: dict[str, bytes | str] = {
+        name: save(tensors)
+        for name, tensors in saved.items()
+        if tensors or name != "truth.safetensors"
+    }
+    files |= {"repro.py": script, "report.md": report}
+    for name in FILES:
+        with contextlib.suppress(OSError):
+            (out / name).unlink()
+    for name, content in files.items():
+        write_output(content, out / name, what="reproducer", error=RunWriteError, make_folder=True)
+    return tuple(name for name in FILES if name in files)

@@ -1,0 +1,881 @@
+"""What code a model runs, as digests and names: its own, replaced parts, quantised layers."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from divergence.recording.structure import (
+    around,
+    chains,
+    compiler_of,
+    declared,
+    digest_of,
+    file_of,
+    innermost,
+    is_library,
+    layers,
+    listed,
+    place_of,
+    syntax_of,
+)
+from divergence.run.manifest import (
+    CodeNote,
+    QuantizationNote,
+    QuantizedNumbers,
+    QuantizedScheme,
+    digest_many,
+    digest_text,
+)
+from divergence.run.site import ROOT, escape_path, starred
+from divergence.run.trust import ATTENTION
+
+# What stands around a module or in place of something: wrappers, and functions that were swapped.
+#
+# Adapters, sharding, hooks and quantisation are found by what libraries leave on a module, not by
+# importing them: a capture needs none of them.
+#
+# For functions, what runs is held against what the file says: a method whose code lies in another
+# file, or under another name, than its class declares; a name of a module that is bound to another
+# function than the module defines or imports. It claims nothing where the file says nothing
+# (classes and functions made at run time), nor of what a library's own decorators made.
+
+_TORCH_FUNCTIONS = {
+    "torch.nn.functional": (
+        "linear", "embedding", "silu", "gelu", "relu", "softmax", "log_softmax", "rms_norm",
+        "layer_norm", "group_norm", "scaled_dot_product_attention", "softplus", "sigmoid", "conv1d",
+    ),
+    "torch": (
+        "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "softmax", "rsqrt", "exp", "sigmoid",
+        "tanh", "cos", "sin", "add", "mul", "sum", "mean", "cumsum", "topk",
+    ),
+    "torch.Tensor": (
+        "matmul", "__matmul__", "__add__", "__mul__", "softmax", "pow", "mean", "sum", "exp",
+        "float", "to", "type_as", "masked_fill", "transpose", "rsqrt",
+    ),
+}  # fmt: skip
+_OPERATORS = (
+    "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "embedding", "silu", "gelu", "relu",
+    "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "cos", "sin", "_softmax", "_log_softmax", "topk",
+    "cumsum", "mean.dim", "sum.dim_IntList", "pow.Tensor_Scalar", "mul.Tensor", "add.Tensor",
+    "sub.Tensor", "div.Tensor", "cat", "native_layer_norm", "_fused_rms_norm", "rms_norm",
+    "index_select", "gather", "where.self", "_to_copy", "copy_", "convolution", "_grouped_mm",
+    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+"""What language models compute with, for which a kernel may be registered again."""
+_REGISTERED = re.compile(r"^(\w+)( \(inactive\))?: registered at (.*?):(\d+) ::", re.MULTILINE)
+
+
+def module_text(name: str) -> str:
+    """A module's name; of code that came with a checkpoint the last part: the rest is where the
+    checkpoint lay."""
+    return name.rpartition(".")[2] if name.startswith("transformers_modules") else name
+
+
+def put_by(function: types.FunctionType | None) -> str:
+    """Who put it there, in words."""
+    if function is None:
+        return "something without Python source"
+    place, name = place_of(function), str(function.__globals__.get("__name__", ""))
+    top = name.partition(".")[0]
+    if top == "liger_kernel":
+        return f"Liger ({name})"
+    if top == "kernels" or "kernels--" in function.__code__.co_filename:
+        return f"a kernel of the hub ({place})"
+    return place
+
+
+def put_in_place(
+    chain: list[types.FunctionType], definer: type | None, name: str
+) -> types.FunctionType | None:
+    """The function that stands where the class' own should; None where it is the class' own."""
+    if definer is None:
+        return None
+    file, inner = file_of(definer.__module__), chain[-1]
+    if file is None:
+        own = innermost(definer.__dict__.get("__init__"))
+        file = None if own is None else own.__code__.co_filename
+    outer = next((layer for layer in chain[:-1] if _added(layer, chain, file)), None)
+    if outer is not None:
+        return outer
+    if file is None or (
+        inner.__code__.co_filename == file
+        and inner.__qualname__.rpartition("<locals>.")[2].endswith(f"{definer.__name__}.{name}")
+    ):
+        return None
+    if "<locals>" in definer.__qualname__:
+        return None if inner.__code__.co_filename == file else inner
+    says = declared(inspect.getsourcefile(definer) or file, definer.__qualname__)
+    if says is None:
+        return None  # a class made at run time: nothing to hold it against
+    method = declared(file, f"{definer.__qualname__}.{name}")
+    return None if isinstance(method, ast.Assign | ast.AnnAssign | ast.ImportFrom) else inner
+
+
+def _added(wrapper: types.FunctionType, chain: list[types.FunctionType], file: str | None) -> bool:
+    """Was this wrapper put around a method after its class was made? Decorators in the source say
+    how many belong there."""
+    if is_library(wrapper) or wrapper.__code__.co_filename == file:
+        return False
+    inner = syntax_of(chain[-1])
+    decorators = len(getattr(inner, "decorator_list", ()))
+    return is_library(chain[-1]) or len(chain) - 1 > decorators
+
+
+def put_in_namespace(
+    function: types.FunctionType, chain: tuple[str, ...], value: Any
+) -> str | None:
+    """The name of a function that another was put in place of, in the namespace where ``chain``
+    leads; None where it is what the file says."""
+    inner = innermost(value)
+    if inner is None or chain[0] in function.__code__.co_freevars:
+        return None
+    if len(chain) > 1:
+        module = function.__globals__[chain[0]]
+        for part in chain[1:-1]:
+            module = getattr(module, part)
+        space = module.__dict__
+    else:
+        space = function.__globals__
+    file, name = space.get("__file__"), chain[-1]
+    says = declared(file, name)
+    title = module_text(str(space.get("__name__", "?")))
+    title = f"{title if title.startswith('torch.') else title.rpartition('.')[2]}.{name}"
+    actual = inner.__code__.co_filename
+    if isinstance(says, ast.FunctionDef):
+        same = actual == file and inner.__name__ == name
+        return None if same or _decorated(says, inner) else title
+    if isinstance(says, ast.ImportFrom):
+        source = _source_module(says, str(space.get("__package__") or ""))
+        asked = next(alias.name for alias in says.names if (alias.asname or alias.name) == name)
+        there = None if source is None else source.__dict__.get(asked)
+        if there is not None and there is not value:
+            return title
+        original = None if source is None else declared(source.__dict__.get("__file__"), asked)
+        if isinstance(original, ast.FunctionDef) and actual != source.__dict__.get("__file__"):
+            return None if _decorated(original, inner) else title
+    return None
+
+
+def _decorated(node: ast.FunctionDef, inner: types.FunctionType) -> bool:
+    """May a decorator of the source have made this function? Then nothing is claimed."""
+    return bool(node.decorator_list) and is_library(inner)
+
+
+def _source_module(node: ast.ImportFrom, package: str) -> types.ModuleType | None:
+    name = node.module or ""
+    if node.level:
+        base = package.split(".")
+        base = base[: len(base) - node.level + 1]
+        name = ".".join([*base, name] if name else base)
+    return sys.modules.get(name)
+
+
+def replaced_in_torch() -> Iterator[tuple[str, Any]]:
+    holders = {"torch": torch, "torch.nn.functional": torch.nn.functional,
+               "torch.Tensor": torch.Tensor}  # fmt: skip
+    for holder, names in _TORCH_FUNCTIONS.items():
+        for name in names:
+            function = getattr(holders[holder], name, None)
+            chain = layers(function)
+            if chain and any(
+                func.__globals__.get("__name__", "").partition(".")[0] != "torch" for func in chain
+            ):
+                yield f"{holder}.{name}", function
+
+
+def kernels_replaced() -> list[str]:
+    """Operators of torch whose kernel another registration (``torch.library``, an extension in C++)
+    stands in place of, with the dispatch key; those without values (``Meta``) do not count."""
+    kernels = []
+    for name in _OPERATORS:
+        try:
+            text = torch._C._dispatch_dump(f"aten::{name}")
+        except (AttributeError, RuntimeError):  # another torch: it has it not, or does not tell
+            continue
+        if "(inactive)" not in text:
+            continue
+        active: dict[str, str] = {}
+        hidden: set[str] = set()
+        for key, inactive, file, line in _REGISTERED.findall(text):
+            if inactive:
+                hidden.add(key)
+            else:
+                active[key] = f"{PurePath(file.replace(chr(92), '/')).name}:{line}"
+        kernels += [
+            f"the {key} kernel of aten.{name} was replaced by {active[key]}"
+            for key in sorted(hidden - {"Meta"})
+            if key in active
+        ]
+    return kernels
+
+
+_QUANTIZED = {
+    "bitsandbytes": "bitsandbytes", "auto_gptq": "GPTQ", "gptqmodel": "GPTQ", "awq": "AWQ",
+    "hqq": "HQQ", "quanto": "quanto", "optimum": "optimum", "aqlm": "AQLM", "eetq": "EETQ",
+    "compressed_tensors": "compressed-tensors", "torchao": "torchao", "fbgemm_gpu": "FBGEMM",
+}  # fmt: skip
+"""Package of a module's class, or of its weight's → what it is called."""
+_PARALLEL = {
+    "DataParallel": "DataParallel", "DistributedDataParallel": "DDP",
+    "FullyShardedDataParallel": "FSDP",
+}  # fmt: skip
+
+
+_MOST_VALUES = 3
+
+
+def attributes_of(modules: dict[str, Any]) -> dict[str, str]:
+    """Plain numbers that the modules hold (a scale, an epsilon), as most of them have it, with the
+    few that have another; what differs from module to module (its number) is left out, and so are
+    the sizes of torch's own layers: the configuration and the shapes tell them."""
+    attributes: dict[str, str] = {}
+    names = dict.fromkeys(
+        name
+        for module in modules.values()
+        for name, value in module.__dict__.items()
+        if type(value) in _kinds(module) and not name.startswith("_")
+    )
+    for name in names:
+        values = {path: repr(module.__dict__.get(name)) for path, module in modules.items()}
+        counts = Counter(values.values())
+        usual, number = counts.most_common(1)[0]
+        if len(counts) > _MOST_VALUES or (len(modules) > 1 and number == 1):
+            continue
+        odd = [f"{values[path]} in {path}" for path in modules if values[path] != usual]
+        attributes[name] = "; ".join([usual, *odd[:_MOST_VALUES]])
+    return attributes
+
+
+def _kinds(module: Any) -> tuple[type, ...]:
+    made = (base.__module__ for base in type(module).__mro__)
+    own = next(name for name in made if not name.startswith("torch.distributed"))  # fully sharded
+    return (float,) if own.startswith("torch.nn.") else (int, float)
+
+
+def _is_divided(forward: Any) -> bool:
+    """A forward that transformers puts around a module of which each rank holds a part."""
+    function = innermost(forward)
+    name = "" if function is None else str(function.__globals__.get("__name__", ""))
+    return name.startswith(
+        ("transformers.distributed", "transformers.integrations.tensor_parallel")
+    )
+
+
+def original_forward(module: Any) -> Any:
+    """The ``forward`` of this very instance, without what accelerate or tensor parallelism put
+    around it; None where it has none of its own."""
+    forward = module.__dict__.get("forward")
+    if _is_divided(forward):
+        return None
+    if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__:
+        return module.__dict__["_old_forward"]
+    return forward
+
+
+def hooks_of(module: Any) -> dict[str, Any]:
+    """Hooks that are no library's, by what they are called: they may change what passes."""
+    functions: dict[str, Any] = {}
+    for kind, hooks in (
+        ("forward pre-hook", module._forward_pre_hooks),
+        ("forward hook", module._forward_hooks),
+    ):
+        for number, hook in enumerate(hooks.values()):
+            function = innermost(hook if not isinstance(hook, functools.partial) else hook.func)
+            function = function or innermost(vars(type(hook)).get("__call__"))
+            if function is not None and not is_library(function):
+                functions[f"{kind} {number}"] = function
+    return functions
+
+
+def wrappers_of(module: Any) -> list[str]:
+    """What stands around a module, in words."""
+    wrappers = [
+        f"{name.rpartition(' ')[0]} {place_of(hook)}" for name, hook in hooks_of(module).items()
+    ]
+    names = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
+    if _is_divided(module.__dict__.get("forward")):
+        wrappers.append("tensor parallel")
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        wrappers.append(f"accelerate: {type(hook).__name__}")
+    if any(name.startswith("torch.distributed") and "FSDP" in name for name in names):
+        wrappers.append("FSDP")
+    if type(module).__name__ in _PARALLEL:
+        wrappers.append(_PARALLEL[type(module).__name__])
+    wrappers += _adapters(module)
+    wrappers += filter(None, [quantized_by(module)])
+    if "parametrizations" in module._modules:
+        wrappers.append(f"parametrised: {', '.join(module._modules['parametrizations'])}")
+    return wrappers
+
+
+def _adapters(module: Any) -> list[str]:
+    """A PEFT layer: which adapters, and are they merged into the weight."""
+    active = _names(_attribute(module, "active_adapters") or _attribute(module, "active_adapter"))
+    held = _attribute(module, "lora_A")
+    if held is None and not (active and hasattr(type(module), "merged")):
+        return []
+    names = active or _names(list(held) if hasattr(held, "keys") else None) or ["default"]
+    kind = "LoRA" if held is not None else "adapter"
+    text = f"{kind} {', '.join(names)}"
+    if _attribute(module, "disable_adapters"):
+        return [f"{text}, switched off"]
+    return [f"{text}, {'merged' if _attribute(module, 'merged') else 'not merged'}"]
+
+
+def _attribute(module: Any, name: str) -> Any:
+    try:
+        return getattr(module, name, None)
+    except Exception:  # a library's property may do anything
+        return None
+
+
+def _names(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    return [str(name) for name in value] if isinstance(value, list | tuple) else []
+
+
+def quantized_by(module: Any) -> str | None:
+    """What put codes in place of a module's weight."""
+    names = [f"{base.__module__}.{base.__name__}" for base in type(module).__mro__]
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        names += [f"{type(weight).__module__}.", f"{type(weight.data).__module__}."]
+    if "quantization_scheme" in module.__dict__:
+        names.append("compressed_tensors.")  # it leaves a module's class as it is
+    for name in names:
+        top = name.partition(".")[0]
+        if top in _QUANTIZED:
+            return f"quantised by {_QUANTIZED[top]}"
+        if name.startswith("torch.ao.nn.quantized"):
+            return "quantised by torch.ao"
+        if name.startswith("transformers.integrations.") and name.endswith("Linear"):
+            return f"quantised: {name.rpartition('.')[2]}"
+    return None
+
+
+# How a model is quantised: its configuration, and the modules that are really there.
+#
+# compressed-tensors leaves the scheme of each module on it, torchao a tensor class in place of the
+# weight; of what else transformers loads (GPTQ, AWQ, FP8 in blocks, GGUF, bitsandbytes) the
+# configuration tells scheme and bits, and a module's class that it holds codes. Where the codes
+# were widened when the weights were loaded, as transformers does with GGUF and FP8 blocks on a
+# CPU, no module holds any, and the note says so: such a run is one of plain floating-point
+# weights.
+
+_GRANULARITIES = {
+    "tensor": "tensor", "channel": "channel", "token": "token", "group": "group",
+    "block": "block", "tensor_group": "group", "attn_head": "head",
+}  # fmt: skip
+
+
+_Numbers = tuple[QuantizedNumbers | None, QuantizedNumbers | None]
+"""Of weights and activations; neither where only the configuration may know."""
+
+
+def quantization_of(model: nn.Module, config: Any = None) -> QuantizationNote | None:
+    """None for a model without a quantisation config and without quantised modules. ``config``:
+    that of the checkpoint."""
+    own = getattr(getattr(model, "config", None), "quantization_config", None)
+    config = _plain(own if own is not None else config)
+    schemes: dict[_Numbers, list[str]] = {}
+    kept: list[str] = []
+    for path, module in model.named_modules():
+        if _caches(module):
+            continue  # what it quantises are keys and values
+        numbers = _of_module(module)
+        if any(numbers) or quantized_by(module):
+            schemes.setdefault(numbers, []).append(path)
+        elif _has_matrix(module):
+            kept.append(path)
+    if config is None and not schemes:
+        return None
+    dequantized = not schemes
+    config = config or {}
+    if not any(any(numbers) for numbers in schemes):
+        schemes = {_of_config(config): [path for paths in schemes.values() for path in paths]}
+    return QuantizationNote(
+        method=str(config.get("quant_method") or "unknown"),
+        format=config.get("format"),
+        schemes=[
+            QuantizedScheme(
+                weights=weights, activations=activations, modules=_places(paths),
+                num_modules=len(paths),
+            )
+            for (weights, activations), paths in schemes.items()
+            if weights or activations
+        ],
+        kv_cache=_numbers(config.get("kv_cache_scheme")),
+        kept=[] if dequantized else _places(kept),
+        dequantized=dequantized,
+    )  # fmt: skip
+
+
+def _plain(config: Any) -> dict[str, Any] | None:
+    """As config.json has it."""
+    if config is None:
+        return None
+    values = config if isinstance(config, dict) else config.to_dict()
+    method = values.get("quant_method")
+    return {**values, "quant_method": getattr(method, "value", method)}
+
+
+def _places(paths: Iterable[str]) -> list[str]:
+    return sorted({starred(escape_path(path)) for path in paths})
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Has it weights that schemes are for? Embeddings are looked up, not multiplied."""
+    if isinstance(module, nn.Embedding):
+        return False
+    return any(
+        weight is not None and weight.ndim >= 2 and weight.is_floating_point()
+        for weight in module._parameters.values()
+    )
+
+
+def _caches(module: nn.Module) -> bool:
+    """Is it an attention whose keys and values compressed-tensors quantises, or what does so?"""
+    return hasattr(module, "kv_cache") or type(module).__name__ == "QuantizedKVCache"
+
+
+def _of_module(module: nn.Module) -> _Numbers:
+    """What compressed-tensors or torchao left on a module."""
+    scheme = getattr(module, "quantization_scheme", None)
+    if scheme is not None:
+        values = scheme if isinstance(scheme, Mapping) else scheme.model_dump()
+        return _numbers(values.get("weights")), _numbers(values.get("input_activations"))
+    weight = module._parameters.get("weight")
+    codes = None if weight is None else getattr(weight, "qdata", None)
+    return (None, None) if codes is None else _of_torchao(weight, codes)
+
+
+def _numbers(args: Any) -> QuantizedNumbers | None:
+    """compressed-tensors' arguments of weights, activations or the KV cache."""
+    if args is None:
+        return None
+    values = args if isinstance(args, Mapping) else args.model_dump()
+    per = _word(values.get("strategy"))
+    return QuantizedNumbers(
+        kind="float" if _word(values.get("type")) == "float" else "int",
+        bits=int(values.get("num_bits", 8)),
+        per=cast(Any, _GRANULARITIES.get(per, "group" if values.get("group_size") else "tensor")),
+        group_size=values.get("group_size"),
+        symmetric=bool(values.get("symmetric", True)),
+        dynamic=values.get("dynamic") not in (False, None),
+    )
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _of_torchao(weight: Any, codes: Any) -> _Numbers:
+    """``qdata``, ``block_size`` and what is to be done with activations, of its tensor classes."""
+    float8 = codes.is_floating_point()
+    rows, *_, size = (*weight.block_size, weight.shape[-1])[:2]
+    target = str(getattr(weight, "target_dtype", ""))
+    bits = int(target[-1]) if target[-1:].isdecimal() and "int" in target else 8
+    zero = getattr(weight, "zero_point", None)
+    per = "tensor" if rows == weight.shape[0] > 1 else "channel"
+    if size != weight.shape[-1]:
+        per = "block" if rows > 1 else "group"
+    weights = QuantizedNumbers(
+        kind="float" if float8 else "int",
+        bits=bits,
+        per=cast(Any, per),
+        group_size=size if per == "group" else None,
+        symmetric=zero is None or not bool(zero.any()),
+    )
+    asked = getattr(weight, "act_quant_kwargs", None)
+    named = getattr(weight, "activation_quantization", None)
+    activations = None
+    if asked is not None or named is not None:
+        text = f"{asked} {named}".lower()
+        activations = QuantizedNumbers(
+            kind="float" if "float8" in text else "int",
+            bits=8,
+            per="tensor" if "pertensor" in text or "per_tensor" in text else "token",
+            symmetric="asym" not in text,
+            dynamic=getattr(weight, "act_quant_scale", None) is None,
+        )
+    return weights, activations
+
+
+def _of_config(config: Mapping[str, Any]) -> _Numbers:
+    """What a configuration says where no module does; neither where it is not understood."""
+    method = config.get("quant_method")
+    if method == "compressed-tensors":
+        groups = list((config.get("config_groups") or {}).values())
+        if len(groups) != 1:
+            return None, None
+        return _numbers(groups[0].get("weights")), _numbers(groups[0].get("input_activations"))
+    if method in ("gptq", "awq"):
+        size = int(config.get("group_size") or -1)
+        symmetric = bool(config.get("sym", not config.get("zero_point", False)))
+        weights = QuantizedNumbers(
+            kind="int", bits=int(config.get("bits", 4)), symmetric=symmetric,
+            per="group" if size > 0 else "channel", group_size=size if size > 0 else None,
+        )  # fmt: skip
+        return weights, None
+    if method == "fp8":
+        blocks = config.get("weight_block_size")
+        dynamic = config.get("activation_scheme", "dynamic") == "dynamic"
+        weights = QuantizedNumbers(kind="float", bits=8, per="block" if blocks else "tensor")
+        activations = QuantizedNumbers(
+            kind="float", bits=8, per="group" if blocks else "tensor",
+            group_size=blocks[-1] if blocks else None, dynamic=dynamic,
+        )  # fmt: skip
+        return weights, activations
+    if method == "bitsandbytes":
+        bits = 4 if config.get("load_in_4bit") or config.get("_load_in_4bit") else 8
+        weights = QuantizedNumbers(
+            kind="int" if bits == 8 else "float", bits=bits,
+            per="channel" if bits == 8 else "group", group_size=None if bits == 8 else 64,
+        )  # fmt: skip
+        return weights, None
+    return None, None
+
+
+# Which code the modules of a model run: what their classes say, and what was put in its place.
+#
+# Of each class: ``forward`` and what it calls by name. A name is looked up as Python does, in the
+# closure, in the globals of the function and on the module, so that a function which a plugin put
+# into the namespace of a modeling file is found, although the file says otherwise. Functions of the
+# class' own file are followed further; of others only the first is read. The code that runs is then
+# compared with the file, which tells what was replaced.
+#
+# Nothing of the model is executed, and code without source is not judged: an operator in C is known
+# by its name alone. Torch's operators are named where their kernel was registered anew; kernels
+# that come with a build of torch or a preloaded library are not seen: the environment has their
+# versions.
+
+FUNCTIONAL = "torch.nn.functional"
+"""Key of the note on torch's own functions, where any were replaced."""
+_MOST_FUNCTIONS = 100
+_PLACEHOLDERS = "transformers.distributed.pipeline_parallel"
+"""What stands for the blocks of another stage computes nothing."""
+
+
+def code_notes(model: nn.Module) -> dict[str, CodeNote]:
+    """A note on each class of module in ``model``."""
+    groups: dict[type, dict[str, Any]] = {}
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith(_PLACEHOLDERS):
+            continue
+        groups.setdefault(_own_class(type(module)), {})[path or ROOT] = module
+    names = Counter(kind.__name__ for kind in groups)
+    notes: dict[str, CodeNote] = {}
+    for kind, modules in groups.items():
+        name = kind.__name__
+        if names[name] > 1:
+            name = f"{module_text(kind.__module__)}.{name}"
+        note = _note(kind, modules)
+        if note is not None:
+            notes[name] = note
+    return notes | _torch_note()
+
+
+def _own_class(kind: type) -> type:
+    """Classes that torch makes at run time (fully sharded, parametrised) stand for their base."""
+    for base in kind.__mro__:
+        if not base.__module__.startswith(("torch.distributed", "torch.nn.utils.parametrize")):
+            return kind if base.__module__ == "torch.nn.modules.module" else base
+    return kind
+
+
+def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
+    seen: dict[tuple[object, ...], _Reader] = {}
+    readers: dict[str, _Reader] = {}
+    for path, module in modules.items():
+        key = _instance_key(module)
+        if key not in seen:
+            seen[key] = _Reader(kind, module)
+        readers[path] = seen[key]
+    if not any(reader.functions for reader in seen.values()):
+        return None  # a container: no forward of its own
+    digests = {path: reader.digest for path, reader in readers.items()}
+    own = [reader.digest for reader in readers.values() if not (reader.replaced or reader.hooked)]
+    usual = Counter(own or digests.values()).most_common(1)[0][0]
+    first = next(reader for reader in seen.values() if reader.digest == usual)
+    places: dict[str, list[str]] = {}
+    for path, reader in readers.items():
+        for text in reader.replaced:
+            places.setdefault(text, []).append(path)
+    wrapped = Counter(text for module in modules.values() for text in wrappers_of(module))
+    compiled = Counter(by for module in modules.values() if (by := compiler_of(module)))
+    return CodeNote(
+        digest=usual,
+        origin=first.origin,
+        functions=first.functions,
+        replaced=[
+            text if len(paths) == len(modules) else f"{text} in {listed(paths)}"
+            for text, paths in places.items()
+        ],
+        wrapped=[_of_all(text, count, len(modules)) for text, count in wrapped.items()],
+        compiled="; ".join(_of_all(text, n, len(modules)) for text, n in compiled.items()) or None,
+        places=sorted({starred(path) for path in modules}),
+        attributes=attributes_of(modules),
+        odd={path: digest for path, digest in digests.items() if not own or digest != usual},
+    )
+
+
+def _of_all(text: str, count: int, total: int) -> str:
+    return text if count == total else f"{text} ({count} of {total})"
+
+
+def _instance_key(module: Any) -> tuple[object, ...]:
+    """What of an instance changes which functions run."""
+    kinds = types.FunctionType | types.MethodType | types.BuiltinFunctionType
+    own = tuple(
+        (name, id(value))
+        for name, value in module.__dict__.items()
+        if name == "forward" or isinstance(value, kinds)
+    )
+    config = getattr(module, "config", None)
+    chosen = [getattr(config, f"_{part}_implementation", None) for part in ("attn", "experts")]
+    return type(module), own, *chosen, tuple(map(id, hooks_of(module).values()))
+
+
+class _Reader:
+    """The functions that one module runs, and those that replace others."""
+
+    def __init__(self, kind: type, module: Any) -> None:
+        self._kind, self._module = kind, module
+        self._file = file_of(kind.__module__)
+        self._done: set[int] = set()
+        self.functions: dict[str, str] = {}
+        self.replaced: list[str] = []
+        self._foreign: dict[str, str] = {}
+        self.origin = module_text(kind.__module__)
+        forward = original_forward(module)
+        if forward is not None or _has_forward(kind):
+            self._method("forward", forward)
+        hooks = hooks_of(module)
+        self.hooked = bool(hooks)
+        for name, hook in hooks.items():
+            self._outside(name, hook)
+        # which implementation of attention was asked for is a setting: no other code of the class
+        chosen = {n: d for n, d in self.functions.items() if not n.endswith("]")}
+        self.digest = digest_many(chosen | self._foreign)
+
+    def _method(self, name: str, own: Any = None) -> None:
+        """A method by name: of the instance where it has one, else of the class."""
+        definer = next((base for base in self._kind.__mro__ if name in base.__dict__), None)
+        declared_ = None if definer is None else definer.__dict__[name]
+        value = own if name == "forward" else self._module.__dict__.get(name)
+        on_instance = value is not None
+        chain = layers(value)
+        own_chain = layers(_code_plain(declared_))
+        added = [layer for layer in chain if layer not in own_chain and not is_library(layer)]
+        is_own = bool(chain and own_chain) and chain[-1] is own_chain[-1]
+        if is_own and not (added or self._parts(name, value)):
+            on_instance = False  # bound once more: the class' own
+        function = value if on_instance else _code_plain(declared_)
+        chain = layers(function)
+        if not chain:
+            if function is not None and (on_instance or not isinstance(declared_, property)):
+                self.functions[name] = ""
+                if on_instance and name == "forward":
+                    self._say(name, type(function).__name__)
+            return
+        inner = chain[-1]
+        if name == "forward":
+            self.origin = _origin(inner)
+        if on_instance:
+            parts = " and ".join(self._parts(name, function))
+            self._say(name, parts if is_own and not added else put_by((added or chain)[0]))
+        elif (other := put_in_place(chain, definer, name)) is not None:
+            self._say(name, put_by(other))
+        self._read(name, chain, follow=True)
+        self._surround(name, function)
+
+    def _say(self, name: str, by: str) -> None:
+        self.replaced.append(f"{self._kind.__name__}.{name} was replaced by {by}")
+
+    def _read(self, name: str, chain: list[types.FunctionType], *, follow: bool) -> None:
+        inner = chain[-1]
+        for number, function in enumerate(chain[:-1]):
+            if not is_library(function):  # wrapped around it later, or a decorator of its own file
+                self._read(f"{name} (around it, {number + 1})", [function], follow=True)
+        if id(inner.__code__) in self._done or len(self.functions) >= _MOST_FUNCTIONS:
+            self.functions.setdefault(name, digest_of(inner, syntax_of(inner)))
+            return
+        self._done.add(id(inner.__code__))
+        node = syntax_of(inner)
+        self.functions[name] = digest_of(inner, node)
+        if follow and node is not None:
+            self._follow(inner, node)
+
+    def _surround(self, name: str, function: Any) -> None:
+        parts = self._parts(name, function)
+        self.functions |= {f"{name} ({by})": digest for by, digest in parts.items()}
+
+    @staticmethod
+    def _parts(name: str, function: Any) -> dict[str, str]:
+        """That a whole forward is compiled stands in a line of its own."""
+        return {
+            by: digest
+            for by, digest in around(function).items()
+            if (name, by) != ("forward", "torch.compile")
+        }
+
+    def _outside(self, name: str, function: Any) -> None:
+        chain = layers(function)
+        if chain and not is_library(chain[-1]):
+            self._read(name, chain, follow=False)
+
+    def _follow(self, function: types.FunctionType, node: ast.AST) -> None:
+        """What a function calls by name."""
+        code = function.__code__
+        first = code.co_varnames[0] if code.co_argcount else None
+        local = {*code.co_varnames} - {*code.co_freevars}
+        for chain in chains(node):
+            if (chain[0] == first and "." in function.__qualname__) or chain[0] == "self":
+                if len(chain) > 1 and chain[1] != "forward":
+                    self._attribute(chain[1])
+            elif chain[0] not in local:
+                self._named(function, chain)
+
+    def _attribute(self, name: str) -> None:
+        """``self.name`` of a module: a method, or a function that the instance holds."""
+        if name in self.functions:
+            return
+        value = self._module.__dict__.get(name)
+        if isinstance(value, types.FunctionType | types.MethodType):
+            if hasattr(self._kind, name):
+                self._method(name)
+            else:
+                self._read_named(name, value)
+            return
+        definer = next((base for base in self._kind.__mro__ if name in base.__dict__), None)
+        if definer is None or definer.__module__ == "torch.nn.modules.module":
+            return
+        inner = innermost(_code_plain(definer.__dict__[name]))
+        if inner is not None and (
+            definer.__module__ == self._kind.__module__ or not is_library(inner)
+        ):
+            self._method(name)
+
+    def _named(self, function: types.FunctionType, chain: tuple[str, ...]) -> None:
+        """A dotted name that is no local variable."""
+        value, used = _resolve(function, chain)
+        name = ".".join(chain[:used])
+        if value is None or name in self.functions:
+            return
+        registry = _chosen(value, self._module)
+        if registry is not None:
+            choice, value = registry
+            if value is None:
+                return  # the default, which is named beside it
+            name = f"{name}[{choice}]"
+            self._read_named(name, value, force=True)
+            if choice in ATTENTION and not all(map(is_library, layers(value))):
+                self._foreign[name] = self.functions.get(name, "")
+                self.replaced.append(f"{name} was replaced by {put_by(innermost(value))}")
+            return
+        if isinstance(value, type):
+            autograd = issubclass(value, torch.autograd.Function)
+            value = _code_plain(value.__dict__.get("forward")) if autograd else None
+            name += ".forward"
+        if not callable(value) or isinstance(value, types.BuiltinFunctionType):
+            return
+        other = put_in_namespace(function, chain[:used], value)
+        if other is not None:
+            self.replaced.append(f"{other} was replaced by {put_by(innermost(value))}")
+        self._read_named(name, value, force=other is not None)
+
+    def _read_named(self, name: str, value: Any, *, force: bool = False) -> None:
+        chain = layers(value)
+        if not chain:
+            text = getattr(value, "code", None)  # of torch.jit.script
+            if isinstance(text, str):
+                self.functions[name] = digest_text(text)
+            return
+        inner = chain[-1]
+        if inner.__globals__.get("__name__", "").partition(".")[0] == "torch" and not force:
+            return  # torch's version tells
+        same_file = inner.__code__.co_filename == self._file
+        self._read(name, chain, follow=same_file or not is_library(inner))
+        self._surround(name, value)
+
+
+def _code_plain(value: Any) -> Any:
+    """What a class attribute calls."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _has_forward(kind: type) -> bool:
+    forward = innermost(getattr(kind, "forward", None))
+    return forward is not None and forward.__name__ != "_forward_unimplemented"
+
+
+def _origin(function: types.FunctionType) -> str:
+    name = module_text(str(function.__globals__.get("__name__", "?")))
+    return name if is_library(function) else f"{name}, {place_of(function)}"
+
+
+def _resolve(function: types.FunctionType, chain: tuple[str, ...]) -> tuple[Any, int]:
+    """(value, how many parts of the name lead to it); modules are walked through."""
+    root = chain[0]
+    if root in function.__code__.co_freevars:
+        place = function.__code__.co_freevars.index(root)
+        try:
+            value = (function.__closure__ or ())[place].cell_contents
+        except (ValueError, IndexError):
+            return None, 1
+    elif root in function.__globals__:
+        value = function.__globals__[root]
+    else:
+        return None, 1
+    used = 1
+    while used < len(chain) and isinstance(value, types.ModuleType):
+        value = value.__dict__.get(chain[used])
+        used += 1
+    return value, used
+
+
+def _chosen(value: Any, module: Any) -> tuple[str, Any] | None:
+    """Of a table of implementations (attention, experts) the one that the config chooses."""
+    if not isinstance(value, Mapping) or not hasattr(value, "valid_keys"):
+        return None
+    config = getattr(module, "config", None)
+    for word, name in (("Expert", "experts"), ("Attention", "attn")):
+        if word in type(value).__name__:
+            choice = getattr(config, f"_{name}_implementation", None)
+            return (str(choice), value.get(choice)) if isinstance(choice, str) else None
+    return None
+
+
+def _torch_note() -> dict[str, CodeNote]:
+    """torch's own functions that something else was put in place of, by name."""
+    notes: dict[str, str] = {}
+    replaced = []
+    for title, function in replaced_in_torch():
+        chain = layers(function)
+        notes[title] = digest_of(chain[-1], syntax_of(chain[-1])) if chain else ""
+        replaced.append(f"{title} was replaced by {put_by(chain[0] if chain else None)}")
+    for text in kernels_replaced():
+        replaced.append(text)
+        notes[text.partition(" was ")[0]] = ""
+    if not replaced:
+        return {}
+    note = CodeNote(digest=digest_many(notes), origin="torch", functions=notes, replaced=replaced)
+    return {FUNCTIONAL: note}

@@ -1,1 +1,0 @@
-"""ONNX Runtime as an engine: what a graph of ONNX computes, seen by module paths."""

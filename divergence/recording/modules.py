@@ -1,0 +1,401 @@
+"""Hooks: seeing every wanted tensor without changing a bit of the result.
+
+One pre-hook and one hook a module. The pre-hook puts a recorded input in place (anchored pass),
+plants faults, then records; the hook plants, then records. The keeper takes what it keeps at once,
+because later operators may write to the tensor in place. A tensor that passes unchanged from one
+module to the next is kept once. A kernel that bypasses torch's counter of writes is noticed where
+its module returns the tensor it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from divergence.recording.dispatch import (
+    OperatorRecorder,
+    argument_names,
+    input_leaves,
+    map_inputs,
+    map_output,
+    output_leaves,
+)
+from divergence.recording.hooks import (
+    USUAL,
+    Anchor,
+    Forwards,
+    Rows,
+    Sink,
+    called_through,
+    recorded_rows,
+    repeated,
+)
+from divergence.recording.keeper import CopyKeeper, Keeper, Recent
+from divergence.recording.plant import FORWARDS, Plant, Substitute, substituted
+from divergence.recording.quantizers import watched
+from divergence.recording.selection import narrowed, step_selected
+from divergence.recording.structure import by_token, compiled_regions, hooked, inside
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import ModuleNote
+from divergence.run.record import Call, PassName
+from divergence.run.site import ROOT, escape_path, join_site
+
+
+class Recorder:
+    """Installs the hooks of one pass over one model; ``with recorder.installed():``.
+
+    ``wanted(path, port, tensor)`` decides what is recorded. ``logit_paths``: modules of
+    whose output only the last position decides (causal models). ``fired`` holds the
+    plants that met a tensor, ``anchored`` the number of inputs that were replaced."""
+
+    _operator_recorder = OperatorRecorder
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        notes: Mapping[str, ModuleNote],
+        *,
+        wanted: Callable[[str, str, torch.Tensor], bool],
+        hooked: set[str],
+        sink: Sink,
+        pass_: PassName = "free",
+        steps: str | None = None,
+        positions: str | None = None,
+        logit_paths: Collection[str] = (),
+        plants: Sequence[Plant] = (),
+        anchor: Anchor | None = None,
+        on_step: Callable[[int], None] | None = None,
+        on_block: Callable[[str], None] | None = None,
+        keeper: Keeper | None = None,
+        flat: Callable[[str, str, torch.Tensor], bool] | None = None,
+        operators: set[str] | None = None,
+        weights: bool = False,
+        substitutes: Mapping[str, Substitute] | None = None,
+        forwards: Forwards = USUAL,
+    ) -> None:
+        self._model, self._notes = model, notes
+        self._wanted, self._flat = wanted, flat
+        self._hooked = hooked | {ROOT} | {plant.path for plant in plants}
+        if anchor is not None or on_block is not None:
+            self._hooked |= {path for path, note in notes.items() if note.role != "inner"}
+        self.sink = sink
+        self._pass: PassName = pass_
+        self._steps, self._positions, self._logit_paths = steps, positions, logit_paths
+        self._plants = plants
+        self._anchor = anchor
+        self._on_step, self._on_block = on_step, on_block
+        self._keep = (keeper or CopyKeeper()).keep
+        self.operators: OperatorRecorder | None = None
+        if operators:
+            self.operators = self._operator_recorder(
+                model,
+                operators,
+                emit=self._put,
+                call_of=lambda path: self._calls.get(path, ""),
+                active=lambda: self._selected and not self._anchor_broken,
+                keep=self._keep,
+                weights=weights,
+                substitute=None
+                if not substitutes
+                else lambda site: substituted(
+                    substitutes, self._pass, self._sample, self._step, site
+                ),
+            )
+            self._hooked |= {path for path in notes if inside(path, operators)}
+        self._forwards = forwards
+        self.fired: set[str] = set()
+        self.anchored = self.num_emitted = 0
+        self._recent = Recent()
+        self._sites: dict[tuple[str, str, str], tuple[str | None, bool]] = {}
+        """By path, call and port: the site, or None where nothing is recorded; and whether its rows
+        are all samples' tokens."""
+        self.begin(sample=0, batch=1, num_tokens=0)
+
+    def begin(
+        self, *, sample: int, batch: int, num_tokens: int, num_kept: int | None = None
+    ) -> None:
+        """A new group of samples: ``batch`` sequences of ``num_tokens`` prompt tokens, of which
+        the last ``num_kept`` are recorded (logits of the last one alone where that is None)."""
+        self._sample, self._batch, self._num_prompt = sample, batch, num_tokens
+        self._num_kept = num_kept
+        self.go_to(0)
+        self._chunks = self._forwards.chunks(num_tokens)
+        self._anchor_broken = False
+        self._calls: dict[str, str] = {}
+        self._num_calls: dict[str, dict[str, int]] = {}
+        if self.operators is not None:
+            self.operators.end_of_forward()
+
+    def cut_short(self) -> None:
+        """A group of samples is left out: what is of all of them is not recorded."""
+
+    def go_to(self, step: int) -> None:
+        """The next forward is this one."""
+        self._step, self._order = step, 0
+        self._num_tokens = self._num_prompt + (0 if self._forwards.cached else step)
+        self._selected = step_selected(self._steps, step)
+
+    @contextlib.contextmanager
+    def held(
+        self, sink: Sink | None, *, step: int, num_told: int, rows: Rows | None = None
+    ) -> Iterator[None]:
+        """The next forward is ``step``, or the steps of ``rows`` from there on; copies of what it
+        gives go to ``sink`` alone, or nowhere. Progress is told ``num_told`` times."""
+        before = dict(self.__dict__)
+        self.go_to(step)
+        self.sink, self._selected = sink or self.sink, self._selected and sink is not None
+        self._keep = CopyKeeper().keep
+        if rows is not None and self._anchor is not None:
+            self._anchor = rows.of(self._anchor)
+        self._on_step = repeated(self._on_step, num_told)
+        self._on_block = repeated(self._on_block, num_told)
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
+
+    def record(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Record what forward ``step`` gave, by site."""
+        self.go_to(step)
+        for site, tensor in tensors.items():
+            self._put(site, self._kept(ROOT, tensor)[0])
+        self._recent.items.clear()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Recorder]:
+        """Hooks on; off again on any exit."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._recent.items.clear)
+            for hooks in self._mounted():
+                stack.enter_context(hooks)
+            stack.enter_context(watched(self._model, self._codes, self._quiet))
+            # after these: what an anchor puts in place is no operator, what a plant does is one
+            if self.operators is not None:
+                stack.enter_context(self.operators.installed())
+            yield self
+
+    def _mounted(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        """The hooks of each module; an engine puts them where it has another name or form."""
+        compiled = bool(compiled_regions(self._model))
+        if not self._forwards.hooks:
+            yield called_through(self._model, self._post_hook(ROOT))
+        for name, module in self._model.named_modules():
+            if (path := escape_path(name)) in self._hooked and self._forwards.hooks:
+                pre = self._pre_hook(path, argument_names(module))
+                yield hooked(module, pre, self._post_hook(path), compiled=compiled)
+
+    def _pre_hook(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
+        anchors = self._anchor is not None and path != ROOT and self._notes[path].role != "inner"
+        plants = [plant for plant in self._plants if plant.is_at(path, "in")]
+        plain = not (anchors or plants)
+
+        def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if plain and not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+                self._emit(path, self._numbered(path, ""), "in", args[0])  # nearly always
+                return None
+            call = self._next_call(path, args, kwargs)
+            changed = None
+            done: set[str] = set()
+            if anchors and not self._anchor_broken:
+                site_path = path + call
+
+                def put_recorded(port: str, tensor: torch.Tensor) -> torch.Tensor:
+                    return self._recorded_input(site_path, port, tensor, done)
+
+                with self._quiet():
+                    changed = args, kwargs = map_inputs(args, kwargs, put_recorded, names)
+            if plants:
+                changed = args, kwargs = map_inputs(args, kwargs, self._planter(plants), names)
+            for port, tensor in input_leaves(args, kwargs, names):
+                if port not in done:  # an anchored input is the other run's, not news of this one
+                    self._emit(path, call, port, tensor)
+            return changed
+
+        return pre_hook
+
+    def _post_hook(self, path: str) -> Callable[..., Any]:
+        plants = [plant for plant in self._plants if plant.is_at(path, "out")]
+        recent = self._recent
+        is_block = self._notes[path].role == "block"
+
+        def post_hook(
+            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> Any:
+            new = map_output(output, self._planter(plants)) if plants else output
+            call = self._calls.get(path, "")
+            if isinstance(new, torch.Tensor):  # nearly always
+                if id(new) in recent.items:
+                    self._forget_given(args, kwargs)
+                self._emit(path, call, "out", new)
+            else:
+                leaves = output_leaves(new)
+                if any(id(tensor) in recent.items for _, tensor in leaves):
+                    self._forget_given(args, kwargs)
+                for port, tensor in leaves:
+                    self._emit(path, call, port, tensor)
+            if is_block and self._on_block is not None:
+                self._on_block(path)
+            if path == ROOT:
+                self._end_of_forward()
+            return new if plants else None
+
+        return post_hook
+
+    def _next_call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """What this call adds to the module's path: nothing, ``#2`` for the second one, or the
+        word it is told apart by. Rotary tables are asked for by layer type, and in the order of
+        a set of strings, which differs from process to process."""
+        call = ""
+        if path != ROOT:
+            for value in (*args, *kwargs.values()):
+                if type(value) is str and value.isidentifier():
+                    call = f"#{value}"
+                    break
+        return self._numbered(path, call)
+
+    def _numbered(self, path: str, call: str = "") -> str:
+        calls = self._calls
+        if path in calls:  # not its first call in this forward
+            counts = self._num_calls.setdefault(path, {calls[path]: 1})
+            count = counts[call] = counts.get(call, 0) + 1
+            if count > 1:
+                call += f"#{count}"
+        calls[path] = call
+        return call
+
+    def _forget_given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A kernel may write to what it was given, uncounted: what is given back is kept anew."""
+        for _, tensor in input_leaves(args, kwargs):
+            self._recent.items.pop(id(tensor), None)
+
+    def _end_of_forward(self) -> None:
+        done = self._step or self._chunks is None or self._chunks.end()
+        if done:
+            self.go_to(self._step + 1)
+        self._calls.clear()
+        if self.operators is not None:
+            self.operators.end_of_forward()
+        self._recent.items.clear()  # nothing of a forward is held beyond it
+        self._num_calls.clear()
+        if done and self._on_step is not None:
+            self._on_step(self._step)
+
+    def _recorded_input(
+        self, path: str, port: str, tensor: torch.Tensor, done: set[str]
+    ) -> torch.Tensor:
+        """The other run's tensor for this input; the own one where none was recorded."""
+        if not tensor.is_floating_point() or "mask" in port:
+            return tensor
+        recorded = self._recorded_rows(join_site(path, port), tensor)
+        if recorded is not None and recorded.shape != tensor.shape:
+            recorded = self._completed(path, recorded, tensor)
+        if recorded is None:
+            if port == "in" and self._notes[path.partition("#")[0]].role == "block":
+                # From here on the caches would hold own values: no longer anchored.
+                self._anchor_broken = True
+            return tensor
+        done.add(port)
+        self.anchored += 1
+        # A copy: the model may write to its inputs in place, and the recording must not change.
+        return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
+
+    def _codes(
+        self, path: str, port: str, codes: torch.Tensor, told: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Record a quantiser's codes; the other run's, where it is anchored to one."""
+        call = self._calls.get(path, "") if path in self._hooked else self._numbered(path + port)
+        if self._pass != "escalated":  # which repeats values: nothing has codes of that dtype
+            self._emit(path, call, port, told)
+        free = self._anchor is None or self._anchor_broken
+        return None if free else self._recorded_rows(join_site(path + call, port), codes)
+
+    def _recorded_rows(self, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        """What the other run has there, of the rows of this forward."""
+        assert self._anchor is not None  # asked where there is one
+        return recorded_rows(
+            self._anchor, self._sample, self._step, site, own,
+            chunks=None if self._step else self._chunks, cached=self._forwards.cached,
+        )  # fmt: skip
+
+    def _completed(
+        self, path: str, recorded: torch.Tensor, tensor: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Of what enters the head only the deciding positions were kept: the others stay own."""
+        num = (self._num_kept or 0) + 1
+        if path not in self._logit_paths or recorded.shape != tensor[:, -num:].shape:
+            return None
+        whole = tensor.clone()
+        whole[:, -num:] = recorded.to(device=tensor.device, dtype=tensor.dtype)
+        return whole
+
+    def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        def change(port: str, tensor: torch.Tensor) -> torch.Tensor:
+            forward = self._sample * FORWARDS + self._step
+            for plant in plants:
+                if plant.port == port and plant.meets(forward):
+                    self.fired.add(plant.site)
+                    tensor = plant.apply(tensor, forward)
+            return tensor
+
+        return change
+
+    def _emit(self, path: str, call: str, port: str, tensor: torch.Tensor) -> None:
+        """Hand one tensor to the sink if it is wanted. Runs for every port: kept lean."""
+        if not self._selected or self._anchor_broken:
+            return
+        try:
+            site, flat = self._sites[path, call, port]
+        except KeyError:
+            site = join_site(path + call, port) if self._wanted(path, port, tensor) else None
+            flat = self._flat is not None and self._flat(path, port, tensor)
+            self._sites[path, call, port] = site, flat
+        if site is None:
+            return
+        if flat:
+            tensor = by_token(tensor, self._batch)
+        if self._chunks is not None and not self._step:
+            deciding = path in self._logit_paths
+            joined = self._chunks.joined(site, tensor, deciding=deciding)
+            if joined is None:
+                return
+            tensor = joined
+        if self._step and self._forwards.cached and self.operators is None:
+            item, positions = self._recent.kept(tensor, self._keep), None
+        else:
+            with self._quiet():
+                item, positions = self._kept(path, tensor)
+        self._put(site, item, None, positions)
+
+    def _kept(
+        self, path: str, tensor: torch.Tensor
+    ) -> tuple[CapturedTensor, tuple[int, ...] | None]:
+        """The kept item, made now or when this very tensor last came by; and its token positions,
+        where not all."""
+        if self._step == 0 or not self._forwards.cached:
+            own_alone = self._step > 0  # without a cache: its own token of the whole sequence
+            tensor, positions = narrowed(
+                tensor, tokens=self._num_tokens, batch=self._batch, positions=self._positions,
+                num_kept=1 if own_alone else self._num_kept or 0,
+                deciding=path in self._logit_paths,
+            )  # fmt: skip
+            if positions is not None:
+                return self._keep(tensor), positions
+        return self._recent.kept(tensor, self._keep), None
+
+    def _put(
+        self, site: str, item: CapturedTensor, call: Call | None = None,
+        positions: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.sink.put(
+            item, pass_=self._pass, sample=self._sample, step=self._step, site=site,
+            order=self._order, positions=positions, call=call,
+        )  # fmt: skip
+        self._order += 1
+        self.num_emitted += 1
+
+    def _quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """Operators that this recorder runs itself are not the model's."""
+        return contextlib.nullcontext() if self.operators is None else self.operators.paused()

@@ -1,0 +1,398 @@
+"""Several processes that record one run: who holds which part of what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from divergence.errors import UsageError
+from divergence.recording.dry_run import forward_shapes
+from divergence.recording.engines.load import LoadedModel, tensor_plan
+from divergence.recording.hooks import Sink
+from divergence.recording.plant import Plant
+from divergence.recording.processes import Ranks
+from divergence.recording.request import Request
+from divergence.recording.selection import SiteSelection, step_selected
+from divergence.recording.structure import inside
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import Environment, Manifest, ModuleNote, SampleTokens
+from divergence.run.site import ROOT, escape_path, module_of, of_parameter, split_site
+
+# What each rank holds of a tensor that a module handed over: known by rule, or not stated.
+#
+# Under transformers' tensor parallelism the tensors between modules are plain local ones, so their
+# meaning must come from elsewhere. Three sources, which must not contradict one another:
+#
+# * the plan: what a style says of its module's input and output (transformers 5.23,
+#   ``distributed/tensor_parallel.py``): ``colwise`` takes whole rows and gives its share of the
+#   features, ``rowwise`` the reverse, its partial products summed over all ranks before anybody
+#   sees them; the embedding and a gathering head give whole tensors;
+# * the shape: the whole model's, run once on torch's meta device with the same batch. A dimension
+#   that is smaller here by exactly this rank's share (torch.chunk's) is divided; a tensor of the
+#   whole shape is a copy, since terms of a sum are not seen at any module boundary, except inside
+#   modules that sum in the end (experts), where nothing is said of it;
+# * DTensor, where a model hands over one: its own placements.
+#
+# Where they leave it open the record says nothing, and a comparison counts the tensor as not
+# compared. An unknown style leaves everything inside its block open.
+
+LAST = "last"
+_STYLES: dict[str, tuple[str | None, str | None]] = {
+    # style → input, output; None: by shape
+    "colwise": ("replicate", LAST),
+    "rowwise": (LAST, "replicate"),
+    "colwise_gather_output": ("replicate", "replicate"),
+    "colwise_rep": ("replicate", "replicate"),
+    "rowwise_split_input": ("replicate", "replicate"),
+    "rowwise_rep": ("replicate", "replicate"),
+    "embedding_rowwise": ("replicate", "replicate"),
+    "embedding_colwise": ("replicate", "replicate"),
+    "mla_kv_a_proj": ("replicate", "replicate"),
+    "moe_tp_experts": ("replicate", "replicate"),
+    "replicated_with_grad_allreduce": (None, None),
+    "replicate": (None, None),
+    "local_params": (None, None),
+    "all_reduce": (None, "replicate"),
+}
+_SUMMING = frozenset({"moe_tp_experts", "all_reduce"})
+"""Inside these a tensor of the whole shape may be a term of a sum."""
+_INTERLEAVED = frozenset({"packed_colwise"})
+"""Several matrices in one, each divided: the shares laid side by side are not the whole."""
+
+
+class TensorPlacement:
+    """Says for each site what of it one rank of the ``tp`` axis holds.
+
+    ``plan``: module path → style. ``whole``: site → shape in the undivided model, for the batch
+    whose prefill decides a site, once for every step. ``containers``: the modules that hold the
+    blocks; their inputs are given to all ranks.
+    """
+
+    def __init__(
+        self,
+        plan: Mapping[str, str],
+        whole: Mapping[str, tuple[int, ...]],
+        *,
+        size: int,
+        place: int,
+        containers: Collection[str] = (),
+    ) -> None:
+        self._plan, self._whole = plan, whole
+        self._containers = frozenset(containers)
+        self._size, self._place = size, place
+        self._known: dict[str, str | None] = {}
+        self._summing = [path for path, style in plan.items() if style in _SUMMING]
+        strange = [path for path, style in plan.items() if style not in {*_STYLES, *_INTERLEAVED}]
+        self._strange = {path.rpartition(".")[0] or ROOT for path in strange}
+
+    def __call__(self, site: str, shape: tuple[int, ...], *, settled: bool) -> str | None:
+        """The word for the record, or None where nothing can be said. ``settled``: is this the
+        batch and the step that ``whole`` was made for?"""
+        if (settled or self._is_given(site)) and site not in self._known:
+            self._known[site] = self._decide(site, shape)
+        word = self._known.get(site)
+        if word is not None and word.startswith("shard:") and int(word[6:]) >= len(shape):
+            return None
+        return word
+
+    def _decide(self, site: str, shape: tuple[int, ...]) -> str | None:
+        path, port = module_of(site), split_site(site)[1]
+        style = self._plan.get(path)
+        if style in _INTERLEAVED:
+            return self._seen(site, shape) if port == "in" else None
+        if inside(path, self._strange):
+            return None
+        if self._is_given(site):
+            return "replicate"
+        said = None
+        if style is not None and port in ("in", "out"):
+            said = _STYLES[style][port == "out"]
+            if said == LAST:
+                said = f"shard:{len(shape) - 1}"
+        seen = self._seen(site, shape)
+        if said is not None:
+            # where the shapes are known they must agree
+            return said if site not in self._whole or seen == said else None
+        if seen == "replicate" and any(path.startswith(prefix + ".") for prefix in self._summing):
+            return None
+        return seen
+
+    def _is_given(self, site: str) -> bool:
+        """Does it enter the model as a whole, before any division?"""
+        return module_of(site) in self._containers and split_site(site)[1].startswith("in")
+
+    def _seen(self, site: str, shape: tuple[int, ...]) -> str | None:
+        """What the shape says."""
+        whole = self._whole.get(site)
+        if whole is None or len(whole) != len(shape):
+            return None
+        different = [dim for dim, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b]
+        if not different:
+            return "replicate"
+        dim = different[0]
+        if len(different) == 1 and shape[dim] == share_of(whole[dim], self._size, self._place):
+            return f"shard:{dim}"
+        return None
+
+
+def share_of(length: int, size: int, place: int) -> int:
+    """How much of ``length`` place ``place`` of ``size`` gets: torch.chunk's division."""
+    chunk = -(-length // size)
+    return max(0, min(chunk, length - place * chunk))
+
+
+# What changes in a capture when several ranks make it: whose tensor it is, and what of it.
+#
+# ``Division`` stands between the recorder and the writer. It lets through the tensors that this
+# rank answers for, says how each lies on the mesh, and joins the ranks' parts of the manifest.
+# Everything else in a capture goes on as if this rank were alone.
+
+_STAGE = 10**6
+"""Added to the order of each pipeline stage: what it runs comes after the stage before it."""
+
+
+def check_request(request: Request, selection: SiteSelection, axes: Collection[str]) -> None:
+    """Raise UsageError for what needs the whole model in one process, or leaves every placement
+    open."""
+    if "tp" in axes and not step_selected(request.steps, 0):
+        raise UsageError(
+            f"--mesh tp needs the prefill, and --steps {request.steps} leaves it out: what a rank "
+            "holds of a tensor is settled there",
+            hint=f"--steps 0,{request.steps}",
+        )
+    if request.train and not {"dp", "fsdp"} >= set(axes):
+        raise UsageError(
+            f"--train with --mesh {','.join(axes)}: a step is recorded among dp or fsdp ranks",
+            hint="--mesh dp, or --mesh fsdp",
+        )
+    if request.train and len(axes) > 1:
+        raise UsageError("--train with --mesh of two axes", hint="--mesh dp, or --mesh fsdp")
+    operators = "operators are seen whole in one process"
+    asked = (
+        ("--escalate", request.escalate, "the float32 pass is made by one process"),
+        ("ops@ sites", bool(selection.operators), operators),
+        ("--substitute", bool(request.substitutes), operators),
+    )
+    for name, wanted, why in asked:
+        if wanted:
+            raise UsageError(
+                f"{name} cannot be combined with --mesh: {why}",
+                hint="repeat the run without torchrun: divergence capture --like RUN -o RUN2",
+            )
+
+
+class Division:
+    """This rank's share of one capture."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        loaded: LoadedModel,
+        request: Request,
+        selection: SiteSelection,
+        notes: Mapping[str, ModuleNote],
+        samples: Sequence[SampleTokens],
+        groups: Sequence[list[int]],
+    ) -> None:
+        check_request(request, selection, ranks.sizes)
+        self.ranks = ranks
+        module: Any = loaded.module
+        together = bool(getattr(module, "_is_fsdp_managed_module", False))
+        self.groups = ranks.deal(groups, together=together)
+        blocks = [path for path, note in notes.items() if note.role == "block"]
+        self._containers = {
+            path
+            for path in notes
+            if path == ROOT or any(block.startswith(path + ".") for block in blocks)
+        }
+        self._stages = self._who_has_what(module, notes) if "pp" in ranks.sizes else None
+        self._first = self.groups[0][0] if self.groups else -1
+        self._tensor: TensorPlacement | None = None
+        if "tp" in ranks.sizes and self.groups:
+            group = self.groups[0]
+            first = samples[group[0]]
+            length = first.num_padded
+            self._tensor = TensorPlacement(
+                tensor_plan(module),
+                forward_shapes(request, loaded, selection, notes, batch=len(group), tokens=length),
+                size=ranks.sizes["tp"],
+                place=ranks.places["tp"],
+                containers=self._containers,
+            )
+        self._owned: dict[str, bool] = {}
+
+    def sink(self, sink: Sink) -> _Share:
+        return _Share(self, sink)
+
+    def has(self, path: str) -> bool:
+        """Does this rank run the module? Of a pipeline a stage has its own alone."""
+        return self._stages is None or self.ranks.places["pp"] in self._stages.get(path, ())
+
+    def plants(self, plants: Sequence[Plant]) -> list[Plant]:
+        """Those that this rank gets."""
+        rank = self.ranks.rank
+        return [plant for plant in plants if plant.rank in (None, rank) and self.has(plant.path)]
+
+    def answers(self, sample: int, site: str) -> bool:
+        """Is this tensor this rank's to record?"""
+        if of_parameter(site):
+            return True
+        if self.ranks.idle or not self.ranks.owns(sample):
+            return False
+        if self._stages is None:
+            return True
+        known = self._owned.get(site)
+        if known is None:
+            known = self._owned[site] = self._stage_answers(site)
+        return known
+
+    def order(self, order: int) -> int:
+        return order + _STAGE * self.ranks.places.get("pp", 0)
+
+    def place(
+        self, site: str, item: CapturedTensor, *, sample: int, step: int, pass_: str
+    ) -> tuple[str, ...] | None:
+        """The record's placement; None where one axis leaves it open."""
+        words: list[str] = []
+        for axis in self.ranks.mesh.axes:
+            word: str | None
+            if of_parameter(site):  # of all prompts, reduced among the ranks
+                word = (item.placement or {}).get(axis.name, "replicate")
+            elif axis.name != "tp":
+                word = "single" if axis.name == "pp" or self.ranks.dealt else "replicate"
+            elif item.placement is not None:  # where it has no word the shape would mislead
+                word = item.placement.get("tp")
+            elif self._tensor is None:
+                word = None
+            else:
+                settled = sample == self._first and step == 0 and pass_ != "whole"
+                word = self._tensor(site, item.shape, settled=settled)
+            if word is None:
+                return None
+            words.append(word)
+        return tuple(words)
+
+    def join_tokens(self, samples: Sequence[SampleTokens], manifest: Manifest) -> None:
+        """Takes over the tokens of other ranks' prompts, and their texts."""
+        owned = [group for group in self.groups if self.ranks.owns(group[0])]
+        mine = {number: samples[number] for group in owned for number in group}
+        for theirs, texts in self.ranks.gather((mine, manifest.tokens.texts)):
+            for number, sample in theirs.items():
+                samples[number].generated_ids = sample.generated_ids
+                samples[number].chosen_ids = sample.chosen_ids
+                samples[number].decoder_prompt_ids = sample.decoder_prompt_ids
+            manifest.tokens.texts = texts | manifest.tokens.texts
+
+    def note_environments(self, manifest: Manifest) -> None:
+        """Notes the mesh, and the ranks' machines where they are not all alike."""
+        environments: list[Environment] = self.ranks.gather(manifest.environment)
+        differing = any(environment != environments[0] for environment in environments)
+        manifest.mesh = msgspec.structs.replace(
+            self.ranks.mesh, environments=environments if differing else []
+        )
+
+    def count(self, manifest: Manifest, record_digests: dict[str, str]) -> None:
+        """Adds up all ranks' sizes, warnings and repeatability, once all have written.
+        ``record_digests``: of this rank's file; those of all go into the manifest."""
+        repeated, settings = manifest.repeatability, manifest.settings
+        mine = (manifest.sizes, repeated, settings.nondeterministic_warnings,
+                settings.cpu_fallbacks, record_digests)  # fmt: skip
+        for rank, (sizes, theirs, warnings, fallbacks, digests) in enumerate(
+            self.ranks.gather(mine)
+        ):
+            manifest.record_digests |= digests
+            if rank == self.ranks.rank:
+                continue
+            _add(manifest.sizes, sizes, sizes.__struct_fields__)
+            _add(repeated, theirs, ("num_compared", "num_different"))
+            if repeated.first_difference is None and theirs.first_difference is not None:
+                repeated.first_difference = f"{theirs.first_difference} on rank {rank}"
+            settings.nondeterministic_warnings = list(
+                dict.fromkeys([*settings.nondeterministic_warnings, *warnings])
+            )
+            settings.cpu_fallbacks = list(dict.fromkeys([*settings.cpu_fallbacks, *fallbacks]))
+
+    def _who_has_what(
+        self, module: torch.nn.Module, notes: Mapping[str, ModuleNote]
+    ) -> dict[str, set[int]]:
+        """Module path → the pipeline stages that have it, and not a stand-in."""
+        own = {
+            escape_path(name)
+            for name, part in module.named_modules()
+            if type(part).__name__ != "PipelineIdentityLayer"
+        }
+        stages: dict[str, set[int]] = {path: set() for path in notes}
+        for place, paths in self.ranks.gather((self.ranks.places["pp"], own)):
+            for path in paths & stages.keys():
+                stages[path].add(place)
+        return stages
+
+    def _stage_answers(self, site: str) -> bool:
+        """A container of blocks begins on the first stage and ends on the last; of a module on
+        several stages (a rotary table) the first has the input that one process would see."""
+        path, port = module_of(site), split_site(site)[1]
+        own, last = self.ranks.places["pp"], self.ranks.sizes["pp"] - 1
+        if path in self._containers:
+            return own == (0 if port.startswith("in") else last)
+        return own == min((self._stages or {}).get(path) or [own])
+
+
+def _add(total: msgspec.Struct, other: msgspec.Struct, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(total, name, getattr(total, name) + getattr(other, name))
+
+
+class _Share:
+    """Passes on the tensors that this rank answers for, with their placement."""
+
+    def __init__(self, division: Division, sink: Sink) -> None:
+        self._division, self._sink = division, sink
+
+    def put(
+        self, item: CapturedTensor, *, pass_: Any, sample: int, step: int, site: str, order: int,
+        **rest: Any,
+    ) -> None:  # fmt: skip
+        division = self._division
+        if not division.answers(sample, site):
+            return
+        self._sink.put(
+            item, pass_=pass_, sample=sample, step=step, site=site, order=division.order(order),
+            placement=division.place(site, item, sample=sample, step=step, pass_=pass_), **rest,
+        )  # fmt: skip
+
+
+class LocalKeeper:
+    """Keeps this rank's part of a DTensor, with its placement along the axes of its mesh."""
+
+    def __init__(self, keeper: Any) -> None:
+        self._keeper = keeper
+
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
+        local = getattr(tensor, "to_local", None)
+        if local is None:
+            kept: CapturedTensor = self._keeper.keep(tensor)
+            return kept
+        item: CapturedTensor = self._keeper.keep(local())
+        divided: Any = tensor  # a DTensor
+        names = divided.device_mesh.mesh_dim_names or ()
+        item.placement = {
+            name: word
+            for name, placement in zip(names, divided.placements, strict=False)
+            if (word := _word(placement, tensor.ndim)) is not None
+        }
+        return item
+
+
+def _word(placement: Any, ndim: int) -> str | None:
+    """DTensor's placement in the words of the format; None for one that it has no word for."""
+    if placement.is_replicate():
+        return "replicate"
+    if placement.is_partial():
+        how = {"sum": "sum", "avg": "mean", "max": "max", "min": "min"}.get(placement.reduce_op)
+        return None if how is None else f"partial:{how}"
+    if type(placement).__name__ == "Shard":  # a strided one is none of contiguous parts
+        return f"shard:{placement.dim % ndim}"
+    return None

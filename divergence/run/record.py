@@ -1,0 +1,606 @@
+"""One recorded tensor: where it was seen, its shape and place on disk, and what is kept of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from divergence.errors import RunFormatError
+from divergence.numerics.formats import FORMATS, format_named
+from divergence.numerics.summary import Summary
+from divergence.outside import inside
+from divergence.run.site import near_names
+
+# Names and limits of the files of a run, in one place for the writer and the reader.
+#
+# Nothing in a run may point outside its directory: shard names are matched against
+# a narrow pattern, and symbolic links are refused wherever they stand.
+
+MANIFEST = "manifest.json"
+RECORDS = "records.jsonl"
+_INDEX = re.compile(r"records\.index(\.[0-9]+\.tmp)?")
+"""A cache that earlier versions kept beside the lines. Nothing reads it."""
+TENSORS = "tensors"
+_RUN_NAMES = frozenset({MANIFEST, MANIFEST + ".tmp", RECORDS, TENSORS})
+"""All that lies in the directory of a run of one process; see ``is_run_name``."""
+_RANK_RECORDS = re.compile(r"records-r[0-9]{5}\.jsonl")
+
+MAX_LINE_BYTES = 1 << 20
+"""A record takes some 500 bytes; a line beyond 1 MiB is damage, not data."""
+MAX_MANIFEST_BYTES = 1 << 30
+"""Digests take some 100 bytes a parameter tensor; 1 GiB is beyond any model."""
+MAX_RANKS = 100_000
+"""The names of their records have five digits."""
+MAX_NEW_TOKENS = 1 << 24
+"""Beyond any context: a step for each is counted."""
+MAX_FORWARD_TOKENS = 1 << 28
+"""Of all prompts of a batch with their padding: far beyond what any device runs at once."""
+MAX_NUMEL = (1 << 59) - 1
+"""Elements of the largest tensor (and of an empty one's other axes): its bytes fit 64 bits."""
+
+COMMON_SHARD_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""What every safetensors release in use knows; other dtypes are written as raw bytes (U8)."""
+SHARD_DTYPES = COMMON_SHARD_DTYPES | {
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "complex64": "C64",
+}
+"""A record's dtype → the name that a safetensors header gives it."""
+
+SHARD_PATTERN = r"^tensors/[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$"
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with ``~`` replaced; as it is where nobody has that name."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def records_name(rank: int) -> str:
+    """Where a rank's records are: ``records.jsonl`` of the first, ``records-r00003.jsonl``."""
+    return RECORDS if rank == 0 else f"records-r{rank:05d}.jsonl"
+
+
+def is_records_name(name: str) -> bool:
+    """Are the records of some rank under this name?"""
+    return name == RECORDS or _RANK_RECORDS.fullmatch(name) is not None
+
+
+def is_run_name(name: str) -> bool:
+    """Is this the name of something that lies in a run's directory?"""
+    return name in _RUN_NAMES or is_records_name(name) or _INDEX.fullmatch(name) is not None
+
+
+def shard_name(rank: int, number: int) -> str:
+    """``(0, 3)`` → ``"tensors/r00000-000003.safetensors"``."""
+    return f"{TENSORS}/r{rank:05d}-{number:06d}.safetensors"
+
+
+def checked_shard_name(name: str, *, where: str) -> str:
+    """The name as it is; RunFormatError where it leads out of the run."""
+    if re.match(SHARD_PATTERN, name) is None or name.endswith("\n"):
+        raise RunFormatError(
+            f"shard name {name!r} is not allowed",
+            where=where,
+            hint="a shard is named tensors/NAME.safetensors, inside the run's own directory",
+        )
+    return name
+
+
+def checked_name(name: str, *, where: str) -> str:
+    """The name of a file that makes a run, as it is: RunFormatError for any other. Every name is
+    checked by this before it is joined to a place, whoever gave it."""
+    if name == MANIFEST or is_records_name(name):
+        return name
+    return checked_shard_name(name, where=where)
+
+
+def checked_file(root: Path, name: str) -> Path:
+    """``root/name`` if it is a regular file reached through no symbolic link inside the run."""
+    return inside(
+        root, checked_name(name, where=str(root)), error=RunFormatError,
+        hint="copy the whole run directory; a run is not complete without it",
+    )  # fmt: skip
+
+
+# One line of records.jsonl: what was seen at one site in one forward.
+#
+# A record names its tensor three times over: by coordinates (pass, sample, step,
+# site), by place (shard and key; equal tensors share both) and by value (a digest of
+# its bytes, and a summary that needs no bytes). Shapes are those of the tensor as
+# the module returned it; nothing is converted on the way to disk. Where a run keeps no
+# bytes (``--store``), there is no place, perhaps a sketch, and the digest that was asked for.
+#
+# A call is one operator as it was run, with all that running it again alone needs. It stands on the
+# record of the operator's first result, ``PATH/OPERATOR[#CALL]:out``; the other results are the
+# records ``:out.1``, ``:out.2`` ... of the same operator. ``arguments`` go by the names of the
+# operator's schema. Each is plain JSON, but for objects of one key:
+#
+#     {"tensor": 2}            the operand of that number in ``operands``
+#     {"dtype": "float32"}     also "device", "layout", "memory_format"
+#     {"float": "-inf"}        a number that JSON has no word for: "nan", "inf", "-inf"
+#     {"complex": [re, im]}
+#
+# An operand's value is a record of the same forward (``site``: a result of another operator, an
+# input of the module, or a record of its own, ``PATH/OPERATOR[#CALL]:in.NAME``), or a weight of
+# the model, by name and digest, which has a record only on request. ``origin`` and ``via`` tell
+# where the value comes from: the site whose memory it lies in, and the views taken of that.
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number of things, a size or an index: what torch holds in 64 bits."""
+
+DIGEST_PATTERN = "^[0-9a-f]{32}$"
+Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN)]
+_SAID = "plain JSON, or an object of one key that stands for what JSON has no word for"
+Json = Annotated[object, msgspec.Meta(extra_json_schema={"description": _SAID})]
+
+
+class Operand(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    gc=False,
+):  # fmt: skip
+    """One tensor argument of a call."""
+
+    site: str | None = None
+    """The record that holds the value. None for a weight without a record."""
+    weight: str | None = None
+    """Name of the weight that the operand is, or is a view of."""
+    xxh3: Digest | None = None
+    """Digest of the whole weight's bytes. The operand is that weight viewed with ``shape`` and
+    ``stride`` from element ``offset`` on."""
+    shape: tuple[Count, ...]
+    dtype: str
+    stride: tuple[Count, ...] | None = None
+    """In elements; set where the tensor was not contiguous. Kernels are chosen by layout."""
+    misalignment_bytes: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
+    """How far beyond a multiple of 64 bytes the first element lay. Vector kernels begin there, so
+    the order of their additions depends on it: a float32 matrix-vector product gives four results
+    by the weight's address (benchmarks/alignment.py). Weights that are mapped from a safetensors
+    file are not aligned."""
+    offset: Count = 0
+    """First element of the view, in elements."""
+    origin: str | None = None
+    """The site whose memory the value lies in."""
+    via: tuple[str, ...] = ()
+    """The views that were taken of the origin, in order."""
+
+
+class Call(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    gc=False,
+):  # fmt: skip
+    """One operator as it was run, with its arguments."""
+
+    operator: str
+    """torch's name with its overload (``aten.mm.default``), or a suite's name."""
+    arguments: dict[str, Json]
+    operands: tuple[Operand, ...] = ()
+    source: str | None = None
+    """File name, line and function of the Python code that called it. Of a backward that torch has
+    itself: of the code that called ``backward_of``."""
+    backward_of: str | None = None
+    """In a training step's backward: the forward operator, or the torch.autograd.Function, whose
+    backward called it."""
+    note: str | None = None
+    """Why running it again cannot give the same result (``draws random numbers``)."""
+
+
+def operand_indices(call: Call, name: str) -> list[int]:
+    """Numbers of the operands in the argument ``name``, in order; empty for a scalar."""
+    indices: list[int] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict) and set(value) == {"tensor"}:
+            indices.append(value["tensor"])
+        elif isinstance(value, list):
+            for item in value:
+                walk(item)
+
+    walk(call.arguments.get(name))
+    return indices
+
+
+SITE_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]+:(in|out)(\.[^\x00-\x1f\x7f-\x9f]+)?$"
+"""No control characters: a site is printed as it stands, also in terminals."""
+SiteName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SITE_PATTERN})]
+_AT_END = r"(?!\n)"
+"""Python's ``$`` is also before a last line feed."""
+_ExactDigest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN + _AT_END)]
+RecordDigest = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": DIGEST_PATTERN})]
+DtypeName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FORMATS)})]
+ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
+
+PassName = Literal[
+    "free", "anchored", "escalated", "whole", "truth", "truth_free", "floor", "replayed"
+]
+
+OWN_TRUTH: Mapping[PassName, PassName] = {"truth": "anchored", "truth_free": "free"}
+"""The passes of the truth that a run carries, and their names in one that is made apart."""
+
+Coordinates = tuple[str, int, int, str]
+"""(pass, sample, step, site): unique within a run and rank."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Where the bytes are: a safetensors shard (relative to the run) and a key in it."""
+
+    shard: ShardName
+    key: str
+
+
+class Sketch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """What is kept of a tensor in place of its bytes: random projections and norms, row by row.
+    divergence.numerics.summaries defines the matrix and the rows."""
+
+    place: Place
+    """A float32 tensor (rows, ``num_projections`` + 2). The last two columns hold each row's norm
+    as high and low part. Where rows are pooled, all of it on one axis, and behind it the pooled
+    sums, (blocks, ``num_pooled``)."""
+    xxh3: Digest
+    """Digest of that tensor's bytes."""
+    num_projections: Count
+    sums: Literal["float64", "float32"] = "float64"
+    """The precision that the projections were added up in."""
+    num_pooled: Count = 0
+    """How many sums there are of all rows of a block together."""
+
+
+Placement = Annotated[
+    str, msgspec.Meta(pattern=r"^(replicate|single|shard:[0-9]{1,2}|partial:(sum|mean|max|min))$")
+]
+"""What a rank holds of a tensor along one axis of the mesh, as torch.distributed.tensor has it:
+an equal copy, its part along a dimension, or a term; ``single`` where one place of the axis alone
+holds the tensor at all (a prompt that one data-parallel rank ran, a block of one pipeline stage).
+Two axes that divide the same dimension divide it one within the other, the first axis outermost."""
+
+
+class Record(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    gc=False,
+):  # fmt: skip
+    """One captured tensor.
+
+    At least one of ``xxh3`` and ``fold`` is set.
+    """
+
+    # The patterns of site and digests are checked many at a time (RecordCheck): one by one they
+    # cost as much as all the rest. No cycles, so nothing for the garbage collector (gc=False).
+
+    pass_: PassName = msgspec.field(name="pass")
+    sample: Count
+    step: Count
+    site: SiteName
+    order: Count
+    """Execution order within the forward."""
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+    """The tensor's shape; in a run of several ranks, of the part that this rank holds."""
+    dtype: DtypeName
+    summary: Summary | None = None
+    """Statistics. None where digests alone are kept."""
+    place: Place | None = None
+    """Where the bytes are. None where no bytes are kept."""
+    xxh3: RecordDigest | None = None
+    """Digest of the bytes."""
+    fold: RecordDigest | None = None
+    """Digest of the bytes by numerics.summaries.fold, for devices that xxh3 does not run on."""
+    sketch: Sketch | None = None
+    """What is kept in place of the bytes, with ``--store sketch``."""
+    rank: Count = 0
+    positions: tuple[Count, ...] | None = None
+    """Token index of each row of the token axis. None where the rows are simply every token of this
+    forward; set for ``--positions``, or for logits of the deciding positions only."""
+    call: Call | None = None
+    """How the operator was called. On the record of an operator's first result only."""
+    placement: tuple[Placement, ...] | None = None
+    """In a run of several ranks: what of the tensor this record holds, for each axis of the
+    manifest's mesh."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return (self.pass_, self.sample, self.step, self.site)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor, kept or not."""
+        return self.numel * format_named(self.dtype).itemsize
+
+
+class StrictRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A record with its patterns, for the message that says which one a line breaks."""
+
+    site: Annotated[str, msgspec.Meta(pattern=SITE_PATTERN + _AT_END)]
+    xxh3: _ExactDigest | None = None
+    fold: _ExactDigest | None = None
+
+
+class UnsoundError(Exception):
+    """Something is wrong with a record; which and what, reading line by line says."""
+
+
+class Numbering(dict[Any, int]):
+    """Numbers things in the order in which they appear."""
+
+    def __missing__(self, key: Any) -> int:
+        code = self[key] = len(self)
+        return code
+
+
+class Checked(NamedTuple):
+    """Sound records, by their fields."""
+
+    fields: tuple[tuple[Any, ...], ...]
+    """One tuple a field, in the order of ``Record``."""
+    sites: list[int]
+    """Of each record's site the number in ``RecordCheck.sites``."""
+    kinds: list[int]
+    """Of each record's dtype and shape the number in ``RecordCheck.kinds``."""
+    xxh3: bytes
+    """The digests, 16 bytes each; where a record has none, zeros."""
+
+
+class RecordCheck:
+    """Checks what the types of records do not, one by one or many at a time.
+
+    ``first_samples``: of each group; ``num_axes``: of the mesh, or None without one. ``rank``:
+    whose file it is. That no two records have the same coordinates is left to whoever has them all.
+    """
+
+    def __init__(self, first_samples: set[int], num_axes: int | None) -> None:
+        self._first_samples, self._num_axes = first_samples, num_axes
+        self.rank = 0
+        self.sites, self.kinds = Numbering(), Numbering()
+        self._num_sites = self._num_kinds = 0
+
+    def all(self, records: Sequence[Record]) -> Checked:
+        """Checks records, at least one. Raises UnsoundError where one is not sound."""
+        fields = tuple(zip(*map(msgspec.structs.astuple, records), strict=True))
+        (_, samples, _, sites, _, shapes, dtypes, _, places, xxh3s, folds, _, ranks, positions, _,
+         placements) = fields  # fmt: skip
+        site_codes = list(map(self.sites.__getitem__, sites))
+        kind_codes = list(map(self.kinds.__getitem__, zip(dtypes, shapes, strict=True)))
+        digests = _digests(xxh3s)
+        sound = (
+            self._first_samples.issuperset(samples)
+            and digests is not None
+            and (folds.count(None) == len(folds) or _digests(folds) is not None)
+            and (
+                xxh3s.count(None) == 0
+                or all(place is None for x, place in zip(xxh3s, places, strict=True) if x is None)
+            )
+            and self._fit(ranks, placements)
+        )
+        if len(self.sites) > self._num_sites:
+            sound = sound and all(map(_SITE.fullmatch, list(self.sites)[self._num_sites :]))
+            self._num_sites = len(self.sites)
+        if len(self.kinds) > self._num_kinds or positions.count(None) < len(positions):
+            sound = sound and not any(map(self.broken, records))
+            self._num_kinds = len(self.kinds)
+        if not sound or digests is None:
+            raise UnsoundError
+        return Checked(fields, site_codes, kind_codes, digests)
+
+    def broken(self, record: Record) -> str | None:
+        """What a record breaks that its type cannot say, or None."""
+        if record.dtype not in FORMATS:
+            near = near_names(record.dtype, FORMATS)
+            return f"no dtype is called {record.dtype!r}" + (f", only {near[0]}" if near else "")
+        if record.sample not in self._first_samples:
+            return f"sample {record.sample} is not the first of any group in {MANIFEST}"
+        if math.prod(size for size in record.shape if size) > MAX_NUMEL:
+            return f"shape {list(record.shape)} is larger than any memory"
+        if record.place is not None and record.xxh3 is None:
+            return "bytes in `place` without their `xxh3`"
+        positions = record.positions
+        if positions is not None:
+            if len(record.shape) < 2 or record.shape[1] != len(positions):
+                return f"{len(positions)} positions for shape {list(record.shape)}"
+            if any(a >= b for a, b in itertools.pairwise(positions)):
+                return "positions do not ascend"
+        return None
+
+    def misplaced(self, record: Record) -> str | None:
+        """Why a record does not fit the mesh or this file, or None."""
+        if self._num_axes is None:
+            return None if record.placement is None else "a placement in a run without a mesh"
+        if record.rank != self.rank:
+            return f"a record of rank {record.rank} in {records_name(self.rank)}"
+        if record.placement is not None and len(record.placement) != self._num_axes:
+            return f"a placement on {len(record.placement)} axes; the mesh has {self._num_axes}"
+        return None
+
+    def _fit(self, ranks: Sequence[int], placements: Sequence[tuple[str, ...] | None]) -> bool:
+        """Is none of them misplaced?"""
+        if self._num_axes is None:
+            return placements.count(None) == len(placements)
+        return ranks.count(self.rank) == len(ranks) and all(
+            placement is None or len(placement) == self._num_axes for placement in set(placements)
+        )
+
+
+_SITE = re.compile(SITE_PATTERN)
+
+
+def _digests(texts: Sequence[str | None]) -> bytes | None:
+    """Their bytes, with zeros for None. None where one is not 32 hexadecimal digits."""
+    known = [_ZEROS if text is None else text for text in texts]
+    joined = "".join(known)
+    try:
+        digests = bytes.fromhex(joined)
+    except ValueError:
+        return None
+    return digests if set(map(len, known)) == {32} and digests.hex() == joined else None
+
+
+_ZEROS = "0" * 32
+
+
+# Scalar arguments of two calls of one operator: which differ, and how they are said.
+#
+# Everything that is no tensor is a scalar here: numbers, flags, dims, dtypes. An argument that one
+# side leaves out has the default of torch's own schema. Where the values lie in memory (device,
+# layout, memory format, pinned) is no operand: it changes no number. Two Python floats that are
+# equal but for 2 u32 are the same: they are two ways of writing one number (``head_dim ** -0.5``
+# and ``1 / math.sqrt(head_dim)``). So are two fillings of a mask that are both far below every
+# score (-inf, finfo.min), and an axis counted from the front and from the end.
+
+_NOT_OPERANDS = frozenset({"device", "layout", "memory_format", "pin_memory", "non_blocking",
+                           "generator", "copy"})  # fmt: skip
+_SAME_NUMBER = 2 * 2.0**-24
+_AXES = frozenset({"dim", "dims", "dim0", "dim1"})
+_FILLINGS = frozenset({"value", "other", "fill_value"})
+_INTEGERS = frozenset({"other", "alpha", "beta", "exponent", "value", "fill_value", "self", "scale",
+                       "min", "max"})  # fmt: skip
+"""Arguments whose integers enter the arithmetic; others are sizes, axes and counts."""
+_BELOW = -1e4
+"""Far below every score; finfo.min of float16 is -65504."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherScalar:
+    """A scalar argument whose value differs between two calls."""
+
+    argument: str
+    reference: Any
+    """The reference's value, as JSON has it."""
+    candidate: Any
+    """The candidate's value, as JSON has it."""
+    is_number: bool
+    """Both values are numbers that enter the arithmetic, not dims, sizes or flags."""
+
+
+def other_scalars(reference: Call, candidate: Call) -> list[OtherScalar]:
+    """Scalar arguments whose values differ, by the operator's schema. Calls of two operators (or
+    two overloads with other names) have nothing in common to compare: an empty list."""
+    if _base(reference.operator) != _base(candidate.operator):
+        return []
+    differing = []
+    for name in dict.fromkeys((*reference.arguments, *candidate.arguments)):
+        if name in _NOT_OPERANDS:
+            continue
+        mine, other = _value(reference, name), _value(candidate, name)
+        if _is_tensor(mine) or _is_tensor(other):
+            continue
+        if name in _FILLINGS and _masks(mine) and _masks(other):
+            continue
+        if _same(_from_front(name, mine, reference), _from_front(name, other, candidate)):
+            continue
+        differing.append(
+            OtherScalar(
+                argument=name, reference=mine, candidate=other,
+                is_number=all(_is_number(name, value) for value in (mine, other)),
+            )
+        )  # fmt: skip
+    return differing
+
+
+def _from_front(name: str, value: Any, call: Call) -> Any:
+    """An axis counted from the front."""
+    if name not in _AXES or not call.operands:
+        return value
+    rank = len(call.operands[0].shape)
+    if isinstance(value, list):
+        return [_from_front(name, item, call) for item in value]
+    return value + rank if type(value) is int and value < 0 else value
+
+
+def _masks(value: Any) -> bool:
+    return value == {"float": "-inf"} or (type(value) in (int, float) and value < _BELOW)
+
+
+def _is_number(name: str, value: Any) -> bool:
+    if type(value) is int:
+        return name in _INTEGERS
+    return type(value) is float or (isinstance(value, dict) and set(value) == {"float"})
+
+
+def scalar_words(value: Any) -> str:
+    """For people: numbers and names."""
+    if isinstance(value, dict) and len(value) == 1:
+        (value,) = value.values()
+    if isinstance(value, list):
+        return "[" + ", ".join(scalar_words(item) for item in value) + "]"
+    return str(value)[:80]
+
+
+def _base(operator: str) -> str:
+    """Without the overload and the mark of an operator that writes in place."""
+    name = ".".join(operator.split(".")[:2])
+    return name if name.endswith("__") else name.rstrip("_")
+
+
+def _value(call: Call, name: str) -> Any:
+    if name in call.arguments:
+        return call.arguments[name]
+    return _defaults(call.operator).get(name)
+
+
+def _same(mine: Any, other: Any) -> bool:
+    if isinstance(mine, list) and isinstance(other, list):
+        return len(mine) == len(other) and all(map(_same, mine, other))
+    both = [v for v in (mine, other) if type(v) in (int, float)]
+    if len(both) == 2:
+        least = min(abs(mine), abs(other))
+        return bool(mine == other or abs(mine - other) <= _SAME_NUMBER * least)
+    return type(mine) is type(other) and mine == other
+
+
+def _is_tensor(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_is_tensor(item) for item in value)
+    return isinstance(value, dict) and set(value) == {"tensor"}
+
+
+@functools.cache
+def _defaults(operator: str) -> dict[str, Any]:
+    """Defaults of the operator's schema, if this torch has it; of aten alone, since asking for
+    another package's operator may import it."""
+    import torch
+
+    parts = operator.split(".")
+    if len(parts) < 2 or parts[0] != "aten" or not all(p.isidentifier() for p in parts):
+        return {}
+    try:
+        packet = getattr(torch.ops.aten, parts[1])
+        schema = getattr(packet, parts[2] if len(parts) > 2 else "default")._schema
+    except (AttributeError, RuntimeError):
+        return {}
+    defaults = {}
+    for argument in schema.arguments:
+        if argument.has_default_value():
+            value = argument.default_value
+            if isinstance(value, float) and not math.isfinite(value):
+                value = {"float": str(value)}
+            defaults[argument.name] = value
+    return defaults

@@ -1,0 +1,872 @@
+"""Tensors' bytes in shards, read where they are needed and checked against their digests."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import itertools
+import math
+import mmap
+import operator
+import os
+import re
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from divergence.errors import DumpError, RunFormatError
+from divergence.numerics.formats import FORMATS
+from divergence.run.blobs import (
+    SPAN_BYTES,
+    Blob,
+    Bytes,
+    LocalBlob,
+    Member,
+    Store,
+    archive_kind_of,
+    members_of,
+)
+from divergence.run.command import command_line
+from divergence.run.location import Location, Url, archive_kind
+from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
+from divergence.run.record import (
+    COMMON_SHARD_DTYPES,
+    MANIFEST,
+    SHARD_PATTERN,
+    checked_file,
+    checked_name,
+    is_records_name,
+)
+from divergence.run.remote import Object, Remote
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.run.captured import ShardEntry
+
+
+# Ranges of remote objects: only those that are needed, neighbours in one request, in parallel.
+#
+# A request to an object store takes some 20 to 100 ms whatever its size, and one connection gives
+# some 50 to 100 MB/s; so ranges that lie within ``GAP_BYTES`` of each other cost less as one
+# request, and several requests run side by side. Whoever reads a run announces which records
+# it will read and in which order (``expect``); what was not announced is fetched on its own.
+#
+# What was fetched is kept in memory up to a budget, least recently used first out. Tensors that are
+# views of a range keep it alive beyond that.
+
+GAP_BYTES = 256 << 10
+"""Bytes between two ranges that are read along rather than asked for twice: less than a request's
+latency costs."""
+BUDGET_BYTES = 256 << 20
+"""What is kept of one store; half of it may be filled ahead of the reader."""
+NUM_REQUESTS = 8
+
+Range = tuple[str, int, int]
+"""(object, begin, end)"""
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """A range that is fetched, or will be when its parts are done."""
+
+    data: bytearray | mmap.mmap
+    parts: list[Future[None]] = field(default_factory=list)
+
+    def wait(self) -> bytearray | mmap.mmap:
+        for part in self.parts:
+            part.result()
+        return self.data
+
+
+class _Index:
+    """Ranges by where they lie, to find the one that covers a stretch."""
+
+    def __init__(self, spans: Iterable[Range] = ()) -> None:
+        self._by_name: dict[str, list[Range]] = {}
+        for span in sorted(spans):
+            self._by_name.setdefault(span[0], []).append(span)
+
+    def add(self, span: Range) -> None:
+        bisect.insort(self._by_name.setdefault(span[0], []), span)
+
+    def remove(self, span: Range) -> None:
+        spans = self._by_name[span[0]]
+        del spans[bisect.bisect_left(spans, span)]
+
+    def covering(self, name: str, begin: int, end: int) -> Range | None:
+        """One that covers it; not found where many overlap, which costs a request, no more."""
+        spans = self._by_name.get(name, ())
+        last = bisect.bisect_right(spans, (name, begin, float("inf")))
+        for span in reversed(spans[max(0, last - 4) : last]):
+            if span[1] <= begin and end <= span[2]:
+                return span
+        return None
+
+
+class Ranges:
+    """``fetch(object, begin, end) -> bytes`` behind a cache. Safe to use from several threads."""
+
+    def __init__(
+        self, fetch: Callable[[str, int, int], bytes], *, budget_bytes: int = BUDGET_BYTES
+    ) -> None:
+        self._fetch = fetch
+        self._budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Range, _Fetched] = OrderedDict()
+        self._kept_index = _Index()
+        self._kept_bytes = 0
+        self._expected: list[Range] = []
+        self._expected_index = _Index()
+        self._rank: dict[Range, int] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def get(self, name: str, begin: int, end: int) -> memoryview:
+        """The bytes of a range; raises what fetching them raised."""
+        if begin >= end:
+            return memoryview(bytearray())
+        with self._lock:
+            wanted = self._covering(name, begin, end)
+            fetched = self._submit(wanted)
+            self._go_ahead(wanted)
+        try:
+            data = fetched.wait()
+        except BaseException:
+            with self._lock:  # fetched again next time
+                if self._kept.get(wanted) is fetched:
+                    self._forget(wanted)
+            raise
+        return memoryview(data)[begin - wanted[1] : end - wanted[1]]
+
+    def expect(self, wanted: Iterable[Range]) -> None:
+        """These will be read, in about this order; replaces what was expected before."""
+        spans = coalesced(wanted)
+        with self._lock:
+            self._expected = spans
+            self._expected_index = _Index(spans)
+            self._rank = {span: number for number, span in enumerate(spans)}
+
+    def close(self) -> None:
+        """Stop fetching and forget what is kept."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            self._kept.clear()
+            self._kept_index, self._kept_bytes = _Index(), 0
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # With the lock held, from here on.
+
+    def _covering(self, name: str, begin: int, end: int) -> Range:
+        kept = self._kept_index.covering(name, begin, end)
+        return kept or self._expected_index.covering(name, begin, end) or (name, begin, end)
+
+    def _submit(self, span: Range) -> _Fetched:
+        if span in self._kept:
+            self._kept.move_to_end(span)
+            return self._kept[span]
+        name, begin, end = span
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="divergence-fetch")
+        fetched = self._kept[span] = _Fetched(_room(end - begin))
+        for first in range(begin, end, SPAN_BYTES):
+            last = min(first + SPAN_BYTES, end)
+            part = self._pool.submit(self._fill, fetched.data, name, begin, first, last)
+            fetched.parts.append(part)
+        self._kept_index.add(span)
+        self._kept_bytes += end - begin
+        while self._kept_bytes > self._budget_bytes and len(self._kept) > 1:
+            self._forget(next(iter(self._kept)))
+        return fetched
+
+    def _forget(self, span: Range) -> None:
+        self._kept.pop(span)
+        self._kept_index.remove(span)
+        self._kept_bytes -= span[2] - span[1]
+
+    def _go_ahead(self, span: Range) -> None:
+        """Fetch what is expected after ``span``, up to half of the budget."""
+        rank = self._rank.get(span)
+        if rank is None:
+            return
+        ahead_bytes = 0
+        for later in self._expected[rank + 1 :]:
+            ahead_bytes += later[2] - later[1]
+            if ahead_bytes > self._budget_bytes // 2:
+                break
+            if later not in self._kept:
+                self._submit(later)
+
+    def _fill(
+        self, data: bytearray | mmap.mmap, name: str, base: int, begin: int, end: int
+    ) -> None:
+        data[begin - base : end - base] = self._fetch(name, begin, end)
+
+
+def _room(num_bytes: int) -> bytearray | mmap.mmap:
+    """Of much, only what has come takes memory: how much there is, is what a server says."""
+    if num_bytes <= SPAN_BYTES:
+        return bytearray(num_bytes)
+    try:
+        return mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise RunFormatError(
+            f"{num_bytes:,} bytes are needed at once, more than this machine has memory for",
+            hint="compare on a machine with more, or leave the site out (--sites)",
+        ) from error
+
+
+def coalesced(wanted: Iterable[Range]) -> list[Range]:
+    """Ranges that neighbour each other, put together; in the order in which they are first needed.
+
+    A range beyond SPAN_BYTES stays whole; several are put together only up to that.
+    """
+    first_use: dict[Range, int] = {}
+    for number, span in enumerate(wanted):
+        if span[1] < span[2]:
+            first_use.setdefault(span, number)
+    spans: list[tuple[int, Range]] = []
+    for span, number in sorted(first_use.items()):
+        name, begin, end = span
+        if spans:
+            before, (last_name, last_begin, last_end) = spans[-1]
+            together = max(end, last_end) - last_begin
+            fits = together <= SPAN_BYTES or end <= last_end
+            if name == last_name and begin - last_end <= GAP_BYTES and fits:
+                joined = (name, last_begin, max(end, last_end))
+                spans[-1] = (min(before, number), joined)
+                continue
+        spans.append((number, span))
+    return [span for _, span in sorted(spans)]
+
+
+# One safetensors shard: read without copying, written without the library's per-tensor cost.
+#
+# The header is parsed here because a damaged shard must be named precisely (which
+# tensor, how many bytes are missing) and because tensors are handed out as views of a
+# private memory map, so that a comparison can stream through dumps larger than memory.
+# It is written here because a decode step records many small tensors, for which the
+# library's checks take longer than the bytes, and because it does not store every dtype.
+# The files are plain safetensors; tests read them with the library.
+
+HEADER_BYTES = 64 << 10
+"""What is read before the header's length is known: room for some 500 tensors, and the whole of a
+small shard."""
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+
+
+class Entry(msgspec.Struct, gc=False):
+    """Where one tensor lies in the file, as the header says it."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = (-1,)
+    data_offsets: tuple[int, int] = (-1, -1)
+    """Of its first byte and of the byte behind it, counted from the end of the header."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+_UNSAID = Entry()
+
+
+class _HeaderEntry(msgspec.Struct):
+    """What a safetensors header says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Headers:
+    """Of the headers that were read, those of few tensors or of the last shard alone are kept."""
+
+    def __init__(self, max_entries: int = 1 << 17) -> None:
+        self._max_entries, self._num_entries = max_entries, 0
+        self._shards: list[Shard] = []
+
+    def keep(self, shard: Shard, num_entries: int) -> None:
+        """``shard`` was just read."""
+        self._num_entries += num_entries
+        if self._num_entries > self._max_entries:
+            for other in self._shards:
+                other.forget()
+            self._shards, self._num_entries = [], num_entries
+        self._shards.append(shard)
+
+
+class Shard:
+    """An open shard. ``entries`` by key; ``view`` gives a tensor over its bytes.
+
+    ``headers``: forgets entries, which are then read again when they are wanted.
+    """
+
+    def __init__(self, blob: Blob, headers: Headers | None = None) -> None:
+        self.name = blob.name
+        self._blob, self._headers = blob, headers
+        self._entries: dict[str, Entry] | None = None
+        self._data_begin = 0
+        self.entries  # noqa: B018 - a damaged header is found now
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """What the header says of each tensor. Raises RunFormatError."""
+        entries = self._entries
+        if entries is None:
+            entries, self._data_begin = _read_header(self._blob)
+            self._entries = entries
+            if self._headers is not None:
+                self._headers.keep(self, len(entries))  # another thread's may forget these
+        return entries
+
+    def forget(self) -> None:
+        """Lets the entries leave memory."""
+        self._entries = None
+
+    def span(self, key: str) -> tuple[int, int] | None:
+        """Where in the file the tensor at ``key`` begins and ends; None if it has none."""
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        begin, end = entry.data_offsets
+        return self._data_begin + begin, self._data_begin + end
+
+    def view(self, key: str, *, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor at ``key`` as a view (never write to it). Raises RunFormatError."""
+        import torch
+
+        wanted = math.prod(shape) * dtype.itemsize
+        buffer = self.stretch(key, wanted)
+        if wanted == 0:
+            return torch.empty(shape, dtype=dtype)
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
+        return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
+
+    def stretch(self, key: str, wanted: int) -> Bytes:
+        """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""
+        begin = self._begin(key, wanted)
+        if wanted == 0:
+            return b""
+        return self._checked(lambda: [self._blob.view(begin, wanted)], wanted)[0]
+
+    def stretches(self, keys: Sequence[str], wanted: int) -> Sequence[Bytes]:
+        """The bytes at each of ``keys``, which are ``wanted`` each. Raises RunFormatError."""
+        begins = [self._begin(key, wanted) for key in keys]
+        if wanted == 0:
+            return [b""] * len(keys)
+        return self._checked(lambda: self._blob.read_many(begins, wanted), wanted)
+
+    def _begin(self, key: str, wanted: int) -> int:
+        begin, end = self.span(key) or (0, -1)
+        if end - begin != wanted:
+            holds = "is gone" if end < 0 else f"holds {end - begin} bytes"
+            raise RunFormatError(
+                f"tensor {key} {holds}, its record needs {wanted} bytes", where=self.name
+            )
+        return begin
+
+    def _checked(self, read: Callable[[], Sequence[Bytes]], wanted: int) -> Sequence[Bytes]:
+        """What ``read`` gives, stretches of ``wanted`` bytes. Raises RunFormatError."""
+        try:
+            buffers = read()
+        except OSError as error:  # removed or emptied since it was opened
+            raise RunFormatError(f"shard cannot be read: {error}", where=self.name) from error
+        if any(len(buffer) < wanted for buffer in buffers):
+            raise RunFormatError("shard was cut off while it was read", where=self.name)
+        return buffers
+
+    def will_need(self, key: str) -> None:
+        """The tensor at ``key`` will be viewed soon. Raises OSError."""
+        span = self.span(key)
+        if span is not None:
+            self._blob.will_need(span[0], span[1] - span[0])
+
+    def release(self) -> None:
+        """Let what was viewed leave memory; views stay good."""
+        self._blob.release()
+
+    def close(self) -> None:
+        """Drop the map; views that are still alive keep it open."""
+        self._blob.close()
+
+
+class TouchedShards(dict[str, Shard]):
+    """Shards whose pages may be in memory, by name; any thread may add to them or release them."""
+
+    _held_bytes = 0
+
+    def add(self, name: str, shard: Shard) -> Shard:
+        """Notes that the shard is read."""
+        self[name] = shard
+        return shard
+
+    def release(self, num_bytes: int) -> None:
+        """So much more is done with: of ``_RELEASE_BYTES`` the pages of all are released."""
+        self._held_bytes += num_bytes
+        if self._held_bytes >= _RELEASE_BYTES:
+            self._held_bytes = 0
+            while self:
+                with contextlib.suppress(KeyError):  # another thread took the last
+                    self.popitem()[1].release()
+
+
+_RELEASE_BYTES = 16 << 20
+
+
+def write_shard(
+    path: Path, pieces: Mapping[str, ShardEntry], *, direct: DirectFiles | None = None
+) -> None:
+    """Write ``pieces`` by key as a safetensors file, a large one with ``direct``. Raises OSError.
+
+    Wide elements come first, so that each tensor is aligned to its own element size; a
+    dtype that the format does not name goes as raw bytes (the record knows what it is).
+    """
+    sizes = {name: -FORMATS[name].itemsize for name in {piece.dtype for piece in pieces.values()}}
+    ordered = sorted(pieces.items(), key=lambda pair: sizes[pair[1].dtype])
+    offset, entries = 0, []
+    for key, piece in ordered:
+        num_bytes = piece.data.nbytes
+        said = _said(piece.dtype, piece.shape, num_bytes)
+        entries.append(f'"{key}"{said}[{offset},{offset + num_bytes}]}}')
+        offset += num_bytes
+    text = _header_text(entries)
+    parts = [memoryview(struct.pack("<Q", len(text)) + text)]
+    parts += [piece.data for _, piece in ordered if piece.data.nbytes]
+    if direct is not None and offset >= DIRECT_BYTES and direct.write(path, parts):
+        return
+    with open(path, "wb", buffering=0) as file:
+        _write_all(file.fileno(), parts)
+
+
+def _said(dtype: str, shape: tuple[int, ...], num_bytes: int) -> str:
+    """What a header says of a tensor's kind, between its key and its offsets."""
+    code = COMMON_SHARD_DTYPES.get(dtype)
+    sizes = ",".join(map(str, shape if code else (num_bytes,)))
+    return f':{{"dtype":"{code or "U8"}","shape":[{sizes}],"data_offsets":'
+
+
+def _header_text(entries: Sequence[str]) -> bytes:
+    text = ",".join(['{"__metadata__":{"format":"pt"}', *entries]).encode() + b"}"
+    return text + b" " * (-len(text) % 8)
+
+
+def has_header(
+    blob: Blob, tensors: Sequence[tuple[str, int]], kinds: Sequence[tuple[str, tuple[int, ...]]]
+) -> bool:
+    """Is the header, byte for byte, what ``write_shard`` writes of these tensors in this order, and
+    are their bytes there? ``tensors``: key (plain letters and digits) and number in ``kinds``
+    (dtype, shape). Raises OSError."""
+    if not tensors:
+        return False
+    keys, codes = zip(*tensors, strict=True)
+    if len({FORMATS[kinds[code][0]].itemsize for code in set(codes)}) > 1:
+        widths = [FORMATS[dtype].itemsize for dtype, _ in kinds]
+        tensors = sorted(tensors, key=lambda tensor: -widths[tensor[1]])
+        keys, codes = zip(*tensors, strict=True)
+    said_of = _said_of if len(codes) <= _MOST_SAID else _said_of.__wrapped__
+    said, num_bytes = said_of(codes, tuple(kinds))
+    text = _header_text(list(map("".join, zip(itertools.repeat('"'), keys, said))))
+    head = struct.pack("<Q", len(text)) + text
+    return blob.size >= len(head) + num_bytes and blob.read(0, len(head)) == head
+
+
+_MOST_SAID = 1 << 16
+"""Tensors of a shard whose part of the header is held for the next shard."""
+
+
+@functools.lru_cache(maxsize=1)
+def _said_of(
+    codes: tuple[int, ...], kinds: tuple[tuple[str, tuple[int, ...]], ...]
+) -> tuple[list[str], int]:
+    """What a header says behind the key of each tensor, and the bytes of all: shards of decode
+    steps mostly hold the same kinds in the same order."""
+    sizes = [math.prod(shape) * FORMATS[dtype].itemsize for dtype, shape in kinds]
+    said = [f'"{_said(*kind, size)}[' for kind, size in zip(kinds, sizes, strict=True)]
+    ends = list(itertools.accumulate(map(sizes.__getitem__, codes)))
+    entries = zip(codes, [0, *ends], ends, strict=False)
+    return [f"{said[code]}{begin},{end}]}}" for code, begin, end in entries], ends[-1]
+
+
+def _write_all(file: int, parts: list[memoryview]) -> None:
+    """All parts one after another, many in one call to the system."""
+    start = 0
+    while start < len(parts):
+        if hasattr(os, "writev"):
+            written = os.writev(file, parts[start : start + _PARTS_AT_ONCE])
+        else:
+            written = os.write(file, parts[start])
+        # less than all is written where it is a lot, or where the disk has just filled up
+        while start < len(parts) and written >= parts[start].nbytes:
+            written -= parts[start].nbytes
+            start += 1
+        if written:
+            parts[start] = parts[start][written:]
+
+
+_PARTS_AT_ONCE = 512
+"""Systems take at least 1024."""
+
+
+def _read_header(blob: Blob) -> tuple[dict[str, Entry], int]:
+    """The entries, and where the header ends. Raises RunFormatError."""
+    where, size = blob.name, blob.size
+
+    def damaged(what: str) -> RunFormatError:
+        return RunFormatError(
+            f"shard is damaged: {what}",
+            where=where,
+            hint="copy it again from the machine that wrote it (divergence inspect RUN --verify)",
+        )
+
+    try:
+        head = blob.read(0, HEADER_BYTES)
+        if len(head) < 8:
+            raise damaged(f"{len(head)} bytes, too short for a header")
+        (length,) = struct.unpack_from("<Q", head)
+        if length > min(size - 8, _MAX_HEADER_BYTES):
+            raise damaged(f"header of {length} bytes in a file of {size}")
+        text = head[8 : 8 + length]
+        if len(text) < length:
+            text += blob.read(len(head), 8 + length - len(head))
+    except OSError as error:
+        raise damaged(f"cannot be read ({error.strerror or error})") from error
+    entries = _quick_entries(text, size - 8 - length)
+    return entries or _entries(text, size - 8 - length, damaged), 8 + length
+
+
+def _quick_entries(text: bytes, num_bytes: int) -> dict[str, Entry]:
+    """The entries of a sound header whose tensors lie in the order in which it names them. Empty
+    for any other."""
+    try:
+        entries = _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    entries.pop("__metadata__", None)
+    every = entries.values()
+    offsets = [offset for entry in every for offset in entry.data_offsets]
+    sound = (
+        all(map(operator.le, offsets, offsets[1:]))  # so that none overlap
+        and all([entry.dtype and entry.shape is not _UNSAID.shape for entry in every])
+        and (not offsets or (offsets[0] >= 0 and offsets[-1] <= num_bytes))
+    )
+    return entries if sound else {}
+
+
+_DECODER = msgspec.json.Decoder(dict[str, Entry])
+"""What is not said of an entry takes its default."""
+
+
+def _entries(
+    text: bytes, num_bytes: int, damaged: Callable[[str], RunFormatError]
+) -> dict[str, Entry]:
+    """The entries one by one: what is wrong with one is named."""
+    from divergence.outside import json_value  # of a damaged header alone
+
+    try:
+        header = json_value(text, where="header")
+    except DumpError as error:
+        raise damaged(f"header is not JSON ({error.message})") from error
+    if not isinstance(header, dict):
+        raise damaged("header is not a JSON object")
+    header.pop("__metadata__", None)
+    entries: dict[str, Entry] = {}
+    for key, value in header.items():
+        try:
+            its = msgspec.convert(value, _HeaderEntry)
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            raise damaged(f"entry {key!r} is malformed: {error}") from error
+        entry = Entry(its.dtype, its.shape, its.data_offsets)
+        begin, end = its.data_offsets
+        if entry.num_bytes < 0 or begin < 0:
+            raise damaged(f"entry {key!r} has negative offsets")
+        if end > num_bytes:
+            missing = end - num_bytes
+            raise damaged(f"tensor {key} is cut off, {missing} bytes are missing (truncated file)")
+        entries[key] = entry
+    _refuse_overlap(entries, damaged)
+    return entries
+
+
+def _refuse_overlap(entries: dict[str, Entry], damaged: Callable[[str], RunFormatError]) -> None:
+    last_end, last_key = 0, ""
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if begin == end:
+            continue
+        if begin < last_end:
+            raise damaged(f"tensors {last_key} and {key} overlap")
+        last_end, last_key = end, key
+
+
+# Stores that are no directory: an archive's members, objects below a URL, an archive there.
+
+
+class _Archive(Store):
+    """One file that holds the run's files."""
+
+    def __init__(
+        self, place: Location, archive: Blob, kind: str, *, ranges: Ranges | None = None,
+        remote: Remote | None = None, found: Object | None = None,
+    ) -> None:  # fmt: skip
+        self.place = place
+        self.far = ranges is not None
+        self._archive, self._ranges = archive, ranges
+        self._remote, self._found = remote, found
+        self._members: dict[str, Member] = members_of(archive, kind)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of all that the archive holds, the run's or not."""
+        return {name: member.size for name, member in self._members.items()}
+
+    def has(self, name: str) -> bool:
+        return name in self._members
+
+    def where(self, name: str) -> str:
+        return f"{self.place}: {name}"
+
+    def blob(self, name: str) -> Blob:
+        return self._member(name).part(self._archive, name)
+
+    def open(self, name: str) -> BinaryIO:
+        return self._member(name).open(self._archive, name)
+
+    def size(self, name: str) -> int:
+        return self._member(name).size
+
+    def whole(self, name: str) -> Iterator[Bytes]:
+        if not self._member(name).deflated:
+            return super().whole(name)
+        return iter(partial(self.open(name).read, SPAN_BYTES), b"")
+
+    def has_changed(self, name: str) -> bool:
+        return self._remote is not None and self._remote.look() != self._found
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        if self._ranges is None:
+            return
+        wanted = []
+        for name, begin, end in stretches:
+            member = self._members.get(name)
+            if member is not None:  # of a zip member the header lies before, some 100 bytes
+                first = member.begin + begin
+                wanted.append(("", first, min(member.begin + end + 1024, self._archive.size)))
+        self._ranges.expect(wanted)
+
+    def close(self) -> None:
+        self._archive.close()
+        if self._ranges is not None:
+            self._ranges.close()
+
+    def _member(self, name: str) -> Member:
+        if checked_name(name, where=str(self.place)) not in self._members:
+            raise RunFormatError(
+                f"{name} is missing", where=str(self.place),
+                hint="pack the whole run; a run is not complete without it",
+            )  # fmt: skip
+        return self._members[name]
+
+
+class _Objects(Store):
+    """Objects below a URL."""
+
+    far = True
+
+    def __init__(self, place: Url, remote: Remote, objects: dict[str, Object]) -> None:
+        self.place = place
+        self._remote, self._objects = remote, objects
+        self._ranges = Ranges(remote.fetch)
+
+    def has(self, name: str) -> bool:
+        return name in self._objects
+
+    def where(self, name: str) -> str:
+        return str(self.place / name)
+
+    def blob(self, name: str) -> Blob:
+        if checked_name(name, where=str(self.place)) not in self._objects:
+            raise RunFormatError(
+                f"{name} is missing", where=str(self.place),
+                hint="copy the whole run; a run is not complete without it",
+            )  # fmt: skip
+        size = self._objects[name].size
+        return _RemoteBlob(self._ranges, name, size=size, shown=self.where(name))
+
+    def has_changed(self, name: str) -> bool:
+        return self._remote.look(name) != self._objects.get(name)
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        self._ranges.expect(
+            (name, begin, min(end, self._objects[name].size))
+            for name, begin, end in stretches
+            if name in self._objects
+        )
+
+    def close(self) -> None:
+        self._ranges.close()
+
+
+class _RemoteBlob(Blob):
+    """A stretch of a remote object. What will be viewed soon is said by ``Store.expect``."""
+
+    def __init__(self, ranges: Ranges, key: str, *, size: int, shown: str, offset: int = 0) -> None:
+        self.name, self.size = shown, size
+        self._ranges, self._key, self._offset = ranges, key, offset
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        return bytes(self.view(begin, num_bytes))
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        end = min(begin + num_bytes, self.size)
+        return self._ranges.get(self._key, self._offset + begin, self._offset + end)
+
+    def part(self, begin: int, num_bytes: int, name: str) -> _RemoteBlob:
+        return _RemoteBlob(
+            self._ranges, self._key, size=num_bytes, shown=name, offset=self._offset + begin
+        )
+
+
+def open_archive(place: Path) -> Store:
+    """A tar or zip of this machine."""
+    archive = LocalBlob(place)
+    kind = archive_kind_of(archive)
+    if kind is None:
+        raise RunFormatError(
+            f"{place} is not a directory, and no tar or zip archive either",
+            hint="a run is what `divergence capture MODEL -o RUN` wrote",
+        )
+    return _Archive(place, archive, kind)
+
+
+def open_url(place: Url) -> Store:
+    """A folder of objects, or one that is an archive."""
+    remote = Remote(place, refused=RunFormatError)
+    objects: dict[str, Object] = {}
+    if archive_kind(place) is None:
+        objects = remote.objects()
+        if not objects:
+            raise RunFormatError(
+                f"there is nothing at {place}",
+                hint="is the bucket's name right, and the path in it?",
+            )
+        if "" not in objects:
+            folder = _Objects(place, remote, objects)
+            folder.expect(_needed_to_open({name: there.size for name, there in objects.items()}))
+            return folder
+    archived = objects[""] if objects else remote.look()
+    if archived is None:
+        raise RunFormatError(f"there is nothing at {place}", hint="is the URL right?")
+    if not archived.size:
+        raise RunFormatError(f"{place} is empty", hint="copy it again")
+    ranges = Ranges(remote.fetch)
+    # where a tar begins and a zip has its directory
+    size = archived.size
+    ranges.expect([("", 0, min(HEADER_BYTES, size)), ("", max(0, size - HEADER_BYTES), size)])
+    archive = _RemoteBlob(ranges, "", size=size, shown=str(place))
+    kind = archive_kind_of(archive)
+    if kind is None:
+        raise RunFormatError(f"{place} is neither a tar nor a zip archive")
+    store = _Archive(place, archive, kind, ranges=ranges, remote=remote, found=archived)
+    store.expect(_needed_to_open(store.sizes))
+    return store
+
+
+_MOST_AHEAD_BYTES = 1 << 34
+
+
+def _needed_to_open(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
+    """Manifest, lines, and the beginning of each shard."""
+    for name in (MANIFEST, *sorted(filter(is_records_name, sizes))):
+        for begin in range(0, sizes.get(name, 0), SPAN_BYTES):
+            if begin > _MOST_AHEAD_BYTES:
+                break  # a hint; the size is what a server says
+            yield name, begin, min(begin + SPAN_BYTES, sizes[name])
+    for name in sorted(sizes):
+        if re.match(SHARD_PATTERN, name):
+            yield name, 0, min(HEADER_BYTES, sizes[name])
+
+
+# Where a run's files are read from: a directory, an archive, or either of them far away.
+
+
+class _Directory(Store):
+    """A directory of this machine."""
+
+    def __init__(self, place: Path) -> None:
+        self.place: Path = place
+        self.folder = place
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.place / checked_name(name, where=str(self.place)))
+
+    def where(self, name: str) -> str:
+        return str(self.place / name)
+
+    def blob(self, name: str) -> Blob:
+        return LocalBlob(checked_file(self.place, name))
+
+    def open(self, name: str) -> BinaryIO:
+        return open(checked_file(self.place, name), "rb")
+
+    def stamp(self, name: str) -> tuple[int, ...]:
+        status = os.lstat(checked_file(self.place, name))
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def open_store(place: Location) -> Store:
+    """The store of the run at ``place``. RunFormatError where there is none."""
+    if isinstance(place, Url):
+        store = open_url(place)
+    else:
+        store = _open_path(place)
+    if not store.has(MANIFEST):
+        store.close()
+        if not isinstance(place, Url) and (place / "config.json").is_file():
+            raise RunFormatError(
+                f"{place} is not a run but a model",
+                hint=command_line("capture", str(place), o="RUN", note="makes a run of it"),
+            )
+        inside = [] if isinstance(place, Url) else _runs_in(place)
+        if inside:
+            raise RunFormatError(
+                f"{place} is not a run: it has no {MANIFEST}", hint=f"it holds {', '.join(inside)}"
+            )
+        raise RunFormatError(
+            f"{place} is not a run: it has no {MANIFEST}",
+            hint="give what `divergence capture MODEL -o RUN` wrote: a directory, or a .tar or "
+            ".zip of one, or its URL",
+        )
+    return store
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """The first runs directly inside: the folder of a diff is often meant to be one of them."""
+    try:
+        runs = sorted(path for path in folder.iterdir() if (path / MANIFEST).is_file())
+    except OSError:
+        return []
+    return [str(path) for path in runs[:4]]
+
+
+def _open_path(place: Path) -> Store:
+    if place.is_dir():
+        return _Directory(place)
+    if not place.is_file():
+        why = "is neither a directory nor a file" if place.exists() else "does not exist"
+        raise RunFormatError(
+            f"{place} {why}",
+            hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
+        )
+    return open_archive(place)

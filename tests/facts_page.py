@@ -1,0 +1,77 @@
+"""The page of all facts: every code with its template and values, printed from the tables.
+
+python tests/facts_page.py       rewrites docs/facts.md
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "facts.md"
+
+HEAD = """\
+# Facts: what an answer says, as codes and values
+
+<!-- printed by `python tests/facts_page.py` from the tables themselves; do not edit -->
+
+A finding holds facts: a code, and values by name. A sentence is made of them at the very end, from
+one template, and is the same on the screen, on a page, in Markdown, JUnit and JSON. A program reads
+the code and the values, which stand beside each sentence in the JSON, and parses no English:
+
+    {"code": "blocks.token_ratio", "values": {"site": "...", "ratio": 28.8, "limit": 12.0,
+     "token": 3}, "text": "..."}
+
+Values have one meaning wherever they stand:
+
+| value | unit |
+|---|---|
+| `ratio`, `limit`, `control`, `typical`, `value`, `times`, `least` | multiples of what rounding makes there (the floor), or of the other side's error |
+| `rel_l2`, `error`, `own`, `other_error` | relative: the L2 norm of a difference over that of the reference |
+| `share`, `usage`, `limit_usage`, `tail` | between 0 and 1; of a limit, 1 is the limit |
+| `mean`, `nats`, `margin`, `kl_lower`, `shift` of log-probabilities | nats |
+| `num_...`, `total` | a count |
+| `..._bytes` | bytes |
+| `side`, `by`, `other` | `reference` (A), `candidate` (B), `both` or `neither` |
+| `sample`, `step`, `token`, `rank` | numbers from 0: prompt, forward (0 is the prefill), token in the sequence, process |
+| `site`, `module`, `operator`, `parameter` | names as in the run |
+| `p_value`, `z` | a probability; standard deviations |
+
+In a template `{x:figure}` is a value in one of the ways to write it, `{x:yes=...|no=...}` one text
+for each value, `[[...]]` a part that is left out where a value in it is missing, and a value may be
+a fact, or a list of facts, itself.
+"""
+
+
+def tables() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """(prefix, table) of each package that makes facts; the comparison's own has no prefix."""
+    for path in sorted((ROOT / "divergence").rglob("sentences.py")):
+        name = path.parent.name
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        yield "" if name == "comparison" else f"{name}.", module.SENTENCES
+
+
+def cell(text: str) -> str:
+    """Text in a cell of a table, as code."""
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+def page() -> str:
+    from divergence.facts import names_in
+
+    parts = [HEAD]
+    for prefix, table in sorted(tables()):
+        parts.append(f"\n## {prefix.removesuffix('.') or 'comparison'}\n")
+        parts.append("| code | template | values |\n|---|---|---|")
+        for code, template in table.items():
+            values = ", ".join(sorted(names_in(template)))
+            parts.append(f"| `{prefix}{code}` | {cell(template)} | {values} |")
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    PAGE.write_text(page(), encoding="utf-8")

@@ -149,16 +149,23 @@ def agreement_of(
     num = max(map(len, groups))
     if total < 2:
         return fact("fleet.none_told_apart", num_silent=num_silent)
-    counts = {"total": total, "num": num, "num_silent": num_silent, "identical": identical}
     if num == total:
-        return fact("fleet.all_agree").with_values(num_runs=total + num_silent, **counts)
+        return fact(
+            "fleet.all_agree", total=total, num_runs=total + num_silent, num_silent=num_silent,
+            identical=identical,
+        )  # fmt: skip
     odd = outside(groups, left)
     if not odd:
-        return fact("fleet.no_majority").with_values(**counts)
+        return fact(
+            "fleet.no_majority", total=total, num=num, num_silent=num_silent, identical=identical
+        )
     names = fact("fleet.few", runs=odd)
     if len(odd) > 3:
         names = fact("fleet.many", runs=odd[:3], num_more=len(odd) - 3)
-    return fact("fleet.majority", odd=names, num_odd=len(odd)).with_values(**counts)
+    return fact(
+        "fleet.majority", total=total, num=num, num_silent=num_silent, identical=identical,
+        odd=names, num_odd=len(odd),
+    )  # fmt: skip
 
 
 def outside(groups: Sequence[Sequence[Key]], left: Sequence[Key]) -> list[Key]:

@@ -29,14 +29,14 @@ Values have one meaning wherever they stand:
 
 | value | unit |
 |---|---|
-| `ratio`, `limit`, `control`, `typical`, `value`, `times`, `least` | multiples of what rounding makes there (the floor), or of the other side's error |
-| `rel_l2`, `error`, `own`, `other_error` | relative: the L2 norm of a difference over that of the reference |
+| `ratio`, `limit`, `control`, `typical`, `times`, `least` | multiples of the floor or of the other side |
+| `rel_l2`, `error`, `own`, `other_error` | relative: the L2 norm of a difference over the reference's |
 | `share`, `usage`, `limit_usage`, `tail` | between 0 and 1; of a limit, 1 is the limit |
 | `mean`, `nats`, `margin`, `kl_lower`, `shift` of log-probabilities | nats |
 | `num_...`, `total` | a count |
 | `..._bytes` | bytes |
 | `side`, `by`, `other` | `reference` (A), `candidate` (B), `both` or `neither` |
-| `sample`, `step`, `token`, `rank` | numbers from 0: prompt, forward (0 is the prefill), token in the sequence, process |
+| `sample`, `step`, `token`, `rank` | numbers from 0 (step 0 is the prefill) |
 | `site`, `module`, `operator`, `parameter` | names as in the run |
 | `p_value`, `z` | a probability; standard deviations |
 

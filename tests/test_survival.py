@@ -23,7 +23,7 @@ NUM_PROMPTS, NUM_STEPS = 40, 300
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has it ignored
-from divergence.run.writing import writer
+from divergence.run import writer
 writer.SHARD_SECONDS, writer.SHARD_BYTES = 0.1, {shard_bytes}
 if {file_bytes}:
     import resource, transformers.models.llama.modeling_llama

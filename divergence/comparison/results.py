@@ -576,9 +576,9 @@ class Skipped(msgspec.Struct, Worded, frozen=True):
     sample: int
     step: int
     site: str
-    why: Fact | None
     side: SideOrBoth
     """The side that has the tensor."""
+    why: Fact | None = None
     reason: str = ""
     """``why`` in words."""
 

@@ -65,13 +65,13 @@ def align_within(run: Run) -> Alignment:
         absent = fact("align.not_in_whole")
         reason = absent if other is None else _no_row(run, other, record)
         if other is None or reason is not None:
-            skipped.append(Skipped(*record.coordinates, reason, "candidate"))
+            skipped.append(Skipped(*record.coordinates, "candidate", reason))
             continue
         pairs += _pairs(run, other, record, members[record.sample])
     return Alignment(
         pairs=sorted(pairs, key=_order),
         only_reference=[
-            Skipped(*record.coordinates, fact("align.not_in_steps"), "reference")
+            Skipped(*record.coordinates, "reference", fact("align.not_in_steps"))
             for key, record in whole.items()
             if key not in used
         ],

@@ -79,7 +79,7 @@ def parts_of(record: Record) -> list[Part]:
 
 
 def _shape_of(sketch: Sketch, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of what is stored: numerics.summaries.sketch.Projections.joined."""
+    """Of what is stored: numerics.summaries.Projections.joined."""
     from divergence.numerics.summaries import grid_of, rows_of
 
     num_rows, num_cols = rows_of(shape)[0], sketch.num_projections + 2

@@ -310,7 +310,7 @@ class Record(
     xxh3: RecordDigest | None = None
     """Digest of the bytes."""
     fold: RecordDigest | None = None
-    """Digest of the bytes by numerics.summaries.fold, for devices that xxh3 does not run on."""
+    """Digest of the bytes by numerics.summaries, for devices that xxh3 does not run on."""
     sketch: Sketch | None = None
     """What is kept in place of the bytes, with ``--store sketch``."""
     rank: Count = 0

@@ -30,7 +30,7 @@ from divergence.numerics.summaries import (
     num_projections,
     sketch_many,
 )
-from divergence.numerics.summary import summarize_many
+from divergence.numerics.summary import Summary, summarize_many
 from divergence.run.captured import (
     DEFAULT_BUFFER_BYTES,
     Buffer,
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.summaries import SumDtype
-    from divergence.numerics.summary import Summary
     from divergence.run.captured import Put, Reduced
     from divergence.run.manifest import Sizes, StoreMode
     from divergence.run.reader import Run

@@ -126,4 +126,4 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _skip(site: str, reason: Fact, side: SideOrBoth) -> Skipped:
-    return Skipped("free", 0, 0, site, reason, side)
+    return Skipped("free", 0, 0, site, side, reason)

@@ -158,7 +158,7 @@ class _Ledger:
     def _lack(self, row: _Row, place: Coordinates, reason: Fact) -> None:
         """A record of the reference that nothing was held against."""
         row.add("missing", reason)
-        self.missing.append(Skipped(*place, reason, "reference"))
+        self.missing.append(Skipped(*place, "reference", reason))
 
     @functools.cached_property
     def _theirs(self) -> Mapping[Coordinates, Piece]:

@@ -86,14 +86,14 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             if partner is None:
                 if pass_ == "free":
                     why = parts.of_candidate(key) or why_no_step(b, "candidate", sample, step)
-                    only_reference.append(Skipped(pass_, sample, step, site, why, "reference"))
+                    only_reference.append(Skipped(pass_, sample, step, site, "reference", why))
                 continue
             used.add(key)
             reason = why_no_pair(piece, partner)
             if step > last_step.get(sample, step):
                 reason = fact("align.other_tokens_before")
             if reason is not None:
-                skipped.append(Skipped(pass_, sample, step, site, reason, "both"))
+                skipped.append(Skipped(pass_, sample, step, site, "both", reason))
                 continue
             match = "exact" if key[3] == site else match_by_rule
             pairs.append(Pair(reference=piece, candidate=partner, pass_=pass_, match=match))
@@ -104,7 +104,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
         why = fact("align.pass_without_partner")
         if key[0] in compared:
             why = parts.of_reference(key) or why_no_step(a, "reference", *key[1:3])
-        only_candidate.append(Skipped(*key, why, "candidate"))
+        only_candidate.append(Skipped(*key, "candidate", why))
     return Alignment(
         pairs=sorted(pairs, key=_order), only_reference=only_reference,
         only_candidate=only_candidate, skipped=[*skipped, *parts.on_no_side(ours, theirs)],
@@ -172,13 +172,13 @@ class _Parts:
     ) -> list[Skipped]:
         """Those that the other side has not either, or not in one piece: nothing else tells."""
         skipped = [
-            Skipped(*coordinates, self._ours[key], "reference")
+            Skipped(*coordinates, "reference", self._ours[key])
             for coordinates, key in self._named
             if key not in theirs
         ]
         known = {key[1:] for key in (*ours, *self._ours)}
         skipped += [
-            Skipped(*key, reason, "candidate")
+            Skipped(*key, "candidate", reason)
             for key, reason in self._theirs.items()
             if key[0] in self._compared and key[1:] not in known
         ]

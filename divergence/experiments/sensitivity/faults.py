@@ -1,6 +1,6 @@
 """Faults that have a size, from too small to be seen to gross.
 
-Each is a plant (recording.hooks.plant) at a block's output with its argument made of the
+Each is a plant (recording.plant) at a block's output with its argument made of the
 size s, save ``update-scale``: what a block adds to the residual stream, out - in, becomes
 (1 + s)(out - in), as a wrong constant inside its attention or its MLP makes it. That one has no
 plant: a plant sees the output alone.

@@ -30,13 +30,13 @@ import msgspec
 import torch
 
 from divergence.analyses.tokens.measure import comparable_places
-from divergence.analyses.tokens.show import UNEXPLAINED
 from divergence.comparison.align.names import load_name_map
 from divergence.comparison.align.pairs import align
 from divergence.comparison.align.pieces import Pair, PromptStep, logits_row
 from divergence.comparison.result import Report
 from divergence.comparison.results import Explanation, SiteResult, TokenChoice
 from divergence.errors import IncomparableError, PlantError, UsageError
+from divergence.facts import Fact, fact, worded
 from divergence.numerics.logits import top_choices
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
@@ -46,7 +46,7 @@ from divergence.run.manifest import Tokens
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.site import module_of, split_site
-from divergence.words import Progress, Side, letter
+from divergence.words import Progress, Side
 
 __all__ = ["Injection", "explain_token", "injections_of"]
 
@@ -135,16 +135,16 @@ def explain_token(
     IncomparableError where it has other weights than the run.
     """
     a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
-    reason = _nothing(report)
-    if reason is not None:
-        return _noted(report, reason)
+    nothing = _nothing(report)
+    if nothing is not None:
+        return _noted(report, nothing)
     assert report.tokens is not None
     faults = (flip for flip in report.tokens.differences if flip.judgement == "fault")
     first = next(faults, report.tokens.first_difference)
     place = _closest(a, b) if first is None else (first.sample, first.step)
     ours, theirs = (None if place is None else logits_row(run, *place) for run in (a, b))
     if place is None or ours is None or theirs is None:
-        return _noted(report, "the logits of no comparable token were recorded")
+        return _noted(report, fact("experiments.no_logits"))
     guilty: Side = "reference" if report.verdict.side == "reference" else "candidate"
     healthy = _OTHER[guilty]
     own = a if healthy == "reference" else b
@@ -222,39 +222,36 @@ def explain_token(
         f"{baseline.manifest.environment.device_name}",
     )
     tokens_result = msgspec.structs.replace(report.tokens, explanation=explanation)
-    notes = [] if note is None else [note]
-    return msgspec.structs.replace(report, tokens=tokens_result, notes=[*report.notes, *notes])
+    remarks = [*report.remarks, *([] if note is None else [note])]
+    return worded(msgspec.structs.replace(report, tokens=tokens_result, remarks=remarks))
 
 
 def _not_repeated(
     own: Run, healthy: Side, rows: dict[str, torch.Tensor | None], margins: dict[str, float],
     moved: float,
-) -> str | None:  # fmt: skip
+) -> Fact | None:  # fmt: skip
     """What to say where the repeated run has not the bits of the one that it repeats."""
     new, old = rows["baseline"], rows[healthy]
     if new is not None and old is not None and new.shape == old.shape and torch.equal(new, old):
         return None
     by = margins["baseline"] - margins[healthy]
-    return (
-        f"this machine does not repeat {own.path}: the logits that decide differ, and the two "
-        f"tokens' distance by {by:.2g} where {moved:.2g} is to be explained; run this on "
-        f"{letter(healthy)}'s machine"
-    )
+    return fact("experiments.not_repeated", run=str(own.path), by=by, moved=moved, side=healthy)
 
 
-def _nothing(report: Report) -> str | None:
+def _nothing(report: Report) -> Fact | None:
     """Why no token can be explained, or None."""
     if report.verdict.kind == "incomparable":
-        return "the runs are not the same experiment"
+        return fact("experiments.other_experiment")
     if report.tokens is None:
-        return "no token was generated"
+        return fact("experiments.no_token")
     if report.verdict.kind == "identical" or report.reference.id == report.candidate.id:
-        return "the runs are equal bit for bit"
+        return fact("experiments.equal_runs")
     return None
 
 
-def _noted(report: Report, reason: str) -> Report:
-    return msgspec.structs.replace(report, notes=[*report.notes, UNEXPLAINED + reason])
+def _noted(report: Report, reason: Fact) -> Report:
+    unexplained = fact("experiments.unexplained", why=reason)
+    return worded(msgspec.structs.replace(report, remarks=[*report.remarks, unexplained]))
 
 
 def _closest(a: Run, b: Run) -> PromptStep | None:

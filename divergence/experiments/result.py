@@ -222,8 +222,12 @@ class Localization(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
         return is_right_alone(self.alone)
 
 
-class FaultSize(msgspec.Struct, frozen=True, kw_only=True):
+class FaultSize(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The smallest size of one fault that is seen at one block."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {
+        "by": "evidence", "escalated_by": "escalated_evidence", "reason": "why",
+    }  # fmt: skip
 
     block: str
     fault: str
@@ -232,15 +236,21 @@ class FaultSize(msgspec.Struct, frozen=True, kw_only=True):
     seen up to ``tried``, or was not tried and ``reason`` says why."""
     tried: float
     """The largest size that was tried; 0 where none was."""
-    by: str | None = None
+    evidence: list[Fact] = []
     """The evidence of the verdict at ``size``. Where ``size`` is None: the verdict at ``tried``."""
+    by: str | None = None
+    """The same in words."""
     escalated_size: float | None = None
     """The smallest size that is seen with the escalated pass, in which the same fault is planted
     too. None without such a pass."""
-    escalated_by: str | None = None
+    escalated_evidence: list[Fact] = []
     """The evidence of the verdict at ``escalated_size``."""
-    reason: str | None = None
+    escalated_by: str | None = None
+    """The same in words."""
+    why: Fact | None = None
     """Why the fault was not tried here."""
+    reason: str | None = None
+    """The same in words."""
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,8 +270,10 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
 
 
-class Sensitivity(msgspec.Struct, Answer, kw_only=True, frozen=True):
+class Sensitivity(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
     """The answer of `sensitivity`."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks", "next": "commands"}
 
     schema_version: int = 1
     tool_version: str
@@ -288,8 +300,14 @@ class Sensitivity(msgspec.Struct, Answer, kw_only=True, frozen=True):
     """By fault: the fault in words, with ``{size}`` in place of the number."""
     sizes: list[FaultSize]
     confirmations: list[Confirmation] = []
+    remarks: list[Fact] = []
+    """What else to know."""
     notes: list[str] = []
+    """The same in words."""
+    commands: list[Command] = []
+    """What would show smaller faults."""
     next: list[str] = []
+    """The same, ready for a shell."""
 
     def of(self, fault: str) -> list[FaultSize]:
         """The sizes of one fault, block by block."""

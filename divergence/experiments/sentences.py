@@ -77,6 +77,41 @@ SENTENCES: Mapping[str, str] = {
     "unmeasured": "by how much is not known",
     "rel_l2": "rel L2 {rel_l2:.2e}",
     "errors": "err of A {reference:.2e}, of B {candidate:.2e}",
+    # sensitivity
+    "not_planted": "not planted for real: {faults:list}",
+    "sides_equal": (
+        "the two sides are equal bit for bit: a really different machine rounds otherwise, and its "
+        "siblings' limits are then wider"
+    ),
+    "own_truth": "A's own",
+    "same_kernels": ("the candidate was made here, with the same kernels: the model has no others"),
+    "other_kernels": "the candidate was made here, with other attention kernels: {attention}",
+    "and_escalated": "and an escalated pass, which is then made too",
+    "more_prompts": "more prompts: with {num_tokens} tokens chance widens some limits",
+    "no_input": "no recorded input of the shape of its output",
+    "verdict": "{kind}: {what}",
+    "unit_of_output": "the block's output",
+    "unit_of_update": "what the block adds to its input",
+    "unit_of_rms": "the output's rms",
+    "unit_of_channel": "one channel of typical size",
+    "unit_of_features": "the features, the first ones",
+    "fault_scale": "a scale error of {size}",
+    "fault_update": "a scale error of {size} in what a block adds",
+    "fault_noise": "noise of {size} of the rms",
+    "fault_bias": "a bias of {size} of the rms",
+    "fault_channel": "one channel off by {size}",
+    "fault_zero": "{size} of the features set to zero",
+    # one token explained
+    "unexplained": "nothing to explain: {why}",
+    "other_experiment": "the runs are not the same experiment",
+    "no_token": "no token was generated",
+    "equal_runs": "the runs are equal bit for bit",
+    "no_logits": "the logits of no comparable token were recorded",
+    "not_repeated": (
+        "this machine does not repeat {run}: the logits that decide differ, and the two tokens' "
+        "distance by {by:.2g} where {moved:.2g} is to be explained; run this on {side:letter}'s "
+        "machine"
+    ),
     # runs that were made again
     "side": "{side:letter}",
     "without_substitute": "the run without it",

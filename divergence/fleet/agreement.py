@@ -17,13 +17,14 @@ from typing import TypeVar
 
 import xxhash
 
+from divergence.facts import Fact, fact
 from divergence.run.contents import Digests
 from divergence.run.manifest import Manifest
 from divergence.run.ranks import digests_of
 from divergence.run.reader import Run
 from divergence.run.record import Record
 
-__all__ = ["agreement_text", "agrees", "find_groups", "fingerprints", "only_there", "outside"]
+__all__ = ["agreement_of", "agrees", "find_groups", "fingerprints", "only_there", "outside"]
 
 _AGREEING = frozenset({"identical", "within_floor"})
 _TELLING = _AGREEING | {"systematic", "localized", "drift", "nonfinite"}
@@ -127,7 +128,7 @@ def _traits(manifest: Manifest) -> dict[str, str]:
     return traits
 
 
-def only_there(odd: Sequence[Manifest], group: Sequence[Manifest]) -> list[str]:
+def only_there(odd: Sequence[Manifest], group: Sequence[Manifest]) -> list[Fact]:
     """What all odd machines share and no machine of the group has."""
     mine, others = ([_traits(manifest) for manifest in them] for them in (odd, group))
     shared = []
@@ -135,31 +136,36 @@ def only_there(odd: Sequence[Manifest], group: Sequence[Manifest]) -> list[str]:
         here = {traits.get(name, "-") for traits in mine}
         there = {traits.get(name, "-") for traits in others}
         if len(here) == len(there) == 1 and here != there:
-            shared.append(f"{name}: {here.pop()} (the others: {there.pop()})")
+            shared.append(fact("fleet.only_there", name=name, here=here.pop(), others=there.pop()))
     return shared
 
 
-def agreement_text(
+def agreement_of(
     groups: Sequence[Sequence[str]], left: Sequence[str], *, num_silent: int, identical: bool
-) -> str:
-    """One sentence: who agrees with whom. ``num_silent``: runs that could not tell, ``identical``:
+) -> Fact:
+    """Who agrees with whom. ``num_silent``: runs that could not tell, ``identical``:
     the largest group is so bit for bit."""
     total = sum(map(len, groups)) + len(left)
-    silent = f" ({num_silent} could not tell)" if num_silent else ""
-    largest = max(groups, key=len)
-    how = "bit for bit" if identical else "as far as rounding goes"
+    num = max(map(len, groups))
     if total < 2:
-        return f"no two runs could be told apart{silent}"
-    if len(largest) == total:
-        many = "all" if not num_silent else f"{total} of"
-        return f"{many} {total + num_silent} runs agree {how}{silent}"
+        return fact("fleet.none_told_apart", num_silent=num_silent)
+    if num == total:
+        return fact(
+            "fleet.all_agree", total=total, num_runs=total + num_silent, num_silent=num_silent,
+            identical=identical,
+        )  # fmt: skip
     odd = outside(groups, left)
     if not odd:
-        most = "no two agree" if len(largest) == 1 else f"at most {len(largest)} agree {how}"
-        return f"no majority among {total} runs: {most}{silent}"
-    names = " and ".join(odd) if len(odd) <= 3 else f"{', '.join(odd[:3])}, {len(odd) - 3} more"
-    verb = "differs" if len(odd) == 1 else "differ"
-    return f"{len(largest)} of {total} runs agree {how}; {names} {verb} from them{silent}"
+        return fact(
+            "fleet.no_majority", total=total, num=num, num_silent=num_silent, identical=identical
+        )
+    names = fact("fleet.few", runs=odd)
+    if len(odd) > 3:
+        names = fact("fleet.many", runs=odd[:3], num_more=len(odd) - 3)
+    return fact(
+        "fleet.majority", total=total, num=num, num_silent=num_silent, identical=identical,
+        odd=names, num_odd=len(odd),
+    )  # fmt: skip
 
 
 def outside(groups: Sequence[Sequence[Key]], left: Sequence[Key]) -> list[Key]:

@@ -22,8 +22,9 @@ from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import SiteResult, VerdictKind
 from divergence.errors import DivergenceError, FaultError, UsageError
+from divergence.facts import worded
 from divergence.fleet.agreement import (
-    agreement_text,
+    agreement_of,
     agrees,
     find_groups,
     fingerprints,
@@ -154,7 +155,7 @@ class _Fleet:
         groups, left = find_groups(telling, self._agree)
         odd = outside(groups, left)
         largest = max(groups, key=len)
-        return Matrix(
+        matrix = Matrix(
             tool_version=__version__,
             reference=summary_of(self._first),
             rows=rows,
@@ -165,17 +166,18 @@ class _Fleet:
             ],
             cross_checks=self._checks,
             odd=[member.path for member in odd],
-            agreement=agreement_text(
+            consensus=agreement_of(
                 [[member.path for member in group] for group in groups],
                 [member.path for member in left],
                 num_silent=len(rows) + 1 - len(telling),
                 identical=_identical(largest),
             ),
-            only_odd=only_there(
+            odd_traits=only_there(
                 [member.manifest for member in odd], [member.manifest for member in largest]
             ) if odd else [],
             next=self._next(odd, largest),
         )  # fmt: skip
+        return worded(matrix)
 
     def _next(self, odd: list[_Member], group: list[_Member]) -> list[str]:
         """The page of the first pair that differs: where there is a group, one of it against the

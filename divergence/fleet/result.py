@@ -6,12 +6,14 @@ belong together. Each pair's whole report stands in its row, or in a file that t
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
 from divergence.comparison.result import Answer, Report, RunSummary
 from divergence.comparison.results import Onset, VerdictKind
+from divergence.facts import Fact, Worded
 from divergence.words import SideBothOrNeither
 
 __all__ = ["AgreementGroup", "CrossCheck", "Matrix", "MatrixRow"]
@@ -63,8 +65,10 @@ class CrossCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Why the two could not be compared; ``verdict`` is then None."""
 
 
-class Matrix(msgspec.Struct, Answer, frozen=True, kw_only=True):
+class Matrix(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     """The answer of `compare` for three runs and more. Runs are named by path."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"agreement": "consensus", "only_odd": "odd_traits"}
 
     schema_version: int = 1
     tool_version: str
@@ -79,10 +83,14 @@ class Matrix(msgspec.Struct, Answer, frozen=True, kw_only=True):
     odd: list[str] = []
     """The runs outside the group that holds more than half of the runs that can tell. Empty where
     all agree, or where no group is that large."""
-    agreement: str
-    """Which runs agree, in one sentence."""
-    only_odd: list[str] = []
+    consensus: Fact | None = None
+    """Which runs agree."""
+    agreement: str = ""
+    """The same in words."""
+    odd_traits: list[Fact] = []
     """What the manifests of the odd runs say of their machines and those of the group do not."""
+    only_odd: list[str] = []
+    """The same in words."""
     next: list[str] = []
     """Commands that go deeper."""
 

@@ -91,7 +91,7 @@ def check(
     if chosen is None:
         return result
     remarks = [fact("gate.golden", what=chosen.text), *result.remarks]
-    return worded(msgspec.structs.replace(result, remarks=remarks))
+    return msgspec.structs.replace(result, remarks=remarks, notes=list(map(sentence, remarks)))
 
 
 def _nothing_compared(report: Report) -> _NothingComparedError:
@@ -133,17 +133,18 @@ def evaluate(
         *_tolerances(report, policy),
         *(() if report.logprobs is None else _logprobs(report.logprobs, policy.logprobs)),
     ]
-    result = CheckResult(
+    remarks = _notes(report, policy)
+    return CheckResult(
         passed=not failures,
-        failures=failures,
+        failures=worded(failures),
         num_ties=_num_equal(report, policy)[1],
         excused=knowledge.excused,
-        known=knowledge.uses,
-        remarks=_notes(report, policy),
+        known=worded(knowledge.uses),
+        remarks=remarks,
+        notes=list(map(sentence, remarks)),
         report=report,
         policy=policy,
     )
-    return worded(result)
 
 
 def _verdicts(

@@ -70,10 +70,8 @@ class Failure(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The tolerance of the policy that is not met, from 0."""
 
 
-class CheckResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `check`."""
-
-    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "remarks"}
 
     passed: bool
     failures: list[Failure]

@@ -78,6 +78,6 @@ def blessing_lines(blessing: Blessing) -> list[Line]:
         text = f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}"
         lines.append(prose(name, text))
     if blessing.report is not None:
-        verdict = replace(blessing.report.verdict, next=[])  # the old golden is gone
+        verdict = replace(blessing.report.verdict, commands=[], next=[])  # the old golden is gone
         lines += [BLANK, *screen_lines(replace(blessing.report, verdict=verdict))]
     return lines

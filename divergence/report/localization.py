@@ -110,7 +110,7 @@ def _level(level: Level, *, named: bool) -> Line:
         by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"
     # the site stands before it already
     module = level.site.partition(":")[0]
-    why = "".join(sentence_behind(item, module) for item in level.because)
+    why = "".join(sentence_behind(item, module) for item in level.because) or level.why
     return prose(f"  {level.level}", f"{level.site}{by}" + (f": {why}" if why else ""), width=12)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from divergence.analyses.blocks.rows import worst_rows
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
@@ -78,11 +80,12 @@ def _answer_lines(report: Report) -> list[Line]:
     measured = (site.truth is not None and not site.truth.estimated for site in report.sites)
     if not asked or any(measured):
         return [*answer, confidence]
-    commands = (command.partition("   #")[0] for command in verdict.next)
-    if verdict.next and "--truth " in verdict.next[0]:
+    commands = verdict.commands
+    if commands and "truth" in commands[0].options:
         side = [prose("side", "not known from two runs: the command below tells it")]
-    elif tells := [c for c in commands if c.startswith("divergence truth ")]:
-        side = [prose("side", "not known from two runs; a truth tells it:"), _command(tells[0])]
+    elif tells := [item for item in commands if item.name == "truth"]:
+        first = replace(tells[0], note=None)
+        side = [prose("side", "not known from two runs; a truth tells it:"), _command(first.text)]
     else:
         side = [prose("side", "not known from two runs")]
     return [*answer, *side, confidence]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from divergence.facts import sentence
 from divergence.fleet.agreement import (
-    agreement_text,
+    agreement_of,
     agrees,
     find_groups,
     fingerprints,
@@ -77,7 +78,7 @@ def test_the_sentence_says_what_is_known():
     """All, most, half, none."""
 
     def say(groups, left=(), silent=0, identical=False):
-        return agreement_text(groups, left, num_silent=silent, identical=identical)
+        return sentence(agreement_of(groups, left, num_silent=silent, identical=identical))
 
     assert say([["a", "b", "c"]]) == "all 3 runs agree as far as rounding goes"
     assert say([["a", "b"]], silent=1) == (
@@ -162,7 +163,7 @@ def test_what_only_the_odd_machine_has():
     what is only a name, says nothing."""
     group = [machine(num_threads=2), machine(num_threads=4, label="n")]
     odd = machine(num_threads=8, versions={"torch": "2.12"}, variables={"MKL_CBWR": "AVX2"})
-    assert only_there([odd], group) == [
+    assert list(map(sentence, only_there([odd], group))) == [
         "torch: 2.12 (the others: 2.13)", "MKL_CBWR: AVX2 (the others: -)"
     ]  # fmt: skip
     assert only_there([group[0]], group[:1]) == []

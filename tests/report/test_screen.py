@@ -11,6 +11,7 @@ from divergence.layout import fold
 from divergence.report.checking import blessing_lines
 from divergence.report.screen import WIDTH, screen_lines, settings_lines
 from divergence.report.summary import report_lines, smallest_visible
+from divergence.run.command import command
 from divergence.words import HEADLINES
 
 
@@ -66,12 +67,13 @@ def test_what_could_not_be_seen_is_the_limit_of_the_middle_block(reports):
 def test_where_no_side_is_told_the_screen_says_what_tells_it(reports):
     """Two runs cannot; the truth's command is there to be copied, or is the next one's anyhow."""
     truth = "divergence truth a -o a-truth"
-    verdict = reports.make_verdict("localized", side=None, next=["divergence x", f"{truth}   # A"])
+    commands = [command("x"), command("truth", "a", o="a-truth", note="A")]
+    verdict = reports.make_verdict("localized", side=None, commands=commands)
     report = reports.make_report(verdict=verdict)
     text = _text(report)
     said = text.index("side        not known from two runs; a truth tells it:")
     assert text[said + 1] == " " * 12 + truth
-    verdict = msgspec.structs.replace(verdict, next=["divergence localize a b --truth t"])
+    verdict = msgspec.structs.replace(verdict, commands=[command("localize", "a", "b", truth="t")])
     report = msgspec.structs.replace(report, verdict=verdict)
     assert "side        not known from two runs: the command below tells it" in _text(report)
     verdict = msgspec.structs.replace(verdict, side="candidate")
@@ -147,7 +149,7 @@ def test_names_begin_a_page_as_they_are_written(reports, summary, title):
 
 def test_a_blessed_golden_is_in_no_command(reports):
     """What is next about the old golden and the new one cannot be run any more."""
-    verdict = reports.make_verdict("localized", next=["divergence localize GOLDEN NEW"])
+    verdict = reports.make_verdict("localized", commands=[command("localize", "GOLDEN", "NEW")])
     blessing = Blessing(golden="GOLDEN", verdict="localized", summary="x",
                         report=reports.make_report(verdict=verdict))  # fmt: skip
     assert not [line for line in blessing_lines(blessing) if "localize GOLDEN" in line.text]

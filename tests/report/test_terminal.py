@@ -243,7 +243,15 @@ def test_a_closed_pipe_is_no_failure(tmp_path):
 def test_unmatched_sites_are_listed_and_counted(reports):
     """Beyond a dozen the rest is a number, and --all lists it."""
     unmatched = [
-        Skipped(pass_="free", sample=0, step=0, site=f"m.{n}:out", reason="gone", side="reference")
+        Skipped(
+            pass_="free",
+            sample=0,
+            step=0,
+            site=f"m.{n}:out",
+            why=None,
+            reason="gone",
+            side="reference",
+        )
         for n in range(20)
     ]
     report = reports.make_report(

@@ -12,9 +12,8 @@ from divergence.comparison.results import Explanation, TokenChoice, TokenDiffere
 from divergence.layout import BLANK, Line, columns, count, decimal, fixed, heading, prose, times
 from divergence.words import letter
 
-__all__ = ["UNEXPLAINED", "explained_lines", "judgement_lines", "kl_lines", "show", "top_rows"]
+__all__ = ["explained_lines", "judgement_lines", "kl_lines", "show", "top_rows"]
 
-UNEXPLAINED = "nothing to explain: "
 """How the note begins that says why a token was not explained."""
 
 
@@ -41,7 +40,8 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
 def explained_lines(report: Report) -> list[Line]:
     """The answer of --explain-token for the first screen, also where it has none."""
     if report.tokens is None or report.tokens.explanation is None:
-        return [prose("explained", note) for note in report.notes if note.startswith(UNEXPLAINED)]
+        unexplained = (item for item in report.remarks if item.code == "experiments.unexplained")
+        return [prose("explained", item.text) for item in unexplained]
     explanation = report.tokens.explanation
     where = f"prompt {explanation.sample}, step {explanation.step}"
     text = f"{where}, by {_cause(explanation)} alone: {_effect(explanation)}"

@@ -47,6 +47,4 @@ SENTENCES: Mapping[str, str] = {
     # runs that are opened again for a page
     "could_not_be_opened": "{run} could not be opened again: {message}",
     "holds_another": "{run} holds another run now, and is left out",
-    # a token that has nothing to explain
-    "unexplained": "nothing to explain: {why}",
 }

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.errors import UsageError
+from divergence.facts import Fact, fact
 from divergence.recording.plant import parse_plant
 from divergence.run.site import did_you_mean
 
@@ -29,12 +30,12 @@ UPDATE_SCALE = "update-scale"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedFault:
-    """``unit``: what the size is a share of. ``phrase``: the fault of one size, in words.
+    """``unit``: what the size is a share of. ``phrase``: the code of the fault of one size.
     ``spelled(size, channel, num_features)``: its plant, where it has one. ``high``: the largest
     size that is tried; ``in_features``: it comes in whole features."""
 
     name: str
-    unit: str
+    unit: Fact
     phrase: str
     spelled: Callable[[float, int, int], str] | None
     high: float = 1.0
@@ -75,39 +76,39 @@ FAULTS = {
     for fault in (
         SizedFault(
             name="scale",
-            unit="the block's output",
-            phrase="a scale error of {size}",
+            unit=fact("experiments.unit_of_output"),
+            phrase="experiments.fault_scale",
             spelled=lambda size, _, __: f"scale:{1 + size!r}",
         ),
         SizedFault(
             name=UPDATE_SCALE,
-            unit="what the block adds to its input",
-            phrase="a scale error of {size} in what a block adds",
+            unit=fact("experiments.unit_of_update"),
+            phrase="experiments.fault_update",
             spelled=None,
         ),
         SizedFault(
             name="noise",
-            unit="the output's rms",
-            phrase="noise of {size} of the rms",
+            unit=fact("experiments.unit_of_rms"),
+            phrase="experiments.fault_noise",
             spelled=lambda size, _, __: f"noise:{size!r}",
         ),
         SizedFault(
             name="bias",
-            unit="the output's rms",
-            phrase="a bias of {size} of the rms",
+            unit=fact("experiments.unit_of_rms"),
+            phrase="experiments.fault_bias",
             spelled=lambda size, _, __: f"bias:{size!r}",
         ),
         SizedFault(
             name="channel",
-            unit="one channel of typical size",
-            phrase="one channel off by {size}",
+            unit=fact("experiments.unit_of_channel"),
+            phrase="experiments.fault_channel",
             spelled=lambda size, channel, _: f"channel:{channel}:{1 + size!r}",
             high=100.0,
         ),
         SizedFault(
             name="zero",
-            unit="the features, the first ones",
-            phrase="{size} of the features set to zero",
+            unit=fact("experiments.unit_of_features"),
+            phrase="experiments.fault_zero",
             spelled=_zero,
             in_features=True,
         ),

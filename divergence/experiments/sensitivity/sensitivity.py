@@ -31,12 +31,12 @@ from divergence.experiments.result import Sensitivity
 from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
 from divergence.experiments.sensitivity.sizes import confirm_sizes, search_sizes
 from divergence.experiments.sensitivity.trials import SensitivityTrials
-from divergence.facts import sentence
+from divergence.facts import Fact, fact, sentence, template_of, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
-from divergence.run.command import command_line
+from divergence.run.command import Command, command, command_line
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.site import did_you_mean
@@ -83,7 +83,7 @@ def sensitivity(
         if candidate is None or confirm:
             temporary = tempfile.TemporaryDirectory(prefix="divergence-sensitivity-")
             folder = Path(stack.enter_context(temporary))
-        notes: list[str] = []
+        notes: list[Fact] = []
         capturing = partial(
             capture, model, like=a, device=device, trust_remote_code=trust_remote_code, force=True,
             progress=progress,
@@ -113,18 +113,16 @@ def sensitivity(
                 confirmation.fault for confirmation in confirmations
             }
             if left:
-                notes.append(f"not planted for real: {', '.join(sorted(left))}")
+                notes.append(fact("experiments.not_planted", faults=sorted(left)))
         if verdict.kind == "identical":
-            notes.append(
-                "the two sides are equal bit for bit: a really different machine rounds otherwise, "
-                "and its siblings' limits are then wider"
-            )
-        return Sensitivity(
+            notes.append(fact("experiments.sides_equal"))
+        own_truth = sentence(fact("experiments.own_truth"))
+        result = Sensitivity(
             tool_version=__version__,
             reference=summary_of(a),
             candidate=summary_of(b),
             made_here=candidate is None,
-            truth=None if measured.truth is None else str(measured.truth.path or "A's own"),
+            truth=None if measured.truth is None else str(measured.truth.path or own_truth),
             num_floor_runs=len(floor),
             dtype=a.manifest.model.dtype,
             escalated=trials.escalated,
@@ -133,13 +131,14 @@ def sensitivity(
             num_prompt_tokens=sum(len(s.prompt_ids) for s in a.manifest.tokens.samples),
             num_trials=trials.num_trials,
             blocks=where,
-            units={fault.name: fault.unit for fault in chosen},
-            phrases={fault.name: fault.phrase for fault in chosen},
+            units={fault.name: sentence(fault.unit) for fault in chosen},
+            phrases={fault.name: template_of(fault.phrase) for fault in chosen},
             sizes=sizes,
             confirmations=confirmations,
-            notes=[*notes, *map(sentence, measured.notes)],
-            next=deeper(measured, made_here=candidate is None, escalated=trials.escalated),
+            remarks=[*notes, *measured.notes],
+            commands=deeper(measured, made_here=candidate is None, escalated=trials.escalated),
         )
+        return worded(result)
 
 
 def _blocks_with_outputs(run: Run) -> list[str]:
@@ -164,8 +163,8 @@ def _blocks_with_outputs(run: Run) -> list[str]:
 
 def _made_here(
     a: Run, capturing: Callable[..., Run], out: Path, *, escalate: bool
-) -> tuple[Run, str]:
-    """A candidate for the while, and what it is, in words."""
+) -> tuple[Run, Fact]:
+    """A candidate for the while, and what it is."""
     reason = can_anchor(a, a.manifest.plan.modules)
     if reason is not None:
         raise UsageError(f"{a.path} cannot anchor a candidate: {reason}")
@@ -177,8 +176,8 @@ def _made_here(
         run = made(attn_implementation=other)
     except UsageError:  # the model has no such kernels; anything else is met again below
         run = made()
-        return run, "the candidate was made here, with the same kernels: the model has no others"
-    return run, f"the candidate was made here, with other attention kernels: {other}"
+        return run, fact("experiments.same_kernels")
+    return run, fact("experiments.other_kernels", attention=other)
 
 
 def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[SensitivityTrials, Verdict]:
@@ -247,32 +246,30 @@ def _chosen_blocks(known: list[str], wanted: Sequence[str]) -> list[str]:
     return [known[place] for place in sorted(places)]
 
 
-def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]:
+def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[Command]:
     """Commands, the one that gains most first: an escalated pass for a 16-bit dtype, a truth,
     and more tokens where so few are judged that chance widens the limits."""
     a, b = measured.reference, measured.candidate
     advice = Advice(a, b)
-    commands: list[str] = []
+    commands: list[Command] = []
     known, narrow = measured.truth, measured.narrow
     here, there = str(a.path), str(b.path)
     truth = beside(here, "-truth") if known is None else known.path
     candidate = None if made_here else there
     if narrow and not escalated and not made_here:
         candidate = beside(there, "-escalated")
-        commands.append(advice.escalate()[0].text)
+        commands.append(advice.escalate()[0])
     if known is None:
-        commands.append(advice.truth()[0].text)
+        commands.append(advice.truth()[0])
     if commands:
-        also = "and an escalated pass, which is then made too" if narrow and made_here else ""
-        commands.append(
-            command_line("sensitivity", here, candidate=candidate, truth=truth, note=also)
-        )
+        also = fact("experiments.and_escalated") if narrow and made_here else ""
+        commands.append(command("sensitivity", here, candidate=candidate, truth=truth, note=also))
     num_tokens = sum(len(sample.prompt_ids) for sample in a.manifest.tokens.samples)
     if spread(num_tokens) > 1:
         commands.append(
-            command_line(
+            command(
                 "capture", a.manifest.model.source, o=beside(here, "-more"), prompts="FILE",
-                note=f"more prompts: with {num_tokens} tokens chance widens some limits",
+                note=fact("experiments.more_prompts", num_tokens=num_tokens),
             )
         )  # fmt: skip
     return commands

@@ -22,6 +22,7 @@ from divergence.experiments.localization.repetition import check_substituted, wh
 from divergence.experiments.result import Confirmation, FaultSize
 from divergence.experiments.sensitivity.faults import FAULTS, SizedFault
 from divergence.experiments.sensitivity.trials import SensitivityTrials, sees
+from divergence.facts import Fact, fact
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention
 from divergence.words import Progress
@@ -107,16 +108,19 @@ def _search(
 ) -> FaultSize:
     reason = trials.unfit(block, fault)
     if reason is not None:
-        return FaultSize(block=block, fault=fault.name, size=None, tried=0.0, reason=reason)
+        return FaultSize(block=block, fault=fault.name, size=None, tried=0.0, why=reason)
     num_features = trials.num_features(block)
-    by_pass: dict[bool, tuple[float | None, str | None]] = {False: (None, None), True: (None, None)}
+    by_pass: dict[bool, tuple[float | None, list[Fact]]] = {False: (None, []), True: (None, [])}
     for escalated in (False, True)[: 1 + trials.escalated]:
-        why: dict[float, str] = {}
+        why: dict[float, list[Fact]] = {}
 
-        def seen(size: float, escalated: bool = escalated, why: dict[float, str] = why) -> bool:
+        def seen(
+            size: float, escalated: bool = escalated, why: dict[float, list[Fact]] = why
+        ) -> bool:
             verdict = trials.judge(block, fault, size, escalated=escalated)
             here = sees(verdict, block)
-            why[size] = verdict.evidence[0].text if here else f"{verdict.kind}: {verdict.summary}"
+            seen_as = fact("experiments.verdict", kind=verdict.kind, what=verdict.headline)
+            why[size] = verdict.evidence[:1] if here else [seen_as]
             return here
 
         size = smallest_seen(
@@ -135,9 +139,9 @@ def _search(
         fault=fault.name,
         size=by_pass[False][0],
         tried=fault.high,
-        by=by_pass[False][1],
+        evidence=by_pass[False][1],
         escalated_size=by_pass[True][0],
-        escalated_by=by_pass[True][1],
+        escalated_evidence=by_pass[True][1],
     )
 
 

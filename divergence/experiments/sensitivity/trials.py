@@ -28,7 +28,7 @@ from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.results import SiteResult, Verdict
 from divergence.experiments.sensitivity.faults import SizedFault
-from divergence.facts import worded
+from divergence.facts import Fact, fact, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.recording.plant import FORWARDS
 from divergence.run.manifest import digest_tensor
@@ -104,13 +104,13 @@ class SensitivityTrials:
         """Every block whose output was compared in the anchored pass, in execution order."""
         return list(self._pairs)
 
-    def unfit(self, block: str, fault: SizedFault) -> str | None:
+    def unfit(self, block: str, fault: SizedFault) -> Fact | None:
         """Why ``fault`` cannot be planted at ``block``, or None."""
         if fault.spelled is not None:
             return None
         if all(self._entering(pair.candidate.record) is not None for pair in self._pairs[block]):
             return None
-        return "no recorded input of the shape of its output"
+        return fact("experiments.no_input")
 
     def num_features(self, block: str) -> int:
         """Length of the last axis of the block's output."""

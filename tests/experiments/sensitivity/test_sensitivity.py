@@ -167,7 +167,8 @@ def test_json_is_versioned_and_complete(found):
     assert answer["schema_version"] == 1
     assert (answer["blocks"], answer["num_blocks"]) == (["model.layers.0", MIDDLE], 4)
     assert set(answer["sizes"][0]) == {
-        "block", "fault", "size", "tried", "by", "escalated_size", "escalated_by", "reason",
+        "block", "fault", "size", "tried", "evidence", "by", "escalated_size",
+        "escalated_evidence", "escalated_by", "why", "reason",
     }  # fmt: skip
     assert {"verdict", "truth", "units", "phrases", "next", "num_trials", "dtype"} <= set(answer)
 

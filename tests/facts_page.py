@@ -29,8 +29,8 @@ Values have one meaning wherever they stand:
 
 | value | unit |
 |---|---|
-| `ratio`, `limit`, `control`, `typical`, `times`, `least` | multiples of the floor or of the other side |
-| `rel_l2`, `error`, `own`, `other_error` | relative: the L2 norm of a difference over the reference's |
+| `ratio`, `limit`, `control`, `typical`, `times`, `least` | multiples of the floor |
+| `rel_l2`, `error`, `own`, `other_error` | relative: L2 of a difference over the reference's |
 | `share`, `usage`, `limit_usage`, `tail` | between 0 and 1; of a limit, 1 is the limit |
 | `mean`, `nats`, `margin`, `kl_lower`, `shift` of log-probabilities | nats |
 | `num_...`, `total` | a count |

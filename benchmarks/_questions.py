@@ -341,14 +341,12 @@ QUESTIONS: list[tuple[str, str]] = [
     # scores
     *(
         (f"scores fixtures/scores/{tool}/a{end} fixtures/scores/{tool}/b{end}", "json page")
-        for tool, end in (
-            ("lm_eval", ""),
-            ("evalscope", ""),
-            ("opencompass", ""),
-            ("inspect", ".eval"),
-        )
+        for tool, end in (("evalscope", ""), ("opencompass", ""), ("inspect", ".eval"))
     ),
-    ("scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b", "csv markdown verbose"),
+    (
+        "scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b",
+        "json page csv markdown verbose",
+    ),
     ("scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b --band 3%", "text json"),
     ("scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/a --band 3%", "text"),
     ("scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b --policy ci", "json"),

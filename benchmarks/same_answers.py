@@ -121,7 +121,10 @@ class Server:
         """The exit code; ``printed``.out and .err are what was written."""
         self._process.stdin.write(json.dumps([kind, text, str(printed)]) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the server ended at {text!r}; its last words stand above")
+        return int(line)
 
     def close(self) -> None:
         self._process.stdin.close()

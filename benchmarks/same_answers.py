@@ -59,7 +59,8 @@ ADDED_KEYS: frozenset[str] = frozenset()
 """Keys of JSON that the new version may have where the old one has none."""
 VOLATILE = re.compile(
     r"\.(tool_version|seconds|created|schema_version)$"
-    r"|\.(num_shards|place\.shard|record_digests)$"  # a slow capture begins another shard
+    r"|\.(num_shards|record_digests)$"  # a slow capture begins another shard
+    r"|records\.jsonl\[\d+\]\.place$"  # the same; what is stored there has its own digest
     r"|manifest(\.json)?\.digest$"  # over the date and the run's id too
 )
 """Places in JSON whose values differ from one call to the next."""

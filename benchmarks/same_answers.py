@@ -74,6 +74,8 @@ SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00| UTC)?", "DATE"),
 )
 """(pattern, replacement) in all texts."""
+PARTS = ("divergence", "tests/models", "tests/fixtures", "tests/endpoints", "tests/importing")
+"""What of a revision makes runs and answers: where these are the same, so are the answers."""
 SWITCHES = {
     "a": {},
     "c": {
@@ -594,7 +596,7 @@ def unpacked(revision: str, folder: Path) -> Path:
 def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
     """Ask both versions; print what differs; return how many answers do."""
     parts = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", f"{old}:divergence", f"{old}:tests"],
+        ["git", "-C", str(ROOT), "rev-parse", *(f"{old}:{part}" for part in PARTS)],
         check=True,
         capture_output=True,
         text=True,

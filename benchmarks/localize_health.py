@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks._machines import SWITCHES  # noqa: E402
 from benchmarks._trained import CHAT_PROMPTS, checkpoint  # noqa: E402
 from benchmarks._trials import upper  # noqa: E402
-from benchmarks.same_answers import Machine  # noqa: E402
+from benchmarks.same_answers import Server  # noqa: E402
 from divergence.recording.machine.hardware import cpu_name  # noqa: E402
 from divergence.run.reader import Run  # noqa: E402
 from tests.models.tiny import build  # noqa: E402
@@ -119,17 +119,20 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: dict[str, tuple[Machine, threading.Lock]] = {}
+        self._made: dict[str, tuple[Server, threading.Lock]] = {}
         self._lock = threading.Lock()
 
     def run(self, name: str, *words: object) -> tuple[int, str]:
         """(exit code, stdout) of ``divergence WORDS`` on the machine ``name``."""
         with self._lock:
             if name not in self._made:
-                self._made[name] = Machine(ROOT, self._folder, SWITCHES[name]), threading.Lock()
-        machine, lock = self._made[name]
+                server = Server(ROOT, self._folder, SWITCHES[name], name)
+                self._made[name] = server, threading.Lock()
+        server, lock = self._made[name]
+        printed = self._folder / f".{name}"
         with lock:
-            return machine.run(*words)
+            code = server.ask("command", shlex.join(map(str, words)), printed)
+            return code, Path(f"{printed}.out").read_text()
 
     def must(self, name: str, *words: object) -> None:
         """The same, of what has to succeed. Raises RuntimeError."""
@@ -147,8 +150,8 @@ class Hosts:
             raise RuntimeError(f"{name}: divergence {told}: {code}\n{out}") from None
 
     def close(self) -> None:
-        for machine, _ in self._made.values():
-            machine.close()
+        for server, _ in self._made.values():
+            server.close()
 
 
 def drawn(architecture: str, dtype: str, number: int, seed: int) -> Pair:

@@ -1,88 +1,133 @@
-"""Do two versions of divergence say the same about the same runs?
+"""Do two versions of divergence say the same, on every face, about the same runs?
 
-    python benchmarks/same_answers.py --old REVISION [--work DIR]
+    python benchmarks/same_answers.py --old REVISION [--new REVISION | DIR] [--work DIR]
+                                      [--only PATTERN]
 
-For whoever changes the house and not its answers. The old version (a revision of this repository,
-in a work tree of its own) makes some forty pairs of runs: three architectures in two dtypes on two
-machines (this CPU under two sets of switches), healthy and planted, anchored and free, with a truth
-and without, operators, a suite, the probe, ranks, every way to store, and runs that cannot be
-compared. Then both versions answer the same questions, and the answers' JSON must be equal, numbers
-to 1e-12, but for keys and words that were renamed on purpose: RENAMED_KEYS, RENAMED_WORDS.
+For whoever changes the house and not its answers. `_questions.py` has the table: command lines of
+every command and calls of the API, with the faces that are asked of each: the text of a terminal,
+JSON, the page, Markdown, what CI reads. Both versions answer, and the answers must be equal: exit
+code, stdout, stderr and all files that were written; a page by its visible text, a run by its
+manifest and records. Numbers of JSON are equal to 1e-12. What differs from one minute to the next
+(VOLATILE, SUBSTITUTIONS) is taken out.
 
-Exits with 1 where an answer differs, and prints where.
+The old version makes the runs that are asked about, each when a question first needs it. Runs and
+the old version's answers are kept in the work folder by revision: a second question costs the new
+side alone, which by default is the work tree. Nothing is imported of either version but
+`divergence.cli.main.app` and the public API; models and fixtures are those of the old version.
+
+Each question is answered in a process of its own, forked from a server in which the version is
+loaded, so that the order of questions does not matter. Two are asked at a time.
+
+Exits with 1 where an answer differs, and prints the difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
+import difflib
+import fcntl
+import hashlib
 import importlib
 import io
+import itertools
 import json
 import math
 import os
+import queue
 import re
+import resource
+import shlex
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Iterator
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+
+from _questions import FACES, INPUTS, QUESTIONS, STUBS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-RENAMED_KEYS: dict[str, str] = {
-    "strain": "limit_usage", "share": "limit_usage", "largest_share": "largest_limit_usage",
-    "camps": "groups",
-}  # fmt: skip
-"""Old name of a key of the report to the new one."""
-ADDED_KEYS = frozenset({"findings", "checks"})
-"""Keys that the old version has not, or leaves empty."""
-RENAMED_WORDS: tuple[tuple[str, str], ...] = (
-    (r"--reference\b", "--truth"),
-    (r"\bdivergence reference\b", "divergence truth"),
-    (r"\bfloat64 reference\b", "float64 truth"),
+ADDED_KEYS: frozenset[str] = frozenset()
+"""Keys of JSON that the new version may have where the old one has none."""
+VOLATILE = re.compile(
+    r"\.(tool_version|seconds|created|schema_version)$"
+    r"|\.(num_shards|record_digests)$"  # a slow capture begins another shard
+    r"|records\.jsonl\[\d+\]\.place$"  # the same; what is stored there has its own digest
+    r"|manifest(\.json)?\.digest$"  # over the date and the run's id too
 )
-"""(pattern, replacement) for texts of the old answers: words and options of commands."""
-UNORDERED = frozenset({"notes"})
-"""Keys of lists whose order says nothing."""
-NOT_OF_PROBES = frozenset({"flagged", "usage"})
-"""Keys that the old version filled for the sites of probes, which have no limit."""
-VOLATILE = frozenset({"tool_version", "seconds", "created", "schema_version"})
+"""Places in JSON whose values differ from one call to the next."""
+SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
+    (r"\bout-\d\b", "out"),
+    (r"(run |::stop-commands::|::)[0-9a-f]{32}\b", r"\1ID"),
+    (r"[^\s'\"(]*/[0-9a-f]{12}/runs\b", "RUNS"),
+    (r"\bin \d+ shards?\b", "in SHARDS"),
+    (r"127\.0\.0\.1:\d+", "HOST"),
+    (r"\b\d+(\.\d+)? ?(s|ms|seconds)\b", "SECONDS"),
+    (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00| UTC)?", "DATE"),
+)
+"""(pattern, replacement) in all texts."""
+PARTS = ("divergence", "tests/models", "tests/fixtures", "tests/endpoints", "tests/importing")
+"""What of a revision makes runs and answers: where these are the same, so are the answers."""
+SWITCHES = {
+    "a": {},
+    "c": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_CBWR": "COMPATIBLE",
+    },
+}
+"""Two machines of this CPU: a is as it is, c has the oldest kernels."""
+SHOWN = 24
+"""Lines of a difference that are printed."""
 
-ARCHITECTURES = ("llama", "gpt2", "qwen3-moe")
-DTYPES = ("float32", "bfloat16")
-PROMPTS = ("A bridge is built twice:", "Once on paper, where every beam is exact.")
-OLDEST = {
-    "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE",
-}  # fmt: skip
-BLOCKS = {"llama": "model.layers.1", "gpt2": "transformer.h.1", "qwen3-moe": "model.layers.1"}
+Values = list[tuple[str, object]]
+"""An answer, flat: (place, value) in the order of the answer."""
 
 
-class Machine:
-    """A process of one version that runs command lines; an answer is (exit code, stdout)."""
+# ── the side that answers ───────────────────────────────────────────────────────────────────────
 
-    def __init__(self, source: Path, folder: Path, switches: dict[str, str]) -> None:
-        self.folder = folder
-        env = {k: v for k, v in os.environ.items() if not k.startswith("DIVERGENCE_")}
-        env |= {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-                "NO_COLOR": "1", "COLUMNS": "200"} | switches  # fmt: skip
-        self.env = env
+
+class Server:
+    """A process in which one version is loaded; it forks a child for each request."""
+
+    def __init__(self, source: Path, folder: Path, switches: dict[str, str], name: str) -> None:
+        self.out = f"out-{name}"
+        env = {key: value for key, value in os.environ.items() if not key.startswith("DIVERGENCE_")}
+        env |= {
+            "PYTHONPATH": str(source),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "NO_COLOR": "1",
+            "COLUMNS": "100",
+            "PYTHONUTF8": "1",
+            "PYTHONHASHSEED": "0",
+            "GITHUB_STEP_SUMMARY": f"{self.out}/summary.md",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).resolve(), "--serve"], cwd=folder, env=env, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, __file__, "--serve"],
+            cwd=folder,
+            env=env | switches,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
-    def run(self, *words: object) -> tuple[int, str]:
-        self._process.stdin.write(json.dumps([str(word) for word in words]) + "\n")
+    def ask(self, kind: str, text: str, printed: Path) -> int:
+        """The exit code; ``printed``.out and .err are what was written."""
+        self._process.stdin.write(json.dumps([kind, text, str(printed)]) + "\n")
         self._process.stdin.flush()
-        code, out = json.loads(self._process.stdout.readline())
-        return code, out
-
-    def must(self, *words: object) -> None:
-        code, out = self.run(*words)
-        if code:
-            raise SystemExit(f"divergence {' '.join(map(str, words))}: exit {code}\n{out}")
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the server ended at {text!r}; its last words stand above")
+        return int(line)
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -91,232 +136,582 @@ class Machine:
 
 
 def serve() -> None:
-    """Command lines in, answers out; ``build ARCHITECTURE FOLDER DTYPE`` makes a model."""
+    """Requests in, exit codes out."""
+    for name in (
+        "torch",
+        "numpy",
+        "safetensors.torch",
+        "rich.console",
+        "onnxruntime",
+        "textual.app",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    ):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    package = Path(importlib.import_module("divergence").__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if path.stem != "__main__":
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            with contextlib.suppress(ImportError):
+                importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    for line in sys.stdin:
+        kind, text, printed = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os._exit(_answer(kind, text, printed))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        sys.stdout.write(f"{code}\n")
+        sys.stdout.flush()
+
+
+def _answer(kind: str, text: str, printed: str) -> int:
+    """The child: answers one question with its outputs in files."""
+    streams = (os.devnull, f"{printed}.out", f"{printed}.err")
+    for number, path in enumerate(streams):
+        mode = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
+        os.dup2(os.open(path, mode), number)
+    try:
+        ACTIONS[kind](text)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        if kind == "make":
+            traceback.print_exc()
+        print(f"raised {type(error).__name__}: {error}", file=sys.stderr)
+        for name in ("where", "hint"):
+            print(f"{name}: {getattr(error, name, None)}", file=sys.stderr)
+        code = 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _command(text: str) -> None:
     from divergence.cli.main import app
 
-    for line in sys.stdin:
-        words, out, code = json.loads(line), io.StringIO(), 0
-        with contextlib.redirect_stdout(out):
-            if words[0] == "build":
-                _tiny().build(words[1], Path(words[2]), dtype=words[3])
-            else:
-                try:
-                    app(words, prog_name="divergence")
-                except SystemExit as ended:
-                    code = ended.code or 0
-        sys.__stdout__.write(json.dumps([code, out.getvalue()]) + "\n")
-        sys.__stdout__.flush()
+    app(shlex.split(text), prog_name="divergence")
 
 
-def _tiny() -> ModuleType:
-    """The small models, wherever this version has them."""
-    for name in (
-        "divergence.recording.engines.tiny", "divergence.capture.engines.tiny", "tests.models.tiny",
-    ):  # fmt: skip
-        with contextlib.suppress(ModuleNotFoundError):
-            module = importlib.import_module(name)
-            if hasattr(module, "ARCHITECTURES"):  # else it has the demo's alone
-                return module
-    raise SystemExit("this version has no small models where others had them")
+def _call(text: str) -> None:
+    """A call of the API, its answer as JSON."""
+    import divergence
+
+    answer = eval(text, {name: getattr(divergence, name) for name in divergence.__all__})
+    print(json.dumps(_plain(answer)))
 
 
-def questions(a: Machine, c: Machine, truth: tuple[str, str]) -> Iterator[tuple[str, list]]:
-    """Make runs; yield (name, command) of what is to be asked of them. ``truth``: the command that
-    makes the float64 run, and the option that takes it."""
-    make, option = truth
-    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    new = [*prompts, "--max-new-tokens", 4, "--no-probe", "-q"]
-    again = ["--no-probe", "-q"]
-    for architecture in ARCHITECTURES:
-        for dtype in DTYPES:
-            name = f"{architecture}-{dtype}"
-            block = BLOCKS[architecture]
-            a.must("build", architecture, f"model-{name}", dtype)
-            a.must("capture", f"model-{name}", "-o", f"a-{name}", *new)
-            a.must(make, f"a-{name}", "-o", f"t-{name}", "-q")
-            c.must("capture", "--like", f"a-{name}", "-o", f"healthy-{name}", *again,
-                   "--attn-implementation", "sdpa", "--escalate")  # fmt: skip
-            c.must("capture", f"model-{name}", "-o", f"free-{name}", *new)
-            yield f"healthy {name}", ["compare", f"a-{name}", f"healthy-{name}"]
-            yield f"healthy {name}, truth", [
-                "compare", f"a-{name}", f"healthy-{name}", option, f"t-{name}",
-            ]  # fmt: skip
-            yield f"free {name}", ["compare", f"a-{name}", f"free-{name}"]
-            for fault in ("scale:1.2", "noise:0.3@sample=1"):
-                plant = f"{block}.mlp:out={fault}" if architecture != "gpt2" else (
-                    f"{block}.mlp.c_proj:out={fault}")  # fmt: skip
-                run = f"planted-{name}-{fault.partition(':')[0]}"
-                c.must("capture", "--like", f"a-{name}", "-o", run, *again, "--plant", plant)
-                yield f"{fault} in {name}", ["compare", f"a-{name}", run, option, f"t-{name}"]
-                yield f"{fault} in {name}, no truth", ["compare", f"a-{name}", run]
-    yield "the same run", ["compare", "a-llama-float32", "a-llama-float32"]
-    yield "another model", ["compare", "a-llama-float32", "a-gpt2-float32"]
-    yield "a gate", ["check", "a-llama-float32", "planted-llama-float32-scale"]
-    yield "a gate that passes", ["check", "a-llama-float32", "healthy-llama-float32"]
-    yield "three runs", [
-        "compare", "a-llama-float32", "healthy-llama-float32", "planted-llama-float32-scale",
-    ]  # fmt: skip
-    yield from _units(a, c, make, option, new, again)
+def _plain(value: object) -> object:
+    """A typed object as JSON has it."""
+    import msgspec
+
+    def unknown(other: object) -> object:
+        if isinstance(manifest := getattr(other, "manifest", None), msgspec.Struct):
+            return {"manifest": manifest}
+        return (
+            {name: item for name, item in vars(other).items() if name.isidentifier()}
+            if hasattr(other, "__dict__")
+            else repr(other)
+        )
+
+    return msgspec.to_builtins(value, enc_hook=unknown, str_keys=True)
 
 
-def _units(
-    a: Machine, c: Machine, make: str, option: str, new: list, again: list
-) -> Iterator[tuple[str, list]]:
-    """Operators, the suite, the probe, ways to store, batches, whole passes."""
-    model = "model-llama-bfloat16"
-    a.must("capture", "model-llama-float32", "-o", "ops-a", *new, "--sites", "ops@model.layers.1")
-    a.must(make, "ops-a", "-o", "ops-t", "-q")
-    for name, more in {
-        "ops-b": [], "ops-planted": ["--plant", "model.layers.1.mlp.act_fn:out=scale:1.1"],
-    }.items():  # fmt: skip
-        c.must("capture", "--like", "ops-a", "-o", name, *again, *more)
-        yield name, ["compare", "ops-a", name, option, "ops-t"]
-        yield f"{name}, no truth", ["compare", "ops-a", name]
-    for mode in ("sketch", "stats", "hash"):
-        a.must("capture", model, "-o", f"{mode}-a", *new, "--store", mode)
-        c.must("capture", "--like", f"{mode}-a", "-o", f"{mode}-b", *again)
-        yield mode, ["compare", f"{mode}-a", f"{mode}-b"]
-        c.must("capture", "--like", f"{mode}-a", "-o", f"{mode}-c", *again,
-               "--plant", "model.layers.1:out=scale:1.3")  # fmt: skip
-        yield f"{mode}, planted", ["compare", f"{mode}-a", f"{mode}-c"]
-    a.must("capture", model, "-o", "batch-a", *new, "--batch", "--whole")
-    c.must("capture", "--like", "batch-a", "-o", "batch-b", *again)
-    yield "a batch", ["compare", "batch-a", "batch-b"]
-    yield "a whole pass", ["compare", "batch-a"]
-    c.must("capture", "--like", "a-llama-bfloat16", "-o", "nan", *again,
-           "--plant", "model.layers.1.mlp:out=nan:3")  # fmt: skip
-    yield "a nan", ["compare", "a-llama-bfloat16", "nan"]
-    a.must("capture", "suite:quick", "-o", "suite-a", "-q")
-    a.must(make, "suite-a", "-o", "suite-t", "-q")
-    c.must("capture", "--like", "suite-a", "-o", "suite-b", "-q")
-    yield "a suite", ["compare", "suite-a", "suite-b", option, "suite-t"]
-    a.must("probe", "--quick", "-o", "probe-a", "-q")
-    c.must("probe", "--quick", "-o", "probe-c", "-q")
-    yield "the probe", ["compare", "probe-a", "probe-c"]
-    _with_ranks(a)
-    yield "ranks", ["compare", "a-llama-float32", "ranks"]
+def _view(text: str) -> None:
+    """The browser's screens, without a terminal: the first, and those behind some keys."""
+    import asyncio
+
+    from textual.app import App
+
+    async def look(app: App) -> None:
+        async with app.run_test(size=(140, 40)) as pilot:
+            for keys in (None, "enter", "enter", "escape,escape,p", "s", "r", "question_mark"):
+                await pilot.press(*(keys or "").split(",") if keys else ())
+                await pilot.pause()
+                print(f"── {keys or 'first'}")
+                svg = app.export_screenshot()
+                rows: dict[str, str] = {}
+                for row, words in re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>([^<]*)</text>', svg):
+                    rows[row] = rows.get(row, "") + words
+                print("\n".join(words.replace("&#160;", " ").rstrip() for words in rows.values()))
+
+    App.run = lambda self, *_, **__: asyncio.run(look(self))
+    sys.stdin.isatty = sys.stdout.isatty = lambda: True
+    _command(text)
 
 
-def _with_ranks(a: Machine) -> None:
-    """A run of two processes, by tensor parallelism."""
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "divergence", "capture", "--like", "a-llama-float32", "-o", "ranks", "--mesh", "tp",
-         "--no-probe", "-q"],
-        cwd=a.folder, env=a.env, check=True, capture_output=True,
-    )  # fmt: skip
+def _make(text: str) -> None:
+    """Python that makes an input, with the functions of _questions.py."""
+    import _questions
+
+    exec(text, vars(_questions))
 
 
-def normal(value: object, *, old: bool) -> object:
-    """An answer without what differs from one call to the next; of an old one with new names."""
-    if isinstance(value, dict):
-        names = RENAMED_KEYS if old else {}
-        return {
-            names.get(key, key): sorted(normal(one, old=old))
-            if key in UNORDERED and isinstance(one, list)
-            else normal(one, old=old)
-            for key, one in value.items() if key not in VOLATILE
-        }  # fmt: skip
-    if isinstance(value, list):
-        return [normal(one, old=old) for one in value]
-    if isinstance(value, str) and old:
-        for pattern, new in RENAMED_WORDS:
-            value = re.sub(pattern, new, value)
-    return value
+ACTIONS: dict[str, Callable[[str], None]] = {
+    "command": _command,
+    "call": _call,
+    "view": _view,
+    "make": _make,
+}
 
 
-def differences(one: object, two: object, where: str = "") -> Iterator[str]:
-    """One line for each place where two answers differ."""
-    if isinstance(one, dict) and isinstance(two, dict):
-        for key in dict.fromkeys([*one, *two]):
-            if key in ADDED_KEYS and not one.get(key):
-                continue
-            if key not in one or key not in two:
-                yield f"{where}.{key}: in the {'new' if key in two else 'old'} one alone"
-            else:
-                yield from differences(one[key], two[key], f"{where}.{key}")
-    elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
-        for number, pair in enumerate(zip(one, two, strict=True)):
-            yield from differences(*pair, f"{where}[{number}]")
-    elif not _same(one, two):
-        yield f"{where}: {str(one)[:150]!r} / {str(two)[:150]!r}"
-
-
-def _same(one: object, two: object) -> bool:
-    """Numbers to 1e-12, or 1e-18 where a sum cancels; all else as it is."""
-    if isinstance(one, float) and isinstance(two, float):
-        return one == two or math.isclose(one, two, rel_tol=1e-12, abs_tol=1e-18)
-    return one == two
-
-
-def answer(machine: Machine, command: list, *, old: bool) -> object:
-    code, out = machine.run(*command, "--json")
+@contextlib.contextmanager
+def stubs(source: Path) -> Iterator[dict[str, str]]:
+    """Addresses of the servers of STUBS, which the old version's tests have."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--stubs"],
+        env=os.environ | {"PYTHONPATH": str(source)},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
-        return [code, normal(json.loads(out), old=old)]
-    except ValueError:
-        return [code, out]
+        yield json.loads(process.stdout.readline())
+    finally:
+        process.communicate(timeout=60)
 
 
-def _short(said: object) -> str:
-    """The old version's exit code and verdict."""
-    code, report = said
-    if not isinstance(report, dict):
-        return f"exit {code}"
-    verdict = report.get("verdict") or report.get("report", {}).get("verdict") or {}
-    return f"exit {code}, {verdict.get('kind')}"
+def serve_stubs() -> None:
+    """The servers of STUBS, until stdin ends; their addresses go to stdout."""
+    import threading
+    from http.server import ThreadingHTTPServer
+
+    from tests.endpoints import conftest
+
+    addresses = {}
+    for name, behaviour in STUBS.items():
+        server = ThreadingHTTPServer(("127.0.0.1", 0), conftest._Handler)
+        server.daemon_threads = True
+        server.stub = conftest.Stub()
+        vars(server.stub).update(behaviour)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        addresses[name] = f"http://127.0.0.1:{server.server_address[1]}"
+    print(json.dumps(addresses), flush=True)
+    sys.stdin.read()
+
+
+# ── what a version is asked, and what is kept of it ─────────────────────────────────────────────
+
+
+class Side:
+    """One version's servers: two of each machine, started when they are needed."""
+
+    def __init__(self, source: Path, folder: Path, addresses: dict[str, str]) -> None:
+        self.source, self.folder, self.addresses = source, folder, addresses
+        self._started: list[Server] = []
+        self._idle: dict[str, queue.LifoQueue[Server | str]] = {}
+        names = iter("0123")
+        for machine in SWITCHES:
+            self._idle[machine] = queue.LifoQueue()
+            for name in (next(names), next(names)):
+                self._idle[machine].put(name)
+
+    @contextlib.contextmanager
+    def server(self, machine: str) -> Iterator[Server]:
+        """A server that nobody else asks meanwhile."""
+        server = self._idle[machine].get()
+        if isinstance(server, str):
+            server = Server(self.source, self.folder, SWITCHES[machine], server)
+            self._started.append(server)
+        try:
+            yield server
+        finally:
+            self._idle[machine].put(server)
+
+    def filled(self, text: str) -> str:
+        """``text`` with the addresses of servers in the place of their names."""
+        for name, address in self.addresses.items():
+            text = re.sub(rf"\b{name}\b", address, text)
+        return text
+
+    def make(self, name: str) -> str:
+        """An input, unless it is there and its recipe is the same; what went wrong."""
+        mark = self.folder / ".made" / name
+        if mark.exists() and mark.read_text() == key_of(name):
+            return ""
+        path = self.folder / name
+        mark.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path)
+        machine, recipe = INPUTS[name]
+        log = self.folder / ".log" / name
+        with self.server(machine if machine in SWITCHES else "a") as server:
+            kind = "make" if machine == "make" else "command"
+            out = "" if kind == "make" or " -o " in recipe else f" -o {name}"
+            code = server.ask(kind, self.filled(recipe) + out, log)
+        if code or not path.exists():
+            return f"{name}: {recipe}: exit {code}\n{Path(f'{log}.err').read_text()}"
+        mark.write_text(key_of(name))
+        return ""
+
+    def answer(self, question: str, face: str) -> dict:
+        """Exit code, what was printed, and the texts of all files that were written."""
+        with self.server("a") as server:
+            out = self.folder / server.out
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+            kind = {"api": "call", "view": "view"}.get(face, "command")
+            text = question if kind == "call" else f"{question} {FACES[face]}"
+            text = re.sub(r"\bOUT\b", server.out, self.filled(text))
+            printed = self.folder / ".log" / server.out
+            begun = time.perf_counter()
+            code = server.ask(kind, text, printed)
+            seconds = time.perf_counter() - begun
+            texts = {
+                name: Path(f"{printed}.{name[3:]}").read_text(errors="replace")
+                for name in ("stdout", "stderr")
+            }
+            return {"code": code, "seconds": seconds, **texts, "files": dict(texts_of(out))}
+
+    def close(self) -> None:
+        for server in self._started:
+            server.close()
+
+
+def texts_of(folder: Path) -> Iterator[tuple[str, str]]:
+    """(name, text) of files in a folder; archives are looked into, tensors are named alone."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield from _texts(path.relative_to(folder).as_posix(), path.read_bytes())
+
+
+def _texts(name: str, data: bytes) -> Iterator[tuple[str, str]]:
+    suffix = name.rpartition(".")[2]
+    if suffix == "zip":
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for member in archive.namelist():
+                yield from _texts(f"{name}/{member}", archive.read(member))
+    elif suffix == "tar":
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            for member in archive:
+                if member.isfile():
+                    yield from _texts(f"{name}/{member.name}", archive.extractfile(member).read())
+    elif suffix in ("safetensors", "png", "onnx"):
+        yield name, ""
+    else:
+        yield name, data.decode(errors="replace")
+
+
+def needs(name: str, recipe: str) -> list[str]:
+    """Inputs that a recipe or a question names."""
+    words = dict.fromkeys(re.findall(r"[\w.-]+", recipe))
+    return [word for word in words if word in INPUTS and word != name]
+
+
+def key_of(name: str) -> str:
+    """A digest of an input's recipe and of all that it is made of."""
+    machine, recipe = INPUTS[name]
+    return digest(machine, recipe, *map(key_of, needs(name, recipe)))
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
+
+
+def order(names: list[str]) -> list[list[str]]:
+    """Inputs and what they are made of, in levels: each needs those of earlier levels alone."""
+    level: dict[str, int] = {}
+
+    def visit(name: str) -> int:
+        if name not in level:
+            level[name] = 1 + max(map(visit, needs(name, INPUTS[name][1])), default=-1)
+        return level[name]
+
+    for name in names:
+        visit(name)
+    return [
+        [name for name in level if level[name] == number]
+        for number in range(max(level.values(), default=-1) + 1)
+    ]
+
+
+# ── when two answers are the same ───────────────────────────────────────────────────────────────
+
+
+class _Visible(HTMLParser):
+    """The text of a page, a line for each row of a table and each block of text."""
+
+    HIDDEN = ("script", "style")
+    INLINE = frozenset(
+        {
+            "a",
+            "abbr",
+            "b",
+            "br",
+            "code",
+            "em",
+            "i",
+            "kbd",
+            "small",
+            "span",
+            "strong",
+            "sub",
+            "sup",
+            "td",
+            "th",
+            "title",
+            "tspan",
+            "var",
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = [""]
+        self._hidden = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._hidden += tag in self.HIDDEN
+        if tag not in self.INLINE:
+            self.lines.append("")
+        elif tag in ("td", "th"):
+            self.lines[-1] += " | "
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden -= tag in self.HIDDEN
+        if tag not in self.INLINE:
+            self.lines.append("")
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            self.lines[-1] += data
+
+
+def visible(page: str) -> list[str]:
+    parser = _Visible()
+    parser.feed(page)
+    return [line for line in (" ".join(line.split()) for line in parser.lines) if line]
+
+
+def flat(place: str, value: object) -> Iterator[tuple[str, object]]:
+    """The leaves of a JSON value with their places."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            if not VOLATILE.search(f"{place}.{key}"):
+                yield from flat(f"{place}.{key}", item)
+    elif isinstance(value, list) and value:
+        for number, item in enumerate(value):
+            yield from flat(f"{place}[{number}]", item)
+    else:
+        yield place, normal(value) if isinstance(value, str) else value
+
+
+def normal(text: str) -> str:
+    for pattern, replacement in SUBSTITUTIONS:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def values_of(answer: dict) -> Values:
+    """An answer as places and values, without what differs from one call to the next."""
+    values: Values = [("exit", answer["code"])]
+    texts = {"stdout": answer["stdout"], "stderr": answer["stderr"], **answer["files"]}
+    ids = re.findall(r'"id": ?"([0-9a-f]{32})"', "\n".join(texts.values()))
+    names = {drawn: f"RUN-{number}" for number, drawn in enumerate(dict.fromkeys(ids))}
+    for name, text in texts.items():
+        for drawn, run in names.items():
+            text = text.replace(drawn, run)
+        if re.search(r"tensors/[^/]+\.safetensors$", name):
+            continue  # how many shards there are depends on the time; records have the digests
+        name = normal(name)
+        if text.lstrip()[:1] in ("{", "["):
+            with contextlib.suppress(ValueError):
+                values += flat(name, json.loads(text))
+                continue
+        if name.endswith(".jsonl"):
+            for number, line in enumerate(text.splitlines()):
+                values += flat(f"{name}[{number}]", json.loads(line))
+        elif name.endswith((".html", ".svg")):
+            values += [(name, normal(line)) for line in visible(text)]
+        else:
+            values += [(name, normal(line.rstrip())) for line in text.splitlines() if line.strip()]
+            values += [(name, "")] if not text and name not in ("stdout", "stderr") else []
+    return values
+
+
+def difference(old: Values, new: Values) -> list[str]:
+    """Lines of a unified diff; empty where the answers are equal. Numbers of one place are equal
+    to 1e-12, or 1e-18 where a sum cancels."""
+    numbers = {place: value for place, value in old if isinstance(value, float)}
+    places = {place for place, _ in old}
+    renewed: Values = []
+    for place, value in new:
+        if place not in places and ADDED_KEYS.intersection(re.split(r"[.\[\]]+", place)):
+            continue
+        known = numbers.get(place)
+        if (
+            known is not None
+            and isinstance(value, float)
+            and math.isclose(known, value, rel_tol=1e-12, abs_tol=1e-18)
+        ):
+            value = known
+        renewed.append((place, value))
+    lines = [
+        [
+            re.sub(r"\[\d+\]", "[]", place)
+            + f": {value if isinstance(value, str) else repr(value)}"
+            for place, value in values
+        ]
+        for values in (old, renewed)
+    ]
+    if lines[0] == lines[1]:
+        return []
+    return [
+        line[:300]
+        for line in difflib.unified_diff(*lines, lineterm="", n=1)
+        if not line.startswith(("---", "+++"))
+    ]
+
+
+# ── the comparison ──────────────────────────────────────────────────────────────────────────────
+
+
+def chosen(pattern: str) -> list[tuple[str, str]]:
+    """(question, face), of those that the pattern is in."""
+    return [
+        (question, face)
+        for question, faces in QUESTIONS
+        for face in faces.split()
+        if re.search(pattern, f"{question} | {face}")
+    ]
+
+
+def unpacked(revision: str, folder: Path) -> Path:
+    """The tree of a revision."""
+    if not folder.exists():
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        packed = subprocess.run(
+            ["git", "-C", str(ROOT), "archive", revision], check=True, capture_output=True
+        ).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(part, filter="data")
+        part.rename(folder)
+    return folder
+
+
+def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
+    """Ask both versions; print what differs; return how many answers do."""
+    parts = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", *(f"{old}:{part}" for part in PARTS)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    place = work.resolve() / digest(parts)[:12]
+    folder = place / "runs"
+    for path in (folder / ".made", folder / ".log", place / "answers"):
+        path.mkdir(parents=True, exist_ok=True)
+    source = unpacked(old, place / "source")
+    if new is None or Path(new).is_dir():
+        renewed = Path(new or ROOT).resolve()
+    else:
+        shutil.rmtree(place / "new", ignore_errors=True)
+        renewed = unpacked(new, place / "new")
+    asked = chosen(pattern)
+    with (
+        (place / "lock").open("w") as lock,
+        stubs(source) as addresses,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another question in this folder ends first
+        started = [time.perf_counter()]
+        before, after = (Side(tree, folder, addresses) for tree in (source, renewed))
+        try:
+            names = list(dict.fromkeys(n for question, _ in asked for n in needs("", question)))
+            wrong = [
+                text for level in order(names) for text in pool.map(before.make, level) if text
+            ]
+            if wrong:
+                raise SystemExit("\n".join(wrong))
+            started.append(time.perf_counter())
+
+            def kept(ask: tuple[str, str]) -> dict:
+                """The old version's answer."""
+                question, face = ask
+                path = (
+                    place
+                    / "answers"
+                    / digest(question, face, FACES[face], *map(key_of, needs("", question)))
+                )
+                if not path.exists():
+                    part = path.with_suffix(".part")
+                    part.write_text(json.dumps(before.answer(question, face)))
+                    part.rename(path)
+                return json.loads(path.read_text())
+
+            answers = list(pool.map(kept, asked))
+            started.append(time.perf_counter())
+            before.close()
+            different = 0
+            for ask, one, two in zip(
+                asked, answers, pool.map(lambda ask: after.answer(*ask), asked), strict=True
+            ):
+                lines = difference(values_of(one), values_of(two))
+                different += bool(lines)
+                if lines:
+                    print(f"differs: {ask[0]} | {ask[1]}", flush=True)
+                    print(*(f"    {line}" for line in lines[:SHOWN]), sep="\n")
+                    if len(lines) > SHOWN:
+                        print(f"    … {len(lines) - SHOWN} lines more")
+            started.append(time.perf_counter())
+        finally:
+            before.close()
+            after.close()
+    spent = [end - begin for begin, end in itertools.pairwise(started)]
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"{len(asked)} answers to {len({question for question, _ in asked})} questions, "
+        f"{different} differ; seconds: {spent[0]:.0f} inputs, {spent[1]:.0f} old, "
+        f"{spent[2]:.0f} new; {usage.ru_utime + usage.ru_stime:.0f} of the processor"
+    )
+    return different
+
+
+def table() -> None:
+    """Questions by command and face."""
+    counts: dict[str, dict[str, int]] = {}
+    for question, face in chosen(""):
+        command = question.split()[0] if face != "api" else "(API)"
+        row = counts.setdefault(command, {"questions": 0})
+        row[face] = row.get(face, 0) + 1
+    for question, faces in QUESTIONS:
+        command = question.split()[0] if faces != "api" else "(API)"
+        counts[command]["questions"] += 1
+    titles = ["questions", *FACES]
+    lines = [["command", *titles]]
+    lines += [
+        [name, *(str(row.get(title, "")) for title in titles)] for name, row in counts.items()
+    ]
+    sums = [sum(row.get(title, 0) for row in counts.values()) for title in titles]
+    lines.append(["all", *map(str, sums)])
+    for line in lines:
+        print(f"{line[0]:<12}" + "".join(f"{count:>10}" for count in line[1:]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--old", default="HEAD", help="a revision")
-    parser.add_argument("--work", type=Path, help="keep the runs there")
+    parser.add_argument("--new", help="a revision or a folder; default: this work tree")
+    parser.add_argument("--work", type=Path, help="keep runs and old answers there")
+    parser.add_argument("--only", default="", help="questions that this expression is in")
+    parser.add_argument("--table", action="store_true", help="count the questions, and end")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--stubs", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve()
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.work or Path(temporary, "runs")
-        folder.mkdir(parents=True, exist_ok=True)
-        source = Path(temporary, "old")
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", source, options.old], check=True,
-                       capture_output=True)  # fmt: skip
-        machines = [Machine(source, folder, {}), Machine(source, folder, OLDEST)]
-        new = Machine(ROOT, folder, {})
-        try:
-            asked, different = ask(machines[0], machines[1], new)
-        finally:
-            for machine in (*machines, new):
-                machine.close()
-            subprocess.run([*git, "remove", "--force", source], check=False, capture_output=True)
-    print(f"{asked} questions, {different} answers differ")
-    raise SystemExit(bool(different))
-
-
-def ask(a: Machine, c: Machine, new: Machine) -> tuple[int, int]:
-    """(questions, answers that differ)."""
-    asked = different = 0
-    truth, now = (
-        ("truth", "--truth")
-        if machine.run("truth", "--help")[0] == 0
-        else ("reference", "--reference")
-        for machine in (a, new)
-    )
-    for name, command in questions(a, c, truth):
-        asked += 1
-        renewed = [now[truth.index(word)] if word in truth else word for word in command]
-        one, two = answer(a, command, old=True), answer(new, renewed, old=False)
-        told = list(differences(one, two))
-        if name == "the probe":
-            told = [
-                at for at in told if at.partition(":")[0].rpartition(".")[2] not in NOT_OF_PROBES
-            ]
-        different += bool(told)
-        print(f"{'differs' if told else 'same'}: {name}: {_short(one)}", flush=True)
-        for line in told[:10]:
-            print(f"    {line}")
-    return asked, different
+    elif options.stubs:
+        serve_stubs()
+    elif options.table:
+        table()
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            work = options.work or Path(temporary)
+            raise SystemExit(bool(compare(options.old, options.new, work, options.only)))
 
 
 if __name__ == "__main__":

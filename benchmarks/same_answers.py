@@ -28,8 +28,10 @@ import concurrent.futures
 import contextlib
 import difflib
 import fcntl
+import functools
 import hashlib
 import importlib
+import inspect
 import io
 import itertools
 import json
@@ -51,6 +53,7 @@ from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import _questions
 from _questions import FACES, INPUTS, QUESTIONS, STUBS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,8 +247,6 @@ def _view(text: str) -> None:
 
 def _make(text: str) -> None:
     """Python that makes an input, with the functions of _questions.py."""
-    import _questions
-
     exec(text, vars(_questions))
 
 
@@ -400,10 +401,13 @@ def needs(name: str, recipe: str) -> list[str]:
     return [word for word in words if word in INPUTS and word != name]
 
 
+@functools.cache
 def key_of(name: str) -> str:
     """A digest of an input's recipe and of all that it is made of."""
     machine, recipe = INPUTS[name]
-    return digest(machine, recipe, *map(key_of, needs(name, recipe)))
+    maker = getattr(_questions, recipe.partition("(")[0]) if machine == "make" else None
+    source = "" if maker is None else inspect.getsource(maker)
+    return digest(machine, recipe, source, *map(key_of, needs(name, recipe)))
 
 
 def digest(*texts: str) -> str:

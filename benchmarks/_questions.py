@@ -222,6 +222,7 @@ QUESTIONS: list[tuple[str, str]] = [
     (f"compare {_A} a-again", "json page"),
     ("compare a-llama-bfloat16 one-prompt", "json page"),
     ("compare a-llama-bfloat16 every-block", "json page"),
+    ("compare a-llama-bfloat16 every-block --truth t-llama-bfloat16", "json"),
     ("compare a-llama-bfloat16 nan-b", "json page"),
     (f"compare wrong-reference healthy-llama-float32 --truth {_T}", "text json"),
     ("compare a-llama-float32 short-b", "text json"),

@@ -599,12 +599,15 @@ def unpacked(revision: str, folder: Path) -> Path:
 
 def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
     """Ask both versions; print what differs; return how many answers do."""
-    parts = subprocess.run(
+    done = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", *(f"{old}:{part}" for part in PARTS)],
-        check=True,
+        check=False,
         capture_output=True,
         text=True,
-    ).stdout
+    )
+    if done.returncode:
+        raise SystemExit(f"--old {old}: {done.stderr.strip().splitlines()[0]}")
+    parts = done.stdout
     place = work.resolve() / digest(parts)[:12]
     folder = place / "runs"
     for path in (folder / ".made", folder / ".log", place / "answers"):
@@ -616,6 +619,8 @@ def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
         shutil.rmtree(place / "new", ignore_errors=True)
         renewed = unpacked(new, place / "new")
     asked = chosen(pattern)
+    if not asked:
+        raise SystemExit(f"--only {pattern}: no question has this in it (--table counts them)")
     with (
         (place / "lock").open("w") as lock,
         stubs(source) as addresses,

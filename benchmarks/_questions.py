@@ -52,22 +52,22 @@ STUBS: dict[str, dict[str, Any]] = {
 _PROMPTS = (
     '--prompt "A bridge is built twice:" --prompt "Once on paper, where every beam is exact."'
 )
-_NEW = f"{_PROMPTS} --max-new-tokens 4 --no-probe -q"
-_AGAIN = "--no-probe -q"
+_NEW = f"{_PROMPTS} --max-new-tokens 4 --no-probe"
+_AGAIN = "--no-probe"
 _BLOCKS = {"llama": "model.layers.1", "gpt2": "transformer.h.1", "qwen3-moe": "model.layers.1"}
-_ASK = '--model tiny --prompt "one two three" --prompt "four five" --max-new-tokens 6 -q'
+_ASK = '--model tiny --prompt "one two three" --prompt "four five" --max-new-tokens 6'
 
 INPUTS: dict[str, tuple[str, str]] = {
     "fixtures": ("make", "fixtures()"),
     "files": ("make", "files()"),
     "ops-a": ("a", f"capture model-llama-float32 {_NEW} --sites ops@model.layers.1 --weights"),
-    "ops-t": ("a", "truth ops-a -q"),
+    "ops-t": ("a", "truth ops-a"),
     "ops-b": ("c", f"capture --like ops-a {_AGAIN}"),
     "ops-planted": (
         "c",
         f"capture --like ops-a {_AGAIN} --plant model.layers.1.mlp.act_fn:out=scale:1.1",
     ),
-    "ops-replayed": ("c", "replay ops-a -q"),
+    "ops-replayed": ("c", "replay ops-a"),
     "batch-a": ("a", f"capture model-llama-bfloat16 {_NEW} --batch --whole"),
     "batch-b": ("c", f"capture --like batch-a {_AGAIN}"),
     "nan-b": (
@@ -94,36 +94,36 @@ INPUTS: dict[str, tuple[str, str]] = {
         "a",
         f"capture --like a-llama-float32 {_AGAIN} --engine compile --engine-option backend=eager",
     ),
-    "suite-a": ("a", "capture suite:quick -q"),
-    "suite-t": ("a", "truth suite-a -q"),
-    "suite-b": ("c", "capture --like suite-a -q"),
-    "probe-a": ("a", "probe --quick -q"),
-    "probe-c": ("c", "probe --quick -q"),
+    "suite-a": ("a", "capture suite:quick"),
+    "suite-t": ("a", "truth suite-a"),
+    "suite-b": ("c", "capture --like suite-a"),
+    "probe-a": ("a", "probe --quick"),
+    "probe-c": ("c", "probe --quick"),
     "ranks": ("make", "ranks('a-llama-float32', 'ranks')"),
     "train-a": (
         "a",
         f"capture model-llama-float32 {_PROMPTS} {_AGAIN} --train --optimizer-step adamw",
     ),
-    "train-t": ("a", "truth train-a -q"),
+    "train-t": ("a", "truth train-a"),
     "train-b": ("c", f"capture --like train-a {_AGAIN}"),
     "train-planted": (
         "c",
         f"capture --like train-a {_AGAIN} --plant model.layers.1.mlp:out=scale:1.2",
     ),
-    "collectives-a": ("a", "capture suite:collectives --ranks 2 -q"),
+    "collectives-a": ("a", "capture suite:collectives --ranks 2"),
     "collectives-planted": (
         "a",
-        "capture suite:collectives --ranks 2 -q --plant all_reduce=bfloat16@1",
+        "capture suite:collectives --ranks 2 --plant all_reduce=bfloat16@1",
     ),
     "served-a": ("a", f"capture --endpoint PLAIN {_ASK}"),
-    "served-noisy": ("a", "capture --endpoint NOISY --like served-a --model tiny -q"),
-    "served-other": ("a", "capture --endpoint OTHER --like served-a --model tiny -q"),
+    "served-noisy": ("a", "capture --endpoint NOISY --like served-a --model tiny"),
+    "served-other": ("a", "capture --endpoint OTHER --like served-a --model tiny"),
     "served-template": ("a", f"capture --endpoint TEMPLATE {_ASK}"),
     "served-textual": ("a", f"capture --endpoint TEXTUAL {_ASK}"),
     "served-drawn": ("a", f"capture --endpoint PLAIN {_ASK} --answers 8"),
     "served-drawn-other": (
         "a",
-        "capture --endpoint OTHER --like served-drawn --model tiny -q",
+        "capture --endpoint OTHER --like served-drawn --model tiny",
     ),
     "scored": ("a", f"capture --like served-a --model model-llama-float32 {_AGAIN}"),
     "model-onnx": ("make", "graph('model-onnx')"),
@@ -132,23 +132,23 @@ INPUTS: dict[str, tuple[str, str]] = {
         "a",
         f"capture --like a-llama-float32 --model model-onnx/model.onnx --engine onnx {_AGAIN}",
     ),
-    "quantized": ("a", "quantize a-llama-float32 --scheme w8a8 -q"),
+    "quantized": ("a", "quantize a-llama-float32 --scheme w8a8"),
     "modules-a": ("make", "modules('model-llama-float32', 'modules-a')"),
     "dump-npy": ("make", "dump('npy', 'modules-a', 'dump-npy')"),
     "dump-sglang": ("make", "dump('sglang', 'modules-a', 'dump-sglang')"),
     "dump-msprobe": ("make", "dump('msprobe', 'modules-a', 'dump-msprobe')"),
-    "imported": ("a", "import dump-sglang --like modules-a -q"),
-    "rollout": ("a", "import files/rollouts.jsonl -q"),
-    "trainer": ("a", "import files/rollouts.jsonl --format trainer -q"),
-    "packed.tar": ("a", "pack a-llama-float32 -o packed.tar -q"),
-    "packed.zip": ("a", "pack planted-llama-float32 -o packed.zip -q"),
+    "imported": ("a", "import dump-sglang --like modules-a"),
+    "rollout": ("a", "import files/rollouts.jsonl"),
+    "trainer": ("a", "import files/rollouts.jsonl --format trainer"),
+    "packed.tar": ("a", "pack a-llama-float32 -o packed.tar"),
+    "packed.zip": ("a", "pack planted-llama-float32 -o packed.zip"),
     "damaged": ("make", "damaged('a-llama-float32', 'damaged')"),
     "cut-short": ("make", "cut_short('a-llama-float32', 'cut-short')"),
     "goldens": (
         "make",
         "copies({'a-llama-float32': 'goldens/one', 'a-llama-bfloat16': 'goldens/two'})",
     ),
-    "localized": ("a", "localize a-llama-float32 planted-llama-float32 --here both -q"),
+    "pair": ("make", "pair('a-llama-float32', 'planted-llama-float32', 'pair')"),
     "report.json": ("make", "report('a-llama-float32', 'planted-llama-float32', 'report.json')"),
 }
 """Input → (machine, recipe)."""
@@ -160,7 +160,7 @@ for _architecture, _block in _BLOCKS.items():
         INPUTS |= {
             f"model-{_name}": ("make", f"build('{_architecture}', 'model-{_name}', '{_dtype}')"),
             f"a-{_name}": ("a", f"capture model-{_name} {_NEW}"),
-            f"t-{_name}": ("a", f"truth a-{_name} -q"),
+            f"t-{_name}": ("a", f"truth a-{_name}"),
             f"healthy-{_name}": (
                 "c",
                 f"capture --like a-{_name} {_AGAIN} --attn-implementation sdpa --escalate",
@@ -222,6 +222,7 @@ QUESTIONS: list[tuple[str, str]] = [
     (f"compare {_A} a-again", "json page"),
     ("compare a-llama-bfloat16 one-prompt", "json page"),
     ("compare a-llama-bfloat16 every-block", "json page"),
+    ("compare a-llama-bfloat16 every-block --truth t-llama-bfloat16", "json"),
     ("compare a-llama-bfloat16 nan-b", "json page"),
     (f"compare wrong-reference healthy-llama-float32 --truth {_T}", "text json"),
     ("compare a-llama-float32 short-b", "text json"),
@@ -255,6 +256,7 @@ QUESTIONS: list[tuple[str, str]] = [
     ("compare files/losses-a.jsonl files/losses-b.jsonl", "json text csv"),
     ("compare files/losses-a.jsonl files/losses-drifting.csv --exit-code", "json text"),
     ("compare files/losses-a.jsonl files/losses-b.jsonl --warmup-steps 200", "json"),
+    ("compare files/losses-a.jsonl files/losses-jumping.csv", "json text"),
     # log-probabilities
     ("compare served-a served-noisy", "json page"),
     ("compare served-a served-other", "json page"),
@@ -341,14 +343,12 @@ QUESTIONS: list[tuple[str, str]] = [
     # scores
     *(
         (f"scores fixtures/scores/{tool}/a{end} fixtures/scores/{tool}/b{end}", "json page")
-        for tool, end in (
-            ("lm_eval", ""),
-            ("evalscope", ""),
-            ("opencompass", ""),
-            ("inspect", ".eval"),
-        )
+        for tool, end in (("evalscope", ""), ("opencompass", ""), ("inspect", ".eval"))
     ),
-    ("scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b", "csv markdown verbose"),
+    (
+        "scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b",
+        "json page csv markdown verbose",
+    ),
     ("scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b --band 3%", "text json"),
     ("scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/a --band 3%", "text"),
     ("scores fixtures/scores/lm_eval/a fixtures/scores/lm_eval/b --policy ci", "json"),
@@ -372,9 +372,11 @@ QUESTIONS: list[tuple[str, str]] = [
         "-o OUT/bug",
         "text json",
     ),
+    ("repro ops-a --site model.layers.1.self_attn/aten._softmax:out -o OUT/bug", "text"),
     ("repro ops-a --site model.layers.1.mlp.down_proj/aten.nothing:out -o OUT/bug", "text"),
     (f"bundle {_A} {_B} -o OUT/bug.zip", "text json"),
     (f"bundle {_A} {_B} --truth {_T} -o OUT/bug.zip", "text"),
+    ("bundle pair/a pair/b -o OUT/bug.zip", "text"),
     (f"truth {_A} -o OUT/truth", "text json"),
     ("truth train-a -o OUT/truth --max-new-tokens 1", "text"),
     ("truth served-a -o OUT/truth", "text"),
@@ -463,6 +465,7 @@ QUESTIONS: list[tuple[str, str]] = [
     ("inspect cut-short", "text"),
     (f"pack {_A} -o OUT/run.zip", "text json"),
     (f"pack {_A} -o OUT/run.rar", "text"),
+    (f"pack {_A} -o OUT/run", "text"),
     ("unpack packed.tar -o OUT/run", "text json"),
     ("unpack absent.tar", "text"),
     ("import dump-npy -o OUT/run --map dump-npy.toml", "text json"),
@@ -470,6 +473,7 @@ QUESTIONS: list[tuple[str, str]] = [
     ("import dump-msprobe -o OUT/run --like modules-a", "text json"),
     ("import files/rollouts.jsonl -o OUT/run", "text json"),
     ("import dump-npy -o OUT/run", "text"),
+    ("import dump-npy -o dump-npy/run --map dump-npy.toml", "text"),
     ("import files/wrong.toml -o OUT/run", "text"),
     # the browser
     ("view report.json", "view"),
@@ -547,12 +551,14 @@ def files() -> None:
     draw = random.Random(7)
     losses = [2 + 3 * math.exp(-n / 80) + 0.1 * draw.gauss(0, 1) for n in range(400)]
     noisy = [loss * (1 + 0.003 * draw.gauss(0, 1)) for loss in losses]
+    jumping = [loss + 0.1 * (n >= 250) for n, loss in enumerate(noisy)]
     drifting = [loss * (1 + 2e-4 * max(0, n - 200)) for n, loss in enumerate(noisy)]
     for name, curve in {"losses-a": losses, "losses-b": noisy}.items():
         lines = [json.dumps({"step": n, "loss": loss}) for n, loss in enumerate(curve)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    rows = [f"{n},{loss}" for n, loss in enumerate(drifting)]
-    (folder / "losses-drifting.csv").write_text("\n".join(["step,loss", *rows]) + "\n")
+    for name, curve in {"losses-drifting": drifting, "losses-jumping": jumping}.items():
+        rows = [f"{n},{loss}" for n, loss in enumerate(curve)]
+        (folder / f"{name}.csv").write_text("\n".join(["step,loss", *rows]) + "\n")
     rollouts = []
     for number in range(6):
         said = [-abs(draw.gauss(0, 1)) - 0.01 for _ in range(12)]
@@ -649,6 +655,13 @@ def copies(names: dict[str, str]) -> None:
     """Runs in other places."""
     for name, place in names.items():
         shutil.copytree(name, place)
+
+
+def pair(a: str, b: str, folder: str) -> None:
+    """Two runs, and what `localize` left of them beside."""
+    copies({a: f"{folder}/a", b: f"{folder}/b"})
+    words = f"localize {folder}/a {folder}/b -o {folder}/ab --here both"
+    subprocess.run([sys.executable, "-m", "divergence", *words.split()], check=True)
 
 
 def report(a: str, b: str, path: str) -> None:

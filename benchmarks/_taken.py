@@ -68,7 +68,13 @@ class Store:
     def lines(self, kind: str | None = None) -> list[Line]:
         files = sorted(self.path.glob(f"answers/{kind or '*'}.jsonl"))
         decode = msgspec.json.Decoder(Line).decode
-        return [decode(line) for file in files for line in file.read_bytes().splitlines()]
+        lines = []
+        for text in (text for file in files for text in file.read_bytes().splitlines()):
+            try:
+                lines.append(decode(text))
+            except msgspec.DecodeError:  # cut short by a kill: its pair is made again
+                print("a line that was cut short is left out", file=sys.stderr)
+        return lines
 
     def file(self, what: str, kind: str, key: str) -> Path:
         name = re.sub(r"[^\w.-]+", "-", key)[:80]
@@ -78,7 +84,9 @@ class Store:
     def add(self, line: Line) -> None:
         file = self.path / "answers" / f"{line.kind}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab") as out:
+        whole = not file.exists() or file.read_bytes()[-1:] in (b"", b"\n")
+        with file.open("ab") as out:  # behind a line that was cut short, on one of its own
+            out.write(b"" if whole else b"\n")
             out.write(msgspec.json.encode(line) + b"\n")
 
 

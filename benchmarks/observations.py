@@ -169,6 +169,8 @@ def _is_third(key: str) -> bool:
 
 def replay(store: Store, kinds: list[str]) -> bool:
     """Asks today's judge of what was kept; a table, and every answer that is not equal."""
+    if not any(line.num_bytes for kind in kinds for line in store.lines(kind)):
+        raise SystemExit(f"{store.path} holds no recordings of {', '.join(kinds)}: record some")
     start = time.perf_counter()
     unequal: list[str] = []
     print("| kind of pair | pairs | answers | equal | not replayed | not equal | s |")
@@ -179,7 +181,14 @@ def replay(store: Store, kinds: list[str]) -> bool:
             if not line.num_bytes:
                 continue
             count["pairs"] += 1
-            recording = load(store.file("recordings", kind, line.key))
+            path = store.file("recordings", kind, line.key)
+            try:
+                recording = load(path)
+            except Exception as error:  # cut short, or not there
+                count["answers"] += 1
+                count["not replayed"] += 1
+                unequal.append(f"{kind}: {line.key}: {path}: {type(error).__name__}: {error}")
+                continue
             for asked in recording.asked:
                 count["answers"] += 1
                 if asked.why_not is not None:
@@ -362,6 +371,9 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     store = Store(options.store)
+    for kind in getattr(options, "kinds", "").split(","):
+        if kind and kind not in KINDS:
+            parser.error(f"there is no kind {kind!r}; there are {', '.join(KINDS)}")
     if options.command == "record":
         kinds = options.kinds.split(",")
         record(store, kinds, options.seconds, options.most, options.cases)

@@ -28,8 +28,10 @@ import concurrent.futures
 import contextlib
 import difflib
 import fcntl
+import functools
 import hashlib
 import importlib
+import inspect
 import io
 import itertools
 import json
@@ -51,6 +53,7 @@ from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import _questions
 from _questions import FACES, INPUTS, QUESTIONS, STUBS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +62,8 @@ ADDED_KEYS: frozenset[str] = frozenset()
 """Keys of JSON that the new version may have where the old one has none."""
 VOLATILE = re.compile(
     r"\.(tool_version|seconds|created|schema_version)$"
-    r"|\.(num_shards|place\.shard|record_digests)$"  # a slow capture begins another shard
+    r"|\.(num_shards|record_digests)$"  # a slow capture begins another shard
+    r"|records\.jsonl\[\d+\]\.place$"  # the same; what is stored there has its own digest
     r"|manifest(\.json)?\.digest$"  # over the date and the run's id too
 )
 """Places in JSON whose values differ from one call to the next."""
@@ -73,6 +77,8 @@ SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|\+00:00| UTC)?", "DATE"),
 )
 """(pattern, replacement) in all texts."""
+PARTS = ("divergence", "tests/models", "tests/fixtures", "tests/endpoints", "tests/importing")
+"""What of a revision makes runs and answers: where these are the same, so are the answers."""
 SWITCHES = {
     "a": {},
     "c": {
@@ -121,7 +127,10 @@ class Server:
         """The exit code; ``printed``.out and .err are what was written."""
         self._process.stdin.write(json.dumps([kind, text, str(printed)]) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the server ended at {text!r}; its last words stand above")
+        return int(line)
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -238,8 +247,6 @@ def _view(text: str) -> None:
 
 def _make(text: str) -> None:
     """Python that makes an input, with the functions of _questions.py."""
-    import _questions
-
     exec(text, vars(_questions))
 
 
@@ -394,10 +401,13 @@ def needs(name: str, recipe: str) -> list[str]:
     return [word for word in words if word in INPUTS and word != name]
 
 
+@functools.cache
 def key_of(name: str) -> str:
     """A digest of an input's recipe and of all that it is made of."""
     machine, recipe = INPUTS[name]
-    return digest(machine, recipe, *map(key_of, needs(name, recipe)))
+    maker = getattr(_questions, recipe.partition("(")[0]) if machine == "make" else None
+    source = "" if maker is None else inspect.getsource(maker)
+    return digest(machine, recipe, source, *map(key_of, needs(name, recipe)))
 
 
 def digest(*texts: str) -> str:
@@ -589,12 +599,15 @@ def unpacked(revision: str, folder: Path) -> Path:
 
 def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
     """Ask both versions; print what differs; return how many answers do."""
-    parts = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", f"{old}:divergence", f"{old}:tests"],
-        check=True,
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", *(f"{old}:{part}" for part in PARTS)],
+        check=False,
         capture_output=True,
         text=True,
-    ).stdout
+    )
+    if done.returncode:
+        raise SystemExit(f"--old {old}: {done.stderr.strip().splitlines()[0]}")
+    parts = done.stdout
     place = work.resolve() / digest(parts)[:12]
     folder = place / "runs"
     for path in (folder / ".made", folder / ".log", place / "answers"):
@@ -606,6 +619,8 @@ def compare(old: str, new: str | None, work: Path, pattern: str) -> int:
         shutil.rmtree(place / "new", ignore_errors=True)
         renewed = unpacked(new, place / "new")
     asked = chosen(pattern)
+    if not asked:
+        raise SystemExit(f"--only {pattern}: no question has this in it (--table counts them)")
     with (
         (place / "lock").open("w") as lock,
         stubs(source) as addresses,

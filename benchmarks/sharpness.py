@@ -178,9 +178,11 @@ def main() -> None:
     unnoticed = 0
     with tempfile.TemporaryDirectory() as temporary:
         tree = Path(temporary)
-        shutil.copytree(
-            ROOT / "divergence", tree / "divergence", ignore=shutil.ignore_patterns("__pycache__")
-        )
+        for part in ("divergence", "configs"):
+            shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+        asked, different = ask(tree, options.work, "|".join({pattern for *_, pattern in chosen}))
+        if different:
+            raise SystemExit(f"{different} of {asked} answers differ before anything is planted")
         for file, old, new, pattern in chosen:
             try:
                 before = plant(tree, file, old, new)
@@ -192,9 +194,8 @@ def main() -> None:
             (tree / "divergence" / file).write_text(before)
             unnoticed += not different
             state = "noticed" if different else "UNNOTICED"
-            print(
-                f"{state:<10}{different:>4} of {asked:>4}  {file}: {old.strip()[:60]}", flush=True
-            )
+            text = old.strip().splitlines()[0][:60]
+            print(f"{state:<10}{different:>4} of {asked:>4}  {file}: {text}", flush=True)
     print(f"{len(chosen) - unnoticed} of {len(chosen)} edits are noticed")
     raise SystemExit(unnoticed > 1)
 

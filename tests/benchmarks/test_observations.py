@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import observations
 from benchmarks._observed import logarithm, of_logarithm
 from benchmarks._recorded import COARSE, EXACT, Columns, Objects, load
-from benchmarks._taken import Store, Taking, read_columns
+from benchmarks._taken import Line, Store, Taking, read_columns
 from divergence import capture
 from divergence.comparison.api import compare
 from divergence.numerics.sums import RowMetrics
@@ -138,3 +139,25 @@ def test_the_program_says_what_it_does():
         [sys.executable, str(program), "--help"], capture_output=True, text=True, check=True
     )
     assert "record" in done.stdout and "replay" in done.stdout
+
+
+def test_a_line_that_was_cut_short_costs_its_own_pair_alone(tmp_path):
+    """A recording that is killed in the middle of a line goes on: the pair is made again."""
+    store = Store(tmp_path)
+    line = Line(kind="trust", key="a", planted={}, row=None, answers={}, why_not={}, bits=12,
+                seconds=1.0, num_bytes=0)  # fmt: skip
+    store.add(line)
+    file = tmp_path / "answers" / "trust.jsonl"
+    file.write_bytes(file.read_bytes() + file.read_bytes()[:20])
+    store.add(msgspec.structs.replace(line, key="b"))
+    assert [item.key for item in store.lines("trust")] == ["a", "b"]
+
+
+def test_replaying_nothing_is_no_success(tmp_path):
+    """An empty store, and a kind that does not exist, are errors."""
+    for arguments in (["replay", "--store", str(tmp_path)], ["replay", "--kinds", "nosuch"]):
+        done = subprocess.run(
+            [sys.executable, "benchmarks/observations.py", *arguments],
+            cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode and "Traceback" not in done.stderr

@@ -20,6 +20,7 @@ from divergence.run.location import ARCHIVES
 from divergence.run.manifest import UNKNOWN, Manifest
 from divergence.run.reader import Run
 from divergence.run.site import module_of
+from divergence.words import Side
 
 __all__ = ["Advice", "WithinAdvice", "advise", "beside"]
 
@@ -181,12 +182,17 @@ class Advice:
             command("compare", a, b, truth=truth),
         ]
 
-    def escalate(self) -> list[Command]:
+    def escalate(self, unseen: Side | None = None) -> list[Command]:
         """The same inputs in float32: what a 16-bit dtype hides. Nothing for two dtypes, whose
         weights are not the same to float32's last bit, and for a candidate of several ranks, which
-        make no such pass."""
+        make no such pass. ``unseen``: the side that alone made none."""
         if self._candidate.model.dtype != self._reference.model.dtype or self.divided:
             return []
+        if unseen == "reference":
+            first = beside(self._a, "-escalated")
+            truth = self._a if self._carried else self._truth
+            again = self._reference_again(o=first, no_anchor=False, escalate=True)
+            return [again, command("compare", first, self._b, truth=truth)]
         again = self._anchoring(()) if self._reference.plan.store != "full" else []
         first = beside(self._a, "-blocks") if again else self._a
         deep = beside(self._b, "-escalated")
@@ -251,12 +257,13 @@ class Advice:
         device = {"device": manifest.environment.device_type} if len(kinds) > 1 else {}
         return device | _options(manifest, self._reference)
 
-    def _reference_again(self, **options: Any) -> Command:
+    def _reference_again(self, *, no_anchor: bool = True, **options: Any) -> Command:
         """The reference's machine captures it once more."""
         special = self._special(self._reference)
         return _capture(
-            self._reference, like=self._a, no_anchor=True, **options, **special, note=_ON_REFERENCE
-        )
+            self._reference, like=self._a, no_anchor=no_anchor, **options, **special,
+            note=_ON_REFERENCE,
+        )  # fmt: skip
 
     def _candidate_again(self, *, like: str, **options: Any) -> Command:
         """The candidate's machine captures ``like`` as it made the candidate."""

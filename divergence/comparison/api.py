@@ -27,7 +27,7 @@ from divergence.comparison.analysis import (
 )
 from divergence.comparison.decide import decide, explained, of_one_run
 from divergence.comparison.measure.pipeline import measured_where_asked
-from divergence.comparison.measure.runs import measure, opened
+from divergence.comparison.measure.runs import measure, opened, opened_truth
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import Coverage, Finding, PreflightLine
@@ -91,7 +91,7 @@ def compare(
     b.set_fallback(a)
     if (report_alone := without_sites(a, b)) is not None:
         report = report_alone(
-            a, b, truth=truth and opened(truth), floor=floor,
+            a, b, truth=truth and opened_truth(truth), floor=floor,
             layers=[opened(run) for run in one_or_more(layers)], progress=progress,
         )  # fmt: skip
         return _of_one_run(report)

@@ -19,6 +19,7 @@ import msgspec
 from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.measure.pipeline import measured_on
+from divergence.comparison.measure.runs import opened_truth
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import SiteResult, VerdictKind
 from divergence.errors import DivergenceError, FaultError, UsageError
@@ -72,7 +73,7 @@ def compare_many(
     if not candidates:
         raise UsageError("there is no run to compare with", hint="divergence compare A B C")
     first = _opened(reference)
-    float64 = None if truth is None else _opened(truth)
+    float64 = None if truth is None else opened_truth(truth)
     if float64 is not None and float64.manifest.settings.compute_dtype is None:
         raise UsageError(  # said once, whatever it is held against
             f"{float64.path} is no truth: it was computed in {float64.manifest.model.dtype}",

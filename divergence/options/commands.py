@@ -973,10 +973,9 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
         bool,
         Option(
             "--escalate",
-            "With --like: a third pass, anchored and in float32, that sees faults of formula and "
-            "data below a 16-bit floor.",
+            "One more pass, in float32, that sees faults of formula and data below a 16-bit floor: "
+            "anchored to the run of --like, or else to this run's own free pass.",
             REPEATING,
-            needs_like=True,
         ),
     ] = False
     impl: Annotated[

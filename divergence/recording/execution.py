@@ -192,9 +192,12 @@ def about_bytes(
 #
 # A pass has a name, may be anchored (every block gets the recorded input of the run that is
 # repeated) and may compute every operator in a wider dtype than the model's own. A capture makes
-# the free pass, with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchored,
-# float32), with ``--whole`` the whole one, and last the run's own truth, anchored to its own free
-# pass, in float64. A truth of another run makes the first two, in float64.
+# the free pass, with ``--like`` the anchored one, with ``--escalate`` the escalated one (float32;
+# anchored to the run that is repeated, or to this run's own free pass), with ``--whole`` the whole
+# one, and last the run's own truth, anchored to its own free pass, in float64. A truth of another
+# run makes the first two, in float64.
+
+ESCALATED = Pass("escalated", anchored=True, compute_dtype=torch.float32)
 
 
 class Execution:
@@ -266,8 +269,14 @@ class Execution:
             for made_pass in passes:
                 free = made_pass.name == "free"
                 anchor = None
-                if made_pass.anchored and request.like is not None:
-                    anchor = recorded_inputs(request.like, self.samples, self.groups)
+                if made_pass.anchored:
+                    inputs = request.like or Run.open(writer.flush())
+                    reason = why_not_anchored(inputs, self.notes) if request.like is None else None
+                    if reason is not None:
+                        manifest.plan.passes.remove(made_pass.name)
+                        self._note(f"no {made_pass.name} pass: {reason}")
+                        continue
+                    anchor = recorded_inputs(inputs, self.samples, self.groups)
                 if made_pass.whole:
                     rank = 0 if self.ranks is None else self.ranks.rank
                     own = own_part(Run.open(writer.flush()), rank)
@@ -462,9 +471,16 @@ class Execution:
 
     def _anchored_passes(self) -> list[Pass]:
         request, passes = self.request, list[Pass]()
-        if request.like is None or not (request.anchor or request.escalate):
-            return passes
         lacking = self.session.lacks
+        if request.like is None:
+            reason = self._why_not_escalated() if request.escalate else None
+            if reason is not None:
+                self._note(f"no escalated pass: {reason}")
+            elif request.escalate:
+                passes.append(ESCALATED)
+            return passes
+        if not (request.anchor or request.escalate):
+            return passes
         if "anchor" in lacking:
             self._note(f"no anchored pass: {lacking['anchor']}")
             return passes
@@ -476,15 +492,31 @@ class Execution:
         if request.anchor:
             passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
         if request.escalate:
-            if "escalate" in lacking:
-                self._note(f"no escalated pass: {lacking['escalate']}")
-                return passes
-            narrow = [p.dtype for p in self.loaded.module.parameters() if p.dtype.itemsize < 4]
-            if narrow:
-                passes.append(Pass("escalated", anchored=True, compute_dtype=torch.float32))
+            reason = self._why_not_escalated()
+            if reason is None:
+                passes.append(ESCALATED)
             else:
-                self._note("no escalated pass: the model is in float32, as such a pass would be")
+                self._note(f"no escalated pass: {reason}")
         return passes
+
+    def _why_not_escalated(self) -> str | None:
+        """None if this capture can make an escalated pass, else why it cannot."""
+        request, lacking = self.request, self.session.lacks
+        for feature in ("anchor", "escalate"):
+            if feature in lacking:
+                return lacking[feature]
+        if all(p.dtype.itemsize >= 4 for p in self.loaded.module.parameters()):
+            return "the model is in float32, as such a pass would be"
+        if request.like is None and request.store != "full":
+            return (
+                f"without --like it repeats this run's own free pass, of which "
+                f"--store {request.store} keeps no bytes"
+            )
+        return None
+
+    def _is_own(self, pass_: Pass) -> bool:
+        """An escalated pass that is anchored to this run's own free pass?"""
+        return pass_.name == ESCALATED.name and self.request.like is None
 
     def _plan(self, passes: list[Pass]) -> Plan:
         request = self.request
@@ -557,7 +589,7 @@ class Execution:
         by_block = wide and num_blocks > 0 and task != "encoder-decoder"
         decides = task == "causal-lm" and not padded_right(self.loaded, self.samples)
         # in the anchored passes, where there are any: there an error is where it is made
-        anchored = any(made.anchored for made in self._made)
+        anchored = any(made.anchored and not self._is_own(made) for made in self._made)
         with_operators = not pass_.whole and pass_.anchored == anchored
         total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
 
@@ -626,7 +658,7 @@ class Execution:
                 self.own_groups,
                 max_new_tokens=self.request.max_new_tokens,
                 forced=[sample.generated_ids for sample in self.samples]
-                if allowance is not None
+                if allowance is not None or self._is_own(pass_)
                 else self.forced,
                 on_group=None if writer is None else note_tokens,
                 together=self._together,

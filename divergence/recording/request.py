@@ -116,11 +116,6 @@ def resolve_request(
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
     if options.truth not in (None, "auto", "full", "floor", "no"):
         raise UsageError(f"--truth {options.truth}: unknown", hint="auto, full, floor or no")
-    if options.escalate and like is None:
-        raise UsageError(
-            "--escalate needs --like: the escalated pass repeats a recorded run block by block",
-            hint="divergence capture --like RUN -o RUN2 --escalate",
-        )
     options = padded_right_alone(options, like)
     if options.batches is not None:
         options = replace(options, batch=True)

@@ -846,6 +846,14 @@ class Manifest(_Strict, kw_only=True):
         return 1 if self.mesh is None else self.mesh.num_ranks
 
     @property
+    def escalated_to(self) -> str | None:
+        """Id of the run whose recorded inputs the escalated pass got: the repeated one, or this
+        one. None where there is no such pass."""
+        if "escalated" not in self.plan.passes:
+            return None
+        return self.plan.anchored_to or self.id
+
+    @property
     def quantizes_activations(self) -> bool:
         """Do values become codes on their way, each a choice that rounding may flip?"""
         return self.model.quantization is not None and self.model.quantization.has_activations

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from divergence.errors import UsageError
+from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.run.reader import Run
+from divergence.run.reader import Run, without_passes
 
 BLOCK = "model.layers.1"
 
@@ -177,9 +177,74 @@ def test_what_had_to_be_rounded_is_said(run, tmp_path):
     assert "in 4 places: there the escalated pass is rounded" in notes[0]
 
 
-def test_escalation_repeats_a_run(tiny_model, tmp_path):
-    """Without a run to repeat there is no block input to start from: refused, with the command."""
-    with pytest.raises(UsageError, match="--escalate needs --like") as caught:
-        capture(str(tiny_model("llama")), out=tmp_path / "run", prompts=["x"], escalate=True)
-    assert "--like RUN" in caught.value.hint
-    assert not (tmp_path / "run").exists()
+@pytest.fixture(scope="module")
+def own(tiny_model, tmp_path_factory) -> Run:
+    """A bfloat16 run with an escalated pass of its own, and its own truth."""
+    folder = tmp_path_factory.mktemp("own-")
+    prompts = ["Kernels differ.", "So do machines."]
+    return capture(
+        str(tiny_model("llama")), out=folder / "run", prompts=prompts, max_new_tokens=3,
+        dtype="bfloat16", escalate=True, truth="full",
+    )  # fmt: skip
+
+
+def test_a_run_is_escalated_from_its_own_free_pass(own):
+    """Without a run to repeat, blocks get the run's own inputs; its tokens are forced."""
+    passes = own.manifest.plan.passes
+    assert passes[:2] == ["free", "escalated"]
+    assert own.manifest.plan.anchored_to is None
+    assert own.manifest.escalated_to == own.manifest.id
+    read = {p: {r.coordinates[1:]: r for r in own.records if r.pass_ == p} for p in passes}
+    outputs = [place for place in read["free"] if place[2] == f"{BLOCK}:out"]
+    assert len(outputs) == 6  # two prompts of three forwards
+    for place in outputs:
+        free, wide = (own.read(read[name][place]).double() for name in ("free", "escalated"))
+        right = own.read(read["truth"][place]).double()
+        assert (wide - right).norm() < 2**-10 * (free - right).norm()
+
+
+def test_both_sides_escalated_are_sure(own, tmp_path):
+    """A without such a pass leaves A's own float32 unseen: said, with what to run."""
+    b = capture(like=own, out=tmp_path / "b", escalate=True, attn_implementation="sdpa")
+    verdict = compare(own, b).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", "neither", "high")
+    unseen = without_passes(own, ["escalated"])
+    verdict = compare(unseen, b).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", "neither", "medium")
+    lacking = [check.lacking for check in verdict.checks if check.state == "not_made"]
+    assert [item.code for item in lacking] == ["blocks.not_in_float32"]
+    assert lacking[0]["side"] == "reference"
+    assert "--escalate" in verdict.next[0]
+    assert f"--like {own.path}" in verdict.next[0]
+
+
+def test_a_fault_of_a_below_its_floor_is_as_s(own, tiny_model, tmp_path):
+    """A's own escalated pass is held against the truth that A carries."""
+    bad = capture(
+        str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ."],
+        max_new_tokens=3, dtype="bfloat16", escalate=True, truth="full",
+        plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.001"],
+    )  # fmt: skip
+    b = capture(like=bad, out=tmp_path / "b", escalate=True)
+    verdict = compare(bad, b).verdict
+    assert (verdict.kind, verdict.side, verdict.onset.block) == ("localized", "reference", BLOCK)
+
+
+def test_one_truth_judges_two_repetitions(own, tmp_path):
+    """``compare B C --truth A``: the truth that A carries."""
+    b = capture(like=own, out=tmp_path / "b")
+    c = capture(like=own, out=tmp_path / "c", attn_implementation="sdpa")
+    verdict = compare(b, c, truth=own).verdict
+    assert (verdict.kind, verdict.side) == ("within_floor", "neither")
+
+
+def test_what_keeps_no_bytes_is_not_escalated(tiny_model, tmp_path):
+    """Its own free pass has no inputs to start from: said, and the run is whole without it."""
+    notes: list[str] = []
+    run = capture(
+        str(tiny_model("llama")), out=tmp_path / "run", prompts=["x"], max_new_tokens=2,
+        dtype="bfloat16", escalate=True, store="hash", truth="no",
+        progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
+    )  # fmt: skip
+    assert run.manifest.plan.passes == ["free"]
+    assert "no escalated pass: without --like it repeats this run's own free pass" in notes[0]

@@ -98,7 +98,9 @@ def within_rounding(
     ]
     if measured.narrow:
         checks.append(
-            check("escalated", escalation.complete, _no_escalation(measured), made=False)
+            check(
+                "escalated", escalation.complete, _no_escalation(measured, escalation), made=False
+            )
         )  # fmt: skip
     healthy = truth_tells and not any(standout.side for standout in standouts)
     return Finding(
@@ -143,7 +145,9 @@ def _no_truth(measured: Measured, judged: bool, estimated: bool) -> Fact:
     return fact("blocks.no_truth") if beside is None else fact("blocks.truth_beside", path=beside)
 
 
-def _no_escalation(measured: Measured) -> Fact:
+def _no_escalation(measured: Measured, escalation: Escalation) -> Fact:
+    if escalation.unseen is not None:
+        return fact("blocks.not_in_float32", side=escalation.unseen)
     if measured.advice.escalated and measured.truth is None:
         return fact("blocks.float32_takes_truth")
     if not measured.advice.escalate():

@@ -91,6 +91,7 @@ SENTENCES: Mapping[str, str] = {
     "float32_takes_truth": "the float32 check takes a truth",
     "no_float32_here": ("no float32 check {ranks:yes=of several ranks|no=between two dtypes}"),
     "no_float32": "no float32 check (capture --escalate)",
+    "not_in_float32": "{side:letter} was not seen in float32 (capture --escalate)",
     # drift
     "seen_in_free_run": "seen in the free run alone",
     "in_free_pass": "free pass, prompt {sample}, step {step}, {site}",

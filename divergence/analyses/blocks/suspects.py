@@ -71,8 +71,15 @@ class Escalation:
 
     @property
     def complete(self) -> bool:
-        """Nothing is hidden on either side; the reference's own pass may be a shared one."""
-        return bool(self.judged)
+        """Nothing is hidden on either side."""
+        return None in self.judged or {"reference", "candidate"} <= self.judged
+
+    @property
+    def unseen(self) -> Side | None:
+        """The side that was not seen in float32, where the other one was."""
+        if self.complete or not self.judged:
+            return None
+        return "reference" if "candidate" in self.judged else "candidate"
 
     @property
     def side(self) -> SideOrBoth | None:
@@ -246,9 +253,12 @@ def next_commands(measured: Measured, unit: Unit | None, escalation: Escalation)
         sides = measured.reference.manifest, measured.candidate.manifest
         if measured.truth is None and unit.side is None and truth_tells(*sides, block):
             commands += advice.judged() or advice.truth(full=bool(again))
-    if measured.narrow and not escalation.judged and unit is None:
+    if measured.narrow and not escalation.complete and unit is None:
         made = advice.escalated and measured.truth is None  # and a truth judges it
-        commands += (advice.judged() or advice.truth()) if made else advice.escalate()
+        if made:
+            commands += advice.judged() or advice.truth()
+        else:
+            commands += advice.escalate(escalation.unseen)
     return commands
 
 

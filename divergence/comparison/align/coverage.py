@@ -212,7 +212,7 @@ class _Ledger:
         """Passes of the reference that are not compared tensor by tensor, and its weights."""
         a, b = self._a.manifest, self._b.manifest
         compared = {ours for _, ours, _ in self._passes}
-        judged = {(s.sample, s.step, s.site) for s in self._escalated if s.of != "reference"}
+        judged = {(s.sample, s.step, s.site) for s in self._escalated if s.of != "candidate"}
         whole = {r.coordinates for r in self._b.records if r.pass_ == "whole"}
         for record in self._a.records:
             kind = self._kinds[0](record)
@@ -260,7 +260,7 @@ class _Ledger:
             if self._kinds[1](r) == "operator"
         }
         partners = {mine: other for label, mine, other in self._passes if label == "anchored"}
-        if a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to:
+        if a.escalated_to is not None and a.escalated_to == b.escalated_to:
             partners["escalated"] = "escalated"
         for record in ours:
             row = self._row(record.pass_, "operators")

@@ -51,7 +51,7 @@ def compare_escalated(
         for name, run in having:
             if name not in sides:
                 continue
-            if run.manifest.plan.anchored_to != true_run.manifest.plan.anchored_to:
+            if run.manifest.escalated_to != true_run.manifest.plan.anchored_to:
                 continue
             if run.manifest.model.dtype != true_run.manifest.model.dtype:
                 continue  # its weights were rounded otherwise: far beyond float32's floor
@@ -61,7 +61,7 @@ def compare_escalated(
     elif (
         len(having) == 2
         and a.manifest.model.dtype == b.manifest.model.dtype
-        and a.manifest.plan.anchored_to == b.manifest.plan.anchored_to
+        and a.manifest.escalated_to == b.manifest.escalated_to
     ):
         results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress, routes)
     return results

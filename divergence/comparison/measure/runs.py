@@ -42,6 +42,15 @@ def opened(run: str | Path | Run) -> Run:
     return unsharded(run)
 
 
+def opened_truth(run: str | Path | Run) -> Run:
+    """The truth that ``run`` is, or else the one that it carries, its ranks' tensors put together.
+    What it is no truth for is told by who judges by it."""
+    from divergence.run.reader import own_truth
+
+    run = opened(run)
+    return run if run.manifest.settings.compute_dtype is not None else own_truth(run) or run
+
+
 def aligned(a: Run, b: Run, names: NameMap | None) -> Alignment:
     """The pairs of which something can be known; the others are skipped, with the reason."""
     alignment = align(a, b, name_map=names)
@@ -82,7 +91,7 @@ def measure(
                 truth = own_truth(run)
     if truth is None:
         floor = _floor_side(a, b)
-    against = None if truth is None else Truth(opened(truth), a, b)
+    against = None if truth is None else Truth(opened_truth(truth), a, b)
     alignment = aligned(a, b, names)
     rename = names or renaming(a, b, None)[0]
     measured = measure_tensors(

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.comparison.api import compare
+from divergence.comparison.measure.runs import opened_truth
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight.owner import disagreement
 from divergence.comparison.result import Report
@@ -150,7 +151,7 @@ def _descend(
     elif truth is None and block is None:  # a truth is dear: not where there is nothing to judge
         report = compare(a, b, progress=maker.tell)
     if carried is None and (report is None or _is_to_judge(report)):
-        true_run = maker.truth("truth", Goal()) if truth is None else Run.open(truth)
+        true_run = maker.truth("truth", Goal()) if truth is None else opened_truth(truth)
         true_run = None if true_run is None else unsharded(true_run)
         report = compare(a, b, truth=true_run, progress=maker.tell)
     assert report is not None

@@ -58,7 +58,10 @@ from _questions import FACES, INPUTS, QUESTIONS, STUBS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-ADDED_KEYS: frozenset[str] = frozenset()
+ADDED_KEYS: frozenset[str] = frozenset(
+    "addition arguments block code command commands details fact facts headline lacking needs note "
+    "remarks values ways why".split()
+)
 """Keys of JSON that the new version may have where the old one has none."""
 VOLATILE = re.compile(
     r"\.(tool_version|seconds|created|schema_version)$"

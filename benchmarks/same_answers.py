@@ -58,8 +58,13 @@ from _questions import FACES, INPUTS, QUESTIONS, STUBS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-ADDED_KEYS: frozenset[str] = frozenset()
+ADDED_KEYS: frozenset[str] = frozenset(
+    "addition arguments block code command commands details fact facts headline lacking needs note "
+    "remarks values ways why".split()
+)
 """Keys of JSON that the new version may have where the old one has none."""
+CHANGED_KEYS = frozenset({"values"})
+"""Keys of JSON whose values are others by intention."""
 VOLATILE = re.compile(
     r"\.(tool_version|seconds|created|schema_version)$"
     r"|\.(num_shards|record_digests)$"  # a slow capture begins another shard
@@ -492,8 +497,8 @@ def visible(page: str) -> list[str]:
 def flat(place: str, value: object) -> Iterator[tuple[str, object]]:
     """The leaves of a JSON value with their places."""
     if isinstance(value, dict) and value:
-        for key, item in value.items():
-            if not VOLATILE.search(f"{place}.{key}"):
+        for key, item in sorted(value.items()):
+            if key not in CHANGED_KEYS and not VOLATILE.search(f"{place}.{key}"):
                 yield from flat(f"{place}.{key}", item)
     elif isinstance(value, list) and value:
         for number, item in enumerate(value):

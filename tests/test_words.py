@@ -28,8 +28,8 @@ anchor answers architecture argument arguments arithmetic asked assumed asymmetr
 attributes axes backend bandwidth baseline batch batches before below beside better bits bless
 budget buffer build bytes cache capability captured causal cause causes changed channel chat check
 checks choice chosen chunk class clause command common compared compiled complete compute computed
-concurrency config confirm conflicting consumer correlation cosine cpu created cross csv db
-decoder dequantized detail deterministic device devices diff differ different differing differs
+concurrency config confirm conflicting consensus consumer correlation cosine cpu created cross csv
+db decoder dequantized detail deterministic device devices diff differ different differing differs
 disturbed divergence driver dry dtype duplicates dynamic each elements elsewhere embedding empty
 ended entering env environment environments equal error escalate estimated example exit expected
 expert explain explained explanation extra fallbacks faults few first flags flips flushed fold
@@ -47,10 +47,10 @@ replaced replayed report reports reproduced resolution rest rests result results
 right rms rounded rows runtime same scales schema score se seconds seed seen settings shape shown
 size sizes skipped smallest smooth source sqnr standard state status still stopped store stored
 stride substitute substitutes summary sums svg switches symmetric task template tensors terms test
-text texts threads tied times title to token tokenizer tokens told tool top top1 top5 torch trust
-type unit unmatched unsupported update upper use used value values variables verbose verified
-verify version versions via viewed warnings ways weight weights what why width without workdir worst
-wrapped wrong xxh3 zero
+text texts threads tied times title to token tokenizer tokens told tool top top1 top5 torch traits
+trust type unit unmatched unsupported update upper use used value values variables verbose
+verified verify version versions via viewed warnings ways weight weights what why width without
+workdir worst wrapped wrong xxh3 zero
 """.split()
 )
 """Words of plain or of torch's English, which need no entry in the glossary."""

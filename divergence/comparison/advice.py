@@ -191,20 +191,20 @@ class Advice:
         if unseen == "reference":
             first = beside(self._a, "-escalated")
             truth = self._a if self._carried else self._truth
-            again = self._reference_again(o=first, no_anchor=False, escalate=True)
-            return [again, command("compare", first, self._b, truth=truth)]
+            deep = self._reference_again(o=first, no_anchor=False, escalate=True)
+            return [deep, command("compare", first, self._b, truth=truth)]
         again = self._anchoring(()) if self._reference.plan.store != "full" else []
         first = beside(self._a, "-blocks") if again else self._a
-        deep = beside(self._b, "-escalated")
+        out = beside(self._b, "-escalated")
         known = (self._truth is not None or self._carried) and not again
         truth = self._truth if known else beside(first, "-truth")
         commands = [
             *again,
-            self._candidate_again(like=first, o=deep, escalate=True),
+            self._candidate_again(like=first, o=out, escalate=True),
         ]
         if not known:
             commands.append(command("truth", first, o=truth, note=_ON_REFERENCE))
-        return [*commands, command("compare", first, deep, truth=truth)]
+        return [*commands, command("compare", first, out, truth=truth)]
 
     def operator(self, site: str, candidate_site: str, side: str | None) -> list[Command]:
         """The operator by itself, as a script for whoever made it."""
@@ -301,7 +301,7 @@ class WithinAdvice(Advice):
         """Nothing: a truth repeats one of two runs."""
         return []
 
-    def escalate(self) -> list[Command]:
+    def escalate(self, unseen: Side | None = None) -> list[Command]:
         """The same tokens in float32: what a 16-bit dtype hides."""
         return self._whole_again(beside(self._a, "-float32"), dtype="float32")
 
@@ -350,7 +350,7 @@ class LookingAdvice(Advice):
         """Nothing: a truth repeats a run."""
         return []
 
-    def escalate(self) -> list[Command]:
+    def escalate(self, unseen: Side | None = None) -> list[Command]:
         """Nothing: that takes another capture."""
         return []
 

@@ -412,6 +412,18 @@ def why_not_anchored(own: Run, notes: Mapping[str, ModuleNote]) -> str | None:
     return can_anchor(own, notes)
 
 
+def why_not_escalated(request: Request, module: torch.nn.Module) -> str | None:
+    """None if the weights and what is kept allow an escalated pass, else why they do not."""
+    if all(parameter.dtype.itemsize >= 4 for parameter in module.parameters()):
+        return "the model is in float32, as such a pass would be"
+    if request.like is None and request.store != "full":
+        return (
+            f"without --like it repeats this run's own free pass, of which --store {request.store} "
+            "keeps no bytes"
+        )
+    return None
+
+
 class Enough(Exception):  # no error: what fitted was made
     """The time that a truth may take is used up."""
 
@@ -472,10 +484,14 @@ def disagreement(run: Run) -> tuple[str, float] | None:
     where that is far beyond it."""
     ratios: dict[str, float] = {}
     free = {record.site: record for record in run.records if record.pass_ == "free"}
+    work = format_named(run.manifest.model.dtype)
     for site, record in OwnFloor(run).channels.items():
         own = free[site]
+        forms = [format_named(own.dtype), work]  # a residual in float32 is of 16-bit products
         weight = max(
-            floor_weights(format_named(own.dtype), num_features=own.shape[-1], role="block")
+            max(floor_weights(form, num_features=own.shape[-1], role="block"))
+            for form in forms
+            if form.itemsize >= 2  # 8-bit weights are widened first
         )
         error, energy = run.read(record).double().square().sum(dim=1).tolist()
         if weight and energy:

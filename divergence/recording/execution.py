@@ -35,6 +35,7 @@ from divergence.recording.anchors import (
     why_no_room,
     why_no_truth,
     why_not_anchored,
+    why_not_escalated,
 )
 from divergence.recording.engines.engine import (
     GroupResult,
@@ -471,18 +472,12 @@ class Execution:
 
     def _anchored_passes(self) -> list[Pass]:
         request, passes = self.request, list[Pass]()
-        lacking = self.session.lacks
         if request.like is None:
-            reason = self._why_not_escalated() if request.escalate else None
-            if reason is not None:
-                self._note(f"no escalated pass: {reason}")
-            elif request.escalate:
-                passes.append(ESCALATED)
-            return passes
+            return self._escalated()
         if not (request.anchor or request.escalate):
             return passes
-        if "anchor" in lacking:
-            self._note(f"no anchored pass: {lacking['anchor']}")
+        if "anchor" in self.session.lacks:
+            self._note(f"no anchored pass: {self.session.lacks['anchor']}")
             return passes
         reason = can_anchor(request.like, self.notes)
         if reason is not None:
@@ -491,28 +486,19 @@ class Execution:
             return passes
         if request.anchor:
             passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
-        if request.escalate:
-            reason = self._why_not_escalated()
-            if reason is None:
-                passes.append(ESCALATED)
-            else:
-                self._note(f"no escalated pass: {reason}")
-        return passes
+        return passes + self._escalated()
 
-    def _why_not_escalated(self) -> str | None:
-        """None if this capture can make an escalated pass, else why it cannot."""
-        request, lacking = self.request, self.session.lacks
-        for feature in ("anchor", "escalate"):
-            if feature in lacking:
-                return lacking[feature]
-        if all(p.dtype.itemsize >= 4 for p in self.loaded.module.parameters()):
-            return "the model is in float32, as such a pass would be"
-        if request.like is None and request.store != "full":
-            return (
-                f"without --like it repeats this run's own free pass, of which "
-                f"--store {request.store} keeps no bytes"
-            )
-        return None
+    def _escalated(self) -> list[Pass]:
+        """The escalated pass, where it is asked for; why not, where this capture cannot make it."""
+        if not self.request.escalate:
+            return []
+        lacking = self.session.lacks
+        reason = lacking.get("anchor") or lacking.get("escalate")
+        reason = reason or why_not_escalated(self.request, self.loaded.module)
+        if reason is None:
+            return [ESCALATED]
+        self._note(f"no escalated pass: {reason}")
+        return []
 
     def _is_own(self, pass_: Pass) -> bool:
         """An escalated pass that is anchored to this run's own free pass?"""
@@ -613,7 +599,7 @@ class Execution:
             steps=request.steps,
             positions=request.positions,
             logit_paths=output_paths(self.loaded.structure) if decides else (),
-            plants=own_plants(plants, self.notes) if pass_.whole else plants,
+            plants=own_plants(plants, self.notes) if pass_.whole or self._is_own(pass_) else plants,
             anchor=anchor,
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,

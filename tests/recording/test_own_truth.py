@@ -168,6 +168,15 @@ def test_a_fault_far_beyond_rounding_is_said_at_capture(heard, llama):
     assert [note for note in notes if note.startswith("model.layers.1: its float64 differs")]
 
 
+def test_a_residual_in_float32_of_16_bit_products_is_no_fault(heard, tiny_model):
+    """A block hands on float32, and computes in bfloat16: that is what its rounding is."""
+    run, notes = heard(tiny_model("mamba"), truth="auto", dtype="bfloat16")
+    (dtype,) = {r.dtype for r in run.records if r.coordinates[1:] == (0, 0, "backbone.layers.1:out")
+                and r.pass_ == "free"}  # fmt: skip
+    assert (run.manifest.model.dtype, dtype) == ("bfloat16", "float32")
+    assert not notes
+
+
 def test_an_unknown_mode_is_refused(heard, llama):
     """--truth takes four words."""
     with pytest.raises(UsageError, match="--truth half"):
@@ -180,6 +189,21 @@ def test_a_dry_run_says_whether_there_will_be_one(own_truths, llama, mode, passe
     plan = plan_capture(str(llama), prompts=PROMPTS, truth=mode)
     assert plan.passes == passes
     assert any("truth" in note for note in plan.notes) == (mode is None)
+
+
+@pytest.mark.parametrize(
+    ("options", "made", "word"),
+    [
+        ({"dtype": "bfloat16"}, True, "4 bytes a number"),
+        ({"dtype": "float32"}, False, "in float32, as such a pass would be"),
+        ({"dtype": "bfloat16", "store": "sketch"}, False, "--store sketch keeps no bytes"),
+    ],
+)
+def test_a_dry_run_says_whether_it_will_be_escalated(llama, options, made, word):
+    """The plan lists the pass or says why there is none, as the capture does."""
+    plan = plan_capture(str(llama), prompts=PROMPTS, escalate=True, truth="no", **options)
+    assert plan.passes == ["free", "escalated"][: 1 + made]
+    assert any(word in note for note in plan.notes)
 
 
 def test_a_step_that_is_cut_short_has_no_gradients_of_parameters(heard, llama, monkeypatch):

@@ -359,7 +359,7 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
     """None if a capture can make its own truth, else why it cannot."""
     engine, plan = session.note().name, "divergence truth makes one"
     if session.loaded.ranks is not None:
-        return f"of several processes {plan} in one"
+        return f"the work is divided between processes; {plan} in a single one"
     if engine not in (TRANSFORMERS, QUANTIZE):
         return f"the engine {engine} has no weights that could be widened; {plan} with transformers"
     if compiled_regions(session.loaded.module):

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -251,12 +251,15 @@ class Execution:
         """Write the run to ``out``, and open it."""
         request = self.request
         passes = self._made = self._passes()
-        own_truth = self._own_truth(out)
         plain = not (self.selection.operators or self.plants or request.substitutes)
         plain = plain and request.use_cache and request.prefill_chunk is None
         truth = self.compute_dtype == torch.float64 and plain
         self._together = Together(self.loaded, self.samples) if truth else None
         manifest = self._manifest(self._plan(passes), command)
+        own_truth = self.compute_dtype is None and mode_of(request) != "no"
+        lacking = why_no_truth(request, self.session, self.device, out) if own_truth else None
+        if lacking is not None:
+            self._no_truth(manifest, lacking)
         watch = CompiledWatch(self.loaded.module)
         for note in watch.beforehand(self.selection.operators, self.selection.hooked):
             self._note(note)
@@ -304,7 +307,7 @@ class Execution:
             if remembering is not None:
                 writer.drain()
                 manifest.repeatability = self._repeat(remembering.items)
-            if own_truth:
+            if own_truth and lacking is None:
                 self._make_truth(writer, manifest)
             if self.division is not None:
                 writer.flush()
@@ -315,14 +318,13 @@ class Execution:
             self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
         return run
 
-    def _own_truth(self, out: Location) -> bool:
-        """Does this run carry its own truth? Why not, where it was to, is said."""
-        if self.compute_dtype is not None or mode_of(self.request) == "no":
-            return False
-        reason = why_no_truth(self.request, self.session, self.device, out)
-        if reason is not None:
-            self._note(f"no truth: {reason}")
-        return reason is None
+    def _no_truth(self, manifest: Manifest, reason: str) -> None:
+        """Says why this run carries no truth, although it was to, and notes it in the run."""
+        self._note(f"no truth: {reason}")
+        manifest.plan.truth = OwnTruth(
+            mode=cast(Literal["auto", "full", "floor"], mode_of(self.request)),
+            num_steps=[0] * len(self.groups), device=self.device, seconds=0.0, stopped_by=reason,
+        )  # fmt: skip
 
     def _make_truth(self, writer: RunWriter, manifest: Manifest) -> None:
         """The run's own truth and floor: what fails in them ends them, and nothing else."""
@@ -336,13 +338,15 @@ class Execution:
                 writer.flush()
                 room = why_no_room(manifest.sizes.seen_bytes)
                 if room is not None:
-                    self._note(f"no truth: {room}")
+                    self._no_truth(manifest, room)
                     return
                 own = stack.enter_context(self._again_in_full(manifest))
             full, keeps = mode_of(request) == "full", keeps_tensors(request)
             reason = why_not_anchored(own, self.notes)
-            if reason is not None:
-                self._note(f"no {'anchored ' * (full and keeps)}truth: {reason}")
+            if reason is not None and full and keeps:
+                self._note(f"no anchored truth: {reason}")
+            elif reason is not None:
+                self._no_truth(manifest, reason)
             device = other_device(self.device)
             passes = [
                 Pass(name, anchored=kind == "anchored", compute_dtype=torch.float64, device=device)

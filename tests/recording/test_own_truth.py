@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import divergence
+from divergence.cli.main import app
 from divergence.errors import UsageError
 from divergence.recording import anchors as module
 from divergence.recording.api import plan_capture
@@ -133,12 +134,19 @@ def test_prefills_come_first():
     ],
     ids=str,
 )
-def test_where_there_can_be_none_the_reason_is_said(own_truths, heard, llama, options, reason):
-    """A capture that can make no truth says why, and is complete."""
+def test_where_there_can_be_none_the_reason_is_said(
+    own_truths, heard, llama, capsys, options, reason
+):
+    """A capture that can make no truth says why, is complete, and holds the reason."""
     run, notes = heard(llama, **options)
     assert run.manifest.complete
     assert "truth" not in run.manifest.plan.passes
-    assert [note for note in notes if note.startswith("no truth: ") and reason in note]
+    (note,) = [note for note in notes if note.startswith("no truth: ") and reason in note]
+    assert own_truth(run) is None
+    with pytest.raises(SystemExit):
+        app(["inspect", str(run.path)], prog_name="divergence")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"truth none: {note.removeprefix('no truth: ')}" in shown
 
 
 @pytest.mark.parametrize("options", [{"positions": "last:2"}, {"sites": ["lm_head"]}], ids=str)

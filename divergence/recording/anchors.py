@@ -153,8 +153,8 @@ class FloorSink:
 # Everything else stays the forward's own:
 #
 # * pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a wrong
-# mask, a
-#   kernel whose result depends on the whole batch), that must show. Zeros would hide half of it.
+#   mask, a kernel whose result depends on the whole batch), that must show. Zeros would hide half
+#   of it.
 # * rows of prompts that had ended in RUN while others go on: they are fed padding.
 # * masks, positions and whatever else has no row of tokens for each prompt.
 #

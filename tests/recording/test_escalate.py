@@ -11,6 +11,7 @@ from torch import nn
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.report.summary import smallest_visible
 from divergence.run.reader import Run, without_passes
 
 BLOCK = "model.layers.1"
@@ -216,6 +217,8 @@ def test_both_sides_escalated_are_sure(own, tmp_path):
     assert lacking[0]["side"] == "reference"
     assert "--escalate" in verdict.next[0]
     assert f"--like {own.path}" in verdict.next[0]
+    seen, hidden = (smallest_visible(compare(a, b)) for a in (own, unseen))
+    assert seen < 2**-16 < 2**-8 < hidden
 
 
 def test_a_fault_of_a_below_its_floor_is_as_s(own, tiny_model, tmp_path):
@@ -248,6 +251,30 @@ def test_what_keeps_no_bytes_is_not_escalated(tiny_model, tmp_path):
     )  # fmt: skip
     assert run.manifest.plan.passes == ["free"]
     assert "no escalated pass: without --like it repeats this run's own free pass" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "side"), [("scale:1.002@step=2", None), ("scale:1.002", "candidate")]
+)
+def test_what_the_truth_does_not_reach_is_held_against_the_other(
+    tiny_model, tmp_path, monkeypatch, fault, side
+):
+    """Of forwards that the time did not allow: their float32 passes are compared with each other,
+    and where the truth tells the side of the same site elsewhere, it is theirs too."""
+    for name in ("LEAST_SECONDS", "SHARE"):
+        monkeypatch.setattr(f"divergence.recording.execution.{name}", 0.0)
+    a = capture(
+        str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ.", "Machines too."],
+        max_new_tokens=3, dtype="bfloat16", escalate=True, truth="auto",
+    )  # fmt: skip
+    assert a.manifest.plan.truth.num_steps == [1, 0]
+    b = capture(
+        like=a, out=tmp_path / "b", escalate=True, plants=[f"{BLOCK}.mlp.down_proj:out={fault}"]
+    )
+    report = compare(a, b)
+    assert not report.coverage.unmatched
+    verdict = report.verdict
+    assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, side)
 
 
 def test_an_input_s_fault_is_planted_once(tiny_model, tmp_path):

@@ -39,7 +39,7 @@ from benchmarks._reports_tokens import TOKENS
 from benchmarks._reports_weights import WEIGHTS
 
 CASES: dict[str, Case] = {case.name: case for case in (*KERNELS, *WEIGHTS, *TOKENS)}
-WAYS = {"alone": "two runs alone", "truth": "with a truth", "localize": "after localize"}
+WAYS = {"alone": "two runs", "truth": "with a truth made apart", "localize": "after localize"}
 _WIDTH = 110
 """Characters of one answer in the table."""
 
@@ -48,7 +48,7 @@ _HEAD = """# Public reports, rebuilt
 
 Reports by people whose models gave other numbers than they should. Each is rebuilt on a tiny
 random model, with the cause that its maintainers or its reporter stated; what is wrong is done to B
-alone.
+alone. A carries the truth that its capture made, wherever it could.
 A program writes the page: `python benchmarks/reports.py --out FILE.jsonl --write docs/reports.md`.
 """
 _GRADES = """**right**: kind, place and side are those of the cause, and the words that tell it from

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from divergence.comparison.measure.truth import Truth
+from divergence.comparison.measure.truth import Truth, inputs_of
 from divergence.errors import DivergenceError
 from divergence.facts import Fact, fact
 from divergence.run.command import Command, command
@@ -41,6 +41,18 @@ class Advice:
         self._truth = None if truth is None or self._carried else str(truth.path)
         self._reference, self._candidate = reference.manifest, candidate.manifest
         self._runs = reference, candidate
+        self._source, self._source_path = reference.manifest, self._a
+        """Whose inputs both sides got: the one of the two that the other repeats, or where both
+        repeat a third run that one, if its path is known: it carries the truth."""
+        inputs, anchor = inputs_of(reference, candidate), reference.manifest.plan.anchored_to
+        if inputs is not None:
+            self._source, self._source_path = inputs.manifest, str(inputs.path)
+        elif (
+            truth is not None
+            and anchor == candidate.manifest.plan.anchored_to is not None
+            and truth.manifest.id.startswith(f"{anchor} ")  # its own
+        ):
+            self._source, self._source_path = truth.manifest, str(truth.path)
         self.divided = candidate.manifest.mesh is not None  # among several ranks
 
     @cached_property
@@ -188,23 +200,33 @@ class Advice:
         make no such pass. ``unseen``: the side that alone made none."""
         if self._candidate.model.dtype != self._reference.model.dtype or self.divided:
             return []
-        if unseen == "reference":
-            first = beside(self._a, "-escalated")
-            truth = self._a if self._carried else self._truth
-            deep = self._reference_again(o=first, no_anchor=False, escalate=True)
-            return [deep, command("compare", first, self._b, truth=truth)]
+        if unseen == "reference" or self._source is not self._reference:
+            first, second, made = self._a, self._b, list[Command]()
+            if unseen != "candidate":
+                first = beside(self._a, "-escalated")
+                made.append(self._escalated(self._reference, first, _ON_REFERENCE))
+            if unseen != "reference":
+                second = beside(self._b, "-escalated")
+                made.append(self._escalated(self._candidate, second, _ON_CANDIDATE))
+            truth = self._source_path if self._carried else self._truth
+            return [*made, command("compare", first, second, truth=truth)]
         again = self._anchoring(()) if self._reference.plan.store != "full" else []
         first = beside(self._a, "-blocks") if again else self._a
-        out = beside(self._b, "-escalated")
+        deep = beside(self._b, "-escalated")
         known = (self._truth is not None or self._carried) and not again
         truth = self._truth if known else beside(first, "-truth")
         commands = [
             *again,
-            self._candidate_again(like=first, o=out, escalate=True),
+            self._candidate_again(like=first, o=deep, escalate=True),
         ]
         if not known:
             commands.append(command("truth", first, o=truth, note=_ON_REFERENCE))
-        return [*commands, command("compare", first, out, truth=truth)]
+        return [*commands, command("compare", first, deep, truth=truth)]
+
+    def _escalated(self, side: Manifest, out: str, note: Fact) -> Command:
+        """A side once more, from the inputs that both got, with the float32 pass."""
+        special = self._special(side, self._source)
+        return _capture(side, like=self._source_path, o=out, escalate=True, **special, note=note)
 
     def operator(self, site: str, candidate_site: str, side: str | None) -> list[Command]:
         """The operator by itself, as a script for whoever made it."""
@@ -248,26 +270,26 @@ class Advice:
         out = _folder(self._b, "-localized")
         return command("localize", self._a, self._b, o=out, **options)
 
-    def _special(self, manifest: Manifest) -> dict[str, Any]:
-        """What makes this side's run special, and its device where the sides' are not of a kind."""
+    def _special(self, manifest: Manifest, like: Manifest) -> dict[str, Any]:
+        """What makes this side's run special beside the one it repeats, and its device where the
+        sides' are not of a kind."""
         if manifest.environment.device_type == UNKNOWN:
             return {}
         kinds = {side.environment.device_type for side in (self._reference, self._candidate)}
         kinds.discard(UNKNOWN)
         device = {"device": manifest.environment.device_type} if len(kinds) > 1 else {}
-        return device | _options(manifest, self._reference)
+        return device | _options(manifest, like)
 
-    def _reference_again(self, *, no_anchor: bool = True, **options: Any) -> Command:
+    def _reference_again(self, **options: Any) -> Command:
         """The reference's machine captures it once more."""
-        special = self._special(self._reference)
         return _capture(
-            self._reference, like=self._a, no_anchor=no_anchor, **options, **special,
-            note=_ON_REFERENCE,
+            self._reference, like=self._a, no_anchor=True, **options,
+            **self._special(self._reference, self._reference), note=_ON_REFERENCE,
         )  # fmt: skip
 
     def _candidate_again(self, *, like: str, **options: Any) -> Command:
         """The candidate's machine captures ``like`` as it made the candidate."""
-        special = self._special(self._candidate)
+        special = self._special(self._candidate, self._reference)
         return _capture(self._candidate, like=like, **options, **special, note=_ON_CANDIDATE)
 
 
@@ -311,7 +333,7 @@ class WithinAdvice(Advice):
 
     def _whole_again(self, out: str, **options: Any) -> list[Command]:
         """The same run with other sites or in another dtype, and its decode steps compared."""
-        special = self._special(self._reference)
+        special = self._special(self._reference, self._reference)
         return [
             _capture(
                 self._reference, like=self._a, o=out, no_anchor=True, whole=True,

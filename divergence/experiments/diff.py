@@ -166,16 +166,20 @@ def diff(
     common: dict[str, Any] = {"prompt": _listed(prompts), "prompts": prompts_file, "chat": chat,
               "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}  # fmt: skip
     steps = _Steps(Path(out), force=force, quiet=quiet, on_step=on_step)
+    from divergence.recording.engines.load import own_dtype
+
     first, second = sides
+    engines = {setup.options.get("engine", "transformers") for setup in sides}
+    asked = first.options.get("dtype")
+    escalates = engines <= {*_ESCALATES} and asked == second.options.get("dtype")
+    current = first.python == sys.executable  # others may be older
+    narrow = escalates and current and (asked or own_dtype(str(model))) in _NARROW
     a = steps.run(
         "a", first, "capture", str(model), like=None, **common,
-        **_batches(first, model_first=True),
-        truth="full" if first.python == sys.executable else None,  # others may be older
+        **_batches(first, model_first=True), truth="full" if current else None, escalate=narrow,
     )  # fmt: skip
     manifest = a.manifest
-    engines = {setup.options.get("engine", "transformers") for setup in sides}
-    escalate = manifest.model.dtype in _NARROW and engines <= {*_ESCALATES}
-    escalate = escalate and first.options.get("dtype") == second.options.get("dtype")
+    escalate = escalates and manifest.model.dtype in _NARROW
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     b = steps.run("b", second, "capture", like=a, escalate=escalate, **remote,
                   **_batches(second, len(manifest.tokens.samples)))  # fmt: skip

@@ -485,8 +485,8 @@ Truth = Annotated[
     str | None,
     Option(
         "--truth TRUTH",
-        "A float64 run of `divergence truth`, which tells the side that is wrong. Default: the "
-        "truth that the first run carries.",
+        "A float64 run of `divergence truth`, or a run that carries its truth: it tells the side "
+        "that is wrong. Default: the truth that the first run carries.",
     ),
 ]
 FloorRuns = Annotated[

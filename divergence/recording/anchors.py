@@ -153,8 +153,8 @@ class FloorSink:
 # Everything else stays the forward's own:
 #
 # * pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a wrong
-# mask, a
-#   kernel whose result depends on the whole batch), that must show. Zeros would hide half of it.
+#   mask, a kernel whose result depends on the whole batch), that must show. Zeros would hide half
+#   of it.
 # * rows of prompts that had ended in RUN while others go on: they are fed padding.
 # * masks, positions and whatever else has no row of tokens for each prompt.
 #
@@ -359,7 +359,7 @@ def why_no_truth(request: Request, session: Session, device: str, out: Location)
     """None if a capture can make its own truth, else why it cannot."""
     engine, plan = session.note().name, "divergence truth makes one"
     if session.loaded.ranks is not None:
-        return f"of several processes {plan} in one"
+        return f"the work is divided between processes; {plan} in a single one"
     if engine not in (TRANSFORMERS, QUANTIZE):
         return f"the engine {engine} has no weights that could be widened; {plan} with transformers"
     if compiled_regions(session.loaded.module):
@@ -410,6 +410,18 @@ def why_not_anchored(own: Run, notes: Mapping[str, ModuleNote]) -> str | None:
     if not any(note.role == "block" for note in notes.values()):
         return "the model has no blocks"
     return can_anchor(own, notes)
+
+
+def why_not_escalated(request: Request, module: torch.nn.Module) -> str | None:
+    """None if the weights and what is kept allow an escalated pass, else why they do not."""
+    if all(parameter.dtype.itemsize >= 4 for parameter in module.parameters()):
+        return "the model is in float32, as such a pass would be"
+    if request.like is None and request.store != "full":
+        return (
+            f"without --like it repeats this run's own free pass, of which --store {request.store} "
+            "keeps no bytes"
+        )
+    return None
 
 
 class Enough(Exception):  # no error: what fitted was made
@@ -472,10 +484,14 @@ def disagreement(run: Run) -> tuple[str, float] | None:
     where that is far beyond it."""
     ratios: dict[str, float] = {}
     free = {record.site: record for record in run.records if record.pass_ == "free"}
+    work = format_named(run.manifest.model.dtype)
     for site, record in OwnFloor(run).channels.items():
         own = free[site]
+        forms = [format_named(own.dtype), work]  # a residual in float32 is of 16-bit products
         weight = max(
-            floor_weights(format_named(own.dtype), num_features=own.shape[-1], role="block")
+            max(floor_weights(form, num_features=own.shape[-1], role="block"))
+            for form in forms
+            if form.itemsize >= 2  # 8-bit weights are widened first
         )
         error, energy = run.read(record).double().square().sum(dim=1).tolist()
         if weight and energy:

@@ -22,7 +22,13 @@ from divergence.errors import ModelError, first_line
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import sketch_bytes
 from divergence.options.commands import CaptureOptions
-from divergence.recording.anchors import can_anchor, keeps_tensors, mode_of, unpadded
+from divergence.recording.anchors import (
+    can_anchor,
+    keeps_tensors,
+    mode_of,
+    unpadded,
+    why_not_escalated,
+)
 from divergence.recording.engines.load import LoadedModel, Loading, empty_model
 from divergence.recording.keeper import ShapeKeeper
 from divergence.recording.modules import Recorder
@@ -147,10 +153,20 @@ def plan_capture(
     passes, total, said = ["free"], sum(row.bytes for row in rows), []
     if request.only_changed:
         said.append("of these bytes only those are stored that the run to be repeated has not")
-    if request.like is not None and request.anchor and can_anchor(request.like, notes) is None:
+    anchors = request.like is not None and can_anchor(request.like, notes) is None
+    if anchors and request.anchor:
         passes.append("anchored")
         total *= 2
         said.append("the anchored pass is counted like the free one; equal tensors are stored once")
+    if request.escalate:
+        reason = why_not_escalated(request, loaded.module)
+        if reason is None and (anchors or request.like is None):
+            passes.append("escalated")
+            said.append(
+                "the escalated pass is not counted: 4 bytes a number of each output that it reaches"
+            )
+        elif reason is not None:
+            said.append(f"no escalated pass: {reason}")
     if request.whole:
         reason = why_not_whole(request, loaded.task, selection, notes)
         if reason is None:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from divergence.recording.anchors import (
     why_no_room,
     why_no_truth,
     why_not_anchored,
+    why_not_escalated,
 )
 from divergence.recording.engines.engine import (
     GroupResult,
@@ -250,12 +251,15 @@ class Execution:
         """Write the run to ``out``, and open it."""
         request = self.request
         passes = self._made = self._passes()
-        own_truth = self._own_truth(out)
         plain = not (self.selection.operators or self.plants or request.substitutes)
         plain = plain and request.use_cache and request.prefill_chunk is None
         truth = self.compute_dtype == torch.float64 and plain
         self._together = Together(self.loaded, self.samples) if truth else None
         manifest = self._manifest(self._plan(passes), command)
+        own_truth = self.compute_dtype is None and mode_of(request) != "no"
+        lacking = why_no_truth(request, self.session, self.device, out) if own_truth else None
+        if lacking is not None:
+            self._no_truth(manifest, lacking)
         watch = CompiledWatch(self.loaded.module)
         for note in watch.beforehand(self.selection.operators, self.selection.hooked):
             self._note(note)
@@ -303,7 +307,7 @@ class Execution:
             if remembering is not None:
                 writer.drain()
                 manifest.repeatability = self._repeat(remembering.items)
-            if own_truth:
+            if own_truth and lacking is None:
                 self._make_truth(writer, manifest)
             if self.division is not None:
                 writer.flush()
@@ -314,14 +318,13 @@ class Execution:
             self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
         return run
 
-    def _own_truth(self, out: Location) -> bool:
-        """Does this run carry its own truth? Why not, where it was to, is said."""
-        if self.compute_dtype is not None or mode_of(self.request) == "no":
-            return False
-        reason = why_no_truth(self.request, self.session, self.device, out)
-        if reason is not None:
-            self._note(f"no truth: {reason}")
-        return reason is None
+    def _no_truth(self, manifest: Manifest, reason: str) -> None:
+        """Says why this run carries no truth, although it was to, and notes it in the run."""
+        self._note(f"no truth: {reason}")
+        manifest.plan.truth = OwnTruth(
+            mode=cast(Literal["auto", "full", "floor"], mode_of(self.request)),
+            num_steps=[0] * len(self.groups), device=self.device, seconds=0.0, stopped_by=reason,
+        )  # fmt: skip
 
     def _make_truth(self, writer: RunWriter, manifest: Manifest) -> None:
         """The run's own truth and floor: what fails in them ends them, and nothing else."""
@@ -335,13 +338,15 @@ class Execution:
                 writer.flush()
                 room = why_no_room(manifest.sizes.seen_bytes)
                 if room is not None:
-                    self._note(f"no truth: {room}")
+                    self._no_truth(manifest, room)
                     return
                 own = stack.enter_context(self._again_in_full(manifest))
             full, keeps = mode_of(request) == "full", keeps_tensors(request)
             reason = why_not_anchored(own, self.notes)
-            if reason is not None:
-                self._note(f"no {'anchored ' * (full and keeps)}truth: {reason}")
+            if reason is not None and full and keeps:
+                self._note(f"no anchored truth: {reason}")
+            elif reason is not None:
+                self._no_truth(manifest, reason)
             device = other_device(self.device)
             passes = [
                 Pass(name, anchored=kind == "anchored", compute_dtype=torch.float64, device=device)
@@ -471,18 +476,12 @@ class Execution:
 
     def _anchored_passes(self) -> list[Pass]:
         request, passes = self.request, list[Pass]()
-        lacking = self.session.lacks
         if request.like is None:
-            reason = self._why_not_escalated() if request.escalate else None
-            if reason is not None:
-                self._note(f"no escalated pass: {reason}")
-            elif request.escalate:
-                passes.append(ESCALATED)
-            return passes
+            return self._escalated()
         if not (request.anchor or request.escalate):
             return passes
-        if "anchor" in lacking:
-            self._note(f"no anchored pass: {lacking['anchor']}")
+        if "anchor" in self.session.lacks:
+            self._note(f"no anchored pass: {self.session.lacks['anchor']}")
             return passes
         reason = can_anchor(request.like, self.notes)
         if reason is not None:
@@ -491,28 +490,19 @@ class Execution:
             return passes
         if request.anchor:
             passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
-        if request.escalate:
-            reason = self._why_not_escalated()
-            if reason is None:
-                passes.append(ESCALATED)
-            else:
-                self._note(f"no escalated pass: {reason}")
-        return passes
+        return passes + self._escalated()
 
-    def _why_not_escalated(self) -> str | None:
-        """None if this capture can make an escalated pass, else why it cannot."""
-        request, lacking = self.request, self.session.lacks
-        for feature in ("anchor", "escalate"):
-            if feature in lacking:
-                return lacking[feature]
-        if all(p.dtype.itemsize >= 4 for p in self.loaded.module.parameters()):
-            return "the model is in float32, as such a pass would be"
-        if request.like is None and request.store != "full":
-            return (
-                f"without --like it repeats this run's own free pass, of which "
-                f"--store {request.store} keeps no bytes"
-            )
-        return None
+    def _escalated(self) -> list[Pass]:
+        """The escalated pass, where it is asked for; why not, where this capture cannot make it."""
+        if not self.request.escalate:
+            return []
+        lacking = self.session.lacks
+        reason = lacking.get("anchor") or lacking.get("escalate")
+        reason = reason or why_not_escalated(self.request, self.loaded.module)
+        if reason is None:
+            return [ESCALATED]
+        self._note(f"no escalated pass: {reason}")
+        return []
 
     def _is_own(self, pass_: Pass) -> bool:
         """An escalated pass that is anchored to this run's own free pass?"""
@@ -613,7 +603,7 @@ class Execution:
             steps=request.steps,
             positions=request.positions,
             logit_paths=output_paths(self.loaded.structure) if decides else (),
-            plants=own_plants(plants, self.notes) if pass_.whole else plants,
+            plants=own_plants(plants, self.notes) if pass_.whole or self._is_own(pass_) else plants,
             anchor=anchor,
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,

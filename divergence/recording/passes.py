@@ -291,8 +291,8 @@ def own_inputs(run: Run) -> Anchor:
 
 
 def own_plants(plants: Sequence[Plant], notes: Mapping[str, ModuleNote]) -> list[Plant]:
-    """The faults to plant in the whole pass: not those in inputs that come from the free pass,
-    which have them already."""
+    """The faults to plant in a pass that starts from the free one: not those in inputs that come
+    from there, which have them already."""
     return [
         plant
         for plant in plants

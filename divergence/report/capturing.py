@@ -46,7 +46,7 @@ def captured_lines(
     lines.append(prose("machine", machine))
     if manifest.mesh is not None:
         lines.append(prose("ranks", str(manifest.mesh)))
-    if plan.truth is not None:
+    if plan.truth is not None and any(plan.truth.num_steps):  # else a note says why
         lines.append(prose(truth_name(plan.truth), truth_text(plan.truth, manifest)))
     lines += changed_lines(plan.plants, plan.substitutes)
     for item in manifest.overrides:

@@ -152,7 +152,10 @@ def truth_name(truth: OwnTruth) -> str:
 
 
 def truth_text(truth: OwnTruth, manifest: Manifest) -> str:
-    """``3 of 4 prompts, steps 0-4, in float64 on cpu, 4.1 s of at most 5 s``."""
+    """``3 of 4 prompts, steps 0-4, in float64 on cpu, 4.1 s of at most 5 s``; or why it is none."""
+    stopped = truth.stopped_by
+    if stopped is not None and not any(truth.num_steps):
+        return f"none: {stopped}"
     groups, free = manifest.tokens.groups, "truth_free" in manifest.plan.passes
     held = [len(group) for group, num in zip(groups, truth.num_steps, strict=False) if num]
     total, most = sum(map(len, groups)), max(truth.num_steps, default=0)
@@ -163,7 +166,7 @@ def truth_text(truth: OwnTruth, manifest: Manifest) -> str:
     return (
         f"{prompts}, {steps}{' (some fewer)' * fewer}, in float64 on {truth.device}, "
         f"{'the free run too, ' * free}"
-        f"{truth.seconds:.1f}{allowed} s"
+        f"{truth.seconds:.1f}{allowed} s{'' if stopped is None else f'; not finished: {stopped}'}"
     )
 
 

@@ -101,9 +101,11 @@ def verdict_lines(report: Report) -> list[Line]:
 
 def smallest_visible(report: Report) -> float | None:
     """The relative L2 of a block's typical token from which on an error is flagged, in the middle
-    block: its limit times its floor. None where no block was judged."""
+    block: its limit times its floor; of either side. None where no block was judged."""
     for of in ("escalated", main_pass(report.sites)):
         judged = [site for site in report.sites if site.pass_ == of and site.role == "block"]
+        if of == "escalated" and len({site.of for site in judged} - {None}) == 1:
+            continue  # the other side's errors are hidden in its own dtype
         sizes = [s.limit * s.floor for s in judged if s.limit is not None and s.floor is not None]
         if sizes:
             return statistics.median(sizes)

@@ -687,7 +687,7 @@ class OwnTruth(_Strict, kw_only=True):
     budget_seconds: float | None = None
     """What it was allowed. None: as long as it takes."""
     stopped_by: str | None = None
-    """What ended it early, other than its time."""
+    """What ended it early, other than its time, or with no step at all why there is none."""
 
 
 class Plan(_Strict, kw_only=True):

@@ -48,7 +48,7 @@ def test_two_settings_are_captured_judged_and_compared(made):
     report = result.report
     assert report.verdict.kind in ("identical", "within_floor")
     lacking = [one.name for one in report.verdict.checks if one.state != "met"]
-    assert not {"truth", "anchored"} & {*lacking}
+    assert not {"truth", "anchored", "escalated"} & {*lacking}
     assert [step[2] for step in steps] == [False, False]
     assert json.loads((result.folder / "report.json").read_text())["verdict"]
     assert result.page.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -58,6 +58,7 @@ def test_two_settings_are_captured_judged_and_compared(made):
         "attn-implementation sdpa",
     )
     assert "escalated" in b.plan.passes
+    assert "escalated" in Run.open(result.folder / "a").manifest.plan.passes
     assert result.localize is None
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.report.summary import smallest_visible
 from divergence.run.reader import Run, without_passes
 
 BLOCK = "model.layers.1"
@@ -216,6 +217,8 @@ def test_both_sides_escalated_are_sure(own, tmp_path):
     assert lacking[0]["side"] == "reference"
     assert "--escalate" in verdict.next[0]
     assert f"--like {own.path}" in verdict.next[0]
+    seen, hidden = (smallest_visible(compare(a, b)) for a in (own, unseen))
+    assert seen < 2**-16 < 2**-8 < hidden
 
 
 def test_a_fault_of_a_below_its_floor_is_as_s(own, tiny_model, tmp_path):
@@ -248,3 +251,104 @@ def test_what_keeps_no_bytes_is_not_escalated(tiny_model, tmp_path):
     )  # fmt: skip
     assert run.manifest.plan.passes == ["free"]
     assert "no escalated pass: without --like it repeats this run's own free pass" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "side"), [("scale:1.002@step=2", None), ("scale:1.002", "candidate")]
+)
+def test_what_the_truth_does_not_reach_is_held_against_the_other(
+    tiny_model, tmp_path, monkeypatch, fault, side
+):
+    """Of forwards that the time did not allow: their float32 passes are compared with each other,
+    and where the truth tells the side of the same site elsewhere, it is theirs too."""
+    for name in ("LEAST_SECONDS", "SHARE"):
+        monkeypatch.setattr(f"divergence.recording.execution.{name}", 0.0)
+    a = capture(
+        str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ.", "Machines too."],
+        max_new_tokens=3, dtype="bfloat16", escalate=True, truth="auto",
+    )  # fmt: skip
+    assert a.manifest.plan.truth.num_steps == [1, 0]
+    b = capture(
+        like=a, out=tmp_path / "b", escalate=True, plants=[f"{BLOCK}.mlp.down_proj:out={fault}"]
+    )
+    report = compare(a, b)
+    assert not report.coverage.unmatched
+    verdict = report.verdict
+    assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, side)
+
+
+def test_an_input_s_fault_is_planted_once(tiny_model, tmp_path):
+    """The free pass has the planted input already, and its block is not blamed for it."""
+    bad = capture(
+        str(tiny_model("llama")), out=tmp_path / "a", prompts=["Kernels differ."],
+        max_new_tokens=3, dtype="bfloat16", escalate=True, truth="full",
+        plants=[f"{BLOCK}:in=scale:1.05"],
+    )  # fmt: skip
+    b = capture(like=bad, out=tmp_path / "b", escalate=True)
+    verdict = compare(bad, b).verdict
+    assert (verdict.kind, verdict.side, verdict.onset.site) == (
+        "localized", "reference", f"{BLOCK}:in",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_unseen_side_repeats_what_both_got_the_inputs_of(own, swapped, tmp_path):
+    """Of two repetitions the command names the run that both repeat, and not one of them: their
+    passes then belong together."""
+    seen = capture(like=own, out=tmp_path / "b", escalate=True, attn_implementation="sdpa")
+    unseen = capture(like=own, out=tmp_path / "c")
+    pair = (seen, unseen) if swapped else (unseen, seen)
+    verdict = compare(*pair, truth=own).verdict
+    assert (verdict.kind, verdict.confidence) == ("within_floor", "medium")
+    made, compared = verdict.next
+    assert f"--like {own.path} -o {unseen.path}-escalated --escalate" in made
+    assert "--attn-implementation" not in made
+    assert compared.endswith(f"--truth {own.path}")
+
+
+def test_the_run_that_was_repeated_is_asked_too(own, tmp_path):
+    """As B, where A is its repetition: its own inputs are what it is anchored to."""
+    plain = without_passes(own, ["escalated"])
+    a = capture(like=own, out=tmp_path / "a", escalate=True, attn_implementation="sdpa")
+    verdict = compare(a, plain).verdict
+    assert verdict.confidence == "medium"
+    made, compared = verdict.next
+    assert f"--like {own.path} -o {own.path}-escalated --escalate" in made
+    assert compared.endswith(f"{a.path} {own.path}-escalated --truth {own.path}")
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({"batch": True}, ["free", "escalated"]),
+        ({"repeat": 2}, ["free", "escalated"]),
+        ({"whole": True}, ["free", "escalated", "whole"]),
+        ({"steps": "0,2"}, ["free", "escalated"]),
+        ({"use_cache": False}, ["free", "escalated"]),
+        ({"sites": ["blocks", f"ops@{BLOCK}"]}, ["free", "escalated"]),
+        ({"train": True, "max_new_tokens": None}, ["free", "escalated"]),
+        ({"steps": "1-2"}, ["free"]),
+        ({"sites": ["lm_head:out"]}, ["free"]),
+        ({"dtype": "float32"}, ["free"]),
+    ],
+)
+def test_an_own_pass_repeats_what_the_free_pass_made(tiny_model, tmp_path, options, passes):
+    """In the ways a capture can run: the same places, each within float32's rounding where the
+    free pass is within the model's own."""
+    notes: list[str] = []
+    run = capture(
+        str(tiny_model("llama")), out=tmp_path / "run", escalate=True, truth="no",
+        progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
+        **{"dtype": "bfloat16", "prompts": ["Kernels differ.", "So do machines here."],
+           "max_new_tokens": 3, **options},
+    )  # fmt: skip
+    assert run.manifest.plan.passes == passes
+    assert (passes == ["free"]) == any("no escalated pass: " in note for note in notes)
+    free = {r.coordinates[1:]: r for r in run.records if r.pass_ == "free" and r.call is None}
+    blocks = 0
+    for record in run.records:
+        if record.pass_ == "escalated" and record.site == f"{BLOCK}:out":
+            wide, own = run.read(record).double(), run.read(free[record.coordinates[1:]]).double()
+            assert 0 < (wide - own).norm() < 2**-6 * own.norm()
+            blocks += 1
+    assert bool(blocks) == ("escalated" in passes)

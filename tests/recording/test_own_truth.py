@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import divergence
+from divergence.cli.main import app
 from divergence.errors import UsageError
 from divergence.recording import anchors as module
 from divergence.recording.api import plan_capture
@@ -133,12 +134,19 @@ def test_prefills_come_first():
     ],
     ids=str,
 )
-def test_where_there_can_be_none_the_reason_is_said(own_truths, heard, llama, options, reason):
-    """A capture that can make no truth says why, and is complete."""
+def test_where_there_can_be_none_the_reason_is_said(
+    own_truths, heard, llama, capsys, options, reason
+):
+    """A capture that can make no truth says why, is complete, and holds the reason."""
     run, notes = heard(llama, **options)
     assert run.manifest.complete
     assert "truth" not in run.manifest.plan.passes
-    assert [note for note in notes if note.startswith("no truth: ") and reason in note]
+    (note,) = [note for note in notes if note.startswith("no truth: ") and reason in note]
+    assert own_truth(run) is None
+    with pytest.raises(SystemExit):
+        app(["inspect", str(run.path)], prog_name="divergence")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"truth none: {note.removeprefix('no truth: ')}" in shown
 
 
 @pytest.mark.parametrize("options", [{"positions": "last:2"}, {"sites": ["lm_head"]}], ids=str)
@@ -168,6 +176,15 @@ def test_a_fault_far_beyond_rounding_is_said_at_capture(heard, llama):
     assert [note for note in notes if note.startswith("model.layers.1: its float64 differs")]
 
 
+def test_a_residual_in_float32_of_16_bit_products_is_no_fault(heard, tiny_model):
+    """A block hands on float32, and computes in bfloat16: that is what its rounding is."""
+    run, notes = heard(tiny_model("mamba"), truth="auto", dtype="bfloat16")
+    (dtype,) = {r.dtype for r in run.records if r.coordinates[1:] == (0, 0, "backbone.layers.1:out")
+                and r.pass_ == "free"}  # fmt: skip
+    assert (run.manifest.model.dtype, dtype) == ("bfloat16", "float32")
+    assert not notes
+
+
 def test_an_unknown_mode_is_refused(heard, llama):
     """--truth takes four words."""
     with pytest.raises(UsageError, match="--truth half"):
@@ -180,6 +197,21 @@ def test_a_dry_run_says_whether_there_will_be_one(own_truths, llama, mode, passe
     plan = plan_capture(str(llama), prompts=PROMPTS, truth=mode)
     assert plan.passes == passes
     assert any("truth" in note for note in plan.notes) == (mode is None)
+
+
+@pytest.mark.parametrize(
+    ("options", "made", "word"),
+    [
+        ({"dtype": "bfloat16"}, True, "4 bytes a number"),
+        ({"dtype": "float32"}, False, "in float32, as such a pass would be"),
+        ({"dtype": "bfloat16", "store": "sketch"}, False, "--store sketch keeps no bytes"),
+    ],
+)
+def test_a_dry_run_says_whether_it_will_be_escalated(llama, options, made, word):
+    """The plan lists the pass or says why there is none, as the capture does."""
+    plan = plan_capture(str(llama), prompts=PROMPTS, escalate=True, truth="no", **options)
+    assert plan.passes == ["free", "escalated"][: 1 + made]
+    assert any(word in note for note in plan.notes)
 
 
 def test_a_step_that_is_cut_short_has_no_gradients_of_parameters(heard, llama, monkeypatch):

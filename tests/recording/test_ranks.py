@@ -197,8 +197,11 @@ def test_a_fault_in_one_share_is_named(more):
 
 
 def test_fsdp_deals_the_prompts(made):
-    """Weights in pieces, prompts divided: together the ranks hold what one process holds."""
+    """Weights in pieces, prompts divided: together the ranks hold what one process holds, but
+    its truth, and why they hold none."""
     one, two = made("one"), made("fsdp")
+    assert two.manifest.plan.truth.stopped_by.startswith("the work is divided between processes")
+    assert not any(two.manifest.plan.truth.num_steps)
     report = compare(one, two)
     assert report.verdict.kind in ("within_floor", "identical") and whole_of(report)
     assert {(r.rank, r.sample, r.placement) for r in two.records} == {

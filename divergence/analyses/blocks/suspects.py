@@ -83,9 +83,11 @@ class Escalation:
 
     @property
     def side(self) -> SideOrBoth | None:
-        """Which run is wrong, as far as the escalated passes tell."""
-        sides = {unit.results[0].of for unit in self.flagged}
-        if not sides or None in sides:
+        """Which run is wrong, as far as the escalated passes tell: of steps that no truth reaches
+        the side is that of the same site elsewhere."""
+        sides = {unit.results[0].of for unit in self.flagged} - {None}
+        judged = {unit.site for unit in self.flagged if unit.results[0].of is not None}
+        if not sides or any(unit.site not in judged for unit in self.flagged):
             return None
         return sides.pop() if len(sides) == 1 else "both"
 

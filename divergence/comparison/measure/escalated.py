@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -38,7 +38,7 @@ def compare_escalated(
 ) -> list[SiteResult]:
     """One result for each escalated record that has a partner.
 
-    Against the truth each side of ``sides`` answers for itself (``of``); without one, two
+    Against the truth each side of ``sides`` answers for itself (``of``); where none reaches, two
     escalated passes of equal inputs are compared with each other. ``routes`` takes what was seen
     of experts.
     """
@@ -58,12 +58,16 @@ def compare_escalated(
             results += _measured(
                 true_run, run, "anchored", name, inputs, thresholds, measure, progress, routes
             )
-    elif (
+    if (
         len(having) == 2
         and a.manifest.model.dtype == b.manifest.model.dtype
         and a.manifest.escalated_to == b.manifest.escalated_to
     ):
-        results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress, routes)
+        alone = [{(r.sample, r.step, r.site) for r in results if r.of == side} for side in sides]
+        results += _measured(
+            a, b, ESCALATED, None, inputs, thresholds, measure, progress, routes,
+            without=set.intersection(*alone),
+        )  # fmt: skip
     return results
 
 
@@ -92,12 +96,16 @@ def _measured(
     measure: Callable[..., list[SiteResult]],
     progress: Progress | None,
     routes: Routes | None,
+    *,
+    without: Collection[tuple[int, int, str]] = (),
 ) -> list[SiteResult]:
     pairs = []
     split = reference.manifest.tokens.groups != candidate.manifest.tokens.groups
     theirs = pieces_in(reference, pass_, split=split)
     for key, piece in pieces_in(candidate, ESCALATED, split=split).items():
         other = theirs.get(key)
+        if key in without:
+            continue
         if is_operator_site(piece.record.site) and BACKWARD in piece.record.site:
             continue  # sums of gradients are made in another order where casts are: see calls.match
         if format_named(piece.record.dtype).kind != "float":

@@ -129,7 +129,7 @@ def selfcheck(
             num_prompts=len(manifest.tokens.samples),
             num_prompt_tokens=sum(len(sample.prompt_ids) for sample in manifest.tokens.samples),
             max_new_tokens=manifest.settings.max_new_tokens,
-            truth=manifest.plan.truth is not None,
+            truth=own_truth(base) is not None,
             lines=lines,
             kept=None if keep is None else str(folder),
             seconds=round(time.perf_counter() - began, 1),

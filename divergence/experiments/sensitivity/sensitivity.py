@@ -38,7 +38,7 @@ from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
 from divergence.run.command import Command, command, command_line
 from divergence.run.ranks import unsharded
-from divergence.run.reader import Run
+from divergence.run.reader import Run, own_truth
 from divergence.run.site import did_you_mean
 from divergence.words import Progress
 
@@ -92,7 +92,7 @@ def sensitivity(
             "truth": truth, "floor": floor, "thresholds": thresholds, "progress": progress,
         }  # fmt: skip
         if candidate is None:
-            known = truth is not None or a.manifest.plan.truth is not None
+            known = truth is not None or own_truth(a) is not None
             b, kernels = _made_here(a, capturing, folder / "candidate", escalate=known)
             stack.callback(b.close)
             notes.append(kernels)
@@ -116,13 +116,13 @@ def sensitivity(
                 notes.append(fact("experiments.not_planted", faults=sorted(left)))
         if verdict.kind == "identical":
             notes.append(fact("experiments.sides_equal"))
-        own_truth = sentence(fact("experiments.own_truth"))
+        carried = sentence(fact("experiments.own_truth"))
         result = Sensitivity(
             tool_version=__version__,
             reference=summary_of(a),
             candidate=summary_of(b),
             made_here=candidate is None,
-            truth=None if measured.truth is None else str(measured.truth.path or own_truth),
+            truth=None if measured.truth is None else str(measured.truth.path or carried),
             num_floor_runs=len(floor),
             dtype=a.manifest.model.dtype,
             escalated=trials.escalated,

@@ -589,6 +589,13 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 
 
+def own_dtype(source: str) -> str | None:
+    """The dtype that a checkpoint's config names; None where it names none."""
+    config = None if is_gguf(source) else _file(source, None, "config.json")
+    content = {} if config is None else _json(config)
+    return content.get("dtype") or content.get("torch_dtype")
+
+
 def check_data_alone(source: str, *, revision: str | None) -> None:
     """Raise ModelError where loading ``source`` reads a pickle or an adapter.
 

@@ -58,8 +58,8 @@ def append_output(
 
 
 def output_folder(
-    path: _Path, *, what: str, error: type[DivergenceError] = UsageError
-) -> Path:  # fmt: skip
+    path: _Path, *, what: str = "folder of the runs", error: type[DivergenceError] = UsageError
+) -> Path:
     """The folder ``path``, made where there is none. Raises ``error``."""
     with _failures(path, what, error):
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from divergence.checklist.numbers import Said
 from divergence.checklist.pair import CheckedPair, both, differs, worst
 from divergence.checklist.result import PointState
 from divergence.comparison.preflight.code import CodeDifference, code_differences
+from divergence.comparison.preflight.lines import CPU_OPERATORS
 from divergence.comparison.results import Onset, Verdict
 from divergence.facts import Fact, apart, fact
 from divergence.run.manifest import Manifest
@@ -84,7 +85,7 @@ def precision(pair: CheckedPair) -> tuple[PointState, Fact]:
 
 _LIBRARIES = ("torch", "transformers")
 _SETTINGS = ("engine", "model class", "config", "attention")
-_LINES = (*_SETTINGS, "operators on the CPU", "substituted operators")
+_LINES = (*_SETTINGS, CPU_OPERATORS, "substituted operators")
 """Lines of preflight about what computes, beside the code itself."""
 
 

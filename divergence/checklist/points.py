@@ -20,7 +20,7 @@ from divergence.checklist.pair import (
     worst,
 )
 from divergence.checklist.result import Point, PointName, PointState
-from divergence.facts import Fact, apart, fact
+from divergence.facts import Fact, apart, fact, sentence
 from divergence.run.manifest import Manifest
 from divergence.words import HEADLINES
 
@@ -31,19 +31,15 @@ Said = tuple[PointState, Sequence[Fact]]
 
 def points_of(pair: CheckedPair) -> list[Point]:
     """All eight, in the order in which they are settled."""
-    points: tuple[tuple[PointName, str, Callable[[CheckedPair], Said]], ...] = (
-        ("weights", "weights, precision", _weights),
-        ("greedy", "greedy decoding", _greedy),
-        ("seed", "seed", _seed),
-        ("engine", "prefix cache etc. off", _engine),
-        ("deterministic", "deterministic", _deterministic),
-        ("tokens", "rendered tokens", tokens),
-        ("logprobs", "log-probs recorded", _logprobs),
-        ("logprob_diff", "log-probs agree", _logprob_diff),
-    )
+    points: tuple[tuple[PointName, Callable[[CheckedPair], Said]], ...] = (
+        ("weights", _weights), ("greedy", _greedy), ("seed", _seed), ("engine", _engine),
+        ("deterministic", _deterministic), ("tokens", tokens), ("logprobs", _logprobs),
+        ("logprob_diff", _logprob_diff),
+    )  # fmt: skip
     settled = []
-    for number, (name, title, ask) in enumerate(points, start=1):
+    for number, (name, ask) in enumerate(points, start=1):
         state, facts = ask(pair)
+        title = sentence(fact(f"checklist.point_{name}"))
         settled.append(Point(number=number, name=name, title=title, state=state, facts=list(facts)))
     return settled
 

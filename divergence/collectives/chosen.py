@@ -28,6 +28,7 @@ from divergence.collectives.cases import COLLECTIVES, Collective
 from divergence.collectives.group import BACKENDS, Call, all_gather, native
 from divergence.collectives.own import ALGORITHMS, all_reduce_by, reduce_scatter_by
 from divergence.errors import PlantError, UsageError
+from divergence.facts import fact, sentence
 from divergence.ops.implementations import Wishes, function_named, label_of, pairs_of
 
 __all__ = [
@@ -118,14 +119,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Call:
     return call
 
 
-FAULTS = {
-    "bfloat16": "bfloat16@1     rank 1 adds in bfloat16; float16@1 in float16",
-    "float16": "float16@1      rank 1 adds in float16",
-    "unordered": "unordered@1    rank 1 adds in another order each time",
-    "swap": "swap@1         rank 1 takes its first two chunks for one another",
-    "tail": "tail:17@1      the last 17 elements of rank 1's result never arrive",
-    "bit": "bit@1          the lowest bit of one element of rank 1's result is another",
-}
+FAULTS = ("bfloat16", "float16", "unordered", "swap", "tail", "bit")
 BY = {"bfloat16": "ring", "float16": "ring", "unordered": "flat"}
 """Faults in an addition: the algorithm of collectives.own that has them."""
 
@@ -145,7 +139,8 @@ def parse_fault(text: str) -> PlantedFault:
     where, equals, rest = text.partition("=")
     what, at, rank = rest.partition("@")
     name, _, count = what.partition(":")
-    hint = ("COLLECTIVE=FAULT@RANK, where FAULT is one of", *FAULTS.values())
+    forms = ("fault_form", *(f"fault_{fault}" for fault in FAULTS))
+    hint = tuple(sentence(fact(f"collectives.{form}")) for form in forms)
     if not equals or not at or not rank.isdecimal():
         raise PlantError(f"{text!r} is not COLLECTIVE=FAULT@RANK", hint=hint)
     if where not in COLLECTIVES:

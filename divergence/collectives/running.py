@@ -32,6 +32,7 @@ from divergence.collectives.chosen import ChosenCollectives
 from divergence.collectives.orders import Masks
 from divergence.collectives.values import draw
 from divergence.errors import DivergenceError, UsageError, first_line
+from divergence.facts import fact, sentence
 from divergence.numerics.formats import format_of
 from divergence.ops.suite.capturing import CaseWriter
 from divergence.recording.processes import TIMEOUT, Ranks
@@ -181,7 +182,9 @@ def _record_order(recorder: RankRecorder, case: CollectiveCase) -> None:
     size = case.elements(ranks.size)
     masks = Masks(ranks.size, case.dtype, size)
     if not masks.fits:
-        reason = f"the order of {case.collective} of {case.dtype}: too many ranks for its size"
+        reason = sentence(
+            fact("collectives.too_many_ranks", collective=case.collective, dtype=case.dtype)
+        )
         recorder.skipped[reason] = recorder.skipped.get(reason, 0) + 1
         return
     call, rows = recorder.chosen.call(case.collective), []

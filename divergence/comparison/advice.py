@@ -191,8 +191,8 @@ class Advice:
         if unseen == "reference":
             first = beside(self._a, "-escalated")
             truth = self._a if self._carried else self._truth
-            again = self._reference_again(o=first, no_anchor=False, escalate=True)
-            return [again, command("compare", first, self._b, truth=truth)]
+            escalated = self._reference_again(o=first, no_anchor=False, escalate=True)
+            return [escalated, command("compare", first, self._b, truth=truth)]
         again = self._anchoring(()) if self._reference.plan.store != "full" else []
         first = beside(self._a, "-blocks") if again else self._a
         deep = beside(self._b, "-escalated")
@@ -301,7 +301,7 @@ class WithinAdvice(Advice):
         """Nothing: a truth repeats one of two runs."""
         return []
 
-    def escalate(self) -> list[Command]:
+    def escalate(self, unseen: Side | None = None) -> list[Command]:
         """The same tokens in float32: what a 16-bit dtype hides."""
         return self._whole_again(beside(self._a, "-float32"), dtype="float32")
 
@@ -350,7 +350,7 @@ class LookingAdvice(Advice):
         """Nothing: a truth repeats a run."""
         return []
 
-    def escalate(self) -> list[Command]:
+    def escalate(self, unseen: Side | None = None) -> list[Command]:
         """Nothing: that takes another capture."""
         return []
 

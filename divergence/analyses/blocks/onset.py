@@ -107,7 +107,7 @@ def _who_and_why(
     if shared is None:
         return off, fact("cause_of_kind", decode=_passes_prefill(family.members[0], units))
     if len(shared.beyond) > len(family.members):
-        off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.what)
+        off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.rows)
     return off, shared.cause
 
 

@@ -197,12 +197,12 @@ class StandOut:
         if self.side is not None:
             other = "reference" if self.side == "candidate" else "candidate"
             return fact(
-                "side_farther", block=block, phase=unit.phase, side=self.side, other=other,
+                "side_farther", standout=block, phase=unit.phase, side=self.side, other=other,
                 times=self.times, place=block,
             )  # fmt: skip
         rel_l2 = max(result.rel_l2 or 0.0 for result in unit.results)
         return fact(
-            "stands_out", block=block, site=unit.site, phase=unit.phase, times=self.times,
+            "stands_out", standout=block, site=unit.site, phase=unit.phase, times=self.times,
             rel_l2=rel_l2,
         )  # fmt: skip
 

@@ -78,8 +78,10 @@ def _pair(
             continue
         reason = None
         if reference.num_ranks != candidate.num_ranks:
-            nums = {"reference": reference.num_ranks, "candidate": candidate.num_ranks}
-            reason = fact("collectives.other_num_ranks", block=None, **nums)
+            reason = fact(
+                "collectives.other_num_ranks", reference=reference.num_ranks,
+                candidate=candidate.num_ranks,
+            )  # fmt: skip
         elif _inputs(reference, case.place) != _inputs(candidate, case.place):
             reason = fact("collectives.other_inputs")
         if reason is not None:

@@ -230,8 +230,10 @@ def _batches(
         try:
             measurer, pairs = _unpacked(job, runs)
         except DivergenceError as error:
-            error.hint = "every rank must be able to read the runs: a shared file system, or a URL"
-            raise
+            raise type(error)(
+                error.message, where=error.where,
+                hint="every rank must be able to read the runs: a shared file system, or a URL",
+            ) from error  # fmt: skip
         with contextlib.closing(measure_pairs(measurer, pairs)) as measured:
             num_bytes = 0
             for pair, numbers in zip(pairs, measured, strict=True):

@@ -30,6 +30,8 @@ from divergence.words import list_names
 
 __all__ = ["preflight"]
 
+CPU_OPERATORS = "operators on the CPU"
+"""The check that names operators which the device does not have."""
 _LIBRARIES = ("torch", "transformers")
 _UNKNOWN = "unknown"
 _NOTHING = ("", "-", "0", "none", "not recorded", "unknown: unknown")
@@ -135,7 +137,7 @@ def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
     if not fallbacks_a and not fallbacks_b:
         return []
     shown = list_names(fallbacks_a) or "none", list_names(fallbacks_b) or "none"
-    return [_same("operators on the CPU", *shown, fact("preflight.no_kernel"))]
+    return [_same(CPU_OPERATORS, *shown, fact("preflight.no_kernel"))]
 
 
 def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from divergence.comparison.results import PreflightLine
-from divergence.facts import Fact, fact
+from divergence.facts import Fact, fact, sentence
 from divergence.run.manifest import Calibration, EngineNote, Manifest, ModelIdentity
 
 __all__ = ["dequantized_otherwise", "line_of_codes"]
@@ -51,7 +51,7 @@ def _is_simulated(note: EngineNote | None) -> bool:
 
 def _migration(note: EngineNote | None) -> str:
     alpha = note.options.get("smooth") if note is not None and _is_simulated(note) else None
-    return "" if alpha is None else f"scales migrated by alpha {alpha:g}"
+    return "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
 
 
 def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
@@ -69,17 +69,21 @@ def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str
 
 
 def _scales_apart(a: Calibration, b: Calibration) -> Sequence[str]:
-    for what, here, there in (
-        ("static range of {}", a.limits, b.limits),
-        ("migrated scales of {}", a.scales, b.scales),
+    for code, here, there in (
+        ("static_range", a.limits, b.limits),
+        ("migrated_scales", a.scales, b.scales),
     ):
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             return [
-                f"{what.format(names[0])} {_first_apart(names[0], own, other)}{more}"
+                sentence(
+                    fact(
+                        f"preflight.{code}", name=names[0], num_more=len(names) - 1,
+                        what=_first_apart(names[0], own, other),
+                    )
+                )
                 for own, other in ((here, there), (there, here))
-            ]
+            ]  # fmt: skip
     return "", ""
 
 

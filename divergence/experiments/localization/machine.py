@@ -35,7 +35,7 @@ from divergence.experiments.localization.repetition import (
     why_not_bits,
 )
 from divergence.experiments.result import Repetition
-from divergence.facts import Fact, fact
+from divergence.facts import Fact, fact, sentence
 from divergence.options.commands import CaptureOptions, command_options
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
@@ -382,11 +382,11 @@ def _made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | N
         [sys.executable, "-m", *words, "--quiet"],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    check_process(done.returncode, f"the {words[1]} with the recorded environment variables")
+    what = sentence(fact("experiments.with_variables", command=words[1]))
+    check_process(done.returncode, what)
     if done.returncode != 0:
         raise (FaultError if done.returncode == FaultError.exit_code else ModelError)(
-            f"the {words[1]} with the recorded environment variables failed "
-            f"(exit {done.returncode})",
+            f"{what} failed (exit {done.returncode})",
             where=str(out),
             hint=(done.stderr.strip().splitlines() or ["no message"])[-1],
         )

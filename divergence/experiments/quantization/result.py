@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import msgspec
 
 from divergence.comparison.result import JsonAnswer
+from divergence.facts import Fact, Worded
 from divergence.quantization.scheme import Scheme
 
 __all__ = ["Cost", "MatrixCost", "Outliers", "Quantization", "QuantizationPolicy"]
@@ -112,8 +116,10 @@ class QuantizationPolicy(msgspec.Struct, kw_only=True, frozen=True):
     cost: Cost
 
 
-class Quantization(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
+class Quantization(msgspec.Struct, JsonAnswer, Worded, kw_only=True, frozen=True):
     """Result of ``quantize``."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "facts"}
 
     schema_version: int = 1
     tool_version: str
@@ -142,7 +148,10 @@ class Quantization(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
     predicted: float | None = None
     """Sum of what the quantised matrices cost alone, mean KL in nats."""
     policy: QuantizationPolicy | None = None
+    facts: list[Fact] = []
+    """What else to know."""
     notes: list[str] = []
+    """The same in words."""
     next: list[str] = []
 
     def worst(self) -> list[MatrixCost]:

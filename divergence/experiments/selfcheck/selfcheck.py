@@ -34,6 +34,7 @@ from divergence.experiments.result import (
     SelfcheckStatus,
 )
 from divergence.experiments.selfcheck.variations import BASE, NAMES, UNASKED, Variation, variations
+from divergence.facts import Fact, fact, sentence, worded
 from divergence.output import output_folder
 from divergence.recording.api import capture
 from divergence.recording.engines.load import load_tokenizer
@@ -101,7 +102,7 @@ def selfcheck(
     began = time.perf_counter()
     wanted = _wanted(only)
     folder = Path(tempfile.mkdtemp(prefix="divergence-selfcheck-")) if keep is None else (
-        output_folder(folder_of(keep), what="folder of the runs")
+        output_folder(folder_of(keep))
     )  # fmt: skip
     try:
         given: Any = prompts
@@ -117,7 +118,7 @@ def selfcheck(
             truth="full" if truth else "no",
         )  # fmt: skip
         chosen = [variation for variation in variations(base) if variation.name in wanted]
-        lines = [bench.line(way, number, len(chosen)) for number, way in enumerate(chosen)]
+        lines = [worded(bench.line(way, n, len(chosen))) for n, way in enumerate(chosen)]
         manifest = base.manifest
         return SelfcheckResult(
             tool_version=__version__,
@@ -174,7 +175,7 @@ class _Bench:
         self._capture = partial(capture, force=True, probe=False, **loading)
 
     def base(self, **options: Any) -> Run:
-        self._say(0, None, "the base run")
+        self._say(0, None, fact("experiments.base_run"))
         run = self._capture(out=self._folder / BASE, **options)
         self._made[BASE], self._truth = run, own_truth(run)
         self._variations = {variation.name: variation for variation in variations(run)}
@@ -182,13 +183,13 @@ class _Bench:
 
     def line(self, way: Variation, number: int, total: int) -> SelfcheckLine:
         """Make it, compare it, say what was seen."""
-        self._say(number, total, way.changed)
+        self._say(number, total, way.change)
         began = time.perf_counter()
         line = SelfcheckLine(
-            name=way.name, changed=way.changed, against=way.against, same_bits=way.same_bits,
-            status="not_applicable", reason=way.reason,
+            name=way.name, change=way.change, against=way.against, same_bits=way.same_bits,
+            status="not_applicable", because=way.obstacle,
         )  # fmt: skip
-        if way.reason is not None:
+        if way.obstacle is not None:
             return line
         try:
             line = replace(line, **_found(self._compared(way), prefill=way.prefill))
@@ -244,9 +245,9 @@ class _Bench:
         others = [] if way.name == "whole" else [folder / way.against]
         return [command_line("compare", *others, folder / way.name)]
 
-    def _say(self, done: int, total: int | None, what: str) -> None:
+    def _say(self, done: int, total: int | None, what: Fact) -> None:
         if self._progress is not None:
-            self._progress("selfcheck", done, total, what)
+            self._progress("selfcheck", done, total, sentence(what))
 
 
 def _found(report: Report, *, prefill: bool) -> dict[str, Any]:

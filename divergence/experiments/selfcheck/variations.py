@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from divergence.facts import Fact, fact
 from divergence.run.manifest import SampleTokens
 from divergence.run.reader import Run
 
@@ -33,7 +34,7 @@ class Variation:
     """One line of the answer, before it is made."""
 
     name: str
-    changed: str
+    change: Fact
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of capture, beside ``like``."""
     against: str = BASE
@@ -44,7 +45,7 @@ class Variation:
     """Decode steps are left out."""
     same_bits: bool = False
     """The same kernels get the same operands in the same shapes."""
-    reason: str | None = None
+    obstacle: Fact | None = None
     """Why it cannot be made."""
 
 
@@ -59,69 +60,75 @@ def variations(base: Run) -> list[Variation]:
     on_cpu = manifest.environment.device_type == "cpu"
     no_steps = _why_no_steps(task, samples)
     batches, place, mates = _batches(len(samples))
-    how = "" if len(set(lengths)) == 1 else ", padded"
+    padded = len(set(lengths)) > 1
     chunk = max(1, min(lengths) // 3)
     pads = min(_MOST_PADS, max(lengths))
-    alone = ", prefill alone" if task == "causal-lm" else ""
-    few = None if len(samples) > 1 else "there is one prompt"
+    decodes = task == "causal-lm"
+    few = None if len(samples) > 1 else _obstacle("one_prompt")
     return [
-        Variation(name="again", changed="nothing: run again", same_bits=True),
+        Variation(name="again", change=_way("again"), same_bits=True),
         Variation(
-            name="hooks", changed="no hooks in the model (logits, tokens)",
+            name="hooks", change=_way("hooks"),
             options={"hooks": False}, same_bits=True,
         ),
         Variation(
-            name="threads", changed=f"{other_threads} threads for {num_threads}",
+            name="threads", change=_way("threads", num=other_threads, of=num_threads),
             options={"threads": other_threads},
-            reason=None if on_cpu and other_threads != num_threads
-            else "one CPU core" if on_cpu else "the model does not run on the CPU",
+            obstacle=None if on_cpu and other_threads != num_threads
+            else _obstacle("one_core" if on_cpu else "off_cpu"),
         ),
         Variation(
-            name="batch", changed=f"batches of {len(mates[0]) if few is None else 1}{how}",
-            options={"batches": _text(batches)}, reason=few,
+            name="batch", options={"batches": _text(batches)}, obstacle=few,
+            change=_way("batch", size=len(mates[0]) if few is None else 1, padded=padded),
         ),
         Variation(
-            name="place", changed="other places in the batch", against="batch",
-            options={"batches": _text(place)}, reason=few,
+            name="place", change=_way("place"), against="batch",
+            options={"batches": _text(place)}, obstacle=few,
         ),
         Variation(
-            name="mates", changed=f"other prompts in the batch{how and ' and pads'}",
-            against="batch", options={"batches": _text(mates)},
-            reason=None if len(samples) > 3 else "it takes four prompts",
+            name="mates", change=_way("mates", padded=padded), against="batch",
+            options={"batches": _text(mates)},
+            obstacle=None if len(samples) > 3 else _obstacle("too_few_prompts"),
         ),
         Variation(
-            name="pads-left", changed=f"{pads} pads on the left of each prompt",
+            name="pads-left", change=_way("pads_left", num=pads),
             options={"pad_left": pads},
-            reason=None if task == "causal-lm" else f"an {task} is padded on the right",
+            obstacle=None if decodes else _obstacle("padded_right", task=task),
         ),
         Variation(
-            name="pads-right", changed=f"{pads} pads on the right of each prompt{alone}",
-            options={"pad_right": pads}, prefill=task == "causal-lm",
+            name="pads-right", change=_way("pads_right", num=pads, prefill=decodes),
+            options={"pad_right": pads}, prefill=decodes,
         ),
         Variation(
-            name="whole", changed="decode steps as one forward over the whole text",
-            options={"whole": True}, reason=no_steps,
+            name="whole", change=_way("whole"), options={"whole": True}, obstacle=no_steps,
         ),
         Variation(
-            name="cache", changed="no cache: each step over the whole text",
-            options={"use_cache": False}, reason=no_steps,
+            name="cache", change=_way("cache"), options={"use_cache": False}, obstacle=no_steps,
         ),
         Variation(
-            name="chunks", changed=f"prompt fed in chunks of {chunk}",
-            options={"prefill_chunk": chunk}, reason=_why_no_chunks(task, lengths),
+            name="chunks", change=_way("chunks", size=chunk),
+            options={"prefill_chunk": chunk}, obstacle=_why_no_chunks(task, lengths),
         ),
         Variation(
-            name="attention", changed=f"attention {there} for {here}",
+            name="attention", change=_way("attention", kernel=there, other=here),
             options={"attn_implementation": there}, anchor=True,
-            reason=None if manifest.model.attn_implementation else "the model has no attention",
+            obstacle=None if manifest.model.attn_implementation else _obstacle("no_attention"),
         ),
         Variation(
-            name="compile", changed="blocks compiled by inductor", options={"engine": "compile"},
+            name="compile", change=_way("compile"), options={"engine": "compile"},
             anchor=True,
-            reason=None if not on_cpu or shutil.which("g++") or shutil.which("clang++")
-            else "no C++ compiler (g++) on this machine",
+            obstacle=None if not on_cpu or shutil.which("g++") or shutil.which("clang++")
+            else _obstacle("no_compiler"),
         ),
     ]  # fmt: skip
+
+
+def _way(code: str, **values: Any) -> Fact:
+    return fact(f"experiments.way_{code}", **values)
+
+
+def _obstacle(code: str, **values: Any) -> Fact:
+    return fact(f"experiments.no_way_{code}", **values)
 
 
 def _attention(recorded: str | None) -> tuple[str, str]:
@@ -129,18 +136,18 @@ def _attention(recorded: str | None) -> tuple[str, str]:
     return here, "sdpa" if here == "eager" else "eager"
 
 
-def _why_no_steps(task: str, samples: list[SampleTokens]) -> str | None:
+def _why_no_steps(task: str, samples: list[SampleTokens]) -> Fact | None:
     if task != "causal-lm":
-        return f"an {task} has no such decode steps"
+        return _obstacle("stepwise", task=task)
     if all(len(sample.generated_ids) < 2 for sample in samples):
-        return "no decode step was made: every prompt ended after one token"
+        return _obstacle("decoded")
     return None
 
 
-def _why_no_chunks(task: str, lengths: list[int]) -> str | None:
+def _why_no_chunks(task: str, lengths: list[int]) -> Fact | None:
     if task != "causal-lm":
-        return f"an {task} reads its prompt whole"
-    return "a prompt has one token" if min(lengths) < 2 else None
+        return _obstacle("in_chunks", task=task)
+    return _obstacle("one_token") if min(lengths) < 2 else None
 
 
 def _batches(num: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:

@@ -22,7 +22,7 @@ from divergence.experiments.localization.repetition import check_substituted, wh
 from divergence.experiments.result import Confirmation, FaultSize
 from divergence.experiments.sensitivity.faults import FAULTS, SizedFault
 from divergence.experiments.sensitivity.trials import SensitivityTrials, sees
-from divergence.facts import Fact, fact
+from divergence.facts import Fact, fact, sentence
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention
 from divergence.words import Progress
@@ -199,9 +199,8 @@ def confirm_sizes(
 
 def _check(faulty: Run, b: Run, block: str) -> None:
     """Raises UsageError where this machine does not repeat ``b`` at what the plant leaves alone."""
-    repetition = check_substituted(
-        faulty, b, site=f"{block}:out", block=block, name="the planted run"
-    )
+    name = sentence(fact("experiments.planted_run"))
+    repetition = check_substituted(faulty, b, site=f"{block}:out", block=block, name=name)
     if repetition.how == "differs" and why_not_bits(b.manifest, faulty.manifest) is None:
         raise UsageError(
             f"this is not the machine of {b.path}: {repetition.site} differs where nothing was "

@@ -71,11 +71,10 @@ MAX_LOADED = {"identical": 63, "within_floor": 67}
 apart, which say whether they apply. They may only shrink."""
 
 UNASKED = (
-    "operators/find", "precision/find", "ranks/find", "suite/find", "experts/find",
-    "arithmetic/find", "blocks/blame", "blocks/sides", "blocks/onset", "code/find",
-    "ends/integers",
+    "operators/find", "precision/find", "ranks/find", "suite/compare", "experts/find",
+    "arithmetic/find", "blocks/sides", "blocks/onset", "code/find", "ends/integers",
 )  # fmt: skip
-UNASKED_OF_EQUAL = ("blocks/drift", "blocks/rounding", "ends/seams")
+UNASKED_OF_EQUAL = ("blocks/rounding", "ends/seams")
 """What does not apply to such a pair, and to one that is equal bit for bit."""
 
 REPORT_READS = (

@@ -7,7 +7,7 @@ is worth a look in the tensors.
 
 The limit is four standard deviations of a margin's shift. Its scale is the mean |shift| that these
 two sides show between the two likeliest choices, but no more than what the coarser dtype explains
-(√2 times analyses.logprobs.scale's bound for one log-probability): so a fault that shifts every
+(√2 times analyses.logprobs.pattern's bound for one log-probability): so a fault that shifts every
 document cannot pass as rounding. A mean |x| of a normal is 0.8 standard deviations.
 
 ``capture_flips`` goes from a score to the tensors: the prompts that flipped become a run. They come
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST
+from divergence.analyses.logprobs.pattern import BY_DTYPE, WIDEST
 from divergence.errors import UsageError
 from divergence.evaluations.formats import prompts_of
 from divergence.evaluations.pairing import Pairs

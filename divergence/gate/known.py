@@ -18,7 +18,7 @@ import datetime
 
 import msgspec
 
-from divergence.analyses.blocks.drift import find_drift
+from divergence.analyses.blocks.rounding import find_drift
 from divergence.comparison.result import Report
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact

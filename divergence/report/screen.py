@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from divergence.analyses.blocks.rows import worst_rows
+from divergence.analyses.blocks.show import worst_rows
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import PreflightLine, SiteResult

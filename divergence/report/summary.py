@@ -11,7 +11,7 @@ from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 
-from divergence.analyses.blocks.rows import main_pass
+from divergence.analyses.blocks.show import main_pass
 from divergence.comparison import analysis
 from divergence.comparison.result import Report
 from divergence.comparison.results import PassCoverage, PreflightLine, Verdict

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from divergence.analyses.blocks.page import block_parts, rows_table
-from divergence.analyses.blocks.rows import SiteRow, badness, main_pass, phase_rows, phases
+from divergence.analyses.blocks.show import SiteRow, badness, main_pass, phase_rows, phases
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, SiteResult
 from divergence.html.parts import Table

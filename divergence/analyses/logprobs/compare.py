@@ -8,14 +8,19 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from divergence.analyses.logprobs.find import find
-from divergence.analyses.logprobs.layers import joined, layers_of, with_layers
-from divergence.analyses.logprobs.measure import measure
-from divergence.analyses.logprobs.pairs import PromptPair, pair_runs, prompt_line
-from divergence.analyses.logprobs.pattern import pattern_of
-from divergence.analyses.logprobs.routed import expert_of, has_experts
-from divergence.analyses.logprobs.sampled import are_drawn, decoding_line, of_drawn
-from divergence.analyses.logprobs.scale import scale_of
-from divergence.analyses.logprobs.sequences import facts_of
+from divergence.analyses.logprobs.measure import (
+    are_drawn,
+    decoding_line,
+    expert_of,
+    has_experts,
+    joined,
+    layers_of,
+    measure,
+    of_drawn,
+    with_layers,
+)
+from divergence.analyses.logprobs.pairs import PromptPair, facts_of, pair_runs, prompt_line
+from divergence.analyses.logprobs.pattern import pattern_of, scale_of
 from divergence.comparison.analysis import report_of
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of

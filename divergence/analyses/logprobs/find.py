@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 from msgspec.structs import asdict
 
-from divergence.analyses.logprobs.doubts import FAULT, doubts_of
-from divergence.analyses.logprobs.pairs import PromptPair
-from divergence.analyses.logprobs.pattern import Pattern, beyond_of, typical_of
-from divergence.analyses.logprobs.processed import processed
-from divergence.analyses.logprobs.scale import WIDEST, Scale
+from divergence.analyses.logprobs.pairs import PromptPair, processed
+from divergence.analyses.logprobs.pattern import (
+    FAULT,
+    WIDEST,
+    Pattern,
+    Scale,
+    beyond_of,
+    doubts_of,
+    typical_of,
+)
 from divergence.comparison.decide import check
 from divergence.comparison.results import Check, Finding, LogprobsResult, Onset, VerdictKind
 from divergence.facts import Fact, fact

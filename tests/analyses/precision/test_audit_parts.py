@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.precision.parts import find_parts
+from divergence.analyses.precision.audit import find_parts
 from divergence.comparison.calls.graph import CallNode, forwards_of
 from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper

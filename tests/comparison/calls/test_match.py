@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.operators.errors import distance_of
+from divergence.analyses.operators.limits import distance_of
 from divergence.comparison.calls.graph import forwards_of
 from divergence.comparison.calls.match import match_calls
 

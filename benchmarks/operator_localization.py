@@ -48,7 +48,7 @@ from benchmarks._operator_faults import FAULTS, site_of
 from benchmarks._trials import upper
 from divergence.analyses.operators.limits import num_terms
 from divergence.comparison.api import compare
-from divergence.comparison.calls.graph import forwards_of
+from divergence.comparison.calls import forwards_of
 from divergence.comparison.result import Report
 from divergence.numerics.operator import measure_operator
 from divergence.run.reader import Run

@@ -112,9 +112,9 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     ("report/quantization.py", "99% {_nats(cost.kl_p99)}", "99% {_nats(cost.kl_p90)}", "^quantize"),
     (
-        "gate/check.py",
-        "{line.check}: {line.reference} in the golden, {line.candidate} in",
-        "{line.check}: {line.candidate} in the golden, {line.reference} in",
+        "gate/sentences.py",
+        "{check}: {reference} in the golden, {candidate} in the new run[[ ({details})]]",
+        "{check}: {candidate} in the golden, {reference} in the new run[[ ({details})]]",
         "^check",
     ),
     # a fact lost on one of the faces
@@ -127,7 +127,7 @@ EDITS: list[tuple[str, str, str, str]] = [
     ("view/pages.py", "report_lines(report, verbose=True)", "report_lines(report)", "^view"),
     ("analyses/blocks/page.py", "_WORST = 5", "_WORST = 4", "^compare .* page"),
     (
-        "ops/reproducer/bug_report.py",
+        "ops/reproducer.py",
         '        lines += ["", f"Other arguments: {text}."]',
         "        pass",
         "^repro",

@@ -25,7 +25,7 @@ from divergence.checklist.pair import CheckedPair, worst
 from divergence.checklist.points import points_of, tokens
 from divergence.checklist.result import Checkup, Rung, RungName
 from divergence.comparison.advice import Advice
-from divergence.comparison.align.names import load_name_map
+from divergence.comparison.align.pairs import load_name_map
 from divergence.comparison.api import compare
 from divergence.comparison.measure.runs import opened
 from divergence.comparison.preflight.lines import CPU_OPERATORS, preflight

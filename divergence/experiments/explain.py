@@ -30,8 +30,7 @@ import msgspec
 import torch
 
 from divergence.analyses.tokens.measure import comparable_places
-from divergence.comparison.align.names import load_name_map
-from divergence.comparison.align.pairs import align
+from divergence.comparison.align.pairs import align, load_name_map
 from divergence.comparison.align.pieces import Pair, PromptStep, logits_row
 from divergence.comparison.result import Report
 from divergence.comparison.results import Explanation, SiteResult, TokenChoice

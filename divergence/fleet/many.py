@@ -18,8 +18,7 @@ import msgspec
 
 from divergence._version import __version__
 from divergence.comparison.api import compare
-from divergence.comparison.measure.pipeline import measured_on
-from divergence.comparison.measure.runs import opened_truth
+from divergence.comparison.measure.runs import measured_on, opened_truth
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import SiteResult, VerdictKind
 from divergence.errors import DivergenceError, FaultError, UsageError

@@ -241,7 +241,7 @@ def limits_used(measured: Measured) -> Shown:
 
 
 def _rerouted(measured: Measured, sample: int, step: int) -> bool:
-    from divergence.comparison.rerouted import free_routes_differ
+    from divergence.comparison.experts import free_routes_differ
 
     runs = [measured.reference, measured.candidate]
     runs += [] if measured.truth is None else [measured.truth.run]

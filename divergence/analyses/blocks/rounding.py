@@ -182,7 +182,7 @@ def within_rounding(
         reason = fact("nothing_rounds", within=False)
     elsewhere = None
     if measured.experts:
-        from divergence.comparison.rerouted import mostly_rerouted
+        from divergence.comparison.experts import mostly_rerouted
 
         elsewhere = mostly_rerouted(measured.sites)
     if reason is None and elsewhere is not None:

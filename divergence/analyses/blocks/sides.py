@@ -25,8 +25,13 @@ from divergence.analyses.blocks.units import (
     one_step,
 )
 from divergence.comparison.align.pieces import PromptStep
-from divergence.comparison.measure.truth import SamplesBySite
-from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats, stats_of
+from divergence.comparison.measure.truth import (
+    LEAST_LONE,
+    SIDES,
+    SamplesBySite,
+    TruthStats,
+    stats_of,
+)
 from divergence.numerics.floor import ALLOWED, Thresholds, normal_deviate, spread
 from divergence.run.site import PHASES
 from divergence.words import Side

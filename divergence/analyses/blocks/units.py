@@ -27,7 +27,7 @@ from divergence.run.site import (
 from divergence.words import SideOrBoth
 
 if TYPE_CHECKING:
-    from divergence.comparison.measure.truth_stats import TruthStats
+    from divergence.comparison.measure.truth import TruthStats
 
 
 # Looks: each forward of each prompt at one site, judged by itself.

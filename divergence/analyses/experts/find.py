@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.experts import Routes, Unexplained, route_key, routed_blocks
+from divergence.comparison.experts import (
+    Routes,
+    Unexplained,
+    logits_decide,
+    route_key,
+    routed_blocks,
+    same_experts,
+)
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
-from divergence.comparison.routers import logits_decide, same_experts
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.site import module_of

@@ -26,9 +26,19 @@ from divergence.analyses.operators.regions import (
     own_error,
     regions_in,
 )
-from divergence.comparison.calls.choices import IntegerCodes, Rerouted, count_codes, rerouted_in
-from divergence.comparison.calls.graph import CallNode, Forward, forwards_of, operator_passes
-from divergence.comparison.calls.match import Match, match_calls, match_paths
+from divergence.comparison.calls import (
+    CallNode,
+    Forward,
+    IntegerCodes,
+    Match,
+    Rerouted,
+    count_codes,
+    forwards_of,
+    match_calls,
+    match_paths,
+    operator_passes,
+    rerouted_in,
+)
 from divergence.comparison.results import (
     OperatorResult,
     OtherInput,

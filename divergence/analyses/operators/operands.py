@@ -25,7 +25,7 @@ import torch
 from msgspec.structs import replace
 
 from divergence.analyses.operators.regions import Region, computing
-from divergence.comparison.calls.graph import COPIES, CallNode, maker_of
+from divergence.comparison.calls import COPIES, CallNode, maker_of
 from divergence.comparison.results import OtherInput, OtherOperand
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.numerics.formats import format_named

@@ -10,8 +10,7 @@ from typing import TypeGuard
 
 import torch
 
-from divergence.comparison.calls.graph import CallNode, Forward, Places, Source, is_copy, maker_of
-from divergence.comparison.calls.match import Match
+from divergence.comparison.calls import CallNode, Forward, Match, Places, Source, is_copy, maker_of
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.manifest import Manifest

@@ -14,7 +14,7 @@ import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.analysis import Measured
-from divergence.comparison.measure.pipeline import num_threads
+from divergence.comparison.measure.runs import num_threads
 from divergence.comparison.results import (
     Allowed,
     TokenChoice,

@@ -31,8 +31,9 @@ from datetime import timedelta
 from typing import Any
 
 from divergence.comparison.align.pieces import Pair, Piece
-from divergence.comparison.measure.measurer import Measurer, PairNumbers
-from divergence.comparison.measure.pipeline import measure_pairs, measured_by
+from divergence.comparison.measure.judge import PairNumbers
+from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.runs import measure_pairs, measured_by
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run

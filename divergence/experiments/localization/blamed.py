@@ -24,8 +24,12 @@ from msgspec.structs import replace
 from divergence.analyses.code.find import CODE_NOT_TOLD, doubt_of_code
 from divergence.analyses.operators.find import finding_of
 from divergence.comparison.decide import RANK, check, confidence_of, decide
-from divergence.comparison.preflight.code import other_code
-from divergence.comparison.preflight.owner import TruthDisagreement, disagreement, without_pads
+from divergence.comparison.preflight.code import (
+    TruthDisagreement,
+    disagreement,
+    other_code,
+    without_pads,
+)
 from divergence.comparison.result import Report
 from divergence.comparison.results import OperatorResult, OtherInput, Verdict
 from divergence.experiments.localization.machine import Goal, Maker

@@ -25,7 +25,7 @@ from divergence.analyses.operators.find import finding_of, onset_result
 from divergence.comparison.api import compare
 from divergence.comparison.measure.runs import opened_truth
 from divergence.comparison.measure.truth import inputs_of
-from divergence.comparison.preflight.owner import disagreement
+from divergence.comparison.preflight.code import disagreement
 from divergence.comparison.result import Report
 from divergence.comparison.results import Onset, OperatorResult, Verdict
 from divergence.errors import UsageError

@@ -17,7 +17,7 @@ import math
 
 from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.api import compare
-from divergence.comparison.calls.graph import CallNode, forwards_of
+from divergence.comparison.calls import CallNode, forwards_of
 from divergence.comparison.result import Report
 from divergence.comparison.results import CausalCheck, OperatorResult, OtherInput, SiteResult
 from divergence.errors import DivergenceError

@@ -22,9 +22,9 @@ from divergence.analyses.blocks.find import find as find_in_blocks
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.analysis import Measured, applying
 from divergence.comparison.decide import decide
-from divergence.comparison.measure.escalated import compare_escalated
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.runs import compare_escalated
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.results import SiteResult, Verdict
 from divergence.experiments.sensitivity.faults import SizedFault

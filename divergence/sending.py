@@ -63,8 +63,7 @@ def bundle(
     false, RunWriteError, and what ``compare`` raises.
     """
     from divergence.comparison.api import compare
-    from divergence.report.bundle import bundle_files, zipped
-    from divergence.report.redaction import Redaction
+    from divergence.report.bundle import Redaction, bundle_files, zipped
     from divergence.run.location import folder_of
     from divergence.run.reader import Run
 

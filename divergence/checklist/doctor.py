@@ -19,10 +19,20 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.checklist.code import code, precision, settings_differ, weights
-from divergence.checklist.numbers import Said, phase, ranks, sampling
-from divergence.checklist.pair import CheckedPair, worst
-from divergence.checklist.points import points_of, tokens
+from divergence.checklist.points import (
+    CheckedPair,
+    Said,
+    code,
+    phase,
+    points_of,
+    precision,
+    ranks,
+    sampling,
+    settings_differ,
+    tokens,
+    weights,
+    worst,
+)
 from divergence.checklist.result import Checkup, Rung, RungName
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.pairs import load_name_map

@@ -79,9 +79,9 @@ def show_plan(plan: Any, *, json: bool) -> None:
     """What a capture would record."""
     import msgspec
 
+    from divergence.comparison.result import strict_json
     from divergence.layout import print_lines
     from divergence.report.capturing import plan_lines
-    from divergence.report.machine import strict_json
 
     built = msgspec.to_builtins(plan)
     if json:
@@ -118,7 +118,7 @@ def show_briefly(run: Any, *, json: bool) -> None:
     """A run's path, or path and manifest."""
     import msgspec
 
-    from divergence.report.machine import strict_json
+    from divergence.comparison.result import strict_json
 
     if json:
         manifest = msgspec.to_builtins(run.manifest)

@@ -18,7 +18,7 @@ from divergence.options.commands import OUTPUT, CheckOptions, Option, Output
 from divergence.output import append_output, check_output, write_output
 
 if TYPE_CHECKING:
-    from divergence.report.ci.cases import CheckPage
+    from divergence.report.ci import CheckPage
 
 __all__ = ["check"]
 
@@ -102,7 +102,7 @@ def check(
     if bless:
         from divergence.gate import golden as goldens
         from divergence.report.checking import blessing_lines
-        from divergence.report.machine import blessing_json
+        from divergence.report.environment import blessing_json
 
         with progress_bars(quiet=output.silent) as progress:
             blessing = goldens.bless(
@@ -118,8 +118,8 @@ def check(
 
     from divergence.gate.check import check
     from divergence.report.checking import check_lines
-    from divergence.report.ci.cases import checked_page, stopped_page
-    from divergence.report.machine import check_json
+    from divergence.report.ci import checked_page, stopped_page
+    from divergence.report.environment import check_json
 
     try:
         with progress_bars(quiet=output.silent) as progress:
@@ -139,8 +139,7 @@ def check(
         raise typer.Exit(error.exit_code) from error
     if html is not None:
         from divergence.comparison.background import background_of
-        from divergence.report.page.verdict import policy
-        from divergence.report.page.whole import page
+        from divergence.report.page.whole import page, policy
 
         openings = [policy(check_lines(result, brief=True))]
         background = background_of(result.report)
@@ -190,7 +189,7 @@ class _Sinks(NamedTuple):
         if self.summary is None:
             yield
             return
-        from divergence.report.ci.github import fence
+        from divergence.report.ci import fence
 
         begin, end = fence()
         show(begin)
@@ -201,15 +200,15 @@ class _Sinks(NamedTuple):
 
     def write(self, page: CheckPage) -> None:
         if self.junit is not None:
-            from divergence.report.ci.junit import junit_xml
+            from divergence.report.ci import junit_xml
 
             write_output(junit_xml(page), self.junit, what="JUnit file")
         if self.codequality is not None:
-            from divergence.report.ci.codequality import codequality_json
+            from divergence.report.ci import codequality_json
 
             write_output(codequality_json(page), self.codequality, what="code quality report")
         if self.summary is not None:
-            from divergence.report.ci.github import annotation_lines, summary_markdown
+            from divergence.report.ci import annotation_lines, summary_markdown
 
             append_output(summary_markdown(page), self.summary, what="step's summary")
             show("\n".join(annotation_lines(page)))

@@ -240,7 +240,7 @@ def compare(
                 progress=progress,
             )  # fmt: skip
     if csv is not None:
-        from divergence.report.machine import report_csv
+        from divergence.report.environment import report_csv
 
         write_text(report_csv(report), csv, what="CSV")
     if html is not None:

@@ -62,10 +62,10 @@ def env(
     """
     import msgspec
 
+    from divergence.comparison.result import strict_json
     from divergence.layout import print_lines
     from divergence.recording.machine import collect_environment
     from divergence.report.environment import environment_lines
-    from divergence.report.machine import strict_json
 
     environment = collect_environment(device)
     if output.json:

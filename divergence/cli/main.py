@@ -69,7 +69,7 @@ Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code); 
 
 COMMANDS = {
     "diff": (
-        "diff",
+        "experiments",
         "Compare a model under two settings of this machine, in one command.",
     ),
     "capture": ("capture", "Run a model and record what happens at chosen sites."),
@@ -92,11 +92,11 @@ COMMANDS = {
     ),
     "truth": ("capture", "Repeat a run in float64: what is right, and how wide rounding is."),
     "replay": (
-        "single_operators",
+        "runs",
         "Run each recorded operator again, alone, on its recorded inputs.",
     ),
     "doctor": (
-        "doctor",
+        "experiments",
         "Go through the checklist with two runs: what to settle first, and which cause it is.",
     ),
     "sensitivity": (
@@ -112,7 +112,7 @@ COMMANDS = {
         "Run a model in every way that must not matter, and see whether the numbers agree.",
     ),
     "repro": (
-        "single_operators",
+        "runs",
         "Write one operator as a script that runs anywhere, with its data and a bug report.",
     ),
     "probe": ("machine", "Find out from outside what this machine's arithmetic does."),

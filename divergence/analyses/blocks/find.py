@@ -1,16 +1,10 @@
-"""Nan and inf: the first place where a result is no number, and which side it is on.
+"""Blocks: is an error made somewhere, in equal inputs, in free runs, or below the dtype's floor?
 
-Two sides agree at an element where both are finite, both nan, or both the same infinity
-(numerics.pairs.sums): nan at other places, or +inf against -inf, is a difference although the
-counts are equal. Where both agree, a result is still no result: nan, +inf, or -inf in a block's
-output or input, is a verdict on both sides, however equal the bits are.
-
-Masks hold -inf by right, equal on both sides or against a number that means the same; so may
-logits (a token that must not be chosen) and what is inside a block. A nan inside a block counts
-where it comes out of it: rows of padding may be nan inside.
-
-The first place is the earliest in execution order, in whichever pass: a nan that is made between
-blocks shows in the free pass alone, and one that is made in a block shows in both at one place.
+Asked in this order: nan or inf on one side (then no error can be measured, and nothing else is
+asked)? every bit equal? beyond what rounding explains in the anchored pass (the error was made
+there), or without one in what each block adds to the free pass? in the escalated pass, which sees
+below the floor of a 16-bit dtype? Only where nothing is: accumulated beyond what the blocks make
+(drift)? within rounding?
 """
 
 from __future__ import annotations
@@ -171,15 +165,6 @@ def _counts(site: SiteResult, counts: NonfiniteCount) -> Fact:
         candidate_neginf=counts.candidate_neginf,
         num_apart=_num_apart(site),
     )
-
-
-# Blocks: is an error made somewhere, in equal inputs, in free runs, or below the dtype's floor?
-#
-# Asked in this order: nan or inf on one side (then no error can be measured, and nothing else is
-# asked)? every bit equal? beyond what rounding explains in the anchored pass (the error was made
-# there), or without one in what each block adds to the free pass? in the escalated pass, which sees
-# below the floor of a 16-bit dtype? Only where nothing is: accumulated beyond what the blocks make
-# (drift)? within rounding?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

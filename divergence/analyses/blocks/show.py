@@ -1,9 +1,4 @@
-"""Which rows the table of a report has: a block or trunk site each, prefill and decode apart.
-
-A block's row shows the block's own output where that was recorded and its worst
-site otherwise, at the sample and step where it is worst. The anchored pass is
-preferred, since its numbers were made in the block; the free pass stands beside it.
-"""
+"""Blocks in a report: prompts by their worst site, nan and inf, and the table of sites."""
 
 from __future__ import annotations
 
@@ -231,9 +226,6 @@ def elide(rows: list[SiteRow], *, max_rows: int = MAX_ROWS) -> list[SiteRow | El
             gone = []
         shown.append(row)
     return shown
-
-
-# Blocks in a report: prompts by their worst site, nan and inf, and the table of sites.
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:

@@ -328,7 +328,7 @@ TIE = 3.0 * math.sqrt(2)
 two log-probabilities, of which a mean of |Δ| is a part."""
 FAULT = 4.0 * math.sqrt(2) * math.sqrt(math.pi / 2)
 """The same from which on rounding flips none of many tokens: four of them, with the mean of |Δ|
-that a normal deviation has (as in evaluations.flips). What lies between is not told."""
+that a normal deviation has (as in evaluations.joining). What lies between is not told."""
 _ONE_WAY = 0.5
 _ROOM = 3.0
 """Standard errors by which a prompt's mean may lie above what rounding explains of all."""

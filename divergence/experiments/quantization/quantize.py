@@ -17,10 +17,14 @@ from typing import Any
 
 from divergence._version import __version__
 from divergence.errors import UsageError
-from divergence.experiments.quantization.alone import each_alone
-from divergence.experiments.quantization.policy import MEASURES, check_reachable, find_policy
 from divergence.experiments.quantization.result import MatrixCost, Quantization
-from divergence.experiments.quantization.trials import QuantizationTrials
+from divergence.experiments.quantization.trials import (
+    MEASURES,
+    QuantizationTrials,
+    check_reachable,
+    each_alone,
+    find_policy,
+)
 from divergence.facts import Fact, fact, sentence, worded
 from divergence.options.commands import CaptureOptions
 from divergence.quantization.scheme import Scheme, scheme_named

@@ -1,4 +1,4 @@
-"""What quantize() found, as typed data. Rendering lives in divergence.report.quantization."""
+"""What quantize() found, as typed data. Rendering lives in divergence.report.experiments."""
 
 from __future__ import annotations
 

@@ -28,9 +28,13 @@ from divergence.comparison.result import summary_of
 from divergence.comparison.results import Verdict
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.result import Sensitivity
-from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
-from divergence.experiments.sensitivity.sizes import confirm_sizes, search_sizes
-from divergence.experiments.sensitivity.trials import SensitivityTrials
+from divergence.experiments.sensitivity.trials import (
+    DEFAULT_FAULTS,
+    SensitivityTrials,
+    confirm_sizes,
+    faults_named,
+    search_sizes,
+)
 from divergence.facts import Fact, fact, sentence, template_of, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named

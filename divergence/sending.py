@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
     from divergence.words import Progress
 
-__all__ = ["Bundle", "bundle"]
-
 _PAIR_BYTES = 4096
 _ANSWER_BYTES = 64 << 20
 _MOST_BYTES = 256 << 20

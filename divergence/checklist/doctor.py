@@ -47,8 +47,6 @@ from divergence.run.reader import Run
 from divergence.run.site import LOGPROBS
 from divergence.words import Progress, printable
 
-__all__ = ["Ladder", "doctor", "ladder_of"]
-
 _TOLD = frozenset(
     {
         "code", "weights", "blocks", "model class", "config", "quantization", "prompt ids",

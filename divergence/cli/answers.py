@@ -16,11 +16,6 @@ from divergence.words import Progress, printable, printable_lines, shortened
 if TYPE_CHECKING:
     from divergence.options.commands import Output
 
-__all__ = [
-    "ARGUMENTS", "VERBOSE", "Diverged", "exit_with", "progress_bars", "show", "show_answer",
-    "show_briefly", "show_copy", "show_plan", "show_run", "write_text",
-]  # fmt: skip
-
 ARGUMENTS = "divergence.arguments"
 """Context key: the command line as it was given."""
 _LONGEST = 2_000

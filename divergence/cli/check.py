@@ -20,8 +20,6 @@ from divergence.output import append_output, check_output, write_output
 if TYPE_CHECKING:
     from divergence.report.ci import CheckPage
 
-__all__ = ["check"]
-
 
 def check(
     *,

@@ -28,8 +28,6 @@ from divergence.options.commands import Option, Output, Quiet, TrustRemoteCode, 
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, quoted_words
 
-__all__ = ["OTHER_KERNELS", "demo"]
-
 OTHER_KERNELS = {
     # torch's own kernels without vector instructions, oneDNN and MKL on their oldest paths:
     # other orders of addition, other polynomials, no fused multiply-add.

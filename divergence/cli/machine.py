@@ -8,8 +8,6 @@ from divergence.cli.answers import progress_bars, show, show_briefly
 from divergence.errors import UsageError
 from divergence.options.commands import Device, Force, Out, Output, ProbeOptions
 
-__all__ = ["env", "probe"]
-
 
 def probe(
     *,

@@ -35,8 +35,6 @@ from divergence.cli.streams import (
 from divergence.errors import DivergenceError, UsageError, exhausted
 from divergence.words import printable, printable_lines
 
-__all__ = ["COMMANDS", "app", "run"]
-
 USAGE_CODE = 2
 _OUTSIDE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP,

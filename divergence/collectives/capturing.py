@@ -36,8 +36,6 @@ from divergence.run.trust import recorded_seed
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 
-__all__ = ["capture_collectives", "plan_collectives"]
-
 SOURCE = COLLECTIVES
 
 

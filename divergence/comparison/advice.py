@@ -22,8 +22,6 @@ from divergence.run.reader import Run
 from divergence.run.site import module_of
 from divergence.words import Side
 
-__all__ = ["Advice", "WithinAdvice", "advise", "beside"]
-
 _MOST_SITES = 6
 """Named in one command."""
 _ON_REFERENCE = fact("on_machine", side="reference")

@@ -39,8 +39,6 @@ from divergence.run.reader import Run
 from divergence.run.site import one_or_more
 from divergence.words import Progress
 
-__all__ = ["compare", "measure_runs", "report_on"]
-
 
 @collect_garbage_rarely()
 @measured_where_asked

@@ -14,8 +14,6 @@ from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.run.site import BACKWARD, is_norm, of_parameter
 
-__all__ = ["ParametersOff", "row_of", "together"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParametersOff:

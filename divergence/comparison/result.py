@@ -25,11 +25,7 @@ from divergence.comparison.results import (
     OperatorsResult,
     PreflightLine,
     SiteResult,
-    SuiteCase,
-    SuiteOperator,
     SuiteResult,
-    SuiteSide,
-    SuiteStatus,
     TokensResult,
     Unexercised,
     Verdict,
@@ -46,12 +42,6 @@ if TYPE_CHECKING:
 
     from divergence.html.picture import Picture
     from divergence.run.reader import Run
-
-__all__ = [
-    "REPORT_SCHEMA_VERSION", "Answer", "Cell", "JsonAnswer", "RankShare", "ReplicaCheck",
-    "ReplicaDiff", "Report", "RunSummary", "SuiteCase", "SuiteOperator", "SuiteResult", "SuiteSide",
-    "SuiteStatus", "ToldBy", "json_safe", "strict_json", "summary_of",
-]  # fmt: skip
 
 REPORT_SCHEMA_VERSION = 1
 

@@ -22,8 +22,6 @@ from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.words import letter
 
-__all__ = ["refuse_compared", "trusted_limits", "widening_notes"]
-
 
 def refuse_compared(run: Run, reference: Run, candidate: Run) -> None:
     """UsageError where ``run`` is one of the two compared."""

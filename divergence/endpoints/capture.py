@@ -32,8 +32,6 @@ from divergence.run.site import LOGPROBS
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 
-__all__ = ["capture_endpoint"]
-
 _MANIFEST_SECONDS = 2.0
 _MOST_FAILED = 8
 """Prompts in a row without an answer, after which the server is taken to be gone."""

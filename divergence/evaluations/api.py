@@ -34,8 +34,6 @@ from divergence.run.reader import Run
 from divergence.run.site import one_or_more
 from divergence.words import Progress
 
-__all__ = ["scores"]
-
 _Paired = dict[SeriesName, tuple[Series, Pairs]]
 
 

@@ -40,8 +40,6 @@ from divergence.evaluations.statistics import (
 from divergence.facts import Fact, fact
 from divergence.gate.policy import ScoresPolicy
 
-__all__ = ["adjusted", "band_of", "gated", "measured"]
-
 _WHOLE = 0.5
 """Share of a cluster's documents beyond which it flips as a whole."""
 

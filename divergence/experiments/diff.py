@@ -35,8 +35,6 @@ from divergence.run.reader import Run
 from divergence.run.site import near_names
 from divergence.words import HEADLINES, Progress, letter
 
-__all__ = ["VARIED", "DiffResult", "diff"]
-
 VARIED = ("device", "dtype", "attn_implementation", "engine", "threads", "batch", "env", "python")
 """What may differ between the two sides: exactly one of these gets two values."""
 _ESCALATES = ("transformers", "compile")

@@ -47,8 +47,6 @@ from divergence.run.reader import Run
 from divergence.run.site import module_of, split_site
 from divergence.words import Progress, Side
 
-__all__ = ["Injection", "explain_token", "injections_of"]
-
 
 @dataclass(slots=True)
 class Injection:

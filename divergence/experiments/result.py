@@ -25,13 +25,6 @@ from divergence.run.manifest import Environment, Switch
 from divergence.run.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
-__all__ = [
-    "NEAR", "Confirmation", "FaultSize", "Level", "Localization", "OwnError", "Repetition",
-    "SelfcheckLine", "SelfcheckResult", "SelfcheckStatus", "Selftest", "Sensitivity", "Step",
-    "StepStatus", "is_right_alone",
-]  # fmt: skip
-
-
 NEAR = 3.0
 """Times an ideal operator's error: nearer than that, an operator is right by itself."""
 _IDEAL = 1.5

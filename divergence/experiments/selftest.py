@@ -39,8 +39,6 @@ from divergence.run.manifest import Environment, Switch
 from divergence.run.reader import Run
 from divergence.words import Progress, letter, silent
 
-__all__ = ["selftest"]
-
 _PROMPTS = (
     "A bridge is built twice: once on paper.",
     "In 1687 it was said that every body attracts every other body; 2 + 2 = 4.",

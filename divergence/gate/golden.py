@@ -42,8 +42,6 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     from divergence.run.reader import Run
 
-__all__ = ["Choice", "bless", "choose_golden", "golden_name", "goldens_in", "refuse_unfit"]
-
 
 def bless(
     golden: str | os.PathLike[str],

@@ -25,8 +25,6 @@ from divergence.facts import Fact, fact
 from divergence.gate.policy import Known, Policy
 from divergence.gate.result import KnownUse
 
-__all__ = ["Knowledge", "excuse", "place_of"]
-
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the policy's known differences excuse the verdict."""

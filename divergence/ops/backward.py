@@ -26,8 +26,6 @@ from divergence.ops.fitting import (
 )
 from divergence.run.record import Operand
 
-__all__ = ["BACKWARD_CHECKS", "BACKWARD_DEFINITIONS", "BACKWARD_NAMES", "attention_scores"]
-
 BACKWARD_NAMES = frozenset(
     """
     _fused_rms_norm_backward _log_softmax_backward_data _softmax_backward_data

@@ -45,11 +45,6 @@ from divergence.run.reader import Run
 from divergence.run.record import OWN_TRUTH, PassName
 from divergence.run.writer import RunWriter
 
-__all__ = [
-    "Pass", "RememberingSink", "RepeatSink", "TensorKey", "check_forwards", "own_inputs",
-    "own_plants", "run_pass", "run_whole", "why_not_whole", "widened",
-]  # fmt: skip
-
 TensorKey = tuple[int, int, str]
 
 OWN_KEPT_BYTES = 256 << 20

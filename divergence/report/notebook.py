@@ -9,8 +9,6 @@ from divergence.html.parts import small_table
 from divergence.html.picture import Picture, compose, picture
 from divergence.report.summary import verdict_lines
 
-__all__ = ["picture_of", "report_html"]
-
 
 def picture_of(report: Report) -> Picture:
     """The curves of the page. Raises UsageError where no block was compared."""

@@ -30,10 +30,6 @@ from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines, visible_lines
 from divergence.run.site import of_parameter
 
-__all__ = [
-    "WIDTH", "compared_lines", "screen_lines", "settings_lines", "token_lines",
-]  # fmt: skip
-
 WIDTH, HEIGHT = 80, 25
 _NUM_ROWS = 5
 _NUM_PROMPTS = 4

@@ -21,17 +21,6 @@ from divergence.run.manifest import UNKNOWN
 from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names
 
-__all__ = [
-    "VERDICT_STYLES",
-    "headline",
-    "report_lines",
-    "shown_analyses",
-    "smallest_visible",
-    "unseen",
-    "verdict_lines",
-    "visible_lines",
-]
-
 VERDICT_STYLES = {
     "identical": "bold green",
     "within_floor": "bold green",

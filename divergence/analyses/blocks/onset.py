@@ -26,8 +26,6 @@ from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.words import SideOrBoth
 
-__all__ = ["below_floor", "checks_of", "is_everywhere", "made_at", "only_in", "unit_evidence"]
-
 _CONFINED = 2.0
 """An error is in some forwards alone where the least of them uses so many times as much of its
 limit as any other forward: the factor from which on a verdict is clear."""

@@ -33,8 +33,6 @@ from divergence.words import Side
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Integers", "find_integers"]
-
 _GIVEN = ("mask", "position", "input_ids", "token_type", "seq_len", "cache")
 """In a port's name: what tells a module what to look at, and is not chosen by rounding."""
 

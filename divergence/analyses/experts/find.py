@@ -26,9 +26,6 @@ from divergence.numerics.formats import format_named
 from divergence.run.site import module_of
 from divergence.words import Side
 
-__all__ = ["explain", "find"]
-
-
 _FEW = 10
 """Tokens: that a side follows its logits is known from no fewer."""
 

@@ -27,8 +27,6 @@ from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at
 from divergence.facts import fact
 from divergence.run.site import OPTIMIZER, of_parameter
 
-__all__ = ["explain", "find"]
-
 _AMPLE = 100.0
 
 _STRAIGHT = 1e-6

@@ -33,8 +33,6 @@ from divergence.run.scores import BY_TEXT
 from divergence.run.site import LOGPROBS, one_or_more
 from divergence.words import Progress, Side
 
-__all__ = ["report_on"]
-
 _SHOWN = ("tokenizer", "chat template", "complete")
 """Lines of preflight that mean something to a side of which nothing else is known."""
 

@@ -25,8 +25,6 @@ from divergence.numerics.statistics import LEAST_PROMPTS, least_share
 from divergence.run.site import LOGPROBS_SITE
 from divergence.words import SideOrBoth
 
-__all__ = ["find"]
-
 
 def find(
     result: LogprobsResult,

@@ -32,11 +32,6 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, OtherScalar, Record, other_scalars, scalar_words
 
-__all__ = [
-    "argument_names", "given_inputs", "operand_facts", "operand_record", "operands_text",
-    "other_inputs", "other_operands", "region_operands", "relative_difference",
-]  # fmt: skip
-
 _SMALL = 64
 """Elements of a constant: more are a table."""
 _SHOWN = 4

@@ -7,8 +7,6 @@ from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.results import AuditResult, Finding, Verdict
 from divergence.run.site import of_parameter
 
-__all__ = ["explain", "find"]
-
 
 def find(measured: Measured) -> AnalysisResult:
     """The audit; it claims nothing by itself."""

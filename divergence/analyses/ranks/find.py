@@ -30,8 +30,6 @@ from divergence.words import Side
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_replicas", "explain", "find"]
-
 _FAR = 8.0
 """A version this many times farther from the other run than the other version is the wrong one."""
 _ROUNDING = 64.0

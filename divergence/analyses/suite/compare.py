@@ -14,15 +14,18 @@ import torch
 from divergence.comparison.analysis import report_of
 from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.decide import check
-from divergence.comparison.result import (
-    Report,
+from divergence.comparison.result import Report
+from divergence.comparison.results import (
+    Coverage,
+    Finding,
+    Onset,
+    Skipped,
     SuiteCase,
     SuiteOperator,
     SuiteResult,
     SuiteSide,
     SuiteStatus,
 )
-from divergence.comparison.results import Coverage, Finding, Onset, Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import Format, format_of

@@ -52,11 +52,6 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, LOSS, module_of, of_parameter
 
-__all__ = [
-    "Floor", "ModelFloor", "Ratios", "cancels", "gradient_format", "row_floor", "small_rows",
-    "stacked", "storage_format", "usual_norm", "work_dtype", "work_format",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Ratios:

@@ -39,8 +39,6 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.words import Progress, silent
 
-__all__ = ["num_processes", "share_out", "shared_with_ranks"]
-
 TIMEOUT = timedelta(days=7)
 """For a rank that is still at work. One that is gone breaks its connection, which is seen at
 once."""

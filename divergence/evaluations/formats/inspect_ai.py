@@ -40,8 +40,6 @@ from divergence.outside import (
 )
 from divergence.recording.prompts import Message, Prompt
 
-__all__ = ["NAME", "prompts", "read", "recognise"]
-
 NAME = "inspect"
 _LETTERS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 _ZSTANDARD = 93

@@ -33,8 +33,6 @@ from divergence.run.record import Call, Operand
 from divergence.run.site import is_operator_site
 from divergence.words import Side
 
-__all__ = ["errors_alone", "given_to", "prove", "replaced_sites", "reproduce", "stands_alone"]
-
 _MIN_ROWS = 8  # fewer rows tell nothing about one channel
 
 

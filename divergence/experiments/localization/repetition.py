@@ -27,8 +27,6 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, is_operator_site, module_of
 
-__all__ = ["check_repetition", "check_substituted", "why_not_bits"]
-
 _SAME_ERROR = THRESHOLDS.widen  # the room that compare gives what a trusted run shows
 _PASSES = ("anchored", "escalated", "free")  # in this order the first difference is named
 

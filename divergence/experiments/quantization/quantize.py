@@ -46,8 +46,6 @@ from divergence.run.reader import Run
 from divergence.run.record import expanded
 from divergence.words import Progress, silent
 
-__all__ = ["quantize", "session_of"]
-
 _FEW_TOKENS = 512
 
 

@@ -11,8 +11,6 @@ from divergence.comparison.result import JsonAnswer
 from divergence.facts import Fact, Worded
 from divergence.quantization.scheme import Scheme
 
-__all__ = ["Cost", "MatrixCost", "Outliers", "Quantization", "QuantizationPolicy"]
-
 
 class Cost(msgspec.Struct, kw_only=True, frozen=True):
     """What a quantised model's next-token distributions cost, over the tokens of the prompts.

@@ -46,8 +46,6 @@ from divergence.run.reader import Run
 from divergence.run.site import did_you_mean
 from divergence.words import Progress
 
-__all__ = ["DEFAULT_BLOCKS", "sensitivity"]
-
 DEFAULT_BLOCKS = ("first", "middle", "last")
 _HEALTHY = ("identical", "within_floor")
 

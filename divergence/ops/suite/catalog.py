@@ -36,11 +36,6 @@ from divergence.ops.suite.operators import (
 )
 from divergence.run.site import did_you_mean
 
-__all__ = [
-    "DEFAULT", "OPERATORS", "SUITES", "ChosenOperator", "available", "case_path", "cases_in",
-    "choose", "find", "suite_named",
-]  # fmt: skip
-
 _FAMILIES = (
     gemm, norms, rope, attention, paged_attention, activations, reductions, quantization,
 )  # fmt: skip

@@ -50,8 +50,6 @@ from divergence.run.manifest import (
 )
 from divergence.run.site import starred
 
-__all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "quantised_cache"]
-
 
 class QuantizeOptions(EngineOptions, frozen=True, kw_only=True):
     """Which scheme, and what is left out of it."""

@@ -39,8 +39,6 @@ from divergence.report import matrix as matrices
 from divergence.report.page.whole import frame, next_commands, opening, page, printed
 from divergence.words import letter
 
-__all__ = ["page_of"]
-
 _MOST_ROWS = 2000
 
 

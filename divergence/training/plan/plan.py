@@ -38,9 +38,6 @@ from divergence.training.plan.step import (
     whole_parameters_bytes,
 )
 
-__all__ = ["Wanted", "plan_request", "plan_training"]
-
-
 _AS_ASKED = ("mesh", "zero", "optimizer", "main_weights", "autocast", "link_rate")
 
 

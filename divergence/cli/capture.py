@@ -136,8 +136,7 @@ def _refuse_repeating(options: dict[str, Any]) -> None:
         for option in field.options if field.name in options else ():
             if option.needs_like and options[field.name] == option.turns_on:
                 raise UsageError(
-                    f"{option.names[0]} needs --like",
-                    hint="divergence capture --like RUN -o OTHER",
+                    f"{option.names[0]} needs --like", hint="divergence capture --like RUN -o OTHER"
                 )
 
 

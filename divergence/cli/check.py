@@ -31,13 +31,11 @@ def check(
     bless: Annotated[
         bool,
         Option(
-            "--bless",
-            "Store NEW as the golden (a directory, .tar or .zip) and say what changes.",
+            "--bless", "Store NEW as the golden (a directory, .tar or .zip) and say what changes."
         ),
     ] = False,
     keep_previous: Annotated[
-        bool,
-        Option("--keep-previous", "With --bless: keep the old golden as GOLDEN.previous."),
+        bool, Option("--keep-previous", "With --bless: keep the old golden as GOLDEN.previous.")
     ] = False,
     allow_nonfinite: Annotated[
         bool,
@@ -54,9 +52,7 @@ def check(
     github: Annotated[
         bool,
         Option(
-            "--github",
-            "Also print GitHub's annotations, and append to the step's summary.",
-            OUTPUT,
+            "--github", "Also print GitHub's annotations, and append to the step's summary.", OUTPUT
         ),
     ] = False,
     codequality: Annotated[

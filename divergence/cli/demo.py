@@ -65,8 +65,7 @@ def demo(
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
-        Option("--dtype DTYPE", "With --model: load it in this dtype, as in capture."),
+        str | None, Option("--dtype DTYPE", "With --model: load it in this dtype, as in capture.")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     workdir: Annotated[
@@ -229,10 +228,7 @@ def _check_operator(plan: _Plan, result: Any) -> None:
 def _check(plan: _Plan, healthy: Any, faulty: Any) -> None:
     """The demo's own promise."""
     if healthy.verdict.kind not in ("identical", "within_floor"):
-        raise FaultError(
-            f"the healthy pair was judged {healthy.verdict.kind}",
-            hint=REPORT,
-        )
+        raise FaultError(f"the healthy pair was judged {healthy.verdict.kind}", hint=REPORT)
     verdict, onset = faulty.verdict, faulty.verdict.onset
     localized = verdict.kind == "localized" and onset is not None and onset.block == plan.block
     if not localized or verdict.side != "candidate":

@@ -45,11 +45,7 @@ def probe(
         print_lines(probed_lines(str(run.path), run.manifest, verbose=output.verbose))
 
 
-def env(
-    *,
-    device: Device = "auto",
-    output: Output,
-) -> None:
+def env(*, device: Device = "auto", output: Output) -> None:
     """Show this machine as a run records it: device, CPU, versions and variables.
 
     No host name, no user and no file path; variables by an allow-list.

@@ -66,10 +66,7 @@ Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code); 
 """
 
 COMMANDS = {
-    "diff": (
-        "experiments",
-        "Compare a model under two settings of this machine, in one command.",
-    ),
+    "diff": ("experiments", "Compare a model under two settings of this machine, in one command."),
     "capture": ("capture", "Run a model and record what happens at chosen sites."),
     "compare": (
         "compare",
@@ -89,10 +86,7 @@ COMMANDS = {
         "Go from the block to the operator, and prove it; captures what is missing.",
     ),
     "truth": ("capture", "Repeat a run in float64: what is right, and how wide rounding is."),
-    "replay": (
-        "runs",
-        "Run each recorded operator again, alone, on its recorded inputs.",
-    ),
+    "replay": ("runs", "Run each recorded operator again, alone, on its recorded inputs."),
     "doctor": (
         "experiments",
         "Go through the checklist with two runs: what to settle first, and which cause it is.",

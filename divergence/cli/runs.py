@@ -252,8 +252,7 @@ def import_(
         str, Option("--format NAME", "What wrote it; auto looks.", choices=FORMATS)
     ] = "auto",
     map: Annotated[
-        Path | None,
-        Option("--map FILE", "A TOML file: which file, name or field is what."),
+        Path | None, Option("--map FILE", "A TOML file: which file, name or field is what.")
     ] = None,
     like: Annotated[
         str | None,

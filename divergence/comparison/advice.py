@@ -196,10 +196,7 @@ class Advice:
         deep = beside(self._b, "-escalated")
         known = (self._truth is not None or self._carried) and not again
         truth = self._truth if known else beside(first, "-truth")
-        commands = [
-            *again,
-            self._candidate_again(like=first, o=deep, escalate=True),
-        ]
+        commands = [*again, self._candidate_again(like=first, o=deep, escalate=True)]
         if not known:
             commands.append(command("truth", first, o=truth, note=_ON_REFERENCE))
         return [*commands, command("compare", first, deep, truth=truth)]

@@ -20,13 +20,7 @@ from typing import Any
 
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
-from divergence.errors import (
-    DivergenceError,
-    FaultError,
-    RunExistsError,
-    UsageError,
-    check_process,
-)
+from divergence.errors import DivergenceError, FaultError, RunExistsError, UsageError, check_process
 from divergence.html.parts import small_table
 from divergence.output import output_folder, write_output
 from divergence.recording.engines.identity import without_home

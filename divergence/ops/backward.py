@@ -16,14 +16,7 @@ from typing import Any
 
 import torch
 
-from divergence.ops.fitting import (
-    Bound,
-    fits,
-    mask_fits,
-    normalized_axes,
-    same_sequences,
-    within,
-)
+from divergence.ops.fitting import Bound, fits, mask_fits, normalized_axes, same_sequences, within
 from divergence.run.record import Operand
 
 BACKWARD_NAMES = frozenset(

@@ -150,10 +150,7 @@ class DividedOptimizer:
     them to the others."""
 
     def __init__(
-        self,
-        kind: type[torch.optim.Optimizer],
-        groups: Sequence[Mapping[str, Any]],
-        **how: Any,
+        self, kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], **how: Any
     ) -> None:
         """``groups``: parameters and their settings, as torch's optimizers take them, alike on all
         ranks. Torch divides parameters of one dtype alone: each dtype has an optimizer."""

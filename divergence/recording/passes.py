@@ -130,11 +130,7 @@ def run_pass(
                 continue
             members = [samples[number] for number in group]
             first = members[0]
-            recorder.begin(
-                sample=group[0],
-                batch=len(group),
-                num_tokens=first.num_padded,
-            )
+            recorder.begin(sample=group[0], batch=len(group), num_tokens=first.num_padded)
             wanted = (
                 None if forced is None else [forced[number][:max_new_tokens] for number in group]
             )

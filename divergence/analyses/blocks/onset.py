@@ -130,11 +130,7 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         equal_inputs=True,
         rests_on=checks_of(first),
         side=side,
-        evidence=[
-            unit_evidence(first),
-            fact("escalated_is_formula"),
-            *_others(flagged, first),
-        ],
+        evidence=[unit_evidence(first), fact("escalated_is_formula"), *_others(flagged, first)],
         commands=next_commands(measured, first, escalation),
     )
 

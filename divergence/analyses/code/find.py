@@ -43,10 +43,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     if reason is not None:
         findings.append(
             Finding(
-                claim="side_not_told",
-                role="abstains",
-                rests_on=[CODE_NOT_TOLD],
-                evidence=[reason],
+                claim="side_not_told", role="abstains", rests_on=[CODE_NOT_TOLD], evidence=[reason]
             )
         )
     return findings

@@ -123,11 +123,7 @@ def _checks(judged: CollectivesSide, done: bool) -> list[Check]:
 
 
 def _of_faults(
-    sides: Sequence[CollectivesSide],
-    runs: Sequence[Run],
-    side: SideOrBoth,
-    *,
-    named: bool = False,
+    sides: Sequence[CollectivesSide], runs: Sequence[Run], side: SideOrBoth, *, named: bool = False
 ) -> Finding:
     """``sides``: those with faults. ``named``: there are two, and whose fault it is is told."""
     first = sides[0].faults[0]

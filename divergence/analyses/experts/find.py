@@ -146,9 +146,5 @@ def _shared(results: Sequence[SiteResult], routes: Routes) -> Fact | None:
         return None
     there = sum(any(e in chosen for e in named) for chosen in fine)
     return fact(
-        "experts.shared",
-        num_tokens=len(off),
-        experts=named,
-        num_fine=len(fine),
-        num_there=there,
+        "experts.shared", num_tokens=len(off), experts=named, num_fine=len(fine), num_there=there
     )

@@ -676,10 +676,7 @@ def _side(candidate: bool) -> Side:
 
 
 def _against_each_other(
-    result: OperatorResult,
-    pooled: _Pooled,
-    carried: float,
-    thresholds: Thresholds,
+    result: OperatorResult, pooled: _Pooled, carried: float, thresholds: Thresholds
 ) -> OperatorResult:
     """Without a truth: by how much the relative difference grows over what correct code makes of
     what came in, ``carried``. No side is named."""

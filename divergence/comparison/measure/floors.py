@@ -37,12 +37,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair
-from divergence.numerics.floor import (
-    ACCUMULATOR_ROUNDOFF,
-    THRESHOLDS,
-    Thresholds,
-    floor_weights,
-)
+from divergence.numerics.floor import ACCUMULATOR_ROUNDOFF, THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs import SINK_FACTOR
 from divergence.numerics.sums import RowMetrics

@@ -64,10 +64,7 @@ class Truth:
                 hint="divergence compare A B --truth TRUTH, with two other runs",
             )
         if manifest.like not in (a.id, b.id, a.plan.anchored_to, b.plan.anchored_to):
-            raise UsageError(
-                f"{run.path} is the truth of another run ({manifest.like})",
-                hint=make,
-            )
+            raise UsageError(f"{run.path} is the truth of another run ({manifest.like})", hint=make)
         repeated = a if manifest.like != b.id else b
         from divergence.comparison.preflight.models import other_weights
 

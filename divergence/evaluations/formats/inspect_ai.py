@@ -30,14 +30,7 @@ from divergence.evaluations.formats.reading import (
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.facts import Fact, fact
 from divergence.importing.files import DumpFolder
-from divergence.outside import (
-    MAX_LINE_BYTES,
-    Budget,
-    disk_bytes,
-    json_value,
-    opened,
-    read_as,
-)
+from divergence.outside import MAX_LINE_BYTES, Budget, disk_bytes, json_value, opened, read_as
 from divergence.recording.prompts import Message, Prompt
 
 NAME = "inspect"

@@ -512,9 +512,7 @@ def find_policy(
 
 
 def _irreducible(
-    kept: list[tuple[str, ...]],
-    value: Callable[[list[tuple[str, ...]]], float],
-    target: float,
+    kept: list[tuple[str, ...]], value: Callable[[list[tuple[str, ...]]], float], target: float
 ) -> tuple[list[tuple[str, ...]], float | None]:
     """``kept`` without what can go, and the least value with one fewer; None where it was not tried
     for each."""

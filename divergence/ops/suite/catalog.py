@@ -18,12 +18,7 @@ from typing import Any
 
 from divergence.errors import UsageError
 from divergence.ops.implementations import Wishes, function_named, label_of, pairs_of
-from divergence.ops.suite.definition import (
-    PREFIX,
-    Operator,
-    OperatorCase,
-    Unavailable,
-)
+from divergence.ops.suite.definition import PREFIX, Operator, OperatorCase, Unavailable
 from divergence.ops.suite.operators import (
     activations,
     attention,

@@ -79,8 +79,7 @@ class QuantizeEngine:
         scheme = scheme_of(options)
         if loading.ranks is not None or loading.device_map is not None:
             raise UsageError(
-                "--engine quantize runs on one device",
-                hint="leave out --mesh and --device-map",
+                "--engine quantize runs on one device", hint="leave out --mesh and --device-map"
             )
         loaded = load_model(loading)
         use_plain_experts(loaded.module)

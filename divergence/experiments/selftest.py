@@ -89,8 +89,7 @@ def selftest(
 
     try:
         wanted = list(_steps(bench, quick))
-        for number, (what, work) in enumerate(wanted):
-            title = sentence(what)
+        for number, (title, work) in enumerate(wanted):
             (progress or silent)("selftest", number, len(wanted), title)
             steps.append(_tried(title, work))
     except KeyboardInterrupt as interrupt:
@@ -118,25 +117,29 @@ def _tried(title: str, work: Callable[[], Fact]) -> Step:
     return worded(Step(name=title, status=status, seconds=seconds, seen=seen, detail=detail))
 
 
-def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[Fact, Callable[[], Fact]]]:
-    yield fact("experiments.step_references"), bench.references
+def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[str, Callable[[], Fact]]]:
+    yield _title("references"), bench.references
     for dtype in _DTYPES:
-        yield fact("experiments.step_healthy", dtype=dtype), partial(bench.healthy, dtype)
-    yield fact("experiments.step_repeats"), bench.repeats
+        yield _title("healthy", dtype=dtype), partial(bench.healthy, dtype)
+    yield _title("repeats"), bench.repeats
     for store in ("sketch", "stats", "hash"):
-        yield fact("experiments.step_stored", store=store), partial(bench.stored, store)
-    yield fact("experiments.step_batch"), bench.batch
-    yield fact("experiments.step_whole"), bench.whole
-    yield fact("experiments.step_planted"), bench.planted
-    yield fact("experiments.step_operators"), bench.operators
-    yield fact("experiments.step_localized"), bench.localized
-    yield fact("experiments.step_mapped"), bench.mapped
-    yield fact("experiments.step_truth_there"), bench.truth_there
-    yield fact("experiments.step_measured_there"), bench.measured_there
-    yield fact("experiments.step_second"), bench.second
-    yield fact("experiments.step_arithmetic"), bench.arithmetic
+        yield _title("stored", store=store), partial(bench.stored, store)
+    yield _title("batch"), bench.batch
+    yield _title("whole"), bench.whole
+    yield _title("planted"), bench.planted
+    yield _title("operators"), bench.operators
+    yield _title("localized"), bench.localized
+    yield _title("mapped"), bench.mapped
+    yield _title("truth_there"), bench.truth_there
+    yield _title("measured_there"), bench.measured_there
+    yield _title("second"), bench.second
+    yield _title("arithmetic"), bench.arithmetic
     if not quick:
-        yield fact("experiments.step_suite"), bench.suite
+        yield _title("suite"), bench.suite
+
+
+def _title(code: str, **values: str) -> str:
+    return sentence(fact(f"experiments.step_{code}", **values))
 
 
 class _Bench:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.measure import pipeline
+from divergence.comparison.measure import runs as pipeline
 from divergence.comparison.measure.judge import PairNumbers
 from divergence.comparison.result import Report
 from divergence.comparison.results import LogitsDiff

@@ -6,8 +6,8 @@
     python benchmarks/logprobs.py --causes     # the second one alone, without a model
 
 First table: a random Llama in its dtype against float64, the same tokens forced: mean |Δ log p| of
-the tokens, beside what divergence.analyses.logprobs.scale takes as rounding. Second table: made-up
-trainer-rollout pairs with a cause each, many times over: the verdict that they get. A verdict of
+the tokens, beside what divergence.analyses.logprobs.pattern takes as rounding. Second table: made-
+up trainer-rollout pairs with a cause each, many times over: the verdict that they get. A verdict of
 another kind is counted as wrong, and one with high confidence as wrong with confidence.
 """
 
@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from divergence import compare, import_dump
-from divergence.analyses.logprobs.scale import BY_DTYPE
+from divergence.analyses.logprobs.pattern import BY_DTYPE
 
 Change = Callable[[int, int, float, random.Random], float]
 

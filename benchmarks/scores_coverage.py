@@ -20,16 +20,14 @@ from functools import cache
 import numpy as np
 from scipy import stats
 
-from divergence.evaluations.statistics.means import (
+from divergence.evaluations.statistics import (
+    documents_needed,
     equivalence_p,
     interval,
     lopsided,
+    mcnemar,
     mean_of,
     padding,
-)
-from divergence.evaluations.statistics.significance import (
-    documents_needed,
-    mcnemar,
     score_interval,
     sign_test,
     smallest_difference,

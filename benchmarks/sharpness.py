@@ -33,7 +33,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^compare a-llama-bfloat16 ",
     ),
     (
-        "training/curves/trend.py",
+        "training/curves/judging.py",
         "_JUMP, _STAYS, _MIN_AFTER = 10.0,",
         "_JUMP, _STAYS, _MIN_AFTER = 2.0,",
         "losses",
@@ -44,7 +44,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         "_LEAST_SHIFT = 4.0",
         "^compare (served|rollout)",
     ),
-    ("experiments/sensitivity/sizes.py", "PER_DOUBLING = 8", "PER_DOUBLING = 4", "^sensitivity"),
+    ("experiments/sensitivity/trials.py", "PER_DOUBLING = 8", "PER_DOUBLING = 4", "^sensitivity"),
     ("arithmetic/quick.py", "QUICK_TERMS = 512", "QUICK_TERMS = 256", "^probe"),
     # a word
     (
@@ -84,13 +84,13 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     # an order
     (
-        "report/selfcheck.py",
+        "report/experiments.py",
         "for way in result.lines\n    ]\n",
         "for way in result.lines[::-1]\n    ]\n",
         "^selfcheck",
     ),
     (
-        "report/ci/junit.py",
+        "report/ci.py",
         "    for case in page.cases:\n",
         "    for case in page.cases[::-1]:\n",
         "^check",
@@ -110,11 +110,11 @@ EDITS: list[tuple[str, str, str, str]] = [
         'side: Side = "candidate" if middle < 1',
         "^compare .*--truth",
     ),
-    ("report/quantization.py", "99% {_nats(cost.kl_p99)}", "99% {_nats(cost.kl_p90)}", "^quantize"),
+    ("report/experiments.py", "99% {_nats(cost.kl_p99)}", "99% {_nats(cost.kl_p90)}", "^quantize"),
     (
-        "gate/check.py",
-        "{line.check}: {line.reference} in the golden, {line.candidate} in",
-        "{line.check}: {line.candidate} in the golden, {line.reference} in",
+        "gate/sentences.py",
+        "{check}: {reference} in the golden, {candidate} in the new run[[ ({details})]]",
+        "{check}: {candidate} in the golden, {reference} in the new run[[ ({details})]]",
         "^check",
     ),
     # a fact lost on one of the faces
@@ -124,10 +124,10 @@ EDITS: list[tuple[str, str, str, str]] = [
         "    files: dict[str, str] = {}",
         "^bundle",
     ),
-    ("view/pages.py", "report_lines(report, verbose=True)", "report_lines(report)", "^view"),
+    ("view/app.py", "report_lines(report, verbose=True)", "report_lines(report)", "^view"),
     ("analyses/blocks/page.py", "_WORST = 5", "_WORST = 4", "^compare .* page"),
     (
-        "ops/reproducer/bug_report.py",
+        "ops/reproducer.py",
         '        lines += ["", f"Other arguments: {text}."]',
         "        pass",
         "^repro",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from divergence.experiments.quantization.quantize import quantize
     from divergence.experiments.quantization.result import Quantization
     from divergence.experiments.result import SelfcheckResult
-    from divergence.experiments.selfcheck.selfcheck import selfcheck
+    from divergence.experiments.selfcheck import selfcheck
     from divergence.experiments.selftest import selftest
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.fleet.many import compare_many
@@ -82,7 +82,7 @@ _HOMES = {
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer",
     "scores": "divergence.evaluations.api",
-    "selfcheck": "divergence.experiments.selfcheck.selfcheck",
+    "selfcheck": "divergence.experiments.selfcheck",
     "selftest": "divergence.experiments.selftest",
     "sensitivity": "divergence.experiments.sensitivity.sensitivity",
     "truth": "divergence.recording.api",

@@ -1,5 +1,3 @@
 """The version, in one place: pyproject.toml and every manifest read it from here."""
 
-__all__ = ["__version__"]
-
 __version__ = "0.1.0"

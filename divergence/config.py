@@ -48,11 +48,6 @@ from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
 from divergence.run.site import BUILTIN_SITES, did_you_mean, near_names
 from divergence.run.trust import ATTENTION
 
-__all__ = [
-    "BUILTIN_SITES", "SECTIONS", "SitesPreset", "config_names", "decode", "expand_sites",
-    "find_config", "ignored_variables", "load_settings", "load_toml", "settings_of",
-]  # fmt: skip
-
 SETTINGS_FILE = "divergence.toml"
 PREFIX = "DIVERGENCE_"
 _MAX_TOML_BYTES = 1 << 20

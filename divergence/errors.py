@@ -12,14 +12,6 @@ import signal
 
 from divergence.words import printable
 
-__all__ = [
-    "ConfigError", "DivergenceError", "DumpError", "EndpointError", "ExhaustedError", "FaultError",
-    "IncomparableError", "ModelError", "PlantError", "PromptError", "RunError", "RunExistsError",
-    "RunFormatError", "RunWriteError", "UsageError", "check_process",
-    "exhausted", "first_line",
-]  # fmt: skip
-
-
 _MAX_LETTERS = 2_000
 """Of each part of an error: names that it quotes may be of any length."""
 

@@ -80,9 +80,9 @@ def _read_again(value: Any) -> Any:
     return value
 
 
-def fact(code: str, *, block: str | None = None, **values: Any) -> Fact:
-    """The fact of this code with these values."""
-    return Fact(code=code, values=values, block=block)
+def fact(code: str, *, standout: str | None = None, **values: Any) -> Fact:
+    """The fact of this code with these values. ``standout``: a block that it makes worth a look."""
+    return Fact(code=code, values=values, block=standout)
 
 
 def plain(text: str, **values: Any) -> Fact:

@@ -19,12 +19,6 @@ from typing import NamedTuple, TextIO
 
 from divergence.words import printable, shortened
 
-__all__ = [
-    "BLANK", "MAX_WIDTH", "Line", "Span", "bar", "columns", "count", "cut", "decimal", "fixed",
-    "fold", "heading", "line", "print_lines", "prose", "relative", "shape_text", "share", "size",
-    "times", "write_text",
-]  # fmt: skip
-
 MAX_WIDTH = 100
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from divergence.errors import DivergenceError, UsageError
 
-__all__ = ["append_output", "check_output", "output_folder", "write_output"]
-
 _NO_RENAME = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV, errno.EROFS)
 """A folder that may not be written to, or a file that is a mount point: the file itself may be."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,8 +56,8 @@ def append_output(
 
 
 def output_folder(
-    path: _Path, *, what: str, error: type[DivergenceError] = UsageError
-) -> Path:  # fmt: skip
+    path: _Path, *, what: str = "folder of the runs", error: type[DivergenceError] = UsageError
+) -> Path:
     """The folder ``path``, made where there is none. Raises ``error``."""
     with _failures(path, what, error):
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -32,12 +32,6 @@ import msgspec
 
 from divergence.errors import DivergenceError, DumpError, first_line
 
-__all__ = [
-    "FREE_BYTES", "MAX_DEPTH", "MAX_LINE_BYTES", "MAX_RATIO", "MAX_ROW_BYTES", "MAX_TEXT_BYTES",
-    "MAX_VALUES", "Budget", "check_value", "csv_rows", "disk_bytes", "inside", "is_plain",
-    "json_value", "lines", "opened", "read_as", "read_bytes",
-]  # fmt: skip
-
 MAX_TEXT_BYTES = 1 << 30
 """Of a file that is read as a whole: JSON, CSV, prompts."""
 MAX_LINE_BYTES = 1 << 28

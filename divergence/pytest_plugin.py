@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from divergence.layout import Line
     from divergence.run.reader import Run
 
-__all__ = ["GoldenCheck", "divergence_golden"]
-
 _OPTION = "--divergence-bless"
 _PROPERTY = "divergence"
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
     from divergence.words import Progress
 
-__all__ = ["Bundle", "bundle"]
-
 _PAIR_BYTES = 4096
 _ANSWER_BYTES = 64 << 20
 _MOST_BYTES = 256 << 20
@@ -63,8 +61,7 @@ def bundle(
     false, RunWriteError, and what ``compare`` raises.
     """
     from divergence.comparison.api import compare
-    from divergence.report.bundle import bundle_files, zipped
-    from divergence.report.redaction import Redaction
+    from divergence.report.bundle import Redaction, bundle_files, zipped
     from divergence.run.location import folder_of
     from divergence.run.reader import Run
 

@@ -8,12 +8,6 @@ import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-__all__ = [
-    "HEADLINES", "Progress", "Side", "SideBothOrNeither", "SideOrBoth", "figure", "letter",
-    "list_names", "markdown_code", "markdown_text", "printable", "printable_json",
-    "printable_lines", "shortened", "silent", "some_of",
-]  # fmt: skip
-
 Progress = Callable[[str, int, int | None, str], None]
 """Called as work goes on, with (event, how much is done, of how much, detail); the total is None
 where nobody knows it. ``event``: ``load``, ``digest``, ``probe``, ``free``, ``repeat``,

@@ -29,8 +29,6 @@ from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
 
-__all__ = ["FULL_TERMS", "MAX_TERMS", "probe"]
-
 FULL_TERMS = (64, 1024, 4096)
 """Terms of the sums whose order is looked for: a head, a small model's width, a large one's."""
 MAX_TERMS = 4096

@@ -10,8 +10,6 @@ import torch
 from divergence.errors import first_line
 from divergence.run.manifest import ArithmeticFact
 
-__all__ = ["Notebook"]
-
 
 class Notebook:
     """Facts in the order in which they were found; ``tensors``: (site, tensor) of a probe run.

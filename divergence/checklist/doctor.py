@@ -19,31 +19,39 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.checklist.code import code, precision, settings_differ, weights
-from divergence.checklist.numbers import Said, phase, ranks, sampling
-from divergence.checklist.pair import CheckedPair, worst
-from divergence.checklist.points import points_of, tokens
+from divergence.checklist.points import (
+    CheckedPair,
+    Said,
+    code,
+    phase,
+    points_of,
+    precision,
+    ranks,
+    sampling,
+    settings_differ,
+    tokens,
+    weights,
+    worst,
+)
 from divergence.checklist.result import Checkup, Rung, RungName
 from divergence.comparison.advice import Advice
-from divergence.comparison.align.names import load_name_map
+from divergence.comparison.align.pairs import load_name_map
 from divergence.comparison.api import compare
 from divergence.comparison.measure.runs import opened
-from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.preflight.lines import CPU_OPERATORS, preflight
 from divergence.comparison.result import summary_of
 from divergence.errors import IncomparableError, UsageError
-from divergence.facts import Fact, apart, fact, worded
+from divergence.facts import Fact, apart, fact, sentence, worded
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.site import LOGPROBS
 from divergence.words import Progress, printable
 
-__all__ = ["Ladder", "doctor", "ladder_of"]
-
 _TOLD = frozenset(
     {
         "code", "weights", "blocks", "model class", "config", "quantization", "prompt ids",
         "tokenizer", "chat template", "generated ids", "dtype", "attention", "determinism",
-        "repeatability", "engine", "operators on the CPU", "substituted operators", "ranks",
+        "repeatability", "engine", CPU_OPERATORS, "substituted operators", "ranks",
         "planted faults", "completeness",
     }
 )  # fmt: skip
@@ -134,17 +142,6 @@ def _notes(pair: CheckedPair) -> list[Fact]:
     return notes
 
 
-_TITLES: dict[RungName, str] = {
-    "tokens": "the same tokens, by the same template",
-    "weights": "the same weights in the same precision",
-    "code": "the same code, configuration and attention",
-    "prefill": "the prefill is within rounding",
-    "decode": "the decode steps are within rounding",
-    "sampling": "each token is the largest of its own logits",
-    "ranks": "ranks agree on what several of them hold",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Ladder:
     """All rungs, and the one at which it stops."""
@@ -162,12 +159,13 @@ def ladder_of(pair: CheckedPair) -> Ladder:
     }  # fmt: skip
     rungs: list[Rung] = []
     stop: RungName | None = None
-    for name, title in _TITLES.items():
+    for name, ask in asks.items():
+        title = sentence(fact(f"checklist.rung_{name}"))
         if stop is not None:
             facts = [fact("checklist.explained_by", rung=stop)]
             rungs.append(Rung(name=name, title=title, state="not_reached", facts=facts))
             continue
-        state, evidence, explains = asks[name](pair)
+        state, evidence, explains = ask(pair)
         rungs.append(
             Rung(
                 name=name, title=title, state=state, explains=explains, facts=list(evidence),

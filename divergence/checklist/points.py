@@ -1,63 +1,494 @@
-"""The eight points to settle before one model's two outputs are compared.
-
-Each is a condition on the settings of both runs, or a question to the comparison that was made.
-What a run does not tell is unknown, and never met.
-"""
+"""The points and rungs of the checklist, each asked of what is known of two runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from divergence.checklist.code import precision, weights
-from divergence.checklist.pair import (
-    CheckedPair,
-    both,
-    choices_off,
-    in_both,
-    logits_kept,
-    not_recorded,
-    worst,
-)
-from divergence.checklist.result import Point, PointName, PointState
-from divergence.facts import Fact, apart, fact
+from divergence.checklist.result import Point, PointName, PointState, RungState
+from divergence.comparison.decide import tells
+from divergence.comparison.preflight.code import CodeDifference, code_differences
+from divergence.comparison.preflight.lines import CPU_OPERATORS
+from divergence.comparison.result import Report
+from divergence.comparison.results import Claim, Finding, Onset, PreflightLine, SiteResult, Verdict
+from divergence.facts import Fact, apart, fact, has, plain, sentence
+from divergence.run.contents import records_at
 from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+from divergence.run.site import ROOT, module_of, starred
 from divergence.words import HEADLINES
 
-__all__ = ["points_of"]
+# Two runs as the checklist sees them: manifests, the lines of preflight, and what compare says.
 
-Said = tuple[PointState, Sequence[Fact]]
+_STATES: dict[str, PointState] = {"same": "pass", "differs": "fail", "blocking": "fail"}
+_DIVERGED = ("localized", "systematic", "nonfinite", "drift")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedPair:
+    """``report``: compare's, or None where it had nothing to compare, for ``reason``."""
+
+    a: Run
+    b: Run
+    lines: Mapping[str, PreflightLine]
+    report: Report | None
+    reason: str = ""
+
+    @property
+    def manifests(self) -> tuple[Manifest, Manifest]:
+        return self.a.manifest, self.b.manifest
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self.report is None else self.report.verdict
+
+    @property
+    def why_unjudged(self) -> list[Fact] | None:
+        """Why compare says nothing of the numbers; None where it does."""
+        if self.report is None:
+            return [plain(self.reason)]
+        verdict = self.report.verdict
+        if verdict.kind not in ("incomparable", "undetermined"):
+            return None
+        behind = verdict.headline[0]["beyond"] if verdict.headline else False
+        return verdict.headline[1 if behind else 0 :]
+
+    @property
+    def diverged(self) -> bool:
+        """Does compare find more than rounding explains?"""
+        return self.verdict is not None and self.verdict.kind in _DIVERGED
+
+    def state_of(self, check: str) -> PointState:
+        """What a line of preflight says; one that is not there, since neither run has anything to
+        say of it, is the same."""
+        status: str = self.lines[check].status if check in self.lines else "same"
+        return _STATES.get(status, "unknown")
+
+    def differs(self, check: str) -> bool:
+        """Does this line of preflight differ?"""
+        return self.state_of(check) == "fail"
+
+    @property
+    def untold(self) -> list[str]:
+        """The runs that say nothing of how they were made: no engine, and no weights."""
+        return [
+            name
+            for name, manifest in zip("AB", self.manifests, strict=True)
+            if manifest.engine is None and not manifest.model.digest
+        ]
+
+    def sites(self, *, decode: bool) -> list[SiteResult]:
+        """What was compared of the prefill, or of the decode steps."""
+        if self.report is None:
+            return []
+        return [site for site in self.report.sites if (site.step > 0) == decode]
+
+    def claims(self, *claims: Claim) -> list[Finding]:
+        """What the analyses claim, of these kinds, where it can be a verdict."""
+        if self.report is None:
+            return []
+        return [
+            finding
+            for finding in self.report.findings
+            if finding.claim in claims and finding.role in ("convicts", "refines")
+        ]
+
+    @property
+    def sampled(self) -> bool:
+        """Is the verdict about a token that its own logits do not decide?"""
+        return any(map(self.is_verdict, self.claims("not_the_largest_logit")))
+
+    def is_verdict(self, finding: Finding) -> bool:
+        """Is it what the verdict says?"""
+        verdict = self.verdict
+        return verdict is not None and verdict.onset == finding.onset and tells(verdict, finding)
+
+
+def worst(*states: PointState) -> PointState:
+    """Of several conditions together."""
+    return "fail" if "fail" in states else "unknown" if "unknown" in states else "pass"
+
+
+def both(pair: CheckedPair, say: Callable[[Manifest], Any]) -> Fact:
+    """``both: bfloat16``, or ``A: bfloat16, B: float16``."""
+    return in_both(*map(say, pair.manifests))
+
+
+def in_both(reference: Any, candidate: Any, *, apart: bool = False) -> Fact:
+    """The same of two values, with a semicolon between those that stand ``apart``."""
+    if reference == candidate:
+        return fact("checklist.both", what=reference)
+    return fact("checklist.each", reference=reference, candidate=candidate, apart=apart)
+
+
+def not_recorded(sides: Sequence[str], what: str) -> Fact:
+    """``A and B: settings are not recorded``"""
+    return fact("checklist.not_recorded", sides=sides, what=what)
+
+
+def differs(line: PreflightLine) -> Fact:
+    """``attention eager / sdpa``, with what is known of it."""
+    return fact(
+        "checklist.line_differs", check=line.check, reference=line.reference,
+        candidate=line.candidate, details=line.details,
+    )  # fmt: skip
+
+
+def choices_off(finding: Finding) -> list[Fact]:
+    """Which tokens are not the largest of their own logits."""
+    return [Fact(code="checklist.choices_off", values=finding.evidence[0].values)]
+
+
+def logits_kept(run: Run) -> tuple[int, int]:
+    """(forwards of which the logits were recorded, those of them whose values were kept)."""
+    site = run.manifest.plan.logits_site
+    records = [] if site is None else records_at(run.records, [site])
+    free = [record for record in records if record.pass_ == "free"]
+    return len(free), sum(run.has_bytes(record) for record in free)
+
+
+# The rungs that rest on numbers: prefill, decode, sampling, ranks. All of it is compare's.
+#
+# A rung explains what is below it only where it is the verdict itself. What stands beside the
+# verdict (another fault, in the other phase) fails without explaining.
+
+Said = tuple[RungState, Sequence[Fact], bool]
+"""(state, evidence, does it explain the rungs below)."""
+
+_NUMBERS: tuple[Claim, ...] = (
+    "nonfinite", "integers_differ", "codes_wrong", "error_made_here", "error_everywhere_of_kind",
+    "error_below_floor", "error_between", "operator_off", "drift",
+)  # fmt: skip
+_SAMPLED: Claim = "not_the_largest_logit"
+
+
+def phase(pair: CheckedPair, *, decode: bool) -> Said:
+    """The first forward of each prompt, or those of one token each."""
+    sites, verdict = pair.sites(decode=decode), pair.verdict
+    if pair.why_unjudged is not None:
+        return "unknown", pair.why_unjudged, False
+    assert verdict is not None
+    if pair.diverged:
+        told = _told_by_ranks(pair)
+        made = [
+            finding
+            for finding in pair.claims(*_NUMBERS)
+            if (step := _step_of(finding)) is not None and (step > 0) == decode
+        ]
+        step = _step_of_verdict(pair)
+        if step is not None and (step > 0) == decode and (made or told is None):
+            return "fail", verdict.headline, told is None
+        shown = _shown_by_ranks(pair)
+        beyond = [site for site in sites if site.flagged and site.key not in shown]
+        if made or beyond:
+            if made:
+                return "fail", made[0].headline, False
+            return _rung("fail", "beyond_too", site=beyond[0].site)
+        if verdict.kind == "drift" and step is None:
+            return _rung("unknown", "forward_not_told", what=verdict.headline)
+        if verdict.kind == "nonfinite" and not all(site.identical for site in sites):
+            return _rung("unknown", "beside_nonfinite")
+    if not sites:
+        return _rung("unknown", "nothing_of_phase", decode=decode)
+    if unmeasured := [site for site in sites if site.is_unmeasured]:
+        return _rung("unknown", "phase_unmeasured", num=len(unmeasured), total=len(sites))
+    return "pass", [_within(sites)], False
+
+
+def _rung(state: RungState, code: str, **values: Any) -> Said:
+    """One fact, which explains nothing below."""
+    return state, [fact(f"checklist.{code}", **values)], False
+
+
+def _within(sites: list[SiteResult]) -> Fact:
+    """What was compared, where none of it is beyond rounding."""
+    num_equal = sum(site.identical for site in sites)
+    if num_equal == len(sites):
+        return fact("checklist.all_equal", num=num_equal)
+    judged = [site for site in sites if site.limit_usage is not None]
+    free = all(site.pass_ == "free" for site in judged)
+    site, usage = None, None
+    if not free:
+        worst = max(judged, key=lambda site: site.limit_usage or 0.0)
+        if (worst.limit_usage or 0.0) <= 1:
+            site, usage = worst.site, 100 * (worst.limit_usage or 0.0)
+    return fact(
+        "checklist.within", total=len(sites), num_equal=num_equal, free=free, site=site, usage=usage
+    )
+
+
+def _step_of(finding: Finding) -> int | None:
+    return finding.step if finding.onset is None else finding.onset.step
+
+
+def _step_of_verdict(pair: CheckedPair) -> int | None:
+    """The forward that the verdict names; None where it names none, or sampling."""
+    verdict = pair.verdict
+    if verdict is None or pair.sampled:
+        return None
+    if verdict.onset is not None:
+        return verdict.onset.step
+    steps = [claim.step for claim in pair.claims("drift") if tells(verdict, claim)]
+    return steps[0] if steps else None
+
+
+def sampling(pair: CheckedPair) -> Said:
+    """Does each token follow from its own logits?"""
+    if pair.why_unjudged is not None:
+        return "unknown", pair.why_unjudged, False
+    assert pair.report is not None
+    if sampled := pair.claims(_SAMPLED):
+        return "fail", choices_off(sampled[0]), pair.is_verdict(sampled[0])
+    tokens = pair.report.tokens
+    if tokens is None or not tokens.num_tokens:
+        if pair.report.reference.generates or pair.report.candidate.generates:
+            return _rung("unknown", "no_common_token")
+        return _rung("pass", "chooses_none")
+    flips = tokens.differences
+    if not flips:
+        return _rung(
+            "pass", "choices_equal", forced=tokens.forced, num_equal=tokens.num_equal,
+            num_tokens=tokens.num_tokens, num_missing=tokens.num_missing,
+        )  # fmt: skip
+    first = flips[0]
+    kept = not any(None in (flip.margin, flip.candidate_margin) for flip in flips)
+    return _rung(
+        "pass" if kept else "unknown", "choices_differ", forced=tokens.forced, num=len(flips),
+        num_tokens=tokens.num_tokens, sample=first.sample, step=first.step, kept=kept,
+        judgement=first.judgement,
+    )  # fmt: skip
+
+
+def ranks(pair: CheckedPair) -> Said:
+    """Do the processes of a run agree on what several of them hold?"""
+    processes = both(pair, lambda manifest: manifest.processes)
+    if pair.untold:
+        return "unknown", [not_recorded(pair.untold, "processes")], False
+    if all(manifest.mesh is None for manifest in pair.manifests):
+        return _rung("pass", "processes", processes=processes, copies=None)
+    if pair.why_unjudged is not None:
+        return "unknown", pair.why_unjudged, False
+    assert pair.report is not None
+    if (told := _told_by_ranks(pair)) is not None:
+        return "fail", told.evidence[:1], True
+    if apart := pair.claims("replicas_disagree"):
+        return "fail", apart[0].evidence[:1], False
+    replicas = pair.report.replicas
+    num_held = sum(replica.num_tensors for replica in replicas)
+    if not num_held:
+        return _rung("unknown", "processes", processes=processes, copies="lone")
+    copies = "order" if any(replica.num_different for replica in replicas) else "agree"
+    return _rung("pass", "processes", processes=processes, copies=copies, num=num_held)
+
+
+def _told_by_ranks(pair: CheckedPair) -> Finding | None:
+    """What makes a rank the verdict: copies that disagree there, or its own part that is off."""
+    if pair.report is None:
+        return None
+    verdict = pair.report.verdict
+    for finding in pair.claims("replicas_disagree"):
+        inside = all(item in verdict.headline for item in finding.addition)
+        if pair.is_verdict(finding) or (finding.addition and inside):
+            return finding
+    for finding in pair.report.findings:
+        if finding.claim == "explanation" and has(finding.addition, "rank_share"):
+            return finding
+    return None
+
+
+def _shown_by_ranks(pair: CheckedPair) -> set[object]:
+    """The sites that are flagged since ranks disagree there."""
+    return {key for claim in pair.claims("replicas_disagree") for key in claim.flags}
+
+
+# Weights and precision, and code: what is computed with, and what computes.
+#
+# The first point and the second rung ask for weights and precision. A digest that both sides lack,
+# or that stands for a parameter that was not read, proves nothing: such weights are unknown, though
+# preflight finds two equal texts.
+#
+# The rung of code explains what was found where all of this holds: the onset lies in a module of a
+# class whose code differs; the difference is somebody's doing, or cannot be a matter of another
+# version; and the error is made wherever that code runs. Other code elsewhere, another
+# configuration or another attention fails without explaining, since a correct one makes no more
+# than rounding.
+
+_UNREAD = "offloaded"
+
+
+def weights(pair: CheckedPair) -> tuple[PointState, list[Fact]]:
+    """Are the values the same, as far as both runs tell?"""
+    line, state = pair.lines["weights"], pair.state_of("weights")
+    lacking = [
+        name
+        for name, manifest in zip("AB", pair.manifests, strict=True)
+        if not manifest.model.digests
+    ]
+    digests = [manifest.model.digest for manifest in pair.manifests]
+    if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
+        if line.details and not lacking:
+            return "unknown", line.details
+        return "unknown", [fact("checklist.digests_not_recorded", sides=lacking or None)]
+    blocking = [
+        preflight_line
+        for preflight_line in pair.lines.values()
+        if preflight_line.status == "blocking" and preflight_line.check in ("weights", "blocks")
+    ]
+    if blocking:
+        return "fail", apart(
+            [
+                item
+                for blocker in blocking
+                for item in blocker.details or [fact("checklist.other_check", check=blocker.check)]
+            ]
+        )
+    unread = {
+        name for manifest in pair.manifests for name, digest in manifest.model.digests.items()
+        if digest == _UNREAD
+    }  # fmt: skip
+    if unread:
+        return "unknown", [fact("checklist.offloaded", num=len(unread))]
+    if state == "fail":
+        two_dtypes = pair.differs("dtype") or pair.differs("quantization")
+        details = line.details or [fact("checklist.same_values")]
+        if two_dtypes:
+            return "unknown", [fact("checklist.weights_detail", details=details)]
+        return "pass", details
+    return "pass", line.details or [fact("checklist.same_weights", digest=digests[0][:12])]
+
+
+def precision(pair: CheckedPair) -> tuple[PointState, Fact]:
+    """Dtype and quantization, and what a truth was computed in."""
+
+    def say(manifest: Manifest) -> Fact:
+        model = manifest.model
+        return fact(
+            "checklist.computed_as", dtype=model.dtype, computed=manifest.settings.compute_dtype,
+            quantized=model.quantization.name if model.quantization else None,
+        )  # fmt: skip
+
+    a, b = (manifest.settings.compute_dtype for manifest in pair.manifests)
+    computed: PointState = "pass" if a == b else "fail"
+    return worst(computed, pair.state_of("dtype"), pair.state_of("quantization")), both(pair, say)
+
+
+_LIBRARIES = ("torch", "transformers")
+_SETTINGS = ("engine", "model class", "config", "attention")
+_LINES = (*_SETTINGS, CPU_OPERATORS, "substituted operators")
+"""Lines of preflight about what computes, beside the code itself."""
+
+
+def code(pair: CheckedPair) -> Said:
+    """Is the same computed, by the same code?"""
+    a, b = pair.manifests
+    differences = code_differences(a, b)
+    lines = [pair.lines[name] for name in _LINES if pair.differs(name)]
+    texts = [*map(differs, lines), *(difference.text for difference in differences)]
+    lacking = [name for name, manifest in (("A", a), ("B", b)) if not manifest.model.code]
+    untold = [name for name in _LINES if pair.state_of(name) == "unknown"]
+    if untold:
+        texts.append(fact("checklist.lines_not_known", checks=untold))
+    if lacking:
+        texts.append(fact("checklist.code_not_recorded", sides=lacking))
+    if not texts:
+        return "pass", [both(pair, _same_code)], False
+    text = fact("checklist.first_parts", parts=texts)
+    verdict = pair.verdict
+    if verdict is not None and verdict.kind in ("identical", "within_floor"):
+        if not (lines or differences):
+            return "unknown", [text], False
+        effect = fact("checklist.effect", what=text, identical=verdict.kind == "identical")
+        return "pass", [effect], False
+    if not lines and not differences:
+        return "unknown", [text], False
+    if not pair.diverged:  # compare abstains: whether it makes a difference is not known
+        why = fact("checklist.unjudged_code", what=text, why=pair.why_unjudged)
+        return "unknown", [why], False
+    assert verdict is not None
+    guilty = [difference for difference in differences if _explains(difference, verdict, pair)]
+    if guilty:
+        assert verdict.onset is not None
+        begin = fact("checklist.code_explains", difference=guilty[0].text, site=verdict.onset.site)
+        return "fail", [begin], True
+    return "fail", [text], False
+
+
+def settings_differ(pair: CheckedPair) -> bool:
+    """Is there a difference that capturing the candidate like the reference takes away?"""
+    return any(map(pair.differs, _SETTINGS))
+
+
+def _same_code(manifest: Manifest) -> Fact:
+    return fact("checklist.same_code", num=len(manifest.model.code))
+
+
+def _explains(difference: CodeDifference, verdict: Verdict, pair: CheckedPair) -> bool:
+    """Is the onset where this code runs, and is the error in the blocks that run it and in no
+    other?"""
+    onset = verdict.onset
+    if onset is None or not difference.places or not _runs_at(difference, onset):
+        return False
+    if not difference.deliberate and _other_versions(*pair.manifests):
+        return False
+    assert pair.report is not None
+    blocks = {site.block for site in pair.report.sites if site.block is not None}
+    beyond = {site.block for site in pair.report.sites if site.flagged and site.block is not None}
+    running = {block for block in blocks if difference.concerns(block)}
+    return not running or (
+        beyond <= running and (verdict.kind == "systematic" or running <= beyond)
+    )
+
+
+def _runs_at(difference: CodeDifference, onset: Onset) -> bool:
+    """Does a module of this class lie in the one that the onset names? What enters a module was
+    made by those around it."""
+    if difference.concerns(module_of(onset.site)):
+        return True
+    path = starred(module_of(onset.site))
+    return ":in" in onset.site and any(
+        place == ROOT or path.startswith(f"{place}.") for place in difference.places
+    )
+
+
+def _other_versions(a: Manifest, b: Manifest) -> bool:
+    versions_a, versions_b = a.environment.versions, b.environment.versions
+    return any(versions_a.get(name) != versions_b.get(name) for name in _LIBRARIES)
+
+
+# The eight points to settle before one model's two outputs are compared.
+#
+# Each is a condition on the settings of both runs, or a question to the comparison that was made.
+# What a run does not tell is unknown, and never met.
+
+Settled = tuple[PointState, Sequence[Fact]]
 
 
 def points_of(pair: CheckedPair) -> list[Point]:
     """All eight, in the order in which they are settled."""
-    points: tuple[tuple[PointName, str, Callable[[CheckedPair], Said]], ...] = (
-        ("weights", "weights, precision", _weights),
-        ("greedy", "greedy decoding", _greedy),
-        ("seed", "seed", _seed),
-        ("engine", "prefix cache etc. off", _engine),
-        ("deterministic", "deterministic", _deterministic),
-        ("tokens", "rendered tokens", tokens),
-        ("logprobs", "log-probs recorded", _logprobs),
-        ("logprob_diff", "log-probs agree", _logprob_diff),
-    )
+    points: tuple[tuple[PointName, Callable[[CheckedPair], Settled]], ...] = (
+        ("weights", _weights), ("greedy", _greedy), ("seed", _seed), ("engine", _engine),
+        ("deterministic", _deterministic), ("tokens", tokens), ("logprobs", _logprobs),
+        ("logprob_diff", _logprob_diff),
+    )  # fmt: skip
     settled = []
-    for number, (name, title, ask) in enumerate(points, start=1):
+    for number, (name, ask) in enumerate(points, start=1):
         state, facts = ask(pair)
+        title = sentence(fact(f"checklist.point_{name}"))
         settled.append(Point(number=number, name=name, title=title, state=state, facts=list(facts)))
     return settled
 
 
-def _weights(pair: CheckedPair) -> Said:
+def _weights(pair: CheckedPair) -> Settled:
     (same, how), (state, details) = precision(pair), weights(pair)
     return worst(same, state), apart([how, *details])
 
 
-def _say(state: PointState, code: str, **values: Any) -> Said:
+def _point(state: PointState, code: str, **values: Any) -> Settled:
     return state, [fact(f"checklist.{code}", **values)]
 
 
-def _greedy(pair: CheckedPair) -> Said:
+def _greedy(pair: CheckedPair) -> Settled:
     sampled = pair.claims("not_the_largest_logit")
     if sampled:
         return "fail", choices_off(sampled[0])
@@ -72,15 +503,15 @@ def _greedy(pair: CheckedPair) -> Said:
     return "pass", [both(pair, say)]
 
 
-def _seed(pair: CheckedPair) -> Said:
+def _seed(pair: CheckedPair) -> Settled:
     if pair.untold:
         return "unknown", [not_recorded(pair.untold, "seed")]
     seeds = both(pair, lambda side: side.settings.seed)
     seed_a, seed_b = (manifest.settings.seed for manifest in pair.manifests)
-    return _say("pass", "seeds", seeds=seeds, same=seed_a == seed_b)
+    return _point("pass", "seeds", seeds=seeds, same=seed_a == seed_b)
 
 
-def _engine(pair: CheckedPair) -> Said:
+def _engine(pair: CheckedPair) -> Settled:
     if pair.untold:
         return "unknown", [not_recorded(pair.untold, "prefixes")]
     a, b = map(_shortcuts, pair.manifests)
@@ -116,7 +547,7 @@ def _switched(text: str) -> PointState:
     return "pass" if word in _OFF else "unknown" if word in _NOT_TOLD else "fail"
 
 
-def _deterministic(pair: CheckedPair) -> Said:
+def _deterministic(pair: CheckedPair) -> Settled:
     """Asked for, granted, and as far as it was tried, kept."""
     if pair.untold:
         return "unknown", [not_recorded(pair.untold, "settings")]
@@ -159,7 +590,7 @@ def _switches(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def tokens(pair: CheckedPair) -> Said:
+def tokens(pair: CheckedPair) -> Settled:
     """The prompts as token ids; a rung of the ladder asks it too."""
     line, state = pair.lines["prompt ids"], pair.state_of("prompt ids")
     if state == "unknown":
@@ -169,20 +600,20 @@ def tokens(pair: CheckedPair) -> Said:
         if pair.differs("chat template"):
             details = pair.lines["chat template"].details
             template = details or [fact("checklist.another_template")]
-        return _say(
+        return _point(
             "fail", "prompts_differ", reference=line.reference, candidate=line.candidate,
             details=line.details or None, template=template,
         )  # fmt: skip
     num = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)
     if not num:
-        return _say("unknown", "no_prompt_ids")
+        return _point("unknown", "no_prompt_ids")
     other = [check for check in ("tokenizer", "chat template") if pair.differs(check)]
-    return _say("pass", "tokens_equal", num=num, other=other)
+    return _point("pass", "tokens_equal", num=num, other=other)
 
 
-def _logprobs(pair: CheckedPair) -> Said:
+def _logprobs(pair: CheckedPair) -> Settled:
     if all(manifest.plan.logits_site is None for manifest in pair.manifests):
-        return _say("unknown", "logits_not_named")
+        return _point("unknown", "logits_not_named")
     counts = logits_kept(pair.a), logits_kept(pair.b)
     sides = [
         fact("checklist.logits_kept", kept=kept, seen=seen) if seen else fact("checklist.no_logits")
@@ -192,26 +623,26 @@ def _logprobs(pair: CheckedPair) -> Said:
     return "pass" if met else "fail", [in_both(*sides)]
 
 
-def _logprob_diff(pair: CheckedPair) -> Said:
+def _logprob_diff(pair: CheckedPair) -> Settled:
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged
     assert pair.report is not None
     names = {manifest.plan.logits_site for manifest in pair.manifests}
     rows = [site for site in pair.report.sites if site.site in names and site.pass_ == "free"]
     if not rows:
-        return _say("unknown", "logits_not_compared")
+        return _point("unknown", "logits_not_compared")
     if all(row.identical for row in rows):
-        return _say("pass", "logits_equal", num=len(rows))
+        return _point("pass", "logits_equal", num=len(rows))
     changes = [row.logits.chosen_logprob_diff_max for row in rows if row.logits is not None]
     if not changes and any(row.nonfinite for row in rows):
-        return _say("fail", "logits_nonfinite")
+        return _point("fail", "logits_nonfinite")
     if not changes:
-        return _say("unknown", "logits_unmeasured", num=len(rows))
+        return _point("unknown", "logits_unmeasured", num=len(rows))
     tokens = pair.report.tokens
     if tokens is not None and not tokens.num_tokens:
         tokens = None
     met = not pair.diverged or (pair.sampled and not pair.claims("drift"))
-    return _say(
+    return _point(
         "pass" if met else "fail", "logprob_changes", nats=max(changes),
         num_equal=tokens and tokens.num_equal, num_tokens=tokens and tokens.num_tokens,
         verdict=None if met or pair.verdict is None else HEADLINES[pair.verdict.kind],

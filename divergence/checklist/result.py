@@ -11,10 +11,6 @@ from divergence.comparison.result import JsonAnswer, RunSummary
 from divergence.comparison.results import Verdict
 from divergence.facts import Fact, Worded
 
-__all__ = [
-    "Checkup", "Point", "PointName", "PointState", "Rung", "RungName", "RungState",
-]  # fmt: skip
-
 PointName = Literal[
     "weights", "greedy", "seed", "engine", "deterministic", "tokens", "logprobs", "logprob_diff"
 ]

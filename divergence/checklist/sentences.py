@@ -5,6 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SENTENCES: Mapping[str, str] = {
+    # titles
+    "point_weights": "weights, precision",
+    "point_greedy": "greedy decoding",
+    "point_seed": "seed",
+    "point_engine": "prefix cache etc. off",
+    "point_deterministic": "deterministic",
+    "point_tokens": "rendered tokens",
+    "point_logprobs": "log-probs recorded",
+    "point_logprob_diff": "log-probs agree",
+    "rung_tokens": "the same tokens, by the same template",
+    "rung_weights": "the same weights in the same precision",
+    "rung_code": "the same code, configuration and attention",
+    "rung_prefill": "the prefill is within rounding",
+    "rung_decode": "the decode steps are within rounding",
+    "rung_sampling": "each token is the largest of its own logits",
+    "rung_ranks": "ranks agree on what several of them hold",
     # how two sides are said
     "both": "both: {what}",
     "each": "A: {reference}{apart:yes=;|no=,} B: {candidate}",

@@ -12,8 +12,6 @@ from divergence.layout import BLANK, Line, Span, heading, line, prose
 from divergence.run.command import command_line
 from divergence.words import HEADLINES, letter, markdown_code, printable
 
-__all__ = ["checkup_lines", "checkup_markdown"]
-
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "yellow", "not_reached": "dim"}
 _WORDS = {"pass": "pass", "fail": "FAIL", "unknown": "?", "not_reached": "-"}
 

@@ -16,11 +16,6 @@ from divergence.words import Progress, printable, printable_lines, shortened
 if TYPE_CHECKING:
     from divergence.options.commands import Output
 
-__all__ = [
-    "ARGUMENTS", "VERBOSE", "Diverged", "exit_with", "progress_bars", "show", "show_answer",
-    "show_briefly", "show_copy", "show_plan", "show_run", "write_text",
-]  # fmt: skip
-
 ARGUMENTS = "divergence.arguments"
 """Context key: the command line as it was given."""
 _LONGEST = 2_000
@@ -79,9 +74,9 @@ def show_plan(plan: Any, *, json: bool) -> None:
     """What a capture would record."""
     import msgspec
 
+    from divergence.comparison.result import strict_json
     from divergence.layout import print_lines
     from divergence.report.capturing import plan_lines
-    from divergence.report.machine import strict_json
 
     built = msgspec.to_builtins(plan)
     if json:
@@ -118,7 +113,7 @@ def show_briefly(run: Any, *, json: bool) -> None:
     """A run's path, or path and manifest."""
     import msgspec
 
-    from divergence.report.machine import strict_json
+    from divergence.comparison.result import strict_json
 
     if json:
         manifest = msgspec.to_builtins(run.manifest)

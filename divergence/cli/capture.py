@@ -22,8 +22,6 @@ from divergence.options.commands import (
 from divergence.run.command import quoted
 from divergence.run.manifest import SUITE
 
-__all__ = ["capture", "truth"]
-
 
 def capture(
     *,
@@ -117,7 +115,8 @@ def capture(
     if force:
         values["force"] = True
 
-    from divergence.recording.api import capture, plan_capture
+    from divergence.recording.api import capture
+    from divergence.recording.dry_run import plan_capture
 
     source = model_copy if server or like is not None else model
     with progress_bars(quiet=output.silent) as progress:
@@ -137,8 +136,7 @@ def _refuse_repeating(options: dict[str, Any]) -> None:
         for option in field.options if field.name in options else ():
             if option.needs_like and options[field.name] == option.turns_on:
                 raise UsageError(
-                    f"{option.names[0]} needs --like",
-                    hint="divergence capture --like RUN -o OTHER",
+                    f"{option.names[0]} needs --like", hint="divergence capture --like RUN -o OTHER"
                 )
 
 

@@ -18,9 +18,7 @@ from divergence.options.commands import OUTPUT, CheckOptions, Option, Output
 from divergence.output import append_output, check_output, write_output
 
 if TYPE_CHECKING:
-    from divergence.report.ci.cases import CheckPage
-
-__all__ = ["check"]
+    from divergence.report.ci import CheckPage
 
 
 def check(
@@ -33,13 +31,11 @@ def check(
     bless: Annotated[
         bool,
         Option(
-            "--bless",
-            "Store NEW as the golden (a directory, .tar or .zip) and say what changes.",
+            "--bless", "Store NEW as the golden (a directory, .tar or .zip) and say what changes."
         ),
     ] = False,
     keep_previous: Annotated[
-        bool,
-        Option("--keep-previous", "With --bless: keep the old golden as GOLDEN.previous."),
+        bool, Option("--keep-previous", "With --bless: keep the old golden as GOLDEN.previous.")
     ] = False,
     allow_nonfinite: Annotated[
         bool,
@@ -56,9 +52,7 @@ def check(
     github: Annotated[
         bool,
         Option(
-            "--github",
-            "Also print GitHub's annotations, and append to the step's summary.",
-            OUTPUT,
+            "--github", "Also print GitHub's annotations, and append to the step's summary.", OUTPUT
         ),
     ] = False,
     codequality: Annotated[
@@ -102,7 +96,7 @@ def check(
     if bless:
         from divergence.gate import golden as goldens
         from divergence.report.checking import blessing_lines
-        from divergence.report.machine import blessing_json
+        from divergence.report.environment import blessing_json
 
         with progress_bars(quiet=output.silent) as progress:
             blessing = goldens.bless(
@@ -118,8 +112,8 @@ def check(
 
     from divergence.gate.check import check
     from divergence.report.checking import check_lines
-    from divergence.report.ci.cases import checked_page, stopped_page
-    from divergence.report.machine import check_json
+    from divergence.report.ci import checked_page, stopped_page
+    from divergence.report.environment import check_json
 
     try:
         with progress_bars(quiet=output.silent) as progress:
@@ -139,8 +133,7 @@ def check(
         raise typer.Exit(error.exit_code) from error
     if html is not None:
         from divergence.comparison.background import background_of
-        from divergence.report.page.verdict import policy
-        from divergence.report.page.whole import page
+        from divergence.report.page.whole import page, policy
 
         openings = [policy(check_lines(result, brief=True))]
         background = background_of(result.report)
@@ -190,7 +183,7 @@ class _Sinks(NamedTuple):
         if self.summary is None:
             yield
             return
-        from divergence.report.ci.github import fence
+        from divergence.report.ci import fence
 
         begin, end = fence()
         show(begin)
@@ -201,15 +194,15 @@ class _Sinks(NamedTuple):
 
     def write(self, page: CheckPage) -> None:
         if self.junit is not None:
-            from divergence.report.ci.junit import junit_xml
+            from divergence.report.ci import junit_xml
 
             write_output(junit_xml(page), self.junit, what="JUnit file")
         if self.codequality is not None:
-            from divergence.report.ci.codequality import codequality_json
+            from divergence.report.ci import codequality_json
 
             write_output(codequality_json(page), self.codequality, what="code quality report")
         if self.summary is not None:
-            from divergence.report.ci.github import annotation_lines, summary_markdown
+            from divergence.report.ci import annotation_lines, summary_markdown
 
             append_output(summary_markdown(page), self.summary, what="step's summary")
             show("\n".join(annotation_lines(page)))

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.fleet.result import Matrix
 
-__all__ = ["HTML", "compare", "exit_as", "show_report", "view"]
-
 HTML = Option(
     "--html FILE", "Also write the answer as a page for a browser: one file, to be sent.", OUTPUT
 )
@@ -240,7 +238,7 @@ def compare(
                 progress=progress,
             )  # fmt: skip
     if csv is not None:
-        from divergence.report.machine import report_csv
+        from divergence.report.environment import report_csv
 
         write_text(report_csv(report), csv, what="CSV")
     if html is not None:

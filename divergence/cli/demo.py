@@ -28,8 +28,6 @@ from divergence.options.commands import Option, Output, Quiet, TrustRemoteCode, 
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, quoted_words
 
-__all__ = ["OTHER_KERNELS", "demo"]
-
 OTHER_KERNELS = {
     # torch's own kernels without vector instructions, oneDNN and MKL on their oldest paths:
     # other orders of addition, other polynomials, no fused multiply-add.
@@ -67,8 +65,7 @@ def demo(
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
-        Option("--dtype DTYPE", "With --model: load it in this dtype, as in capture."),
+        str | None, Option("--dtype DTYPE", "With --model: load it in this dtype, as in capture.")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     workdir: Annotated[
@@ -206,7 +203,7 @@ def _compare(a: Path, b: Path, title: str, *, quiet: bool) -> Any:
 def _localize(plan: _Plan, a: Path, b: Path, out: Path, title: str, *, quiet: bool) -> Any:
     from divergence.experiments.localization.localize import localize
     from divergence.layout import print_lines
-    from divergence.report.localization import localization_lines
+    from divergence.report.experiments import localization_lines
 
     words = ["divergence", "localize", str(a), str(b), "-o", str(out), *plan.code, "--force"]
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
@@ -231,10 +228,7 @@ def _check_operator(plan: _Plan, result: Any) -> None:
 def _check(plan: _Plan, healthy: Any, faulty: Any) -> None:
     """The demo's own promise."""
     if healthy.verdict.kind not in ("identical", "within_floor"):
-        raise FaultError(
-            f"the healthy pair was judged {healthy.verdict.kind}",
-            hint=REPORT,
-        )
+        raise FaultError(f"the healthy pair was judged {healthy.verdict.kind}", hint=REPORT)
     verdict, onset = faulty.verdict, faulty.verdict.onset
     localized = verdict.kind == "localized" and onset is not None and onset.block == plan.block
     if not localized or verdict.side != "candidate":

@@ -1,16 +1,22 @@
-"""Commands that make runs and compare them: `localize`, `sensitivity`, `quantize`, ..."""
+"""The commands diff, doctor, localize, sensitivity, quantize, selfcheck and selftest."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from divergence.cli.answers import exit_with, progress_bars, show, show_answer
-from divergence.cli.compare import HTML
+from divergence.cli.compare import HTML, exit_as, show_report
+from divergence.cli.signature import settings
 from divergence.errors import RunExistsError, UsageError
 from divergence.options.commands import (
     LIMITS,
+    OUTPUT,
+    DoctorOptions,
     Force,
     LocalizeOptions,
     Option,
@@ -19,10 +25,191 @@ from divergence.options.commands import (
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
+    TrustRemoteCode,
 )
 from divergence.output import check_output, write_output
+from divergence.words import printable
 
-__all__ = ["localize", "quantize", "selfcheck", "selftest", "sensitivity"]
+# `divergence diff`: two settings of one machine, from the captures to the verdict.
+
+_BOTH = "Two sides"
+_RUN = "Both sides alike"
+
+
+def diff(
+    *,
+    model: Annotated[str, Option("MODEL", "Model: a directory, or a name on the hub.")],
+    out: Annotated[
+        Path | None,
+        Option(
+            "-o --out DIR",
+            "For the runs, report.json and report.html. Default: diff-MODEL-SETTING.",
+        ),
+    ] = None,
+    device: Annotated[
+        Sequence[str], Option("--device LIST", "cuda,cpu or npu,cpu: two of them.", _BOTH)
+    ] = (),
+    dtype: Annotated[
+        Sequence[str], Option("--dtype LIST", "bfloat16,float32; one value holds for both.", _BOTH)
+    ] = (),
+    attn_implementation: Annotated[
+        Sequence[str], Option("--attn-implementation LIST", "eager,sdpa.", _BOTH)
+    ] = (),
+    engine: Annotated[Sequence[str], Option("--engine LIST", "transformers,compile.", _BOTH)] = (),
+    threads: Annotated[Sequence[str], Option("--threads LIST", "1,8: of a CPU.", _BOTH)] = (),
+    batch: Annotated[
+        Sequence[str], Option("--batch LIST", "1,8: prompts that run together.", _BOTH)
+    ] = (),
+    env: Annotated[
+        Sequence[str],
+        Option(
+            "--env NAME=VALUE",
+            "An environment variable; given once, A runs without it. Repeatable.",
+            _BOTH,
+        ),
+    ] = (),
+    python: Annotated[
+        Sequence[str],
+        Option(
+            "--python LIST",
+            "Two virtual environments with divergence: other versions of torch, transformers.",
+            _BOTH,
+        ),
+    ] = (),
+    prompts: Annotated[Sequence[str], Option("--prompt TEXT", "A prompt; repeatable.", _RUN)] = (),
+    prompts_file: Annotated[
+        Path | None,
+        Option("--prompts FILE", "A file of prompts: .txt (one a line), .jsonl or .json.", _RUN),
+    ] = None,
+    chat: Annotated[bool, Option("--chat", "Put prompts through the chat template.", _RUN)] = False,
+    max_new_tokens: Annotated[
+        int | None,
+        Option("--max-new-tokens N", "Tokens to generate for each prompt.", _RUN, minimum=1),
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    exit_code: Annotated[
+        bool, Option("--exit-code", "Exit 1 if the sides diverge, 2 if none can tell.")
+    ] = False,
+    force: Force = False,
+    output: Output,
+) -> None:
+    """Compare a model under two settings of this machine, in one command.
+
+    Captures both sides, the first with its truth, checks what a 16-bit dtype hides, compares, and
+    goes on to the operator where a block is named. Each step is printed as the command that it is.
+    Run again, it goes on where it stopped.
+
+    Examples:
+    divergence diff Qwen/Qwen3-0.6B --device cuda,cpu
+    divergence diff MODEL --attn-implementation eager,sdpa
+    divergence diff MODEL --engine transformers,compile --prompts prompts.txt
+    divergence diff MODEL --batch 1,8 --prompts prompts.txt
+    divergence diff MODEL --env ATEN_CPU_CAPABILITY=default      # other kernels of this CPU
+    divergence diff MODEL --python ~/torch-2.9,~/torch-2.13      # two virtual environments
+
+    Two machines: divergence capture MODEL -o a, there divergence capture --like a -o b, then
+    divergence compare a b.
+    """
+    from divergence.experiments.diff import diff as call
+    from divergence.layout import BLANK, line, print_lines
+
+    listed: dict[str, Any] = {
+        "device": _parts(device), "dtype": _parts(dtype), "engine": _parts(engine),
+        "attn_implementation": _parts(attn_implementation), "python": _parts(python),
+        "threads": _numbers("--threads", threads), "batch": _numbers("--batch", batch),
+    }  # fmt: skip
+    varied = next((values for values in listed.values() if len(values) > 1), [*env])
+    folder = out or Path("diff-" + "-".join([Path(model).name, *map(_plain, varied)]))
+
+    def on_step(number: int, command: str, done: bool) -> None:
+        if not output.quiet:
+            typer.echo(f"[{number}] {command}{'   # there already' if done else ''}", err=True)
+
+    with progress_bars(quiet=output.silent) as progress:
+        result = call(
+            model, out=folder, env=env, prompts=prompts, prompts_file=prompts_file, chat=chat,
+            max_new_tokens=max_new_tokens, trust_remote_code=trust_remote_code, force=force,
+            quiet=output.quiet, on_step=on_step, progress=progress, **listed,
+        )  # fmt: skip
+    report = result.report
+    show_report(report, output, more=result.whole)
+    if not (output.silent or output.verbose):
+        print_lines([line(f"the page to send: {printable(str(result.page))}")])
+    if result.localize is not None and not output.silent:
+        print_lines([BLANK])
+        on_step(4, result.localize, False)
+        result.go_on()
+    exit_as(report.verdict.kind, asked=exit_code)
+
+
+def _parts(values: Sequence[str]) -> list[str]:
+    return [part for value in values for part in value.split(",") if part]
+
+
+def _numbers(flag: str, values: Sequence[str]) -> list[int]:
+    from divergence.errors import UsageError
+
+    try:
+        return [int(part) for part in _parts(values)]
+    except ValueError:
+        raise UsageError(f"{','.join(values)!r} is no list of numbers", where=flag) from None
+
+
+def _plain(value: object) -> str:
+    """A part of a directory's name."""
+    text = "".join(c if c.isalnum() or c in "._=" else "-" for c in str(value)).strip("-")
+    return text.rpartition("-")[2] or "x"
+
+
+# `divergence doctor`: the checklist and the ladder of causes of two runs.
+
+
+def doctor(
+    *,
+    reference: Annotated[str, Option("A", "Run A.")],
+    candidate: Annotated[str, Option("B", "Run B.")],
+    options: Annotated[dict[str, Any], DoctorOptions],
+    exit_code: Annotated[bool, Option("--exit-code", "Exit as compare --exit-code does.")] = False,
+    markdown: Annotated[
+        bool, Option("--markdown", "Print tables to paste into an issue.", OUTPUT)
+    ] = False,
+    output: Output,
+) -> None:
+    """Go through the checklist with two runs: what to settle first, and which cause it is.
+
+    Eight points make a comparison fair; seven rungs are the causes, from the tokens to
+    the ranks. Each passes, fails or is not known. The ladder stops at the first rung that
+    explains the rest. Nothing is measured that compare does not measure, and the verdict
+    is compare's.
+
+    Examples:
+    divergence doctor a b
+    divergence doctor a b --truth truth         # also which side is wrong
+    divergence doctor a b --markdown > issue.md
+    divergence doctor a b --json > checkup.json
+    divergence doctor a b --quiet --exit-code || echo "not the same"
+
+    Exit codes: 0 done, whatever was found; 2 a run cannot be read. With --exit-code those
+    of compare --exit-code: 1 where the runs diverge, 2 where none can tell.
+    """
+    if output.json and markdown:
+        raise UsageError("--json and --markdown both want stdout", hint="leave one out")
+    from divergence.checklist.doctor import doctor as examine
+    from divergence.checklist.show import checkup_lines, checkup_markdown
+    from divergence.cli.compare import EXIT_CODES
+
+    options = {**settings("compare"), **options}
+    with progress_bars(quiet=output.silent or markdown) as progress:
+        checkup = examine(reference, candidate, progress=progress, **options)
+    if markdown:
+        show(checkup_markdown(checkup))
+    else:
+        show_answer(checkup, checkup_lines, partial(checkup_lines, brief=True), output)
+    if exit_code:
+        exit_with(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])
+
+
+# Commands that make runs and compare them: `localize`, `sensitivity`, `quantize`, ...
 
 
 def localize(
@@ -56,7 +243,7 @@ def localize(
         raise UsageError("there is no directory to write to", hint="-o DIR")
     check_output(html, what="page")
     from divergence.experiments.localization.localize import localize
-    from divergence.report.localization import localization_lines
+    from divergence.report.experiments import localization_lines
 
     with progress_bars(quiet=output.silent) as progress:
         result = localize(reference, candidate, out=out, progress=progress, **options)
@@ -93,7 +280,7 @@ def sensitivity(
     check_output(html, what="page")
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
-    from divergence.report.sensitivity import answer_lines, sensitivity_lines
+    from divergence.report.experiments import answer_lines, sensitivity_lines
 
     with progress_bars(quiet=output.silent) as progress:
         thresholds = load_policy(policy).thresholds
@@ -134,9 +321,9 @@ def quantize(
     if policy is not None and options.get("target") is None:
         raise UsageError("--policy writes what --target finds", hint="--target 0.01")
     check_output(policy and policy / "list", what="policy", make_folder=True)
-    from divergence.experiments.quantization.policy import write_forms
     from divergence.experiments.quantization.quantize import quantize
-    from divergence.report.quantization import answer_line, quantization_lines
+    from divergence.experiments.quantization.trials import write_forms
+    from divergence.report.experiments import answer_line, quantization_lines
 
     with progress_bars(quiet=output.silent) as progress:
         result = quantize(run, out=out, force=force, progress=progress, **options)
@@ -169,8 +356,8 @@ def selfcheck(
     With --exit-code: 1 where a line diverged, 2 where one could not be told; else 0.
     """
     check_output(html, what="page")
-    from divergence.experiments.selfcheck.selfcheck import selfcheck
-    from divergence.report.selfcheck import selfcheck_answer, selfcheck_lines
+    from divergence.experiments.selfcheck import selfcheck
+    from divergence.report.experiments import selfcheck_answer, selfcheck_lines
 
     with progress_bars(quiet=output.silent) as progress:
         result = selfcheck(model, progress=progress, **options)

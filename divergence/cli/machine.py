@@ -8,8 +8,6 @@ from divergence.cli.answers import progress_bars, show, show_briefly
 from divergence.errors import UsageError
 from divergence.options.commands import Device, Force, Out, Output, ProbeOptions
 
-__all__ = ["env", "probe"]
-
 
 def probe(
     *,
@@ -47,11 +45,7 @@ def probe(
         print_lines(probed_lines(str(run.path), run.manifest, verbose=output.verbose))
 
 
-def env(
-    *,
-    device: Device = "auto",
-    output: Output,
-) -> None:
+def env(*, device: Device = "auto", output: Output) -> None:
     """Show this machine as a run records it: device, CPU, versions and variables.
 
     No host name, no user and no file path; variables by an allow-list.
@@ -62,10 +56,10 @@ def env(
     """
     import msgspec
 
+    from divergence.comparison.result import strict_json
     from divergence.layout import print_lines
     from divergence.recording.machine import collect_environment
     from divergence.report.environment import environment_lines
-    from divergence.report.machine import strict_json
 
     environment = collect_environment(device)
     if output.json:

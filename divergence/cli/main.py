@@ -35,8 +35,6 @@ from divergence.cli.streams import (
 from divergence.errors import DivergenceError, UsageError, exhausted
 from divergence.words import printable, printable_lines
 
-__all__ = ["COMMANDS", "app", "run"]
-
 USAGE_CODE = 2
 _OUTSIDE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP,
@@ -68,10 +66,7 @@ Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code); 
 """
 
 COMMANDS = {
-    "diff": (
-        "diff",
-        "Compare a model under two settings of this machine, in one command.",
-    ),
+    "diff": ("experiments", "Compare a model under two settings of this machine, in one command."),
     "capture": ("capture", "Run a model and record what happens at chosen sites."),
     "compare": (
         "compare",
@@ -91,12 +86,9 @@ COMMANDS = {
         "Go from the block to the operator, and prove it; captures what is missing.",
     ),
     "truth": ("capture", "Repeat a run in float64: what is right, and how wide rounding is."),
-    "replay": (
-        "single_operators",
-        "Run each recorded operator again, alone, on its recorded inputs.",
-    ),
+    "replay": ("runs", "Run each recorded operator again, alone, on its recorded inputs."),
     "doctor": (
-        "doctor",
+        "experiments",
         "Go through the checklist with two runs: what to settle first, and which cause it is.",
     ),
     "sensitivity": (
@@ -112,7 +104,7 @@ COMMANDS = {
         "Run a model in every way that must not matter, and see whether the numbers agree.",
     ),
     "repro": (
-        "single_operators",
+        "runs",
         "Write one operator as a script that runs anywhere, with its data and a bug report.",
     ),
     "probe": ("machine", "Find out from outside what this machine's arithmetic does."),

@@ -12,8 +12,6 @@ from divergence.errors import UsageError
 from divergence.options.commands import OUTPUT, Device, Option, Output, TrustRemoteCode
 from divergence.output import check_output
 
-__all__ = ["scores"]
-
 _READ, _CAPTURE = "What is read", "The flipped prompts as a run"
 FORMATS = ("auto", "lm-eval", "evalscope", "opencompass", "inspect", "plain")
 

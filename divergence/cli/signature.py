@@ -36,8 +36,6 @@ from divergence.options.commands import (
 )
 from divergence.run.command import quoted_words
 
-__all__ = ["help_of", "settings", "typer_command"]
-
 _LATE = {SERVER: 1, TRAINING: 2, OUTPUT: 3}
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Parameter = tuple[Option, inspect.Parameter]

@@ -33,11 +33,6 @@ from typing import Any, TypeVar
 
 from divergence.errors import UsageError
 
-__all__ = [
-    "FAULT_CODE", "interrupted", "nowhere", "open_streams", "other_rank", "rank0_output",
-    "stop_code", "unwatch", "watch",
-]  # fmt: skip
-
 PATIENCE_S = 10.0
 """How long a rank that failed first waits for rank 0 to say so."""
 

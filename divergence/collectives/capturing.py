@@ -13,8 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from divergence.collectives.cases import all_cases, order_cases
-from divergence.collectives.chosen import ChosenCollectives, choose, parse_fault
-from divergence.collectives.group import backend_name, join
+from divergence.collectives.chosen import ChosenCollectives, backend_name, choose, join, parse_fault
 from divergence.collectives.running import (
     LEAST_RUNS,
     CollectiveWork,
@@ -36,8 +35,6 @@ from divergence.run.site import compile_patterns
 from divergence.run.trust import recorded_seed
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
-
-__all__ = ["capture_collectives", "plan_collectives"]
 
 SOURCE = COLLECTIVES
 

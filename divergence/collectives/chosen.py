@@ -1,44 +1,265 @@
-"""Which implementation of each collective is run: ``--impl``; and with which faults: ``--plant``.
-
-``gloo``, ``nccl``, ``hccl``, ``ccl``, ``xccl``, ``mpi``   the backend of the process group
-``ring``, ``flat``, ``halving``, ``tree``                  this package's own all_reduce and
-                                                           reduce_scatter (collectives.own)
-``all_reduce=MODULE:FUNCTION``                             a function of one rank's tensor
-
-A fault is planted to see that it is found and the rank is named: ``all_reduce=bfloat16@1``. The
-rank's part alone is changed:
-
-``bfloat16``    it adds in bfloat16 (``float16``: in float16), in a ring
-``unordered``   it adds what it got in another order each time, as one that takes what comes first
-``swap``        it takes the first two chunks of its result for one another
-``tail:17``     the last 17 elements of its result never arrive
-``bit``         the lowest bit of the element in the middle of its result is another
-"""
+"""What runs as a collective: the library's, the user's, one of this tool's own, or a faulty one."""
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from divergence.collectives.cases import COLLECTIVES, Collective
-from divergence.collectives.group import BACKENDS, Call, all_gather, native
-from divergence.collectives.own import ALGORITHMS, all_reduce_by, reduce_scatter_by
+from divergence.collectives.cases import COLLECTIVES, ROOT_RANK, Collective
 from divergence.errors import PlantError, UsageError
+from divergence.facts import fact, sentence
 from divergence.ops.implementations import Wishes, function_named, label_of, pairs_of
+from divergence.recording.processes import Ranks
+from divergence.run.manifest import Mesh, MeshAxis
 
-__all__ = [
-    "BY",
-    "FAULTS",
-    "ChosenCollectives",
-    "PlantedFault",
-    "choose",
-    "parse_fault",
-    "planted",
-]
+# Collectives of the process group that is there, each as a function of one rank's tensor.
+#
+# The group is torch's: gloo on the CPU, nccl, xccl, hccl on accelerators, or the backend that
+# ``--impl`` names (``gloo``, ``nccl``, ``hccl``, ``ccl``, ``xccl``, ``mpi``). Nothing here
+# computes.
+
+AXIS = "group"
+"""The one axis of the mesh."""
+
+BACKENDS = ("gloo", "nccl", "hccl", "ccl", "xccl", "mpi")
+_PACKAGES = {"hccl": ("torch_npu",), "ccl": ("oneccl_bindings_for_pytorch",)}
+"""What registers a backend that torch itself has not."""
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+"""One rank's input → its result, a tensor of its own."""
+
+
+def join(num_ranks: int, device: str, backend: str | None) -> Ranks:
+    """Join the other processes. Raises UsageError for a backend that is not here."""
+    mesh = Mesh(axes=[MeshAxis(name=AXIS, size=num_ranks)])
+    for package in _PACKAGES.get(backend or "", ()):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UsageError(f"--impl {backend} needs {package}, which is not here") from error
+    if backend is not None and not dist.is_backend_available(backend):
+        known = ", ".join(name for name in BACKENDS if dist.is_backend_available(name))
+        raise UsageError(f"this torch has no backend {backend}", hint=f"it has {known}")
+    return Ranks(mesh, device, backend=backend)
+
+
+def backend_name(device: str) -> str:
+    """``gloo``: what runs collectives on tensors of ``device``."""
+    config = str(dist.get_backend_config())
+    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
+    return backends.get(device.partition(":")[0], dist.get_backend())
+
+
+def native(collective: Collective) -> Call:
+    """The group's own. Raises what torch raises for a dtype that the backend lacks."""
+    calls: dict[Collective, Call] = {
+        "all_reduce": _all_reduce,
+        "reduce": _reduce,
+        "reduce_scatter": reduce_scatter,
+        "rs_ag": lambda x: all_gather(reduce_scatter(x)),
+        "all_gather": all_gather,
+        "broadcast": _broadcast,
+        "all_to_all": _all_to_all,
+        "send_recv": lambda x: shift(x, 1),
+    }
+    return calls[collective]
+
+
+def _all_reduce(x: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    dist.all_reduce(out)
+    return out
+
+
+def _reduce(x: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    dist.reduce(out, ROOT_RANK)
+    return out
+
+
+def _broadcast(x: torch.Tensor) -> torch.Tensor:
+    out = x.clone() if dist.get_rank() == ROOT_RANK else torch.zeros_like(x)
+    dist.broadcast(out, ROOT_RANK)
+    return out
+
+
+def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
+    """(N,) → this rank's (N / n,)."""
+    out = torch.zeros(x.numel() // dist.get_world_size(), dtype=x.dtype, device=x.device)
+    _newer("reduce_scatter_single", "reduce_scatter_tensor")(out, x)
+    return out
+
+
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    """(c,) → (n · c,)."""
+    out = torch.zeros(x.numel() * dist.get_world_size(), dtype=x.dtype, device=x.device)
+    _newer("all_gather_single", "all_gather_into_tensor")(out, x)
+    return out
+
+
+def _all_to_all(x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    dist.all_to_all_single(out, x)
+    return out
+
+
+def shift(x: torch.Tensor, by: int) -> torch.Tensor:
+    """What rank r - ``by`` has, of x's shape; x goes to rank r + ``by``."""
+    return exchange([(x, by)], [(torch.zeros_like(x), -by)])[0]
+
+
+def exchange(
+    sent: list[tuple[torch.Tensor, int]], received: list[tuple[torch.Tensor, int]]
+) -> list[torch.Tensor]:
+    """Send tensors to the ranks so far away, and fill others from those so far away."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    works = [dist.P2POp(dist.irecv, chunk, (rank + by) % size) for chunk, by in received]
+    works += [dist.P2POp(dist.isend, chunk.contiguous(), (rank + by) % size) for chunk, by in sent]
+    if works:
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+    return [chunk for chunk, _ in received]
+
+
+def _newer(new: str, old: str) -> Any:
+    """torch 2.13 renamed two of its functions."""
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+# All-reduce and reduce-scatter written over send and receive, in the orders that libraries use.
+#
+# They show what the order that was found from outside means, and faults are planted in them
+# (``faults``): in a library's own collective a rank cannot be told to add otherwise. n ranks, c
+# elements to each chunk; ``add`` is what a rank does with two partial sums.
+#
+# ``ring``      chunk k starts at rank k - 1 and goes down: ((x[k-1] + x[k-2]) + …) + x[k], as gloo
+#               does (gloo/allreduce.cc)
+# ``flat``      rank k gets every rank's chunk k and adds them in order of ranks
+# ``halving``   recursive halving: with the rank n/2 away first, then n/4, …; n a power of two
+#               (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations
+#               in MPICH", 2005)
+# ``tree``      binomial tree: rank 2k adds rank 2k + 1, then 4k adds 4k + 2, …; rank 0 has the sum
+
+Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Order = Callable[[int], Sequence[int]]
+"""Number of ranks → the order in which a rank adds what it got."""
+
+
+def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def _ring(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
+    rank, size = dist.get_rank(), len(chunks)
+    for step in range(size - 1):
+        got = shift(chunks[(rank + 1 + step) % size], -1)
+        place = (rank + 2 + step) % size
+        chunks[place] = add(chunks[place], got)
+    return chunks[rank]
+
+
+def _flat(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
+    rank, size = dist.get_rank(), len(chunks)
+    steps = range(1, size)
+    sent = [(chunks[(rank + by) % size], by) for by in steps]
+    got = exchange(sent, [(torch.zeros_like(chunks[rank]), by) for by in steps])
+    terms = {(rank + by) % size: term for by, term in zip(steps, got, strict=True)}
+    terms[rank] = chunks[rank]
+    first, *rest = order(size)
+    total = terms[first]
+    for peer in rest:
+        total = add(total, terms[peer])
+    return total
+
+
+def _halving(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
+    rank, size = dist.get_rank(), len(chunks)
+    mine, distance = list(range(size)), size // 2
+    while distance:
+        other = rank ^ distance
+        kept = [k for k in mine if (k & distance) == (rank & distance)]
+        gone = [k for k in mine if k not in kept]
+        got = exchange(
+            [(torch.cat([chunks[k] for k in gone]), other - rank)],
+            [(torch.zeros_like(torch.cat([chunks[k] for k in kept])), other - rank)],
+        )[0]
+        for k, part in zip(kept, got.chunk(len(kept)), strict=True):
+            chunks[k] = add(chunks[k], part)
+        mine, distance = kept, distance // 2
+    return chunks[rank]
+
+
+def _tree(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
+    rank, size = dist.get_rank(), len(chunks)
+    whole, distance = torch.cat(chunks), 1
+    while distance < size:
+        if rank % (2 * distance) == distance:
+            exchange([(whole, -distance)], [])
+            break
+        if rank % (2 * distance) == 0 and rank + distance < size:
+            got = exchange([], [(torch.zeros_like(whole), distance)])[0]
+            whole = add(whole, got)
+        distance *= 2
+    dist.broadcast(whole, 0)
+    return whole.chunk(size)[rank]
+
+
+ALGORITHMS: dict[str, Callable[[list[torch.Tensor], Add, Order], torch.Tensor]] = {
+    "ring": _ring, "flat": _flat, "halving": _halving, "tree": _tree,
+}  # fmt: skip
+
+
+def reduce_scatter_by(name: str, *, add: Add = plain, order: Order = range) -> Call:
+    """The reduce-scatter of that algorithm. Raises UsageError where it needs another number of
+    ranks."""
+    algorithm = ALGORITHMS[name]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        size = dist.get_world_size()
+        if name == "halving" and size & (size - 1):
+            raise UsageError(f"recursive halving needs 2, 4, 8 … ranks, and there are {size}")
+        x[:1] + x[:1]  # refused by all ranks alike, where torch adds no such dtype
+        return algorithm([part.clone() for part in x.chunk(size)], add, order).clone()
+
+    return call
+
+
+def all_reduce_by(name: str, *, add: Add = plain, order: Order = range) -> Call:
+    """The all-reduce: its reduce-scatter, then an all-gather. Where N does not divide by n, the
+    last chunk is filled up with zeros."""
+    scattered = reduce_scatter_by(name, add=add, order=order)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        size = dist.get_world_size()
+        each = -(-x.numel() // size)
+        filled = torch.zeros(each * size, dtype=x.dtype, device=x.device)
+        filled[: x.numel()] = x
+        return all_gather(scattered(filled))[: x.numel()].clone()
+
+    return call
+
+
+# Which implementation of each collective is run: ``--impl``; and with which faults: ``--plant``.
+#
+# ``gloo``, ``nccl``, ``hccl``, ``ccl``, ``xccl``, ``mpi``   the backend of the process group
+# ``ring``, ``flat``, ``halving``, ``tree``                  this package's own all_reduce and
+#                                                            reduce_scatter (``reduce_scatter_by``)
+# ``all_reduce=MODULE:FUNCTION``                             a function of one rank's tensor
+#
+# A fault is planted to see that it is found and the rank is named: ``all_reduce=bfloat16@1``. The
+# rank's part alone is changed:
+#
+# ``bfloat16``    it adds in bfloat16 (``float16``: in float16), in a ring
+# ``unordered``   it adds what it got in another order each time, as one that takes what comes first
+# ``swap``        it takes the first two chunks of its result for one another
+# ``tail:17``     the last 17 elements of its result never arrive
+# ``bit``         the lowest bit of the element in the middle of its result is another
 
 _SUMS = ("all_reduce", "reduce_scatter")
 
@@ -118,16 +339,9 @@ def _checked(name: str, function: Callable[..., Any]) -> Call:
     return call
 
 
-FAULTS = {
-    "bfloat16": "bfloat16@1     rank 1 adds in bfloat16; float16@1 in float16",
-    "float16": "float16@1      rank 1 adds in float16",
-    "unordered": "unordered@1    rank 1 adds in another order each time",
-    "swap": "swap@1         rank 1 takes its first two chunks for one another",
-    "tail": "tail:17@1      the last 17 elements of rank 1's result never arrive",
-    "bit": "bit@1          the lowest bit of one element of rank 1's result is another",
-}
+FAULTS = ("bfloat16", "float16", "unordered", "swap", "tail", "bit")
 BY = {"bfloat16": "ring", "float16": "ring", "unordered": "flat"}
-"""Faults in an addition: the algorithm of collectives.own that has them."""
+"""Faults in an addition: the algorithm of ours that has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +359,8 @@ def parse_fault(text: str) -> PlantedFault:
     where, equals, rest = text.partition("=")
     what, at, rank = rest.partition("@")
     name, _, count = what.partition(":")
-    hint = ("COLLECTIVE=FAULT@RANK, where FAULT is one of", *FAULTS.values())
+    forms = ("fault_form", *(f"fault_{fault}" for fault in FAULTS))
+    hint = tuple(sentence(fact(f"collectives.{form}")) for form in forms)
     if not equals or not at or not rank.isdecimal():
         raise PlantError(f"{text!r} is not COLLECTIVE=FAULT@RANK", hint=hint)
     if where not in COLLECTIVES:

@@ -23,8 +23,6 @@ from divergence.arithmetic.additions import NotATreeError, Tree, reveal
 from divergence.facts import fact, sentence
 from divergence.numerics.formats import format_named
 
-__all__ = ["Masks", "Stretch", "decode", "name_order", "number_of_calls", "stretches_text"]
-
 MOST_CALLS = 32
 """More pairs than this are measured by windows."""
 

@@ -23,8 +23,6 @@ from divergence.recording.processes import PeerStoppedError
 from divergence.run.reader import Run
 from divergence.words import Progress, silent
 
-__all__ = ["start"]
-
 _PRELOADED = ["divergence.collectives.running", "torch._inductor"]
 """Loaded once, not by every rank: torch's deterministic mode imports its compiler (seconds)."""
 

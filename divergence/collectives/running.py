@@ -13,34 +13,98 @@ repetitions. ``order.…/collective.order:out`` holds what collectives.orders me
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from divergence.collectives.bandwidth import TIMED, seconds_of_one, timed_bytes, timed_elements
 from divergence.collectives.cases import (
     ADDING,
+    COLLECTIVES,
     NOT_SUPPORTED,
     PREFIX,
     ROOT_RANK,
     Collective,
     CollectiveCase,
+    draw,
 )
-from divergence.collectives.chosen import ChosenCollectives
+from divergence.collectives.chosen import Call, ChosenCollectives
 from divergence.collectives.orders import Masks
-from divergence.collectives.values import draw
 from divergence.errors import DivergenceError, UsageError, first_line
+from divergence.facts import fact, sentence
 from divergence.numerics.formats import format_of
 from divergence.ops.suite.capturing import CaseWriter
 from divergence.recording.processes import TIMEOUT, Ranks
 from divergence.run.manifest import Repeatability, digest_tensor
-from divergence.run.record import Call, Operand
+from divergence.run.record import Call as RecordedCall
+from divergence.run.record import Operand
 from divergence.run.site import join_site, operator_path
 from divergence.words import Progress
 
-__all__ = ["LEAST_RUNS", "ORDER", "SECONDS", "CollectiveWork", "record_all"]
+# How fast a collective is: algbw and busbw, as nccl-tests defines them.
+#
+# algbw = S / t, where S is the size of the whole buffer in bytes and t the time of one call. busbw
+# is what of it goes over each link, so that it can be held against a link's rate whatever the
+# number of ranks n (NVIDIA/nccl-tests, doc/PERFORMANCE.md):
+#
+#     all_reduce                                    busbw = algbw · 2 (n - 1) / n
+#     reduce_scatter, all_gather, all_to_all        busbw = algbw · (n - 1) / n
+#     broadcast, reduce, send_recv                  busbw = algbw
+#
+# S is the size of what a rank puts in, or of what it gets where that is more (all_gather).
+
+TIMED: tuple[Collective, ...] = tuple(name for name in COLLECTIVES if name != "rs_ag")
+_CPU_BYTES = (4 << 10, 256 << 10, 4 << 20)
+_DEVICE_BYTES = (4 << 10, 1 << 20, 256 << 20)
+_MOST_CALLS, _LEAST_CALLS, _SECONDS = 20, 3, 0.3
+
+
+def bus_factor(collective: str, num_ranks: int) -> float:
+    """busbw / algbw."""
+    share = (num_ranks - 1) / num_ranks
+    if collective in ("all_reduce", "rs_ag"):
+        return 2 * share
+    return share if collective in ("reduce_scatter", "all_gather", "all_to_all") else 1.0
+
+
+def timed_bytes(device: str) -> Sequence[int]:
+    """S, from small to large."""
+    return _CPU_BYTES if device.partition(":")[0] == "cpu" else _DEVICE_BYTES
+
+
+def timed_elements(collective: Collective, num_bytes: int, num_ranks: int) -> int:
+    """float32 elements of a rank's input, so that S is about ``num_bytes``."""
+    each = max(1, num_bytes // 4 // num_ranks)
+    return each if collective == "all_gather" else each * num_ranks
+
+
+def seconds_of_one(call: Call, x: torch.Tensor, ranks: Ranks) -> list[float]:
+    """Seconds of single calls, of the slowest rank each; the first, which sets up connections, is
+    left out. All ranks make equally many."""
+    call(x)
+    first = max(ranks.gather(_timed(call, x)))
+    count = int(min(_MOST_CALLS, max(_LEAST_CALLS, _SECONDS / max(first, 1e-6))))
+    mine = []
+    for _ in range(count):
+        ranks.gather(None)  # start together
+        mine.append(_timed(call, x))
+    return [max(times) for times in zip(*ranks.gather(mine), strict=True)]
+
+
+def _timed(call: Call, x: torch.Tensor) -> float:
+    _wait(x)
+    begun = time.perf_counter()
+    call(x)
+    _wait(x)
+    return time.perf_counter() - begun
+
+
+def _wait(x: torch.Tensor) -> None:
+    if x.device.type != "cpu":
+        getattr(torch, x.device.type).synchronize(x.device)
+
 
 LEAST_RUNS = 3
 """Times that each case is run: an order that depends on who comes first shows in few."""
@@ -163,7 +227,7 @@ def _record_case(recorder: RankRecorder, case: CollectiveCase) -> None:
         return
     operand = Operand(site=site, shape=tuple(x.shape), dtype=format_of(x.dtype).name)
     facts: dict[str, Any] = {"x": {"tensor": 0}, "ranks": ranks.size}
-    call_of_all = Call(operator=name, arguments=facts, operands=(operand,))
+    call_of_all = RecordedCall(operator=name, arguments=facts, operands=(operand,))
     recorder.cases.put(join_site(place, "out"), results[0], call_of_all, placement=given)
     first = digest_tensor(results[0])
     for number, again in enumerate(results[1:], 2):
@@ -181,7 +245,9 @@ def _record_order(recorder: RankRecorder, case: CollectiveCase) -> None:
     size = case.elements(ranks.size)
     masks = Masks(ranks.size, case.dtype, size)
     if not masks.fits:
-        reason = f"the order of {case.collective} of {case.dtype}: too many ranks for its size"
+        reason = sentence(
+            fact("collectives.too_many_ranks", collective=case.collective, dtype=case.dtype)
+        )
         recorder.skipped[reason] = recorder.skipped.get(reason, 0) + 1
         return
     call, rows = recorder.chosen.call(case.collective), []
@@ -195,7 +261,8 @@ def _record_order(recorder: RankRecorder, case: CollectiveCase) -> None:
                  "elements": size, "ranks": ranks.size}  # fmt: skip
         recorder.cases.put(
             join_site(operator_path(path, ORDER, 1), "out"), torch.stack(rows),
-            Call(operator=ORDER, arguments=facts), placement="shard:1" if shared else "single",
+            RecordedCall(operator=ORDER, arguments=facts),
+            placement="shard:1" if shared else "single",
         )  # fmt: skip
 
 
@@ -214,7 +281,7 @@ def _record_times(recorder: RankRecorder, collective: Collective) -> None:
         place = operator_path(f"bandwidth.{collective}.{num_bytes}", SECONDS, 1)
         recorder.cases.put(
             join_site(place, "out"), torch.tensor(seconds, dtype=torch.float64),
-            Call(operator=SECONDS, arguments=facts), placement="single",
+            RecordedCall(operator=SECONDS, arguments=facts), placement="single",
         )  # fmt: skip
 
 

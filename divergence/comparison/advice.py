@@ -22,8 +22,6 @@ from divergence.run.reader import Run
 from divergence.run.site import module_of
 from divergence.words import Side
 
-__all__ = ["Advice", "WithinAdvice", "advise", "beside"]
-
 _MOST_SITES = 6
 """Named in one command."""
 _ON_REFERENCE = fact("on_machine", side="reference")
@@ -215,10 +213,7 @@ class Advice:
         deep = beside(self._b, "-escalated")
         known = (self._truth is not None or self._carried) and not again
         truth = self._truth if known else beside(first, "-truth")
-        commands = [
-            *again,
-            self._candidate_again(like=first, o=deep, escalate=True),
-        ]
+        commands = [*again, self._candidate_again(like=first, o=deep, escalate=True)]
         if not known:
             commands.append(command("truth", first, o=truth, note=_ON_REFERENCE))
         return [*commands, command("compare", first, deep, truth=truth)]

@@ -39,11 +39,6 @@ if TYPE_CHECKING:
     from divergence.run.manifest import Manifest
     from divergence.run.reader import Run
 
-__all__ = [
-    "ANALYSES", "Analysis", "AnalysisResult", "Measured", "Parts", "Shown", "applying", "is_probe",
-    "limits_used", "numbers_of", "report_of", "without_partner", "without_sites",
-]  # fmt: skip
-
 ANALYSES = (
     "blocks", "codes", "tokens", "arithmetic", "ends", "experts", "operators", "precision",
     "ranks", "code", "gradients",

@@ -26,8 +26,7 @@ from divergence.comparison.analysis import (
     without_sites,
 )
 from divergence.comparison.decide import decide, explained, of_one_run
-from divergence.comparison.measure.pipeline import measured_where_asked
-from divergence.comparison.measure.runs import measure, opened, opened_truth
+from divergence.comparison.measure.runs import measure, measured_where_asked, opened, opened_truth
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import Coverage, Finding, PreflightLine
@@ -39,8 +38,6 @@ from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.site import one_or_more
 from divergence.words import Progress
-
-__all__ = ["compare", "measure_runs", "report_on"]
 
 
 @collect_garbage_rarely()
@@ -101,7 +98,7 @@ def compare(
         )
     names = None
     if name_map is not None:
-        from divergence.comparison.align.names import load_name_map
+        from divergence.comparison.align.pairs import load_name_map
 
         names = load_name_map(name_map)
     lines = preflight(a, b, names=names)
@@ -236,7 +233,7 @@ def _incomparable(
     others = [line.check for line in blocking if line.check != "prompt ids"]
     headline = [fact("preflight.other", checks=others)] if others else []
     if len(others) < len(blocking):
-        from divergence.comparison.preflight.prompts import prompt_headline
+        from divergence.comparison.preflight.lines import prompt_headline
 
         prompts = prompt_headline(a.manifest, b.manifest)
         headline.append(fact("preflight.and", what=prompts) if others else prompts)

@@ -32,11 +32,6 @@ from divergence.numerics.formats import FORMATS
 from divergence.run.manifest import ArithmeticFact, Manifest
 from divergence.run.reader import Run
 
-__all__ = [
-    "Explained", "differences", "expected_w", "explain_arithmetic", "facts_of_operators",
-    "is_about", "subjects_of",
-]  # fmt: skip
-
 _ORDER = (
     "input bits", "accumulator", "rounding", "subnormals", "order", "fma", "ulp", "rows", "batch",
     "lanes",

@@ -14,8 +14,6 @@ from divergence.errors import RunError, first_line
 from divergence.facts import Fact, fact, sentence
 from divergence.run.reader import Run
 
-__all__ = ["background_of"]
-
 _MOST_ELEMENTS = 64_000_000
 """Of both sides' block outputs in one prefill: more are not read for a picture."""
 

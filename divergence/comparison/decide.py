@@ -36,11 +36,6 @@ from divergence.comparison.results import (
 from divergence.facts import Fact, fact, plain
 from divergence.run.command import Command
 
-__all__ = [
-    "PRECEDENCE", "RANK", "Decision", "check", "confidence_of", "decide", "explained",
-    "of_one_run", "tells", "without_side",
-]  # fmt: skip
-
 PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
     ("other_experiment",),
     ("arithmetic", "suite", "collectives", "logprobs"),

@@ -14,8 +14,6 @@ from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.run.site import BACKWARD, is_norm, of_parameter
 
-__all__ = ["ParametersOff", "row_of", "together"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParametersOff:
@@ -28,24 +26,29 @@ class ParametersOff:
     kinds: frozenset[str]
 
     @property
+    def rows(self) -> Fact:
+        """What the rows hold, in words."""
+        return fact("rows", what=self.what)
+
+    @property
     def cause(self) -> Fact:
         """What to look at. Nothing that blocks hand on in the backward is off."""
-        if self.what != "parameters' gradients":
+        if self.what != "gradients":
             return fact("cause_optimizer")
         lone = len(self.kinds) == 1 and len(self.beyond) < self.total
         return fact("cause_gradients", kind=min(self.kinds) if lone else None)
 
 
 def row_of(site: str) -> str | None:
-    """``parameters' gradients``, or what else a parameter's row holds; None where it is none."""
+    """``gradients``, or what else a parameter's row holds, as a code; None where it is none."""
     if not of_parameter(site) or is_norm(site):
         return None
     path, _, port = site.partition(":")
     if path.endswith(BACKWARD):
-        return "parameters' gradients"
+        return "gradients"
     if port.startswith("in."):
-        return "gradients that the optimizer gets"
-    return f"parameters' {port.rpartition('.')[2] if port.count('.') > 1 else 'new values'}"
+        return "optimizer_gradients"
+    return port.rpartition(".")[2] if port.count(".") > 1 else "values"
 
 
 def together(first: SiteResult, judged: Iterable[tuple[SiteResult, bool]]) -> ParametersOff | None:

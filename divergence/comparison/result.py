@@ -25,11 +25,7 @@ from divergence.comparison.results import (
     OperatorsResult,
     PreflightLine,
     SiteResult,
-    SuiteCase,
-    SuiteOperator,
     SuiteResult,
-    SuiteSide,
-    SuiteStatus,
     TokensResult,
     Unexercised,
     Verdict,
@@ -46,12 +42,6 @@ if TYPE_CHECKING:
 
     from divergence.html.picture import Picture
     from divergence.run.reader import Run
-
-__all__ = [
-    "REPORT_SCHEMA_VERSION", "Answer", "Cell", "JsonAnswer", "RankShare", "ReplicaCheck",
-    "ReplicaDiff", "Report", "RunSummary", "SuiteCase", "SuiteOperator", "SuiteResult", "SuiteSide",
-    "SuiteStatus", "ToldBy", "json_safe", "strict_json", "summary_of",
-]  # fmt: skip
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -184,20 +174,25 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
         from divergence.outside import json_value, read_bytes
 
         hint = "divergence compare A B --json > report.json"
+
+        def refused(why: str, hint: str = hint) -> UsageError:
+            return UsageError(f"no report can be read: {why}", where=os.fspath(path), hint=hint)
+
         try:
             data = read_bytes(path, error=UsageError, hint=hint)
             stored = json_value(data, where=os.fspath(path), error=UsageError, hint=hint)
             stored = stored.get("report", stored)
             version = stored["schema_version"]
             if version != REPORT_SCHEMA_VERSION:
-                hint = "a newer divergence wrote it, which reads it too"
-                raise ValueError(f"its schema_version is {version}")
+                raise refused(
+                    f"its schema_version is {version}",
+                    hint="a newer divergence wrote it, which reads it too",
+                )
             return msgspec.convert(stored, cls, strict=False)  # "nan" is a number
         except (AttributeError, KeyError, TypeError):
-            reason = "it holds something else"
+            raise refused("it holds something else") from None
         except (ValueError, RecursionError) as error:  # what msgspec raises is a ValueError
-            reason = str(error)
-        raise UsageError(f"no report can be read: {reason}", where=os.fspath(path), hint=hint)
+            raise refused(str(error)) from None
 
     def plot(self) -> Picture:
         """The error of each block beside what rounding explains, as a picture that a notebook
@@ -220,8 +215,9 @@ def _library(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        hint = f"pip install {name}, or take to_records()"
-        raise UsageError(f"{name} is not installed", hint=hint) from error
+        raise UsageError(
+            f"{name} is not installed", hint=f"pip install {name}, or take to_records()"
+        ) from error
 
 
 def strict_json(value: Any, *, indent: int | None = 2) -> str:

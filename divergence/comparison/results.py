@@ -17,7 +17,7 @@ import msgspec
 from divergence.facts import Fact, Worded, fact, sentence
 from divergence.numerics.sums import Estimate
 from divergence.run.command import Command
-from divergence.run.manifest import Manifest, SampleTokens
+from divergence.run.manifest import SCHEME_UNKNOWN, Manifest, SampleTokens
 from divergence.run.site import of_parameter, phase_of
 from divergence.words import Side, SideBothOrNeither, SideOrBoth
 
@@ -204,7 +204,7 @@ def schemes_apart(reference: str, candidate: str) -> tuple[str, str]:
     """How each side is quantised (a ``QuantizationNote`` in words, or ``none``), in a word: two of
     one name with what each alone has."""
     names = [
-        f"quantised ({text.rpartition(' (')[2]}" if text.startswith("scheme not known")
+        f"quantised ({text.rpartition(' (')[2]}" if text.startswith(SCHEME_UNKNOWN)
         else text.partition(": ")[0]
         for text in (reference, candidate)
     ]  # fmt: skip
@@ -485,11 +485,12 @@ class Unexercised(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """In words."""
-        if self.what == "experts":
-            return f"{self.size} of {self.of} experts of {self.name}"
-        if self.what == "window":
-            return f"{self.name} {self.size:,} (the longest sequence has {self.of:,} tokens)"
-        return f"{self.name}, {100 * (self.share or 0):.2g}% of the parameters"
+        return sentence(
+            fact(
+                f"unexercised_{self.what}", name=self.name, size=self.size, of=self.of,
+                percent=100 * (self.share or 0),
+            )
+        )  # fmt: skip
 
 
 def onset_at(site: SiteResult) -> Onset:

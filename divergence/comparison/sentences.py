@@ -42,6 +42,9 @@ SENTENCES: Mapping[str, str] = {
         "tensors that several hold]]{far:yes=; it is far from the truth|no=}"
     ),
     "not_exercised": " (not exercised: {modules:names 2})",
+    "unexercised_module": "{name}, {percent:.2g}% of the parameters",
+    "unexercised_experts": "{size} of {of} experts of {name}",
+    "unexercised_window": "{name} {size:,} (the longest sequence has {of:,} tokens)",
     "by": "[[, by {by:letter}]]{both:yes=, equally wrong on both sides|no=}",
     "some": "{numbers:some {what:step=decode step|*={what}}}{alone:yes= alone|no=} (of {total})",
     "rank_share": ", in the share of rank {rank}",
@@ -58,6 +61,10 @@ SENTENCES: Mapping[str, str] = {
     "every_differs": "{off} by more than rounding, from {site} on[[{scope}]]: {cause}",
     "family_off": "[[{num} of {total} {name} differ]]{num:none=every {name} differs|*=}",
     "rows_off": "{num} of {total} {what} differ",
+    "rows": (
+        "{what:gradients=parameters' gradients|values=parameters' new values|"
+        "optimizer_gradients=gradients that the optimizer gets|*=parameters' {what}}"
+    ),
     "cause_of_kind": (
         "{decode:yes=what is kept between steps, or a kernel for one token|no=a kernel, a formula "
         "or a precision setting}, not one layer"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.analysis import Measured, Shown, limits_used
-from divergence.comparison.measure.reduced import equal_contents
+from divergence.comparison.measure.measurer import equal_contents
 from divergence.comparison.measure.runs import aligned, measure_tensors, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results import SiteResult
@@ -22,25 +22,27 @@ from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.words import letter
 
-__all__ = ["refuse_compared", "trusted_limits", "widening_notes"]
-
 
 def refuse_compared(run: Run, reference: Run, candidate: Run) -> None:
     """UsageError where ``run`` is one of the two compared."""
-    hint = command_line("capture", like=reference.path, o="RUN") + " on a machine that you trust"
     for side, other in (("reference", reference), ("candidate", candidate)):
         if run.manifest.id == other.manifest.id:
-            what = f"{run.path} is {letter(side)} itself: it is no floor for it"
-            raise UsageError(what, hint=hint)
+            raise _no_floor(run, f"is {letter(side)} itself", reference)
+
+
+def _no_floor(run: Run, why: str, reference: Run) -> UsageError:
+    return UsageError(
+        f"{run.path} {why}: it is no floor for it",
+        hint=command_line("capture", like=reference.path, o="RUN") + " on a machine that you trust",
+    )
 
 
 def _refuse_own_floor(run: Run, reference: Run, candidate: Run) -> None:
     """UsageError where ``run`` is one of the two compared, or has the candidate's bits."""
     refuse_compared(run, reference, candidate)
-    hint = command_line("capture", like=reference.path, o="RUN") + " on a machine that you trust"
     equal = _equalities(run, candidate)
     if next(equal, False) and all(equal) and not all(_equalities(run, reference)):
-        raise UsageError(f"{run.path} has the bits of B: it is no floor for it", hint=hint)
+        raise _no_floor(run, "has the bits of B", reference)
 
 
 def _equalities(run: Run, other: Run) -> Iterator[bool]:

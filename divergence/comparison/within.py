@@ -33,8 +33,6 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.words import Progress
 
-__all__ = ["align_within", "check_alone", "compare_within", "explain_within"]
-
 
 def align_within(run: Run) -> Alignment:
     """Pair each decode step's rows with the whole pass's rows of the same tokens.

@@ -23,8 +23,6 @@ from divergence.facts import Fact, fact, sentence
 from divergence.run.manifest import UNKNOWN
 from divergence.run.scores import BY_TEXT
 
-__all__ = ["STEPS", "Capabilities", "find_server", "probe", "tokens_of"]
-
 Route = Literal["llama.cpp", "prompt"]
 
 STEPS = "token by token"

@@ -15,12 +15,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from divergence.endpoints.asking import ask
 from divergence.endpoints.capabilities import Capabilities, find_server, probe
 from divergence.endpoints.client import Client
 from divergence.endpoints.protocols import ServerAnswer
-from divergence.endpoints.questions import Asked, asked_of, check_options
-from divergence.endpoints.scoring import Vocabulary, scores_of
+from divergence.endpoints.scoring import Asked, Vocabulary, ask, asked_of, check_options, scores_of
 from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
 from divergence.facts import sentence
 from divergence.options.commands import CaptureOptions
@@ -33,8 +31,6 @@ from divergence.run.scores import DRAWN, ScoreSource, put_scores, scores_manifes
 from divergence.run.site import LOGPROBS
 from divergence.run.writer import RunWriter
 from divergence.words import Progress, silent
-
-__all__ = ["capture_endpoint"]
 
 _MANIFEST_SECONDS = 2.0
 _MOST_FAILED = 8

@@ -27,8 +27,6 @@ from typing import Any
 from divergence.errors import EndpointError, UsageError
 from divergence.outside import json_value
 
-__all__ = ["KEY_VARIABLE", "Client"]
-
 KEY_VARIABLE = "OPENAI_API_KEY"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
 _ATTEMPTS = 6

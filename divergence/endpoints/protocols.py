@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["PROTOCOLS", "Protocol", "Question", "ServerAnswer", "Token"]
-
 _AS_ID = "token_id:"
 _NOT_TOLD = -9999.0
 """Of OpenAI's and of vLLM's for what JSON has no number for."""

@@ -13,11 +13,10 @@ from divergence._version import __version__
 from divergence.comparison.results import PreflightLine
 from divergence.errors import UsageError
 from divergence.evaluations.band import DEFAULT_BANDS, Band, parse_band
-from divergence.evaluations.flips import causes_of
 from divergence.evaluations.formats import FORMATS, read
 from divergence.evaluations.formats.reading import ReadRequest
+from divergence.evaluations.joining import Pairs, causes_of, pair, preflight
 from divergence.evaluations.judging import adjusted, gated, measured
-from divergence.evaluations.pairing import Pairs, pair, preflight
 from divergence.evaluations.result import (
     Candidate,
     EvaluationSummary,
@@ -26,8 +25,7 @@ from divergence.evaluations.result import (
     worst_of,
 )
 from divergence.evaluations.rows import Evaluation, Series, SeriesName
-from divergence.evaluations.statistics import need_scipy
-from divergence.evaluations.statistics.means import cluster_sums, lopsided
+from divergence.evaluations.statistics import cluster_sums, lopsided, need_scipy
 from divergence.facts import Fact, fact, sentence, with_sentences
 from divergence.gate.policy import Policy, load_policy
 from divergence.run.command import Command, command
@@ -35,8 +33,6 @@ from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.site import one_or_more
 from divergence.words import Progress
-
-__all__ = ["scores"]
 
 _Paired = dict[SeriesName, tuple[Series, Pairs]]
 
@@ -118,7 +114,7 @@ def scores(
         made = [gated(result, loaded.scores) for result in made]
     report = ScoresReport(tool_version=__version__, reference=_summary(first), candidates=made)
     if capture is not None and out is not None:
-        from divergence.evaluations.flips import capture_flips
+        from divergence.evaluations.joining import capture_flips
 
         captured = capture_flips(
             first, paired[0], model=capture, out=out, num_prompts=num_prompts,

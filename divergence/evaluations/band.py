@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from divergence.errors import UsageError
 
-__all__ = ["DEFAULT_BANDS", "Band", "parse_band"]
-
 
 class Band(NamedTuple):
     """``limit``: 0.03 for 3%. ``relative``: of the reference's score."""

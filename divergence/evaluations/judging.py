@@ -17,32 +17,28 @@ import numpy as np
 from msgspec.structs import asdict, replace
 
 from divergence.evaluations.band import Band
-from divergence.evaluations.pairing import Pairs
+from divergence.evaluations.joining import Pairs
 from divergence.evaluations.result import BandResult, Candidate, ScoresVerdict, TaskScores
 from divergence.evaluations.rows import Series, SeriesName
-from divergence.evaluations.statistics.means import (
+from divergence.evaluations.statistics import (
+    LEVEL,
     Mean,
     Padding,
     cluster_sums,
+    documents_needed,
     equivalence_p,
+    holm,
     interval,
     lopsided,
+    mcnemar,
     mean_of,
     padding,
-)
-from divergence.evaluations.statistics.significance import (
-    LEVEL,
-    documents_needed,
-    holm,
-    mcnemar,
     score_interval,
     sign_test,
     smallest_difference,
 )
 from divergence.facts import Fact, fact
 from divergence.gate.policy import ScoresPolicy
-
-__all__ = ["adjusted", "band_of", "gated", "measured"]
 
 _WHOLE = 0.5
 """Share of a cluster's documents beyond which it flips as a whole."""

@@ -12,11 +12,6 @@ from divergence.comparison.results import PreflightLine
 from divergence.facts import Fact, Worded
 from divergence.run.command import Command
 
-__all__ = [
-    "BandResult", "Candidate", "Captured", "EvaluationSummary", "FlipCauses", "Pairing",
-    "RunCauses", "RunFlip", "ScoresReport", "ScoresVerdict", "TaskScores", "worst_of",
-]  # fmt: skip
-
 ScoresVerdict = Literal["equal", "better", "worse", "undecided", "incomparable"]
 """``equal``: two one-sided tests show that the difference is inside the band. ``worse``,
 ``better``: the candidate's score differs, and was not shown to be inside the band. ``undecided``:

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from divergence.facts import Fact
 
-__all__ = ["Evaluation", "ScoreRow", "Series", "SeriesName"]
-
 
 class SeriesName(NamedTuple):
     """What two sides must both have: a task, under one filter, by one metric."""

@@ -23,11 +23,6 @@ from divergence.facts import sentence
 from divergence.layout import BLANK, Line, Span, columns, count, heading, line, prose
 from divergence.words import markdown_code, printable
 
-__all__ = [
-    "TITLES", "facts_of", "headline", "name_of", "scores_csv", "scores_lines", "scores_markdown",
-    "task_cells",
-]  # fmt: skip
-
 _WORDS = {
     "equal": "EQUAL", "better": "BETTER", "worse": "WORSE", "undecided": "UNDECIDED",
     "incomparable": "STOPPED",

@@ -20,13 +20,7 @@ from typing import Any
 
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
-from divergence.errors import (
-    DivergenceError,
-    FaultError,
-    RunExistsError,
-    UsageError,
-    check_process,
-)
+from divergence.errors import DivergenceError, FaultError, RunExistsError, UsageError, check_process
 from divergence.html.parts import small_table
 from divergence.output import output_folder, write_output
 from divergence.recording.engines.identity import without_home
@@ -35,8 +29,6 @@ from divergence.run.reader import Run
 from divergence.run.site import near_names
 from divergence.words import HEADLINES, Progress, letter
 
-__all__ = ["VARIED", "DiffResult", "diff"]
-
 VARIED = ("device", "dtype", "attn_implementation", "engine", "threads", "batch", "env", "python")
 """What may differ between the two sides: exactly one of these gets two values."""
 _ESCALATES = ("transformers", "compile")
@@ -44,15 +36,6 @@ _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_att
 """Of transformers; others are its own affair unless they look like a misspelt one of these."""
 _NARROW = ("bfloat16", "float16")
 _PLACED = ("localized", "systematic")
-_ONE_AT_A_TIME = (
-    "a diff compares one setting: give the others one value, which holds for both sides "
-    "(--attn-implementation eager,sdpa --batch 6), and run a second diff for the second setting"
-)
-_TWO_VALUES = (
-    "give one setting two values: --device cuda,cpu, --attn-implementation eager,sdpa, --engine "
-    "transformers,compile, --batch 1,8, --env NAME=VALUE",
-    "two machines: divergence capture MODEL -o a, there divergence capture --like a -o b",
-)
 OnStep = Callable[[int, str, bool], None]
 """(number of the step, its command, is it done already?)"""
 
@@ -217,13 +200,22 @@ def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
     several = [name for name, values in given.items() if len(values) > 1]
     if "env" in given and "env" not in several:
         several.append("env")
-    if len(several) != 1:
-        told = "nothing differs between the two sides"
-        if several:
-            told = f"{len(several)} settings have two values: {', '.join(map(_flag, several))}"
+    if not several:
         raise UsageError(
-            told,
-            hint=_ONE_AT_A_TIME if several else _TWO_VALUES,
+            "nothing differs between the two sides",
+            hint=(
+                "give one setting two values: --device cuda,cpu, --attn-implementation eager,sdpa, "
+                "--engine transformers,compile, --batch 1,8, --env NAME=VALUE",
+                "two machines: divergence capture MODEL -o a, there divergence capture --like a "
+                "-o b",
+            ),
+        )
+    if len(several) > 1:
+        raise UsageError(
+            f"{len(several)} settings have two values: {', '.join(map(_flag, several))}",
+            hint="a diff compares one setting: give the others one value, which holds for both "
+            "sides (--attn-implementation eager,sdpa --batch 6), and run a second diff for the "
+            "second setting",
         )
     (name,) = several
     values = [None, *given[name]] if name == "env" and len(given[name]) == 1 else given[name]
@@ -306,7 +298,7 @@ class _Steps:
         self.folder, self._force, self._quiet = folder, force, quiet
         self._on_step = on_step or (lambda number, command, done: None)
         self._number = 0
-        output_folder(folder, what="folder of the runs")
+        output_folder(folder)
 
     def run(
         self, name: str, side: _Side, command: str, *operands: str, like: Run | None,
@@ -344,9 +336,10 @@ class _Steps:
         except DivergenceError:
             made, mine = None, (place / "manifest.json").exists()
         if not mine and not self._force:
-            told = "is no run" if made is None else f"was made by another command: {made}"
             raise RunExistsError(
-                f"{place} {told}; this diff wants {line}",
+                f"{place} "
+                + ("is no run" if made is None else f"was made by another command: {made}")
+                + f"; this diff wants {line}",
                 hint="choose another -o, or --force to replace it",
             )
         shutil.rmtree(place)
@@ -363,8 +356,8 @@ class _Steps:
             last = (done.stderr or b"").decode(errors="replace").strip()
             with contextlib.suppress(OSError):
                 self.folder.rmdir()  # where nothing was made
-            kept = ": what is done is kept" if self.folder.exists() else ""
             raise (FaultError if done.returncode == FaultError.exit_code else UsageError)(
                 f"this step failed: {shown}" + (f"\n{last}" if last else ""),
-                hint=f"settle what it says above, and run the same diff again{kept}",
+                hint="settle what it says above, and run the same diff again"
+                + (": what is done is kept" if self.folder.exists() else ""),
             )

@@ -30,8 +30,7 @@ import msgspec
 import torch
 
 from divergence.analyses.tokens.measure import comparable_places
-from divergence.comparison.align.names import load_name_map
-from divergence.comparison.align.pairs import align
+from divergence.comparison.align.pairs import align, load_name_map
 from divergence.comparison.align.pieces import Pair, PromptStep, logits_row
 from divergence.comparison.result import Report
 from divergence.comparison.results import Explanation, SiteResult, TokenChoice
@@ -47,8 +46,6 @@ from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.site import module_of, split_site
 from divergence.words import Progress, Side
-
-__all__ = ["Injection", "explain_token", "injections_of"]
 
 
 @dataclass(slots=True)

@@ -25,13 +25,6 @@ from divergence.run.manifest import Environment, Switch
 from divergence.run.site import BACKWARD
 from divergence.words import Side, SideBothOrNeither
 
-__all__ = [
-    "NEAR", "Confirmation", "FaultSize", "Level", "Localization", "OwnError", "Repetition",
-    "SelfcheckLine", "SelfcheckResult", "SelfcheckStatus", "Selftest", "Sensitivity", "Step",
-    "StepStatus", "is_right_alone",
-]  # fmt: skip
-
-
 NEAR = 3.0
 """Times an ideal operator's error: nearer than that, an operator is right by itself."""
 _IDEAL = 1.5
@@ -317,14 +310,18 @@ class Sensitivity(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
 StepStatus = Literal["ok", "failed", "skipped"]
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class Step(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One device path of the tool that was tried."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"detail": "seen"}
 
     name: str
     status: StepStatus
     seconds: float
-    detail: str
-    """What was seen, or why the path failed or was left out."""
+    seen: Fact | None = None
+    """What was seen."""
+    detail: str = ""
+    """The same in words, or why the path failed or was left out."""
 
 
 class Selftest(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
@@ -360,13 +357,17 @@ SelfcheckStatus = Literal[
 have no such way to run. ``not_run``: it was tried and failed."""
 
 
-class SelfcheckLine(msgspec.Struct, frozen=True, kw_only=True):
+class SelfcheckLine(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """One way of running that was tried, and what compare says of it."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"changed": "change", "reason": "because"}
 
     name: str
     """The word that ``only`` takes."""
-    changed: str
+    change: Fact | None = None
     """What is other than in the run that it is compared with."""
+    changed: str = ""
+    """The same in words."""
     against: str
     """The run that it is compared with: ``base``, or another line's."""
     same_bits: bool
@@ -378,8 +379,10 @@ class SelfcheckLine(msgspec.Struct, frozen=True, kw_only=True):
     """How sure that verdict is."""
     summary: str = ""
     """The verdict's sentence."""
+    because: Fact | None = None
+    """Why it cannot be run so."""
     reason: str | None = None
-    """Why it was not compared."""
+    """Why it was not compared, in words."""
     block: str | None = None
     """Where it diverged: the block that makes the error, or the site outside all blocks."""
     side: SideBothOrNeither | None = None

@@ -27,6 +27,7 @@ from divergence.comparison.result import Report
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.result import Selftest, Step, StepStatus
+from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.ops.replay import replay
 from divergence.output import output_folder
 from divergence.recording.api import capture
@@ -38,8 +39,6 @@ from divergence.run.manifest import Environment, Switch
 from divergence.run.reader import Run
 from divergence.words import Progress, letter, silent
 
-__all__ = ["selftest"]
-
 _PROMPTS = (
     "A bridge is built twice: once on paper.",
     "In 1687 it was said that every body attracts every other body; 2 + 2 = 4.",
@@ -48,7 +47,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _HEALTHY = ("identical", "within_floor")
 _BLOCK = "model.layers.1"
 _FAULT = f"{_BLOCK}.mlp.down_proj:out=scale:1.25"
-_NAMED = 6  # facts of arithmetic in a line
 
 
 class _Failed(Exception):
@@ -80,7 +78,7 @@ def selftest(
     if keep is None:
         folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
     else:
-        folder = output_folder(folder_of(keep), what="folder of the runs")
+        folder = output_folder(folder_of(keep))
     bench = _Bench(name, folder, environment)
 
     def result(*, complete: bool) -> Selftest:
@@ -102,11 +100,12 @@ def selftest(
     return result(complete=True)
 
 
-def _tried(title: str, work: Callable[[], str]) -> Step:
+def _tried(title: str, work: Callable[[], Fact]) -> Step:
     began = time.perf_counter()
-    status: StepStatus
+    status: StepStatus = "ok"
+    seen, detail = None, ""
     try:
-        status, detail = "ok", work()
+        seen = work()
     except _Skipped as reason:
         status, detail = "skipped", str(reason)
     except (_Failed, DivergenceError) as error:
@@ -114,29 +113,33 @@ def _tried(title: str, work: Callable[[], str]) -> Step:
     except Exception as error:  # what a device's runtime raises is its own
         text = (str(error).splitlines() or [""])[0][:300]
         status, detail = "failed", f"{type(error).__name__}: {text}"
-    return Step(name=title, status=status, seconds=round(time.perf_counter() - began, 3),
-                detail=detail)  # fmt: skip
+    seconds = round(time.perf_counter() - began, 3)
+    return worded(Step(name=title, status=status, seconds=seconds, seen=seen, detail=detail))
 
 
-def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[str, Callable[[], str]]]:
-    yield "the CPU's runs and their float64 truth", bench.references
+def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[str, Callable[[], Fact]]]:
+    yield _title("references"), bench.references
     for dtype in _DTYPES:
-        yield f"{dtype}: capture, compared with the CPU", partial(bench.healthy, dtype)
-    yield "three runs have equal bits", bench.repeats
+        yield _title("healthy", dtype=dtype), partial(bench.healthy, dtype)
+    yield _title("repeats"), bench.repeats
     for store in ("sketch", "stats", "hash"):
-        yield f"--store {store} agrees with the full bytes", partial(bench.stored, store)
-    yield "one prompt by itself and in a batch", bench.batch
-    yield "decode steps against one whole forward", bench.whole
-    yield "a planted fault is found, and its side", bench.planted
-    yield "operators are run again to the same bits", bench.operators
-    yield "localize goes down to the planted module", bench.localized
-    yield "--device-map", bench.mapped
-    yield "float64 truth made on the device", bench.truth_there
-    yield "compare --device", bench.measured_there
-    yield "another device of this kind", bench.second
-    yield "arithmetic", bench.arithmetic
+        yield _title("stored", store=store), partial(bench.stored, store)
+    yield _title("batch"), bench.batch
+    yield _title("whole"), bench.whole
+    yield _title("planted"), bench.planted
+    yield _title("operators"), bench.operators
+    yield _title("localized"), bench.localized
+    yield _title("mapped"), bench.mapped
+    yield _title("truth_there"), bench.truth_there
+    yield _title("measured_there"), bench.measured_there
+    yield _title("second"), bench.second
+    yield _title("arithmetic"), bench.arithmetic
     if not quick:
-        yield "a suite of operators", bench.suite
+        yield _title("suite"), bench.suite
+
+
+def _title(code: str, **values: str) -> str:
+    return sentence(fact(f"experiments.step_{code}", **values))
 
 
 class _Bench:
@@ -167,7 +170,7 @@ class _Bench:
         return compare(self._path(like), self._path(name),
                        truth=self._path(f"{like}-truth") if truth else None)  # fmt: skip
 
-    def references(self) -> str:
+    def references(self) -> Fact:
         model = self._path("model")
         if not (model / "config.json").is_file():
             build(model, num_blocks=3)
@@ -177,47 +180,47 @@ class _Bench:
                 prompts=_PROMPTS, sites=["modules"], truth="no", force=True,
             )  # fmt: skip
             make_truth(run, out=self._path(f"cpu-{dtype}-truth"), force=True)
-        return f"{len(_DTYPES)} dtypes, {run.manifest.environment.cpu}"
+        cpu = run.manifest.environment.cpu
+        return fact("experiments.seen_references", num=len(_DTYPES), cpu=cpu)
 
-    def healthy(self, dtype: str) -> str:
+    def healthy(self, dtype: str) -> Fact:
         self._capture(dtype, f"cpu-{dtype}", escalate=dtype != "float32")
         return _healthy(self._held(dtype, like=f"cpu-{dtype}"))
 
-    def repeats(self) -> str:
+    def repeats(self) -> Fact:
         repeated = self._capture("repeated", "cpu-bfloat16", repeat=3).manifest.repeatability
         if repeated.num_different:
             raise _Failed(
                 f"{repeated.num_different} of {repeated.num_compared} repeated tensors differ, "
                 f"first at {repeated.first_difference}"
             )
-        return f"{repeated.num_compared} repeated tensors, all bits equal"
+        return fact("experiments.seen_repeats", num=repeated.num_compared)
 
-    def stored(self, store: str) -> str:
+    def stored(self, store: str) -> Fact:
         self._capture(store, "cpu-float32", store=store)
         return _identical(compare(self._path("float32"), self._path(store)))
 
-    def batch(self) -> str:
+    def batch(self) -> Fact:
         self._capture("batch", "cpu-float32", batch=True)
         return _healthy(self._held("batch"))
 
-    def whole(self) -> str:
+    def whole(self) -> Fact:
         run = self._capture("whole", "cpu-float32", whole=True, anchor=False)
         return _healthy(compare(run))
 
-    def planted(self) -> str:
+    def planted(self) -> Fact:
         self._capture("planted", "cpu-float32", plants=[_FAULT])
         return _found(self._held("planted"))
 
-    def operators(self) -> str:
+    def operators(self) -> Fact:
         self._capture("operators", "cpu-float32", sites=[f"ops@{_BLOCK}"], weights=True)
         run = replay(self._path("operators"), out=self._path("replayed"), device=self._device,
                      force=True)  # fmt: skip
         skipped = sum(run.manifest.plan.skipped_operators.values())
         report = compare(self._path("operators"), run)
-        told = _identical(report)
-        return f"{told}; {skipped} calls could not be run again" if skipped else told
+        return _identical(report).with_values(num_skipped=skipped or None)
 
-    def localized(self) -> str:
+    def localized(self) -> Fact:
         done = localize(
             self._path("cpu-float32"), self._path("planted"), out=self._path("localized"),
             truth=self._path("cpu-float32-truth"), here="both", device=self._device, force=True,
@@ -227,15 +230,15 @@ class _Bench:
             raise _Failed(f"named {sites.strip() or 'nothing'}; {done.stopped or ''}")
         if done.side not in (None, "candidate"):
             raise _Failed(f"blames {letter(done.side)}")
-        return sites.strip()
+        return plain(sites.strip())
 
-    def mapped(self) -> str:
+    def mapped(self) -> Fact:
         if self._kind == "cpu":
             raise _Skipped("the CPU is one device")
         self._capture("mapped", "cpu-float32", device_map="auto")
         return _identical(compare(self._path("float32"), self._path("mapped")))
 
-    def truth_there(self) -> str:
+    def truth_there(self) -> Fact:
         self._needs_float64()
         make_truth(self._path("cpu-float32"), out=self._path("truth-there"), device=self._device,
                   force=True)  # fmt: skip
@@ -249,9 +252,9 @@ class _Bench:
             worst = max(worst, float((x - y).norm() / x.norm().clamp_min(1e-300)))
         if worst > 1e-9:
             raise _Failed(f"two float64 truths differ by rel L2 {worst:.1e}")
-        return f"both truths agree to rel L2 {worst:.1e}"
+        return fact("experiments.seen_truths", rel_l2=worst)
 
-    def measured_there(self) -> str:
+    def measured_there(self) -> Fact:
         if self._kind == "cpu":
             raise _Skipped("compare measures on the CPU anyway")
         self._needs_float64()
@@ -263,26 +266,28 @@ class _Bench:
         if here.verdict.kind != there.verdict.kind or worst > 1e-6:
             raise _Failed(f"{there.verdict.kind} for {here.verdict.kind}; a figure differs by "
                           f"{worst:.1e} of itself")  # fmt: skip
-        return f"{len(here.sites)} sites, figures equal to {worst:.0e}"
+        return fact("experiments.seen_figures", num=len(here.sites), apart=worst)
 
-    def second(self) -> str:
+    def second(self) -> Fact:
         if self._environment.num_devices < 2:
             raise _Skipped("there is one device")
         index = int(self._device.partition(":")[2] or 0)
         other = f"{self._kind}:{1 if index == 0 else 0}"
         self._capture("second", "cpu-float32", device=other)
-        return f"{other}: {_identical(compare(self._path('float32'), self._path('second')))}"
+        seen = _identical(compare(self._path("float32"), self._path("second")))
+        return seen.with_values(device=other)
 
-    def arithmetic(self) -> str:
+    def arithmetic(self) -> Fact:
         """What the device's arithmetic does otherwise than the CPU's: noted, never a failure."""
         here, there = ({f.name: f.value for f in quick_facts(dev)} for dev in ("cpu", self._device))
         odd = [name for name, value in there.items() if name in here and here[name] != value]
-        named = "; ".join(f"{name}: {here[name]} / {there[name]}" for name in odd[:_NAMED])
-        named += f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
-        told = f"{len(there)} facts, {len(odd)} other than the CPU's"
-        return f"{told}: {named}" if odd else told
+        return fact(
+            "experiments.seen_arithmetic", num=len(there), num_odd=len(odd),
+            odd=[f"{name}: {here[name]} / {there[name]}" for name in odd[:6]],
+            num_more=max(0, len(odd) - 6) or None,
+        )  # fmt: skip
 
-    def suite(self) -> str:
+    def suite(self) -> Fact:
         run = capture("suite:llm", out=self._path("suite-cpu"), device="cpu", force=True,
                       probe=False)  # fmt: skip
         make_truth(run, out=self._path("suite-truth"), force=True)
@@ -301,14 +306,16 @@ class _Bench:
             raise _Skipped(f"the device has no float64 matrix product: {text}") from None
 
 
-def _healthy(report: Report, *, also: tuple[str, ...] = ()) -> str:
+def _healthy(report: Report, *, also: tuple[str, ...] = ()) -> Fact:
     verdict = report.verdict
     if verdict.kind not in (*_HEALTHY, *also):
         raise _Failed(f"{verdict.kind}: {verdict.summary}")
     used = max((s.limit_usage for s in report.sites if s.limit_usage is not None), default=0.0)
     worst = max((s.rel_l2 or 0.0 for s in report.sites if s.pass_ == "anchored"), default=0.0)
-    told = f"{verdict.kind}, {_num_compared(report)} tensors, "
-    return told + f"rel L2 of blocks up to {worst:.1e}, {used:.2f} of a limit"
+    return fact(
+        "experiments.seen_healthy", kind=verdict.kind, num=_num_compared(report), rel_l2=worst,
+        usage=used,
+    )  # fmt: skip
 
 
 def _apart(figure: float | None, other: float | None) -> float:
@@ -323,15 +330,17 @@ def _num_compared(report: Report) -> int:
     return report.coverage.num_compared + calls
 
 
-def _identical(report: Report) -> str:
+def _identical(report: Report) -> Fact:
     if report.verdict.kind != "identical":
         raise _Failed(f"{report.verdict.kind}: {report.verdict.summary}")
-    return f"identical, {_num_compared(report)} tensors"
+    return fact(
+        "experiments.seen_identical", num=_num_compared(report), num_skipped=None, device=None
+    )
 
 
-def _found(report: Report) -> str:
+def _found(report: Report) -> Fact:
     verdict = report.verdict
     block = None if verdict.onset is None else verdict.onset.block
     if verdict.kind != "localized" or block != _BLOCK or verdict.side not in (None, "candidate"):
         raise _Failed(f"{verdict.kind}: {verdict.summary}")
-    return verdict.summary
+    return plain(verdict.summary)

@@ -73,6 +73,10 @@ SENTENCES: Mapping[str, str] = {
     "proves_it": "proves it there",
     "makes_truths_again": "makes its truths, with both removed",
     "on_machine": "on {side:letter}'s machine[[: {task}]]",
+    # localize: what could not be done
+    "not_in_float64": "{site} could not be computed in float64: {why}",
+    "no_reproducer": "no reproducer of {site}: {why}",
+    "with_variables": "the {command} with the recorded environment variables",
     # localize: levels
     "unmeasured": "by how much is not known",
     "rel_l2": "rel L2 {rel_l2:.2e}",
@@ -101,6 +105,82 @@ SENTENCES: Mapping[str, str] = {
     "fault_bias": "a bias of {size} of the rms",
     "fault_channel": "one channel off by {size}",
     "fault_zero": "{size} of the features set to zero",
+    "label_of_candidate": "made for sensitivity",
+    "planted_run": "the planted run",
+    # quantize
+    "as_it_is": "the model as it is",
+    "static_scales": (
+        "static scales come from {num_tokens} tokens: at each end of a matrix's range about one "
+        "later token in {num_later} lies outside and is clipped[[; {usual} and more are usual]]"
+    ),
+    "migrated_in": (
+        "scales are migrated in {num} of {total} matrices: those that a norm feeds ({num_norms} "
+        "norms)"
+    ),
+    "unreached": (
+        "{num} of the matrices ({first}, ...) got no input: no token reached them, or this model "
+        "multiplies with them past their modules, where nothing is quantised"
+    ),
+    "numbers_of": "all numbers are those of {model}, of which {difference}",
+    "by_block": "block by block",
+    "elsewhere": "on another machine: does it compute the quantised model right?",
+    "which_matrices": "which matrices",
+    "what_to_keep": "what to keep",
+    # ways of running
+    "base_run": "the base run",
+    "way_again": "nothing: run again",
+    "way_hooks": "no hooks in the model (logits, tokens)",
+    "way_threads": "{num} threads for {of}",
+    "way_batch": "batches of {size}{padded:yes=, padded|no=}",
+    "way_place": "other places in the batch",
+    "way_mates": "other prompts in the batch{padded:yes= and pads|no=}",
+    "way_pads_left": "{num} pads on the left of each prompt",
+    "way_pads_right": "{num} pads on the right of each prompt{prefill:yes=, prefill alone|no=}",
+    "way_whole": "decode steps as one forward over the whole text",
+    "way_cache": "no cache: each step over the whole text",
+    "way_chunks": "prompt fed in chunks of {size}",
+    "way_attention": "attention {kernel} for {other}",
+    "way_compile": "blocks compiled by inductor",
+    "no_way_one_prompt": "there is one prompt",
+    "no_way_one_core": "one CPU core",
+    "no_way_off_cpu": "the model does not run on the CPU",
+    "no_way_too_few_prompts": "it takes four prompts",
+    "no_way_padded_right": "an {task} is padded on the right",
+    "no_way_no_attention": "the model has no attention",
+    "no_way_no_compiler": "no C++ compiler (g++) on this machine",
+    "no_way_stepwise": "an {task} has no such decode steps",
+    "no_way_decoded": "no decode step was made: every prompt ended after one token",
+    "no_way_in_chunks": "an {task} reads its prompt whole",
+    "no_way_one_token": "a prompt has one token",
+    # selftest
+    "step_references": "the CPU's runs and their float64 truth",
+    "step_healthy": "{dtype}: capture, compared with the CPU",
+    "step_repeats": "three runs have equal bits",
+    "step_stored": "--store {store} agrees with the full bytes",
+    "step_batch": "one prompt by itself and in a batch",
+    "step_whole": "decode steps against one whole forward",
+    "step_planted": "a planted fault is found, and its side",
+    "step_operators": "operators are run again to the same bits",
+    "step_localized": "localize goes down to the planted module",
+    "step_mapped": "--device-map",
+    "step_truth_there": "float64 truth made on the device",
+    "step_measured_there": "compare --device",
+    "step_second": "another device of this kind",
+    "step_arithmetic": "arithmetic",
+    "step_suite": "a suite of operators",
+    "seen_references": "{num} dtypes, {cpu}",
+    "seen_healthy": (
+        "{kind}, {num} tensors, rel L2 of blocks up to {rel_l2:.1e}, {usage:.2f} of a limit"
+    ),
+    "seen_repeats": "{num} repeated tensors, all bits equal",
+    "seen_identical": (
+        "[[{device}: ]]identical, {num} tensors[[; {num_skipped} calls could not be run again]]"
+    ),
+    "seen_truths": "both truths agree to rel L2 {rel_l2:.1e}",
+    "seen_figures": "{num} sites, figures equal to {apart:.0e}",
+    "seen_arithmetic": (
+        "{num} facts, {num_odd} other than the CPU's[[: {odd:list ; }]][[ and {num_more} more]]"
+    ),
     # one token explained
     "unexplained": "nothing to explain: {why}",
     "other_experiment": "the runs are not the same experiment",

@@ -16,8 +16,6 @@ from divergence.comparison.results import Onset, VerdictKind
 from divergence.facts import Fact, Worded
 from divergence.words import SideBothOrNeither
 
-__all__ = ["AgreementGroup", "CrossCheck", "Matrix", "MatrixRow"]
-
 
 class MatrixRow(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate compared with the first run."""

@@ -45,8 +45,6 @@ from divergence.comparison.results import LogprobsResult
 from divergence.gate.policy import LogprobsPolicy
 from divergence.run.site import near_names
 
-__all__ = ["check", "coverage_share", "evaluate", "is_tie"]
-
 
 class _NothingComparedError(IncomparableError):
     """Carries the report, so that the command line can show why."""

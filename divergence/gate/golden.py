@@ -20,6 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from divergence.comparison.result import Report
 from divergence.errors import (
     IncomparableError,
@@ -28,6 +30,7 @@ from divergence.errors import (
     RunWriteError,
     UsageError,
 )
+from divergence.facts import Fact, fact, plain, sentence
 from divergence.gate.result import Blessing
 from divergence.run.command import command_line
 from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
@@ -38,14 +41,6 @@ from divergence.words import Progress
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run
-from typing import TYPE_CHECKING
-
-import msgspec
-
-if TYPE_CHECKING:
-    from divergence.run.reader import Run
-
-__all__ = ["Choice", "bless", "choose_golden", "golden_name", "goldens_in", "refuse_unfit"]
 
 
 def bless(
@@ -176,26 +171,28 @@ def _refuse_far(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> 
 def _refuse_damaged(run: Run, source: Location) -> None:
     """UsageError for a run that must not become a golden."""
     manifest = run.manifest
-    problems = []
+    only_changed = manifest.plan.only_changed
+    problems: list[Fact] = []
     if not manifest.complete:
-        problems.append(f"it is incomplete (stopped by {manifest.stopped_by or 'a crash'})")
+        problems.append(fact("gate.stopped", by=manifest.stopped_by))
     unfit = _why_no_golden(
         manifest.settings.compute_dtype, manifest.plan.plants, manifest.plan.substitutes
     )
     if unfit is not None:
         problems.append(unfit)
     if not run.records:
-        problems.append("it holds no record")
-    problems += run.verify()[:3]
-    hint = "capture it again"
-    if manifest.plan.only_changed is not None and not problems:
-        problems.append(
-            f"it holds only what differs from run {manifest.plan.only_changed}, which the next "
-            "--bless would remove"
-        )
-        hint = "capture it in full, without --only-changed"
+        problems.append(fact("gate.no_record"))
+    problems += map(plain, run.verify()[:3])
+    changed_alone = only_changed is not None and not problems
+    if changed_alone:
+        problems.append(fact("gate.only_changed", run=only_changed))
     if problems:
-        raise UsageError(f"{source} cannot become a golden: {'; '.join(problems)}", hint=hint)
+        raise UsageError(
+            f"{source} cannot become a golden: {'; '.join(map(sentence, problems))}",
+            hint="capture it in full, without --only-changed"
+            if changed_alone
+            else "capture it again",
+        )
 
 
 def _replace(run: Run, target: Path, previous: Path | None) -> bool:
@@ -245,7 +242,7 @@ def refuse_unfit(report: Report) -> None:
     problem = _why_no_golden(golden.compute_dtype, golden.plants, golden.substitutes)
     if problem is not None:
         raise UsageError(
-            f"{golden.path} is no golden: {problem}",
+            f"{golden.path} is no golden: {sentence(problem)}",
             hint="capture one without, and store it: divergence check GOLDEN RUN --bless",
         )
     if new.compute_dtype is not None:
@@ -257,14 +254,14 @@ def refuse_unfit(report: Report) -> None:
 
 def _why_no_golden(
     compute_dtype: str | None, plants: list[str], substitutes: list[str]
-) -> str | None:
+) -> Fact | None:
     """Why the results of such a run must not be asked of another, or None."""
     if compute_dtype is not None:
-        return f"it is a truth, computed in {compute_dtype}"
+        return fact("gate.is_truth", dtype=compute_dtype)
     if plants:
-        return f"it carries planted faults ({', '.join(plants)})"
+        return fact("gate.planted", plants=plants)
     if substitutes:
-        return f"it holds results of another run ({', '.join(substitutes)})"
+        return fact("gate.substituted", runs=substitutes)
     return None
 
 
@@ -314,12 +311,12 @@ def choose_golden(
     run = Run.open(new)
     fits = [(_fit(Run.open(path), run), path) for path in goldens]
     (dtype, kind, device), path = max(fits, key=lambda item: item[0])
-    lacks = [what for what, same in (("dtype", dtype), ("kind of device", kind)) if not same]
-    if lacks:
-        how = f"of another {' and another '.join(lacks)}: none here is {golden_name(run)}"
-    else:
-        how = "the same device and dtype" if device else "the same kind of device and dtype"
-    return Choice(path=path, text=f"{path}, of {len(goldens)} there: {how}")
+    lacks = [what for what, same in (("dtype", dtype), ("kind", kind)) if not same]
+    choice = fact(
+        "gate.choice", path=str(path), num=len(goldens), lacks=" ".join(lacks), device=device,
+        name=golden_name(run),
+    )  # fmt: skip
+    return Choice(path=path, text=sentence(choice))
 
 
 def _fit(golden: Run, run: Run) -> tuple[bool, bool, bool]:

@@ -18,14 +18,12 @@ import datetime
 
 import msgspec
 
-from divergence.analyses.blocks.drift import find_drift
+from divergence.analyses.blocks.rounding import find_drift
 from divergence.comparison.result import Report
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
 from divergence.gate.policy import Known, Policy
 from divergence.gate.result import KnownUse
-
-__all__ = ["Knowledge", "excuse", "place_of"]
 
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,17 +66,6 @@ from divergence.numerics.formats import FORMATS
 from divergence.run.record import PassName
 from divergence.run.site import compile_patterns, did_you_mean
 
-__all__ = [
-    "Known",
-    "LogprobsPolicy",
-    "Policy",
-    "PreflightPolicy",
-    "ScoresPolicy",
-    "TokensPolicy",
-    "Tolerance",
-    "load_policy",
-]
-
 LIMITS = ("rel_l2", "one_minus_cosine", "max_abs", "ratio", "ratio_max")
 """Numbers of a SiteResult that a tolerance may bound; ``ratio`` is the median token's difference
 in floor units, ``ratio_max`` the worst token's."""

@@ -12,8 +12,6 @@ from divergence.comparison.result import Report
 from divergence.facts import Fact, Worded
 from divergence.gate.policy import Policy
 
-__all__ = ["Blessing", "CheckResult", "Failure", "KnownUse"]
-
 
 class KnownUse(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """What became of one known difference of the policy."""

@@ -46,6 +46,20 @@ SENTENCES: Mapping[str, str] = {
     "number_beyond": "{name} is {value:.3g} at {place}; the policy allows {limit:g}",
     "not_known_here": "{name} is not known here[[; did you mean {near:list  or }?]]",
     "number_off": "{name} is {value:.3g}; the policy wants {allowed}",
+    # which runs are goldens
+    "stopped": "it is incomplete (stopped by {by:none=a crash|*={by}})",
+    "no_record": "it holds no record",
+    "only_changed": (
+        "it holds only what differs from run {run}, which the next --bless would remove"
+    ),
+    "is_truth": "it is a truth, computed in {dtype}",
+    "planted": "it carries planted faults ({plants:list})",
+    "substituted": "it holds results of another run ({runs:list})",
+    "choice": (
+        "{path}, of {num} there: {lacks:=the same {device:yes=|no=kind of }device and dtype|"
+        "dtype=of another dtype: none here is {name}|kind=of another kind of device: none here is "
+        "{name}|*=of another dtype and another kind of device: none here is {name}}"
+    ),
     # what a rule allows
     "the_same": "the same",
     "some_tokens": "some generated tokens",

@@ -192,12 +192,7 @@ def name(text: str) -> Node:
     """A name of a run: a long one is shortened, and opens."""
     if len(text) <= _LONGEST:
         return text
-    return el(
-        "details",
-        el("summary", shortened(text, _LONGEST // 3)),
-        _whole(text),
-        class_="long",
-    )
+    return el("details", el("summary", shortened(text, _LONGEST // 3)), _whole(text), class_="long")
 
 
 def _whole(text: str) -> Element:

@@ -24,8 +24,6 @@ from divergence.html.figures import HEIGHT, Plot, drawn
 from divergence.html.parts import Element, Node, el, render, shortened
 from divergence.output import write_output
 
-__all__ = ["Picture", "colour", "compose", "inked", "picture", "png_library"]
-
 WIDTH = 760.0
 _MARGIN, _AXIS, _ROW = 20.0, 56.0, 17.0
 _LETTER = 6.4

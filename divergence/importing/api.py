@@ -26,8 +26,6 @@ from divergence.run.site import near_names
 from divergence.run.writer import RunWriter
 from divergence.words import Progress
 
-__all__ = ["import_dump"]
-
 _ALL: dict[str, DumpLayout | ScoreLayout] = {**LAYOUTS, **SCORES}
 
 

@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.comparison.align.names import find_prefix
+from divergence.comparison.align.pairs import find_prefix
 from divergence.config import decode, load_toml
 from divergence.errors import ConfigError, DumpError, UsageError
 from divergence.importing.files import DumpFolder

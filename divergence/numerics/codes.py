@@ -325,10 +325,7 @@ def codes_of(
 
 
 def values_of(
-    codes: torch.Tensor,
-    quantizer: Quantizer,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None = None,
+    codes: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor, zero: torch.Tensor | None = None
 ) -> torch.Tensor:
     """What the codes stand for, in the dtype of ``scale`` and the shape of ``codes``."""
     rows = grouped(codes, quantizer).to(scale.dtype)

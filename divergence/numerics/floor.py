@@ -53,11 +53,6 @@ import msgspec
 from divergence.errors import ConfigError
 from divergence.numerics.formats import Format
 
-__all__ = ["ACCUMULATOR_ROUNDOFF", "ALLOWED", "ENOUGH", "THRESHOLDS", "Thresholds", "check_range",
-           "check_thresholds", "floor_weights", "norm_floor", "normal_deviate", "rare_ratio",
-           "spread"]  # fmt: skip
-
-
 _ONE_ROUNDING = 0.41
 ACCUMULATOR_ROUNDOFF = 2.0**-24
 _STORES = {"block": 12, "inner": 12, "trunk": 2}

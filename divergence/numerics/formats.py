@@ -24,8 +24,6 @@ from divergence.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FORMATS", "Format", "format_named", "format_of", "is_float"]
-
 FormatKind = Literal["float", "int", "bool", "complex"]
 
 

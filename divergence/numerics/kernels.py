@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from divergence.numerics.formats import Format
 
-__all__ = ["READABLE", "RESIDENT_BYTES", "WORTH_BYTES", "Kernel", "chosen", "has_compiled",
-           "kernel_for", "set_device"]  # fmt: skip
-
 Kernel = Literal["numpy", "compiled"]
 
 READABLE = frozenset({"bfloat16", "float16", "float32", "float64"})

@@ -34,9 +34,6 @@ from divergence.numerics.summary import Summary
 from divergence.numerics.sums import Grid, Rows, Sums
 from divergence.numerics.ulp import MOST_STEPS, Tail, byte_keys
 
-__all__ = ["OnDevice", "open_device", "sent", "statistics_on_device", "summaries_of"]
-
-
 _CHUNK = 1 << 22
 _KEPT_BYTES = 1 << 30
 _FEW = 1 << 14

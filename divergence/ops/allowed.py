@@ -24,11 +24,6 @@ from divergence.ops.backward import BACKWARD_NAMES
 from divergence.run.manifest import NO_TENSOR
 from divergence.run.site import did_you_mean
 
-__all__ = [
-    "Refusal", "Unsafe", "asked_for", "check_namespace", "check_operator",
-    "find_operator", "is_uninitialised", "schema_name", "short_name", "suite_function",
-]  # fmt: skip
-
 
 class Refusal(Exception):
     """``str(refusal)`` is the reason under which the call is counted: it names no site, so that

@@ -16,17 +16,8 @@ from typing import Any
 
 import torch
 
-from divergence.ops.fitting import (
-    Bound,
-    fits,
-    mask_fits,
-    normalized_axes,
-    same_sequences,
-    within,
-)
+from divergence.ops.fitting import Bound, fits, mask_fits, normalized_axes, same_sequences, within
 from divergence.run.record import Operand
-
-__all__ = ["BACKWARD_CHECKS", "BACKWARD_DEFINITIONS", "BACKWARD_NAMES", "attention_scores"]
 
 BACKWARD_NAMES = frozenset(
     """

@@ -33,8 +33,6 @@ from divergence.ops.fitting import (
 from divergence.recording.dispatch import bound_arguments
 from divergence.recording.machine import free_bytes
 
-__all__ = ["Checking", "check_bounds", "check_size"]
-
 MAX_BYTES = 1 << 34
 """Of one result, where nobody tells how much memory is free."""
 SMALL_BYTES = 1 << 26

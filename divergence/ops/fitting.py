@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Bound", "fits", "mask_fits", "normalized_axes", "same_sequences", "weights_fit", "within",
-]  # fmt: skip
-
 Bound = Mapping[str, Any]
 """All arguments of a call by name, defaults too."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from divergence.errors import UsageError
 
-__all__ = ["Wishes", "function_named", "label_of", "pairs_of"]
-
 Wishes = str | Sequence[str] | Mapping[str, Callable[..., Any]]
 """Values of ``--impl``, or functions by what they are to run."""
 

@@ -469,8 +469,7 @@ Model = Annotated[str | None, COPY]
 ModelOfWeights = Annotated[
     str | None,
     Option(
-        "--model PATH",
-        "Where this machine has the model, for weights that the run does not hold.",
+        "--model PATH", "Where this machine has the model, for weights that the run does not hold."
     ),
 ]
 Operators = Annotated[
@@ -492,8 +491,7 @@ Truth = Annotated[
 FloorRuns = Annotated[
     Sequence[str],
     Option(
-        "--floor RUN",
-        "A trusted run like the first: what it shows widens the limits; repeatable.",
+        "--floor RUN", "A trusted run like the first: what it shows widens the limits; repeatable."
     ),
 ]
 
@@ -528,9 +526,7 @@ class CheckOptions(Options, frozen=True, kw_only=True):
     policy: Annotated[
         str | None,
         Option(
-            "--policy FILE",
-            "Policy file, or the name of one: ci (default), strict.",
-            setting=True,
+            "--policy FILE", "Policy file, or the name of one: ci (default), strict.", setting=True
         ),
     ] = None
     truth: Truth = None
@@ -554,8 +550,7 @@ class TruthOptions(Options, frozen=True, kw_only=True):
         ),
     ] = ()
     max_new_tokens: Annotated[
-        int | None,
-        Option("--max-new-tokens N", "Fewer forwards. Default: as many as the run has."),
+        int | None, Option("--max-new-tokens N", "Fewer forwards. Default: as many as the run has.")
     ] = None
     device: Annotated[
         str, Option("--device DEVICE", "cpu, or a device that has float64.", suite=True)
@@ -1019,8 +1014,7 @@ class CaptureOptions(TrainOptions, frozen=True, kw_only=True):
         ),
     ] = "512MiB"
     probe: Annotated[
-        bool,
-        Option("--no-probe", "Leave out the probe of this machine's arithmetic.", suite=True),
+        bool, Option("--no-probe", "Leave out the probe of this machine's arithmetic.", suite=True)
     ] = True
 
 
@@ -1179,8 +1173,7 @@ class SelfcheckOptions(Options, frozen=True, kw_only=True):
     ] = None
     device: Device = "auto"
     attn_implementation: Annotated[
-        str | None,
-        Option("--attn-implementation NAME", "Of the base run: eager (default), sdpa."),
+        str | None, Option("--attn-implementation NAME", "Of the base run: eager (default), sdpa.")
     ] = None
     only: Annotated[
         Sequence[str],
@@ -1192,8 +1185,7 @@ class SelfcheckOptions(Options, frozen=True, kw_only=True):
         ),
     ] = ()
     truth: Annotated[
-        bool,
-        Option("--truth", "Make the float64 truth too: tells which side of a line is wrong."),
+        bool, Option("--truth", "Make the float64 truth too: tells which side of a line is wrong.")
     ] = False
     keep: Keep = None
     trust_remote_code: TrustRemoteCode = False

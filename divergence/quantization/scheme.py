@@ -23,8 +23,6 @@ from divergence.errors import UsageError
 from divergence.numerics.codes import Quantizer
 from divergence.run.site import did_you_mean
 
-__all__ = ["SCHEMES", "Scheme", "scheme_named"]
-
 _CHANNEL, _TOKEN = Quantizer(per="channel"), Quantizer(per="token")
 _TENSOR = Quantizer(per="tensor")
 _INT4 = Quantizer(format="int4", per="group", group=128)

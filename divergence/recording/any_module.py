@@ -40,8 +40,6 @@ from divergence.run.manifest import (
 from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 
-__all__ = ["Inputs", "Recording", "capture_inputs", "record", "refuse_beside_inputs"]
-
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 """What one forward is given: its only argument, all of them, or named ones."""
 _APPLY = ("sites", "label")

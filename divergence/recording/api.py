@@ -18,7 +18,6 @@ from msgspec.structs import asdict, replace
 from divergence.errors import ModelError, UsageError
 from divergence.options.commands import SERVER, CaptureOptions, TruthOptions, given_fields
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
-from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.engine import (
     DEFAULT,
     QUANTIZE,
@@ -51,8 +50,6 @@ from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import expanded
 from divergence.words import Progress, silent
-
-__all__ = ["DryRun", "Progress", "capture", "plan_capture", "truth"]
 
 
 def capture(

@@ -51,8 +51,6 @@ from divergence.run.reader import Run
 from divergence.run.site import escape_path, module_of
 from divergence.training.plan.result import TrainingPlan
 
-__all__ = ["DryRun", "PlannedSite", "forward_shapes", "plan_capture", "plantable_module"]
-
 
 class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
     """What a capture would write for one site. Bytes are 0 where the tensor is stored at another

@@ -46,11 +46,6 @@ from divergence.run.captured import Buffer, CapturedTensor, Reduced, Slot
 from divergence.run.manifest import StoreMode
 from divergence.run.writer import RunWriter
 
-__all__ = [
-    "BufferKeeper", "CopyKeeper", "DeviceCopies", "Event", "Keeper", "Recent", "ReducedKeeper",
-    "ShapeKeeper", "SideStream", "Stream", "can_pin", "side_stream",
-]  # fmt: skip
-
 
 class Event(Protocol):
     """Of torch.cuda, torch.xpu, torch_npu and others."""

@@ -496,10 +496,7 @@ _ATTRIBUTES: dict[str, tuple[tuple[str, object], ...]] = {
         ("backends.cuda.matmul.allow_fp16_reduced_precision_reduction", False),
         ("backends.cuda.matmul.allow_fp16_accumulation", False),
     ),
-    "npu": (
-        ("npu.matmul.allow_hf32", False),
-        ("npu.conv.allow_hf32", False),
-    ),
+    "npu": (("npu.matmul.allow_hf32", False), ("npu.conv.allow_hf32", False)),
 }
 _FUNCTION = "set_float32_matmul_precision"
 """The one switch that is a pair of functions, of oneDNN and CUDA both."""

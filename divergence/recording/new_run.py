@@ -30,10 +30,6 @@ from divergence.run.target import check_target, partial_of
 from divergence.run.writer import new_run_id
 from divergence.words import Progress
 
-__all__ = [
-    "PlannedCase", "check_output", "operators_manifest", "probed", "provenance", "unlike",
-]  # fmt: skip
-
 
 def provenance(
     device: str, *, label: str | None, command: str | None, like: Manifest | None = None

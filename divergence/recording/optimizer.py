@@ -26,7 +26,7 @@ from divergence.recording.prompts import LABEL_HINT, Prompt, collect_prompts, re
 from divergence.run.manifest import StepPrecision, Training
 from divergence.run.reader import Run
 from divergence.run.site import BACKWARD, LOSS, OPTIMIZER, escape_path
-from divergence.training.policies.reading import read_policy
+from divergence.training.policies import read_policy
 
 # Gradients of several ranks added up as a collective does: in which dtype, in which order.
 #
@@ -150,10 +150,7 @@ class DividedOptimizer:
     them to the others."""
 
     def __init__(
-        self,
-        kind: type[torch.optim.Optimizer],
-        groups: Sequence[Mapping[str, Any]],
-        **how: Any,
+        self, kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], **how: Any
     ) -> None:
         """``groups``: parameters and their settings, as torch's optimizers take them, alike on all
         ranks. Torch divides parameters of one dtype alone: each dtype has an optimizer."""

@@ -45,11 +45,6 @@ from divergence.run.reader import Run
 from divergence.run.record import OWN_TRUTH, PassName
 from divergence.run.writer import RunWriter
 
-__all__ = [
-    "Pass", "RememberingSink", "RepeatSink", "TensorKey", "check_forwards", "own_inputs",
-    "own_plants", "run_pass", "run_whole", "why_not_whole", "widened",
-]  # fmt: skip
-
 TensorKey = tuple[int, int, str]
 
 OWN_KEPT_BYTES = 256 << 20
@@ -135,11 +130,7 @@ def run_pass(
                 continue
             members = [samples[number] for number in group]
             first = members[0]
-            recorder.begin(
-                sample=group[0],
-                batch=len(group),
-                num_tokens=first.num_padded,
-            )
+            recorder.begin(sample=group[0], batch=len(group), num_tokens=first.num_padded)
             wanted = (
                 None if forced is None else [forced[number][:max_new_tokens] for number in group]
             )

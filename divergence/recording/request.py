@@ -39,8 +39,6 @@ from divergence.run.trust import (
     recorded_source,
 )
 
-__all__ = ["Request", "also_taken", "resolve_request", "taken", "taken_from"]
-
 _DEFAULT_MAX_NEW_TOKENS = 16
 
 

@@ -22,17 +22,19 @@ from typing import get_args
 
 import torch
 
-from divergence.config import BUILTIN_SITES, expand_sites
+from divergence.config import expand_sites
 from divergence.errors import UsageError
 from divergence.recording.structure import is_routing, routing_modules
 from divergence.run.manifest import ModuleNote, StoreMode
 from divergence.run.reader import Run
-from divergence.run.site import ROOT, compile_patterns, did_you_mean, is_codes, join_site
-
-__all__ = [
-    "OPERATORS", "SiteSelection", "check_operators", "chosen_store", "narrowed",
-    "select_positions", "step_selected",
-]  # fmt: skip
+from divergence.run.site import (
+    BUILTIN_SITES,
+    ROOT,
+    compile_patterns,
+    did_you_mean,
+    is_codes,
+    join_site,
+)
 
 OPERATORS = "ops@"
 """Before a module's path: every operator inside it."""

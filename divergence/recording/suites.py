@@ -18,16 +18,6 @@ from divergence.run.location import location_of
 from divergence.run.manifest import COLLECTIVES, SUITE
 from divergence.run.reader import Run
 
-__all__ = [
-    "capture_suite",
-    "of_collectives",
-    "refuse_of_collectives",
-    "refuse_options",
-    "suite_of",
-    "truth_of_suite",
-    "wants_suite",
-]  # fmt: skip
-
 _OF_COLLECTIVES = ("--plant", "--ranks", "--link-rate")
 """Options of a suite that mean something to collectives alone."""
 

@@ -37,8 +37,6 @@ from torch.utils._pytree import tree_map_only
 from divergence.errors import UsageError, first_line
 from divergence.recording.engines.codes import QuantizedCodes
 
-__all__ = ["Widening", "check_device"]
-
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {
     torch.float16: torch.complex32,

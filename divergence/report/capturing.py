@@ -22,8 +22,6 @@ from divergence.run.record import Record
 from divergence.run.site import LOGPROBS, LOSS, join_site
 from divergence.training.plan.show import training_lines
 
-__all__ = ["captured_lines", "copied_lines", "plan_lines"]
-
 
 def captured_lines(
     path: str,

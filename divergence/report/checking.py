@@ -9,8 +9,6 @@ from divergence.layout import BLANK, Line, count, line, prose, size
 from divergence.report.screen import screen_lines
 from divergence.report.summary import VERDICT_STYLES, report_lines, unseen
 
-__all__ = ["blessing_lines", "check_lines"]
-
 MAX_LISTED = 12
 
 

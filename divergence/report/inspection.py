@@ -37,20 +37,6 @@ from divergence.run.manifest import EngineNote, Manifest, OwnTruth
 from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
 
-__all__ = [
-    "call_lines",
-    "model_lines",
-    "run_lines",
-    "select_records",
-    "site_lines",
-    "skipped_lines",
-    "stored",
-    "training_text",
-    "truth_name",
-    "truth_text",
-    "verified_text",
-]
-
 MAX_SITES = 60
 MAX_CODE = 12
 _NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None)

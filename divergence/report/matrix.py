@@ -27,8 +27,6 @@ from divergence.layout import (
 from divergence.report.summary import VERDICT_STYLES
 from divergence.words import HEADLINES, letter
 
-__all__ = ["NUM_WORDS", "TITLES", "called", "matrix_headline", "matrix_lines", "row_cells"]
-
 MAX_ROWS = 40
 NUM_FIRST = 4
 """Agreeing rows of a long list that are shown all the same."""

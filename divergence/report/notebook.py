@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from divergence.analyses.blocks.curves import curves
+from divergence.analyses.blocks.page import curves
 from divergence.comparison.result import Report, RunSummary
 from divergence.errors import UsageError
 from divergence.html.parts import small_table
 from divergence.html.picture import Picture, compose, picture
 from divergence.report.summary import verdict_lines
-
-__all__ = ["picture_of", "report_html"]
 
 
 def picture_of(report: Report) -> Picture:

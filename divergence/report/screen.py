@@ -10,29 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from divergence.analyses.blocks.rows import worst_rows
+from divergence.analyses.blocks.show import worst_rows
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import PreflightLine, SiteResult
-from divergence.layout import (
-    BLANK,
-    Line,
-    columns,
-    count,
-    cut,
-    fold,
-    heading,
-    line,
-    prose,
-    times,
-)
+from divergence.layout import BLANK, Line, columns, count, cut, fold, heading, line, prose, times
 from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines, visible_lines
 from divergence.run.site import of_parameter
-
-__all__ = [
-    "WIDTH", "compared_lines", "screen_lines", "settings_lines", "token_lines",
-]  # fmt: skip
 
 WIDTH, HEIGHT = 80, 25
 _NUM_ROWS = 5

@@ -11,7 +11,7 @@ from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 
-from divergence.analyses.blocks.rows import main_pass
+from divergence.analyses.blocks.show import main_pass
 from divergence.comparison import analysis
 from divergence.comparison.result import Report
 from divergence.comparison.results import PassCoverage, PreflightLine, Verdict
@@ -20,17 +20,6 @@ from divergence.report.environment import changed_lines
 from divergence.run.manifest import UNKNOWN
 from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names
-
-__all__ = [
-    "VERDICT_STYLES",
-    "headline",
-    "report_lines",
-    "shown_analyses",
-    "smallest_visible",
-    "unseen",
-    "verdict_lines",
-    "visible_lines",
-]
 
 VERDICT_STYLES = {
     "identical": "bold green",

@@ -17,16 +17,6 @@ import msgspec
 from divergence.facts import Fact, plain, sentence
 from divergence.run.location import Url
 
-__all__ = [
-    "Command",
-    "command",
-    "command_line",
-    "command_words",
-    "quoted",
-    "quoted_words",
-    "requoted",
-]
-
 Value = str | int | os.PathLike[str] | Url | bool | None | Iterable[object]
 
 

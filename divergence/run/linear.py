@@ -16,8 +16,6 @@ from re import _constants as code  # type: ignore[attr-defined]  # re's parser h
 from re import _parser  # type: ignore[attr-defined]  # the same
 from typing import Any
 
-__all__ = ["fullmatcher"]
-
 MAX_STATES = 2_000
 """Of one pattern, with its counted repeats written out."""
 

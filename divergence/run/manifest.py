@@ -245,7 +245,7 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         told = [
             str(scheme) + (f" ({scheme.num_modules} modules)" if len(self.schemes) > 1 else "")
             for scheme in self.schemes
-        ] or ([] if self.method == "simulated" else ["scheme not known"])
+        ] or ([] if self.method == "simulated" else [SCHEME_UNKNOWN])
         if self.kv_cache is not None:
             told.append(f"KV cache {self.kv_cache}")
         if self.kept:
@@ -447,6 +447,8 @@ SUITE = "suite:"
 COLLECTIVES = f"{SUITE}collectives"
 """The suite that several processes run."""
 
+SCHEME_UNKNOWN = "scheme not known"
+"""Stands in place of a scheme that a method does not tell."""
 NO_TENSOR = "returns no tensor"
 """How a reason in ``Plan.skipped_operators`` ends, of an operator that takes a number out of one.
 """

@@ -28,12 +28,6 @@ from pathlib import Path
 
 from divergence.errors import ConfigError
 
-__all__ = [
-    "DIRECT_BYTES", "VARIABLE", "DirectFiles", "collect_garbage_rarely", "disable_openmp",
-    "enabled", "frozen_heap", "quick_thread_switches", "release_pages", "request_huge_pages",
-    "short_copy",
-]  # fmt: skip
-
 VARIABLE = "DIVERGENCE_PROCESS_TUNING"
 
 

@@ -131,8 +131,7 @@ class Run:
                     run.records.finish()
             except OSError as error:
                 raise RunFormatError(
-                    f"cannot be read: {error.strerror or error}",
-                    where=str(error.filename or place),
+                    f"cannot be read: {error.strerror or error}", where=str(error.filename or place)
                 ) from error
             stack.pop_all()
         return run

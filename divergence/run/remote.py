@@ -12,17 +12,119 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
+import ipaddress
+import re
+import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urljoin, urlsplit
 
 from divergence.errors import DivergenceError, RunError, UsageError
-from divergence.run import web
 from divergence.run.location import WITH_BUCKETS, Url
-from divergence.run.record import TENSORS
+from divergence.run.record import MANIFEST, SHARD_PATTERN, TENSORS, is_records_name
+
+# A run below ``http://``: any machine may stand behind a URL, so what it may answer is bounded.
+#
+# What is asked for lies below the URL, by the names that files of a run have: of a server's pages
+# of links only these count. A redirect is followed, but never into a network that is nearer to this
+# machine than the URL's own host: neither to its loopback nor to the service of a cloud that gives
+# away credentials. Addresses are checked where connections are made, so no name hides one.
+
+SILENCE_S = 30
+"""Without a byte, or a connection."""
+REQUEST_S = 300
+"""For one request, however steadily it trickles; at most 8 MiB are asked for at once."""
+MAX_BODY_BYTES = 256 << 20
+"""Of one answer: a server that knows no ranges sends all of a file each time, or never ends."""
+MAX_PAGE_BYTES = 16 << 20
+"""Of a page of links."""
+
+_LINK = re.compile(rb"""href\s{0,9}=\s{0,9}["']([^"'<>\s]{1,2000})["']""", re.IGNORECASE)
+
+
+def linked(page: bytes, url: str, base: str) -> set[str]:
+    """The files of a run below ``base`` that the page at ``url`` links to, by name."""
+    names = set()
+    for link in _LINK.findall(page):
+        try:
+            target = urljoin(url, html.unescape(link.decode(errors="replace")))
+        except ValueError:  # no address, as of brackets that do not close
+            continue
+        name = target.removeprefix(base)
+        if name != target and (
+            name == MANIFEST or is_records_name(name) or re.fullmatch(SHARD_PATTERN, name)
+        ):
+            names.add(name)
+    return names
+
+
+def web_options(url: str, *, refused: type[RunError]) -> dict[str, Any]:
+    """What fsspec's http:// is told. ``refused``: what is raised where a redirect leads to a place
+    that it may not. ImportError where its package is not installed."""
+    import aiohttp
+
+    class Bounded(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            if self._body is None:
+                most = MAX_PAGE_BYTES if self.content_type == "text/html" else MAX_BODY_BYTES
+                parts, size = [], 0
+                async for part in self.content.iter_any():
+                    parts.append(part)
+                    size += len(part)
+                    if size > most:
+                        self.close()
+                        raise ValueError(
+                            f"the server answers with over {most >> 20} MiB to one request; it "
+                            "must know ranges (HTTP 206)"
+                        )
+                self._body = b"".join(parts)
+            return self._body
+
+    nearest = max(map(_nearness, _addresses(urlsplit(url).hostname)), default=0)
+
+    def connecting(info: tuple[Any, ...]) -> socket.socket:
+        family, kind, protocol, _, address = info
+        if _nearness(address[0]) > nearest:
+            raise refused(
+                f"the server sends on to {address[0]}, which is nearer to this machine than itself",
+                where=url, hint="if that is meant: give the URL that it sends to",
+            )  # fmt: skip
+        return socket.socket(family, kind, protocol)
+
+    async def client(**_: Any) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(socket_factory=connecting),
+            timeout=aiohttp.ClientTimeout(
+                total=REQUEST_S, sock_connect=SILENCE_S, sock_read=SILENCE_S
+            ),
+            headers={"Accept-Encoding": "identity"}, response_class=Bounded,
+        )  # fmt: skip
+
+    return {"get_client": client, "skip_instance_cache": True}
+
+
+def _addresses(host: str | None) -> list[str]:
+    try:
+        return [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
+    except (OSError, UnicodeError):  # connecting says so
+        return []
+
+
+def _nearness(address: str) -> int:
+    """0 the internet, 1 a private network, 2 this machine, 3 what is no host's (link-local)."""
+    place = ipaddress.ip_address(address)
+    place = getattr(place, "ipv4_mapped", None) or place
+    if place.is_loopback:
+        return 2
+    if place.is_link_local or place.is_unspecified or place.is_multicast:
+        return 3
+    return 0 if place.is_global else 1
+
 
 NUM_TRIES = 3
 FIRST_PAUSE_S = 0.3
@@ -88,14 +190,14 @@ class Remote:
     def _linked(self) -> dict[str, Object]:
         """What a web server's pages link to, that of the run and that of its tensors."""
         base, names, objects = f"{self._root.rstrip('/')}/", set[str](), {}
-        deadline = time.monotonic() + web.REQUEST_S
+        deadline = time.monotonic() + REQUEST_S
         for folder in ("", TENSORS):
             entry = self._info(folder)
             if entry is None or entry.get("mimetype") != "text/html":
                 break
             path = self._path(folder)
             page = self._try(functools.partial(self._fs.cat_file, path), "listing", folder)
-            names |= web.linked(page, f"{path.rstrip('/')}/", base)
+            names |= linked(page, f"{path.rstrip('/')}/", base)
         if len(names) > MAX_LINKED:
             raise self._refused(
                 f"the server lists over {MAX_LINKED:,} files of a run", where=str(self.url),
@@ -104,7 +206,7 @@ class Remote:
         for name in sorted(names) or [""]:
             if time.monotonic() > deadline:
                 raise self._refused(
-                    f"the server takes over {web.REQUEST_S} s to say how large its files are",
+                    f"the server takes over {REQUEST_S} s to say how large its files are",
                     where=str(self.url), hint="pack the run: divergence pack",
                 )  # fmt: skip
             if (there := self.look(name)) is not None:
@@ -208,7 +310,7 @@ class Remote:
                 if known is not None:
                     message, hint = known
                     raise self._refused(message, where=where, hint=hint) from error
-                if attempt == NUM_TRIES or time.monotonic() - began > web.REQUEST_S:
+                if attempt == NUM_TRIES or time.monotonic() - began > REQUEST_S:
                     times = f"{attempt} times, the last time" if attempt > 1 else "once"
                     raise self._refused(
                         f"{doing} failed {times} with: {_text(error)}",
@@ -228,7 +330,7 @@ def _open(url: Url, refused: type[RunError]) -> tuple[Any, str]:
 
     try:
         # Listings are asked for when they are needed: another machine may have written meanwhile.
-        options = web.web_options(str(url), refused=refused) if url.scheme in _WEB else {}
+        options = web_options(str(url), refused=refused) if url.scheme in _WEB else {}
         system, path = fsspec.core.url_to_fs(str(url), use_listings_cache=False, **options)
         return system, path
     except ImportError as error:

@@ -14,11 +14,6 @@ from collections.abc import Mapping
 from divergence.errors import RunFormatError, UsageError
 from divergence.run.manifest import EngineValue, Manifest
 
-__all__ = [
-    "ATTENTION", "recorded_attention", "recorded_engine_options", "recorded_revision",
-    "recorded_seed", "recorded_sites", "recorded_source",
-]  # fmt: skip
-
 ATTENTION = (
     "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4",
     "flex_attention",

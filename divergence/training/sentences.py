@@ -87,4 +87,9 @@ SENTENCES: Mapping[str, str] = {
     "no_activations": (
         "activations are not known, since the step cannot be run without values: {error}"
     ),
+    # precision policies
+    "policy_forms": (
+        "a ds_config.json, Megatron-LM's arguments or log, or the text "
+        "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)"
+    ),
 }

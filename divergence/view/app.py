@@ -5,21 +5,180 @@ Names of a run are data: no cell is read as markup, and what does not print is w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
+from divergence.analyses.blocks.page import block_parts, rows_table
+from divergence.analyses.blocks.show import SiteRow, badness, main_pass, phase_rows, phases
 from divergence.comparison.result import Report
+from divergence.comparison.results import Background, SiteResult
 from divergence.html.parts import Table, shortened
-from divergence.report.summary import verdict_lines
-from divergence.view.pages import HOMES, Page
+from divergence.layout import count, decimal, share, times
+from divergence.report.page.whole import analysis_sections
+from divergence.report.summary import report_lines, verdict_lines
 from divergence.words import printable
 
-__all__ = ["Browser"]
+# What the browser shows: pages of rows, each of which may open another page. No terminal here.
+#
+# A page is made of a report or of a part of it: of one prompt or of one step the same pages are
+# made as of the whole, from those results alone.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Rows below a title. ``open``: the page behind a row, or None."""
+
+    title: str
+    table: Table
+    open: Callable[[int], Page | None] = lambda number: None
+
+
+def blocks(report: Report, title: str = "blocks") -> Page:
+    """Each block, prefill and then decode; behind one its modules."""
+    rows = [row for phase in phases(report) for row in phase_rows(report, phase)]
+    table = rows_table(rows, title)
+    return Page(title=title, table=table, open=lambda number: _behind(report, rows[number]))
+
+
+def prompts(report: Report) -> Page:
+    """Each prompt with its worst result; behind one the blocks of its forwards."""
+    return _groups(report, "prompt", lambda site: [p.sample for p in site.prompts] or [site.sample])
+
+
+def steps(report: Report) -> Page:
+    """The prefill and each decode step; behind one its blocks."""
+    return _groups(report, "step", lambda site: [site.step])
+
+
+def whole(report: Report) -> Page:
+    """What `compare -v` prints."""
+    rows = [(line.text,) for line in report_lines(report, verbose=True)]
+    return Page(title="report", table=Table(caption="report", titles=("",), rows=rows))
+
+
+HOMES: dict[str, tuple[str, Callable[[Report], Page]]] = {
+    "b": ("Blocks", blocks),
+    "p": ("Prompts", prompts),
+    "s": ("Steps", steps),
+    "r": ("Report", whole),
+}
+"""By key: the pages that are reached from anywhere."""
+
+
+def _behind(report: Report, row: SiteRow) -> Page:
+    block = row.worst.block
+    return _forwards(report, row.site) if row.inner or block is None else _modules(report, block)
+
+
+def _modules(report: Report, block: str) -> Page:
+    """A block's modules, the worst forward of each, and what other analyses know of the block."""
+    sites = [site for site in report.sites if site.block == block]
+    (part,) = block_parts(_only(report, sites))
+    (table,) = part.tables
+    own = {site.site.removeprefix(block).removeprefix(".") or site.site: site for site in sites}
+    more = [
+        table
+        for section in analysis_sections(report, Background())
+        for other in section.blocks
+        if other.block == block
+        for table in other.tables
+        if table.caption != part.tables[0].caption
+    ]
+    width = len(table.titles) - 1
+    rows = [*table.rows, *((f"{extra.caption} ›", *[""] * width) for extra in more)]
+
+    def opened(number: int) -> Page:
+        if number >= len(table.rows):
+            extra = more[number - len(table.rows)]
+            return Page(title=extra.caption, table=extra)
+        return _forwards(report, own[table.rows[number][0]].site)
+
+    shown = Table(caption=block, titles=table.titles, rows=rows, marks=table.marks,
+                  num_left=table.num_left, note=table.note)  # fmt: skip
+    return Page(title=block, table=shown, open=opened)
+
+
+def _forwards(report: Report, name: str) -> Page:
+    """All results of one site: each pass, prompt and step."""
+    sites = [site for site in report.sites if site.site == name]
+    sites.sort(key=lambda site: (site.pass_, site.sample, site.step))
+    titles = ("pass", "prompt", "step", "relative L2", "× floor", "limit", "worst token", "at")
+    rows = [
+        (
+            site.pass_, str(site.sample), str(site.step) if site.step else "prefill",
+            "equal" if site.identical else decimal(site.rel_l2), times(site.ratio),
+            times(site.limit), times(site.ratio_max),
+            "-" if site.worst_position is None else str(site.worst_position),
+        )
+        for site in sites
+    ]  # fmt: skip
+    table = Table(caption=name, titles=titles, rows=rows, num_left=3, marks=_marks(sites))
+    return Page(title=name, table=table, open=lambda number: _result(sites[number]))
+
+
+def _result(site: SiteResult) -> Page:
+    """Every number of one result."""
+    rows = [(name, value) for name, value in _flat(msgspec.to_builtins(site)) if value]
+    title = f"{site.pass_}, prompt {site.sample}, step {site.step}"
+    return Page(title=title, table=Table(caption=title, titles=("field", "value"), rows=rows,
+                                         num_left=2))  # fmt: skip
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None and name != "prompts":
+            listed = isinstance(value, list | tuple)
+            text = " ".join(map(str, value)) if listed else str(value)
+            yield prefix + name, text
+
+
+def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[int]]) -> Page:
+    """The results of each prompt or step, the worst of each; behind one its blocks."""
+    wanted = main_pass(report.sites)
+    groups: dict[int, list[SiteResult]] = {}
+    for site in report.sites:
+        for number in numbers_of(site):
+            groups.setdefault(number, []).append(site)
+    numbers = sorted(groups)
+    worst = [max(groups[n], key=lambda s: (s.pass_ == wanted, *badness(s))) for n in numbers]
+    rows = [
+        (
+            "prefill" if what == "step" and not number else str(number),
+            "-" if site.identical else site.site, decimal(site.rel_l2), times(site.ratio),
+            share(site.usage), f"{sum(result.flagged for result in groups[number]):,}",
+        )
+        for number, site in zip(numbers, worst, strict=True)
+    ]  # fmt: skip
+    titles = (what, "worst at", "relative L2", "× floor", "share of limit", "beyond limits")
+    marks = ["flagged" if any(s.flagged for s in groups[n]) else "" for n in numbers]
+
+    def opened(number: int) -> Page:
+        chosen = numbers[number]
+        named = "prefill" if what == "step" and not chosen else f"{what} {chosen}"
+        return blocks(_only(report, groups[chosen]), named)
+
+    title = f"{what}s"
+    note = count(len(rows), what)
+    table = Table(caption=title, titles=titles, rows=rows, num_left=2, marks=marks, note=note)
+    return Page(title=title, table=table, open=opened)
+
+
+def _marks(sites: Sequence[SiteResult]) -> list[str]:
+    return ["flagged" if site.flagged else "" for site in sites]
+
+
+def _only(report: Report, sites: list[SiteResult]) -> Report:
+    return msgspec.structs.replace(report, sites=sites)
+
 
 _WIDEST = 200
 _MARKS = {"onset": ">", "flagged": "!"}

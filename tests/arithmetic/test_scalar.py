@@ -10,7 +10,7 @@ import torch
 
 from divergence.arithmetic.additions import cancelling, exact_values
 from divergence.arithmetic.notebook import Notebook
-from divergence.arithmetic.scalar import (
+from divergence.arithmetic.quick import (
     FUNCTIONS,
     MODES,
     batch_groups,

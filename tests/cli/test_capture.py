@@ -103,7 +103,7 @@ class FakeRun:
 
 
 @pytest.fixture
-def capturing(replace_api):
+def capturing(replace_api, monkeypatch):
     """Replaces capture() and plan_capture(); returns their calls."""
     calls = []
 
@@ -125,7 +125,8 @@ def capturing(replace_api):
         plan = {"rows": [row], "num_sites": 1, "num_steps": 3, "total_bytes": 48, "notes": ["n"]}
         return msgspec.defstruct("DryRun", list(plan))(**plan)
 
-    replace_api("recording", capture=capture, plan_capture=plan_capture)
+    replace_api("recording", capture=capture)
+    monkeypatch.setattr("divergence.recording.dry_run.plan_capture", plan_capture)
     return calls
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.collectives.values import coded_ranks, draw
+from divergence.collectives.cases import coded_ranks, draw
 from divergence.run.manifest import digest_tensor
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from divergence.comparison.align.names import find_prefix, load_name_map
+from divergence.comparison.align.pairs import find_prefix, load_name_map
 from divergence.comparison.api import compare
 from divergence.errors import ConfigError, IncomparableError
 from divergence.recording.api import capture

@@ -11,8 +11,7 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.errors import IncomparableError
-from divergence.fleet.agreement import fingerprints
-from divergence.fleet.many import compare_many
+from divergence.fleet.many import compare_many, fingerprints
 from divergence.numerics.summaries import fold_tensor
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (

@@ -7,9 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from divergence.evaluations.band import DEFAULT_BANDS
-from divergence.evaluations.flips import causes_of, flips_of, shift_of
+from divergence.evaluations.joining import causes_of, flips_of, pair, shift_of
 from divergence.evaluations.judging import adjusted, measured
-from divergence.evaluations.pairing import pair
 from divergence.evaluations.rows import ScoreRow, Series, SeriesName
 from divergence.facts import sentence, worded
 

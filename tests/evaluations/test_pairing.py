@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from divergence.evaluations.pairing import pair, preflight
+from divergence.evaluations.joining import pair, preflight
 from divergence.evaluations.rows import ScoreRow, Series, SeriesName
 from divergence.facts import plain, worded
 

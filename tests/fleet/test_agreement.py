@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divergence.facts import sentence
-from divergence.fleet.agreement import (
+from divergence.fleet.many import (
     agreement_of,
     agrees,
     find_groups,

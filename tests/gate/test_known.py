@@ -11,7 +11,7 @@ from divergence.gate.check import check, evaluate
 from divergence.gate.policy import Policy
 from divergence.recording.api import capture
 from divergence.report.checking import check_lines
-from divergence.report.machine import check_json
+from divergence.report.environment import check_json
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 FAULT = "model.layers.1.mlp:out=scale:1.05"

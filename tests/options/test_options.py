@@ -19,7 +19,7 @@ from divergence.comparison.api import compare
 from divergence.config import load_settings
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.quantization.quantize import quantize
-from divergence.experiments.selfcheck.selfcheck import selfcheck
+from divergence.experiments.selfcheck import selfcheck
 from divergence.experiments.selftest import selftest
 from divergence.experiments.sensitivity.sensitivity import sensitivity
 from divergence.fleet.many import compare_many

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.recording.api import capture, plan_capture
+from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.dispatch import OperatorRecorder
+from divergence.recording.dry_run import plan_capture
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.reader import Run
 

@@ -9,7 +9,7 @@ import divergence
 from divergence.cli.main import app
 from divergence.errors import UsageError
 from divergence.recording import anchors as module
-from divergence.recording.api import plan_capture
+from divergence.recording.dry_run import plan_capture
 from divergence.run.reader import own_truth
 
 PROMPTS = ["A bridge is built twice.", "Once on paper, where every beam is exact."]

@@ -8,8 +8,9 @@ from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import fold_tensor, sketch_bytes, sketch_tensor
 from divergence.recording import keeper as keep_reduced
-from divergence.recording.api import capture, plan_capture
+from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.recording.dry_run import plan_capture
 from divergence.recording.keeper import CopyKeeper, ReducedKeeper
 from divergence.run.manifest import digest_tensor
 from divergence.run.reader import Run

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
-from divergence.recording.api import capture, plan_capture
+from divergence.recording.api import capture
+from divergence.recording.dry_run import plan_capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow"]
 HEALTHY = ("identical", "within_floor")

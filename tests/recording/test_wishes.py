@@ -12,8 +12,9 @@ import torch
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.ops.replay import replay
-from divergence.recording.api import capture, plan_capture
+from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
+from divergence.recording.dry_run import plan_capture
 from divergence.recording.machine import deterministic_settings
 
 SHORT = {"max_new_tokens": 1, "probe": False}

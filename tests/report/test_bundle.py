@@ -10,8 +10,7 @@ import pytest
 
 from divergence.comparison.result import Report
 from divergence.facts import Fact
-from divergence.report.bundle import bundle_files, redacted_report, zipped
-from divergence.report.redaction import Redaction
+from divergence.report.bundle import Redaction, bundle_files, redacted_report, zipped
 from divergence.run.manifest import Environment
 
 HOSTILE = "</pre><script>x</script> | `a` [b](http://c.d) @you #1 \u202e\x1b[31m\n# head"

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from divergence.comparison.result import strict_json
 from divergence.comparison.results import TruthDiff
 from divergence.errors import UsageError
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
 from divergence.numerics.sums import Estimate
-from divergence.report.machine import check_json, csv_columns, report_csv, strict_json
+from divergence.report.environment import check_json, csv_columns, report_csv
 
 
 def refuse(name: str):

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from divergence.comparison.results import Background
-from divergence.report.machine import report_csv
+from divergence.report.environment import report_csv
 from divergence.report.page.whole import page
 
 _spec = importlib.util.spec_from_file_location("browser", Path(__file__).with_name("browser.py"))

@@ -9,7 +9,7 @@ import pytest
 
 from divergence.experiments.result import Confirmation, FaultSize, Sensitivity
 from divergence.layout import share
-from divergence.report.sensitivity import answer_lines, sensitivity_lines
+from divergence.report.experiments import answer_lines, sensitivity_lines
 
 _spec = importlib.util.spec_from_file_location(
     "terminal_tests", Path(__file__).with_name("test_terminal.py")

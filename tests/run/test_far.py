@@ -517,8 +517,8 @@ def lying(monkeypatch):
     """``lying(answer)`` → the URL of a web server whose every answer is ``answer(handler)``."""
     pytest.importorskip("aiohttp")
     monkeypatch.setattr("divergence.run.remote.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("divergence.run.web.MAX_BODY_BYTES", 1 << 20)
-    monkeypatch.setattr("divergence.run.web.MAX_PAGE_BYTES", 1 << 20)
+    monkeypatch.setattr("divergence.run.remote.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("divergence.run.remote.MAX_PAGE_BYTES", 1 << 20)
     over = threading.Event()
     servers = []
 
@@ -685,7 +685,7 @@ def _endless(handler, over):
 def test_a_web_server_that_does_not_end_is_given_up(lying, monkeypatch, answer, limits, said):
     """Silence, a byte now and then, and more than was asked for."""
     for name, seconds in limits.items():
-        monkeypatch.setattr(f"divergence.run.web.{name}", seconds)
+        monkeypatch.setattr(f"divergence.run.remote.{name}", seconds)
     with pytest.raises(RunFormatError, match=said):
         Run.open(lying(answer))
 

@@ -10,7 +10,7 @@ import pytest
 
 from divergence.comparison.result import Report
 from divergence.errors import UsageError
-from divergence.view.pages import HOMES, Page
+from divergence.view.app import HOMES, Page
 
 HOSTILE = "[bold red]x[/] \x1b[2J\x1b]0;owned\x07 ‮ [link=https://x]"
 

@@ -13,8 +13,6 @@ from divergence.comparison.decide import check
 from divergence.comparison.results import Finding
 from divergence.facts import fact
 
-__all__ = ["find"]
-
 
 def find(measured: Measured) -> AnalysisResult:
     """Of two probes, the verdict; of any other runs, what the arithmetic explains."""

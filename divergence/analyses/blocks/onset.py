@@ -26,8 +26,6 @@ from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.words import SideOrBoth
 
-__all__ = ["below_floor", "checks_of", "is_everywhere", "made_at", "only_in", "unit_evidence"]
-
 _CONFINED = 2.0
 """An error is in some forwards alone where the least of them uses so many times as much of its
 limit as any other forward: the factor from which on a verdict is clear."""
@@ -107,7 +105,7 @@ def _who_and_why(
     if shared is None:
         return off, fact("cause_of_kind", decode=_passes_prefill(family.members[0], units))
     if len(shared.beyond) > len(family.members):
-        off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.what)
+        off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.rows)
     return off, shared.cause
 
 
@@ -132,11 +130,7 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         equal_inputs=True,
         rests_on=checks_of(first),
         side=side,
-        evidence=[
-            unit_evidence(first),
-            fact("escalated_is_formula"),
-            *_others(flagged, first),
-        ],
+        evidence=[unit_evidence(first), fact("escalated_is_formula"), *_others(flagged, first)],
         commands=next_commands(measured, first, escalation),
     )
 

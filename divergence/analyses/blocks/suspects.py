@@ -32,11 +32,6 @@ from divergence.words import Side, SideOrBoth
 if TYPE_CHECKING:
     from divergence.comparison.measure.truth import SamplesBySite
 
-__all__ = [
-    "Escalation", "Family", "find_family", "find_suspects", "judge_escalated", "made_before",
-    "next_commands",
-]  # fmt: skip
-
 
 def find_suspects(
     units: Sequence[Unit],

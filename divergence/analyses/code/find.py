@@ -23,8 +23,6 @@ from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 
-__all__ = ["CODE_NOT_TOLD", "code_evidence", "doubt_of_code", "explain", "why_no_side"]
-
 _MOST = 3
 CODE_NOT_TOLD = check("truth_of_reference_code", False, fact("code.truth_of_a"), made=False)
 """The check that no truth can make."""
@@ -45,10 +43,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     if reason is not None:
         findings.append(
             Finding(
-                claim="side_not_told",
-                role="abstains",
-                rests_on=[CODE_NOT_TOLD],
-                evidence=[reason],
+                claim="side_not_told", role="abstains", rests_on=[CODE_NOT_TOLD], evidence=[reason]
             )
         )
     return findings

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from divergence.comparison.analysis import Measured
 
-__all__ = ["applies"]
-
 
 def applies(measured: Measured) -> bool:
     runs = measured.reference, measured.candidate

@@ -31,8 +31,6 @@ from divergence.words import Side, SideOrBoth
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["explain", "find"]
-
 _ENDS = {"int8": (-128.0, 127.0), "int16": (-256.0, 256.0), "float8_e4m3fn": (-448.0, 448.0)}
 """Of codes less their zero point: with one, the ends of the range are where it puts them."""
 _SIDES: tuple[Side, Side] = ("reference", "candidate")

@@ -1,28 +1,32 @@
-"""One run of collectives, judged by itself.
-
-Every result is held to the definition, with what the ranks put in as the run recorded it; nothing
-of the run's own machine is trusted. Where nothing is rounded the bits must be right. A rounded sum
-may be off by what rounding in any order may make, an upper bound and no estimate, so that a fault
-that is claimed is one. What hides below the bound is seen by replaying the order bit by bit.
-"""
+"""Each case judged: which elements are wrong, which rank made them, and what it did instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
 
-from divergence.analyses.collectives.adding import Identity, Key, identities, order_row, replay
-from divergence.analyses.collectives.copies import odd_ranks
-from divergence.analyses.collectives.definitions import bits_differ
-from divergence.analyses.collectives.instead import instead
-from divergence.analyses.collectives.makers import Made, groups_of, made_by, sent_by
-from divergence.analyses.collectives.narrow import adds_alike, adds_narrow, only_one
-from divergence.analyses.collectives.recorded import Recorded, RecordedCase
-from divergence.analyses.collectives.wrong import WrongCall, wrong_of
-from divergence.collectives.cases import COLLECTIVES, NOT_SUPPORTED, CollectiveCase
+from divergence.analyses.collectives.adding import (
+    Identity,
+    Key,
+    identities,
+    narrow_ranks,
+    odd_ranks,
+    order_row,
+    replay,
+    trials_of,
+)
+from divergence.analyses.collectives.recorded import (
+    Recorded,
+    RecordedCase,
+    Sum,
+    bits_differ,
+    exact_sum,
+    expected_of,
+)
+from divergence.collectives.cases import COLLECTIVES, NOT_SUPPORTED, ROOT_RANK, CollectiveCase
 from divergence.collectives.orders import Stretch, decode
 from divergence.comparison.results import (
     CollectiveCheck,
@@ -31,10 +35,383 @@ from divergence.comparison.results import (
     CollectivesSide,
 )
 from divergence.facts import Fact, fact, plain
+from divergence.numerics.formats import format_named, format_of
 from divergence.run.reader import Run
 from divergence.words import Progress, Side, silent
 
-__all__ = ["judge"]
+# What ranks hold where they are wrong, as facts that are true of each of them.
+
+Right = Sum | torch.Tensor
+"""What a rank should hold: a sum, or bits."""
+
+_AVERAGES = 1e-3
+"""How near 1 / factor must be to a whole number to be called one: factors are told to 4 digits."""
+
+
+def instead(
+    case: RecordedCase, held: Mapping[int, torch.Tensor], wrong: Mapping[int, torch.Tensor],
+    rights: Mapping[int, Right],
+) -> Fact:  # fmt: skip
+    """``wrong``: by rank, of each rank that is wrong the elements, results of one size."""
+    ranks = list(wrong)
+    swaps = {_swapped(held[rank], rights[rank], case.num_ranks) for rank in ranks}
+    swapped = swaps.pop() if len(swaps) == 1 else None
+    if swapped is not None:
+        return swapped
+    clauses = [list(_clauses(held[r], wrong[r], case, r, rights[r])) for r in ranks]
+    common = [item for item in clauses[0] if all(item in others for others in clauses[1:])]
+    where = _where(torch.stack([wrong[rank] for rank in ranks]).any(dim=0))
+    what = common[0] if common else _far(held, wrong, rights)
+    return fact("collectives.instead", where=where, what=what)
+
+
+def _where(wrong: torch.Tensor) -> Fact:
+    places = wrong.nonzero().flatten()
+    size, count, first, last = len(wrong), len(places), int(places[0]), int(places[-1])
+    if count == size:
+        return fact("collectives.all_elements", size=size)
+    if last == size - 1 and count == size - first:
+        return fact("collectives.last_elements", num=count, size=size)
+    return fact("collectives.some_elements", num=count, size=size, first=first, last=last)
+
+
+def _clauses(
+    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Right
+) -> Iterator[Fact]:
+    """What can be said of one rank, the plainest first."""
+    held = out[wrong]
+    if out.dtype.is_floating_point and not held.double().isfinite().all():
+        yield fact("collectives.are_nonfinite")
+        return
+    if bool((held == 0).all()):
+        yield fact("collectives.are_zero")
+    copied = [
+        giver
+        for giver, x in enumerate(case.inputs)
+        if x.shape == out.shape and not bits_differ(out, x)[wrong].any()
+    ]
+    if rank in copied:
+        yield fact("collectives.are_own")
+    for giver in copied:
+        yield fact("collectives.are_of_rank", rank=giver)
+    if isinstance(exact, Sum):
+        yield from _terms(out, wrong, case, rank, exact)
+        yield from _factor(held, wrong, exact)
+
+
+def _terms(
+    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Sum
+) -> Iterator[Fact]:
+    """A rank's terms that are missing or added twice. Where several would do (ranks that cancel
+    each other), it is not told which."""
+    error, bound = exact.error(out)[wrong], 4 * exact.bound[wrong]
+    fits: list[tuple[Fact, bool]] = []
+    for giver, x in enumerate(case.inputs):
+        theirs = x.chunk(case.num_ranks)[rank] if x.shape != out.shape else x
+        term = theirs.double()[wrong]
+        if not (term != 0).any():
+            continue
+        ways = (("collectives.lack", error + term), ("collectives.hold_twice", error - term))
+        for code, rest in ways:
+            if bool((rest.abs() <= bound + 0.01 * term.abs()).all()):
+                fits.append((fact(code, rank=giver), bool((rest.abs() <= bound).all())))
+    sure = [item for item, exactly in fits if exactly] or [item for item, _ in fits]
+    if len(sure) == 1:
+        yield sure[0]
+
+
+def _factor(held: torch.Tensor, wrong: torch.Tensor, exact: Sum) -> Iterator[Fact]:
+    """One multiple of the sum, as an average is; of sums that are not all one number."""
+    sums, bound = exact.high[wrong], exact.bound[wrong]
+    square = float(sums.square().sum())
+    if len(sums) < 3 or square == 0.0 or bool((sums == sums[0]).all()):
+        return
+    factor = float((held.double() * sums).sum()) / square
+    form = format_of(held.dtype)
+    rounding = 2 * form.unit_roundoff if form.kind == "float" else 0.0
+    limit = max(1.0, abs(factor)) * (2 * bound + rounding * sums.abs())
+    if factor == 0.0 or bool(((held.double() - factor * sums).abs() > limit).any()):
+        return
+    parts = 1.0 / factor
+    if round(parts) > 1 and abs(parts - round(parts)) < _AVERAGES:
+        yield fact("collectives.are_divided", parts=round(parts))
+    else:
+        yield fact("collectives.are_multiple", factor=factor)
+
+
+def _far(
+    held: Mapping[int, torch.Tensor], wrong: Mapping[int, torch.Tensor], rights: Mapping[int, Right]
+) -> Fact:
+    """How far from the sum, at most."""
+    worst = 0.0
+    for rank, where in wrong.items():
+        exact = rights[rank]
+        if not isinstance(exact, Sum):
+            return fact("collectives.are_other")
+        error, bound = exact.error(held[rank])[where].abs(), exact.bound[where]
+        if bool((bound == 0).any()):
+            return fact("collectives.are_not_exact")
+        worst = max(worst, float((error / bound.clamp_min(1e-300)).max()))
+    if not 1.0 < worst <= 1e12:
+        return fact("collectives.are_not_exact")
+    return fact("collectives.are_far", ratio=worst, large=worst >= 10)
+
+
+def _swapped(out: torch.Tensor, exact: Right, num_ranks: int) -> Fact | None:
+    """Two chunks that stand in each other's place."""
+    if len(out) < 2 * num_ranks:
+        return None
+    chunks = out.tensor_split(num_ranks)
+
+    def fits(i: int, j: int) -> bool:
+        """Does chunk i hold what belongs in chunk j?"""
+        size = min(len(chunks[i]), len(chunks[j]))
+        if isinstance(exact, Sum):
+            parts = [tensor.tensor_split(num_ranks)[j][:size] for tensor in
+                     (exact.high, exact.low, exact.bound)]  # fmt: skip
+            other = Sum(*parts)
+            return bool((other.error(chunks[i][:size]).abs() <= other.bound).all())
+        there = exact.tensor_split(num_ranks)[j][:size]
+        return not bool(bits_differ(chunks[i][:size], there).any())
+
+    wrong = [i for i in range(num_ranks) if not fits(i, i)]
+    matches = {i: [j for j in range(num_ranks) if j != i and fits(i, j)] for i in wrong}
+    if len(wrong) < 2 or not all(len(others) == 1 for others in matches.values()):
+        return None
+    swapped = [fact("collectives.chunk_swapped", chunk=i, other=others[0])
+              for i, others in matches.items()]  # fmt: skip
+    return fact("collectives.swapped", chunks=swapped[:4])
+
+
+# Which elements of which ranks are not what the definition says, of one call.
+
+
+@dataclass(slots=True)
+class WrongCall:
+    """``elements``: by rank, of those that are wrong. ``misfits``: of results of another size, how
+    many elements they should have. ``usage``: the most of its limit that a rounded sum uses."""
+
+    rights: dict[int, Right] = field(default_factory=dict)
+    elements: dict[int, torch.Tensor] = field(default_factory=dict)
+    misfits: dict[int, int] = field(default_factory=dict)
+    flushed: bool = False
+    usage: float | None = None
+
+    @property
+    def found(self) -> bool:
+        return bool(self.elements or self.misfits)
+
+
+def wrong_of(case: RecordedCase, held: Mapping[int, torch.Tensor]) -> WrongCall:
+    """``held``: the results of one call, by rank."""
+    wrong, sums = WrongCall(), case.case.adds
+    if sums:
+        whole, parts = exact_sum(case.inputs), case.case.collective == "reduce_scatter"
+        wrong.rights = {rank: whole.part(rank, case.num_ranks) if parts else whole for rank in held}
+    else:
+        expected = expected_of(case)
+        wrong.rights = {rank: expected[rank] for rank in held}
+    for rank, out in held.items():
+        exact = wrong.rights[rank]
+        size = len(exact.high if isinstance(exact, Sum) else exact)
+        if len(out) != size:
+            wrong.misfits[rank] = size
+            continue
+        if isinstance(exact, Sum):
+            beyond = _beyond(case, out, exact, wrong)
+        else:
+            beyond = bits_differ(out, exact)
+        if beyond.any():
+            wrong.elements[rank] = beyond
+    return wrong
+
+
+def _beyond(case: RecordedCase, out: torch.Tensor, exact: Sum, wrong: WrongCall) -> torch.Tensor:
+    """Where a sum is farther off than rounding explains."""
+    error = exact.error(out).abs()
+    if case.case.values in ("integers", "rank_coded"):
+        return error > 0
+    beyond = error > exact.bound
+    if case.case.values == "subnormal" and beyond.any() and _all_flushed(out, beyond):
+        wrong.flushed = True
+        return torch.zeros_like(beyond)
+    usage = float((error / exact.bound.clamp_min(5e-324)).max())
+    wrong.usage = max(wrong.usage or 0.0, usage)
+    return beyond
+
+
+def _all_flushed(out: torch.Tensor, beyond: torch.Tensor) -> bool:
+    """Zeros where subnormal sums should be, and no subnormal number left: a setting, and not what
+    got lost."""
+    left = (out != 0) & (out.abs() < torch.finfo(out.dtype).smallest_normal)
+    return bool((out[beyond] == 0).all()) and not bool(left.any())
+
+
+# Who made what is wrong: told by which ranks hold it, and in which part of the buffer.
+#
+# Who holds a wrong number need not have made it. Where every rank is wrong alike it came from one
+# of them, or from all; only where others are right is it told by who holds it.
+
+Wrong = Mapping[int, torch.Tensor]
+"""By rank, the elements that are wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Who made it, nobody where that is not told. ``assumed``: by the part of the buffer alone.
+    ``how``: by what it is known, for the end of the clause."""
+
+    ranks: tuple[int, ...]
+    assumed: bool = False
+    how: tuple[Fact, ...] = ()
+
+
+def groups_of(case: RecordedCase, wrong: Wrong) -> list[dict[int, torch.Tensor]]:
+    """Ranks that are wrong together: all, where no rank is right, or where what one rank sent is
+    wrong on every other; else those that are wrong at the same elements."""
+    if len(wrong) == len(case.ranks) or len(_senders(case, wrong)) == 1:
+        return [dict(wrong)]
+    groups: list[dict[int, torch.Tensor]] = []
+    for rank, differ in wrong.items():
+        for group in groups:
+            if torch.equal(next(iter(group.values())), differ):
+                group[rank] = differ
+                break
+        else:
+            groups.append({rank: differ})
+    return groups
+
+
+def made_by(case: RecordedCase, wrong: Wrong) -> Made:
+    """Of one group of ranks with wrong sums. Of ``reduce`` the root alone holds anything, which
+    does not tell who made it; where all ranks are wrong alike, the one whose part it is."""
+    ranks, name = tuple(sorted(wrong)), case.case.collective
+    if name == "reduce":
+        return Made(())
+    if len(ranks) < case.num_ranks or name == "reduce_scatter":
+        return Made(ranks)
+    part = part_of(_union(wrong), case.num_ranks)
+    if part is None:
+        return Made(())
+    return Made((part,), assumed=True, how=(fact("collectives.own_part"),))
+
+
+def sent_by(case: RecordedCase, wrong: Wrong) -> Made:
+    """Of one group of ranks with wrong bits, where nothing is added: who holds them, or who sent
+    them where every other rank has them wrong. What one rank sent and one other alone has wrong may
+    be the fault of either: that it is the one that holds it is an assumption."""
+    ranks = tuple(sorted(wrong))
+    everywhere = len(ranks) == case.num_ranks
+    if case.case.collective == "broadcast":
+        return _broadcast(case, ranks, everywhere)
+    senders = _senders(case, wrong)
+    if senders:
+        return Made(tuple(senders), assumed=not everywhere, how=(fact("collectives.sent"),))
+    givers = {giver for rank, where in wrong.items() for giver in _givers(case, rank, where)}
+    if everywhere or len(givers) != 1:
+        return Made(() if everywhere else ranks)
+    (giver,) = givers
+    if giver in ranks or (case.case.collective == "all_gather" and case.num_ranks > 2):
+        return Made(ranks)  # the others got the same, and have it right
+    return Made(ranks, assumed=True, how=(fact("collectives.sent_by", rank=giver),))
+
+
+def _senders(case: RecordedCase, wrong: Wrong) -> set[int]:
+    """The one rank whose numbers are wrong on every other, of two others at least; or none."""
+    if case.case.collective not in ("all_gather", "all_to_all"):
+        return set()
+    givers = {giver for rank, where in wrong.items() for giver in _givers(case, rank, where)}
+    others = set(range(case.num_ranks)) - givers
+    return givers if len(givers) == 1 and len(wrong) > 1 and others <= set(wrong) else set()
+
+
+def _broadcast(case: RecordedCase, ranks: tuple[int, ...], everywhere: bool) -> Made:
+    """All but the root wrong: sent wrong, or not at all, by nobody that is told."""
+    if everywhere:
+        return Made((ROOT_RANK,), assumed=True)
+    if len(ranks) == case.num_ranks - 1 and ROOT_RANK not in ranks:
+        return Made(ranks, assumed=True) if len(ranks) == 1 else Made(())
+    return Made(ranks)
+
+
+def _givers(case: RecordedCase, rank: int, where: torch.Tensor) -> set[int]:
+    """Whose numbers should stand at the elements that are wrong."""
+    name = case.case.collective
+    if name == "broadcast":
+        return {ROOT_RANK}
+    if name == "send_recv":
+        return {(rank - 1) % case.num_ranks}
+    each = max(1, len(where) // case.num_ranks)
+    return {int(place) // each for place in where.nonzero().flatten()}
+
+
+def part_of(wrong: torch.Tensor, num_ranks: int) -> int | None:
+    """The rank to whose part of the buffer, as reduce-scatter deals it, all wrong elements belong;
+    None where they lie in several, or are few of it."""
+    each = -(-len(wrong) // num_ranks)
+    places = wrong.nonzero().flatten()
+    if len(places) == 0 or each < 8:
+        return None
+    first, last = int(places[0]) // each, int(places[-1]) // each
+    return first if first == last and len(places) > 2 else None
+
+
+def _union(wrong: Wrong) -> torch.Tensor:
+    return torch.stack(list(wrong.values())).any(dim=0)
+
+
+# Sums that are kept in another dtype than the buffer's: by all ranks, or by one.
+#
+# Told only where every recorded case of that dtype and size whose sums round is explained so: a
+# single one may come out by chance, as where few digits are in use.
+
+
+def adds_narrow(
+    recorded: Recorded, stretches: list[Stretch], case: RecordedCase
+) -> tuple[tuple[int, ...], str] | None:
+    """The ranks of which one alone adds in a narrower dtype, and the dtype."""
+    out = case.whole
+    if not stretches or out is None or format_named(case.case.dtype).kind != "float":
+        return None
+    told = narrow_ranks(stretches, case.inputs, out)
+    for inputs, whole in trials_of(recorded, case.case).values():
+        other = None if told is None else narrow_ranks(stretches, inputs, whole)
+        if told is None or other is None or other[1] != told[1]:
+            return None
+        told = tuple(rank for rank in told[0] if rank in other[0]), told[1]
+    return told if told is not None and told[0] else None
+
+
+def adds_alike(recorded: Recorded, stretches: list[Stretch], case: RecordedCase) -> str | None:
+    """The dtype in which all ranks keep their sums, if it is narrower than the buffer's."""
+    out = case.whole
+    if out is None or not stretches:
+        return None
+    trials = [(case.inputs, out), *trials_of(recorded, case.case).values()]
+    dtype = replay(stretches, trials).accumulates
+    wider = format_named(case.case.dtype).unit_roundoff
+    return dtype if dtype and format_named(dtype).unit_roundoff > wider else None
+
+
+def only_one(
+    case: RecordedCase, wrong: Mapping[int, torch.Tensor], ranks: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The one of ``ranks`` that alone is wrong, or whose part of the buffer is."""
+    if case.case.collective == "reduce_scatter":
+        told = tuple(wrong) if len(wrong) == 1 else ()
+    else:
+        part = part_of(wrong[min(wrong)], case.num_ranks)
+        told = () if part is None else (part,)
+    return tuple(rank for rank in told if rank in ranks)
+
+
+# One run of collectives, judged by itself.
+#
+# Every result is held to the definition, with what the ranks put in as the run recorded it; nothing
+# of the run's own machine is trusted. Where nothing is rounded the bits must be right. A rounded
+# sum may be off by what rounding in any order may make, an upper bound and no estimate, so that a
+# fault that is claimed is one. What hides below the bound is seen by replaying the order bit by
+# bit.
 
 _REPLICATED = ("all_reduce", "rs_ag", "all_gather", "broadcast")
 

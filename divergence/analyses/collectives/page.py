@@ -14,8 +14,6 @@ from divergence.html.parts import Section, Table, details, table
 from divergence.layout import count
 from divergence.words import letter
 
-__all__ = ["page"]
-
 _MOST_FAULTS = 1000
 
 

@@ -113,6 +113,15 @@ SENTENCES: Mapping[str, str] = {
     "no_partner": "no partner",
     "other_num_ranks": "{reference} ranks and {candidate}: they add other terms",
     "other_inputs": "the ranks put in other values",
+    # faults that can be planted
+    "fault_form": "COLLECTIVE=FAULT@RANK, where FAULT is one of",
+    "fault_bfloat16": "bfloat16@1     rank 1 adds in bfloat16; float16@1 in float16",
+    "fault_float16": "float16@1      rank 1 adds in float16",
+    "fault_unordered": "unordered@1    rank 1 adds in another order each time",
+    "fault_swap": "swap@1         rank 1 takes its first two chunks for one another",
+    "fault_tail": "tail:17@1      the last 17 elements of rank 1's result never arrive",
+    "fault_bit": "bit@1          the lowest bit of one element of rank 1's result is another",
     # the order of addition
+    "too_many_ranks": "the order of {collective} of {dtype}: too many ranks for its size",
     "chunks": "{order}[[, and {num_more:count more chunk}]]",
 }

@@ -20,10 +20,6 @@ from divergence.layout import (
 )
 from divergence.words import letter
 
-__all__ = [
-    "bandwidth_rows", "collective_rows", "fault_rows", "order_rows", "show",
-]  # fmt: skip
-
 _MOST_FAULTS = 8
 
 

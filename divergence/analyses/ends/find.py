@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from divergence.analyses.ends.integers import Integers
     from divergence.analyses.ends.seams import Seam
 
-__all__ = ["explain", "find", "misfit_in"]
-
 _SHOWN = 3
 
 _Shapes = tuple[tuple[int, ...], tuple[int, ...]]

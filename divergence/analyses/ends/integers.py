@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import Pair, Pieces, is_repeated, repeated
 from divergence.comparison.analysis import Measured
+from divergence.comparison.experts import logits_decide
 from divergence.comparison.results import SiteResult
-from divergence.comparison.routers import logits_decide
 from divergence.numerics.formats import format_named
 from divergence.run.contents import is_mask
 from divergence.run.manifest import Manifest
@@ -32,8 +32,6 @@ from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Integers", "find_integers"]
 
 _GIVEN = ("mask", "position", "input_ids", "token_type", "seq_len", "cache")
 """In a port's name: what tells a module what to look at, and is not chosen by rounding."""

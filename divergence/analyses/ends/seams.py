@@ -41,8 +41,6 @@ from divergence.words import Side
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Seam", "find_seams", "is_passage"]
-
 _CASTS = 2.0
 """Roundings to nearest that a tensor may pass on its way: to a narrower format, and back."""
 

@@ -6,8 +6,6 @@ from divergence.comparison.result import Report
 from divergence.layout import BLANK, Line, columns, decimal, fixed, heading
 from divergence.run.site import PHASES
 
-__all__ = ["TITLES", "logit_rows", "show"]
-
 TITLES = ("pass", "KL mean", "KL max", "same top 1", "top 5", "least margin", "Δlogp")
 
 

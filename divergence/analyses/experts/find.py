@@ -12,16 +12,19 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
-from divergence.comparison.experts import Routes, Unexplained, route_key, routed_blocks
+from divergence.comparison.experts import (
+    Routes,
+    Unexplained,
+    logits_decide,
+    route_key,
+    routed_blocks,
+    same_experts,
+)
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
-from divergence.comparison.routers import logits_decide, same_experts
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.run.site import module_of
 from divergence.words import Side
-
-__all__ = ["explain", "find"]
-
 
 _FEW = 10
 """Tokens: that a side follows its logits is known from no fewer."""
@@ -143,9 +146,5 @@ def _shared(results: Sequence[SiteResult], routes: Routes) -> Fact | None:
         return None
     there = sum(any(e in chosen for e in named) for chosen in fine)
     return fact(
-        "experts.shared",
-        num_tokens=len(off),
-        experts=named,
-        num_fine=len(fine),
-        num_there=there,
+        "experts.shared", num_tokens=len(off), experts=named, num_fine=len(fine), num_there=there
     )

@@ -27,8 +27,6 @@ from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at
 from divergence.facts import fact
 from divergence.run.site import OPTIMIZER, of_parameter
 
-__all__ = ["explain", "find"]
-
 _AMPLE = 100.0
 
 _STRAIGHT = 1e-6
@@ -98,7 +96,7 @@ def explain(measured: Measured, verdict: Verdict, answer: AnalysisResult) -> lis
     if shared is None or len(shared.beyond) < 2:
         return []
     num, entering = len(shared.beyond), f"{OPTIMIZER}:in." in onset.site
-    off: dict[str, Any] = {"num": num, "total": shared.total, "what": shared.what}
+    off: dict[str, Any] = {"num": num, "total": shared.total, "what": shared.rows}
     cause = fact("gradients.cause_clipping") if entering else shared.cause
     evidence = [fact("gradients.off", **off, optimizer=onset.phase == "optimizer", cause=cause)]
     factor = _factor(shared.beyond) if onset.phase == "backward" or entering else None

@@ -8,8 +8,6 @@ from divergence.comparison.results import Background
 from divergence.html.parts import Section, Table, details, facts, table
 from divergence.layout import count
 
-__all__ = ["page"]
-
 _MOST = 1000
 _MARKS = {"bad": "flagged", "raised": "differs"}
 

@@ -1,11 +1,4 @@
-"""What the differences look like, and so which kind of cause they have.
-
-The looks: one a prompt (beyond eight times the median prompt), one a token (beyond twenty times the
-median token), one of growth and one of shift over all prompts. Each claims something only with at
-least LEAST_PROMPTS prompts, and only beyond what rounding explains (scale.py); growth and shift are
-claimed where the 99% interval of a paired bootstrap over prompts leaves 0 out
-(numerics.resampling). benchmarks/logprobs.py counts what healthy pairs and planted faults give.
-"""
+"""Where log-probabilities that differ lie, what they may differ by, and what is doubtful."""
 
 from __future__ import annotations
 
@@ -17,11 +10,118 @@ from typing import Literal
 
 import numpy as np
 
-from divergence.analyses.logprobs.pairs import PromptPair
-from divergence.analyses.logprobs.scale import FAR, WIDEST, Scale
+from divergence.analyses.logprobs.pairs import PromptPair, pair_runs, prompt_line, share_of_size
+from divergence.comparison.decide import check
+from divergence.comparison.results import Check, LogprobsResult
+from divergence.comparison.trusted import refuse_compared
+from divergence.errors import UsageError
+from divergence.facts import Fact, fact
+from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.statistics import LEAST_PROMPTS, Certainty, certainty_of
+from divergence.run.command import command_line
+from divergence.run.reader import Run
+from divergence.run.site import LOGPROBS
 
-__all__ = ["Pattern", "beyond_of", "pattern_of", "typical_of"]
+# What rounding explains of Δ log p, as a mean of |Δ| in nats.
+#
+# Measured, where ``--floor`` names trusted runs of the same prompts: their mean |Δ| from the
+# reference, widened as every floor is (numerics.floor, ``widen``). Else by the dtype that a side
+# computed in: a random Llama of 16 blocks, whose logits spread by 3 nats, is 0.069 nats from its
+# own float64 in bfloat16 (``benchmarks/logprobs.py`` prints it), and two such sides √2 times that
+# from one another: 0.1, and 0.125 here. Random models gather more rounding than trained ones, so
+# this is a wide bound. float16 has three bits more; float32, whose accumulators are no wider than
+# its stores, shows 4e-6 there and more where sums are longer.
+
+BY_DTYPE = {"bfloat16": 2.0**-3, "float16": 2.0**-6, "float32": 2.0**-14, "float64": 2.0**-20}
+WIDEST = BY_DTYPE["bfloat16"]
+"""Of the widest dtype whose rounding is called rounding: narrower ones are another quantisation."""
+FAR = 4.0
+"""Times WIDEST, half a nat: beyond it no precision in use is meant, but another model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What rounding explains."""
+
+    value: float
+    """A mean of |Δ| in nats."""
+    source: Fact
+    """Where it is from: ``dtype``, ``no_dtype``, ``floor_runs`` or ``far_floor_runs``."""
+    floor: np.ndarray | None = None
+    """|Δ| of the floor runs' tokens, where such were named."""
+
+    @property
+    def known(self) -> bool:
+        """Is it of these two sides? Else it is the widest that might be meant."""
+        return self.by_dtype or self.floor is not None
+
+    @property
+    def by_dtype(self) -> bool:
+        """Is it the bound of a dtype that both sides tell?"""
+        return self.source.code == "logprobs.dtype"
+
+    @property
+    def without_dtype(self) -> bool:
+        """Does nothing tell it, neither a dtype nor a floor run?"""
+        return self.source.code == "logprobs.no_dtype"
+
+    def usual_share(self, bound: float) -> float:
+        """Of a trusted machine's tokens, how many differ by more than ``bound``: at most (the upper
+        end of Wilson's 99% interval). 0 without floor runs."""
+        if self.floor is None:
+            return 0.0
+        num, z = len(self.floor), NormalDist().inv_cdf(0.99)
+        share, room = float((self.floor > bound).mean()), z * z / num
+        middle = share + room / 2
+        return (middle + z * math.sqrt((share * (1 - share) + room / 4) / num)) / (1 + room)
+
+
+def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
+    """From the runs of ``floors``, else from both sides' dtypes. Raises UsageError for a floor run
+    that is a compared one, or scored none of A's tokens."""
+    if floors:
+        together = np.concatenate([_from_floor(a, b, run) for run in floors])
+        floor = np.abs(together)
+        value = THRESHOLDS.widen * float(floor.mean())
+        if value > FAR * WIDEST:
+            return Scale(value, fact("logprobs.far_floor_runs", num_runs=len(floors)))
+        source = fact("logprobs.floor_runs", num_runs=len(floors))
+        return Scale(max(value, 2.0**-20), source, floor)
+    dtypes = [_dtype(run) for run in (a, b)]
+    if all(dtype in BY_DTYPE for dtype in dtypes):
+        coarse = max(dtypes, key=BY_DTYPE.__getitem__)
+        return Scale(BY_DTYPE[coarse], fact("logprobs.dtype", dtype=coarse))
+    return Scale(WIDEST, fact("logprobs.no_dtype"))
+
+
+def _from_floor(a: Run, b: Run, run: Run) -> np.ndarray:
+    refuse_compared(run, a, b)
+    pairs = pair_runs(a, run)
+    delta = np.concatenate([np.empty(0), *(pair.delta for pair in pairs)])
+    line = prompt_line(pairs, a, run)
+    if line.status == "blocking" or not len(delta):
+        raise UsageError(
+            f"{run.path} shows no floor for {a.path}: "
+            + ("other prompts" if line.status == "blocking" else "no token in common"),
+            hint=command_line("capture", like=a.path, o="RUN") + " on a trusted machine",
+        )
+    return delta
+
+
+def _dtype(run: Run) -> str:
+    manifest = run.manifest
+    alone = manifest.plan.sites == [LOGPROBS]
+    name = manifest.settings.dtype if alone else manifest.model.dtype
+    return "" if name is None else name.removeprefix("torch.")
+
+
+# What the differences look like, and so which kind of cause they have.
+#
+# The looks: one a prompt (beyond eight times the median prompt), one a token (beyond twenty times
+# the median token), one of growth and one of shift over all prompts. Each claims something only
+# with at least LEAST_PROMPTS prompts, and only beyond what rounding explains (scale.py); growth and
+# shift are claimed where the 99% interval of a paired bootstrap over prompts leaves 0 out
+# (numerics.resampling). benchmarks/logprobs.py counts what healthy pairs and planted faults give.
 
 PatternName = Literal[
     "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
@@ -214,3 +314,89 @@ def _by_prompt(held: Sequence[PromptPair], values: Sequence[float] | np.ndarray)
 
 def _worst(pair: PromptPair) -> int:
     return int(pair.places[np.abs(pair.delta).argmax()])
+
+
+# What a mean that rounding explains may hide. Each doubt leaves low confidence, with its reason.
+#
+# Rounding goes both ways, whatever log p is, is much the same in all prompts, and moves no token
+# far. And of what a side does not tell nothing is known: at what margin two answers part, what a
+# token has that one side alone scored, by which numbers a token was chosen that is not the
+# likeliest of its list.
+
+TIE = 3.0 * math.sqrt(2)
+"""Times what rounding explains: what a tie may span. Three standard deviations of the difference of
+two log-probabilities, of which a mean of |Δ| is a part."""
+FAULT = 4.0 * math.sqrt(2) * math.sqrt(math.pi / 2)
+"""The same from which on rounding flips none of many tokens: four of them, with the mean of |Δ|
+that a normal deviation has (as in evaluations.joining). What lies between is not told."""
+_ONE_WAY = 0.5
+_ROOM = 3.0
+"""Standard errors by which a prompt's mean may lie above what rounding explains of all."""
+_TOO_FAR = 20.0
+_FOLLOWS = 0.5
+
+
+def doubts_of(
+    result: LogprobsResult, pairs: Sequence[PromptPair], pattern: Pattern, scale: Scale
+) -> list[Check]:
+    """Of a verdict that nothing is wrong: one check of size and one of what is told."""
+    size = [*_one_way(pattern, scale, result), *_by_size(pairs, scale), *_beyond(pairs, scale)]
+    told = _untold(result, pairs)
+    return [
+        check("scale", not size, fact("logprobs.doubts", doubts=size)),
+        check("told", not told, fact("logprobs.doubts", doubts=told)),
+    ]
+
+
+def _one_way(pattern: Pattern, scale: Scale, result: LogprobsResult) -> list[Fact]:
+    shift, mean = pattern.shift, result.delta.mean_abs if result.delta else 0.0
+    least = max(_ONE_WAY * mean, _LEAST_SHIFT * scale.value)
+    if not shift.excludes_zero or abs(shift.mean) < least:
+        return []
+    way = "below" if shift.mean < 0 else "above"
+    return [fact("logprobs.rounding_both_ways", nats=abs(shift.mean), way=way)]
+
+
+def _by_size(pairs: Sequence[PromptPair], scale: Scale) -> list[Fact]:
+    """Is Δ a function of log p, as another temperature makes it? Of rounding it is none."""
+    delta = np.concatenate([np.empty(0), *(pair.delta for pair in pairs)])
+    if not len(delta) or np.abs(delta).mean() < _LEAST_SHIFT * scale.value:
+        return []
+    share = share_of_size(pairs)
+    return [] if share < _FOLLOWS else [fact("logprobs.goes_with_size", share=share)]
+
+
+def _beyond(pairs: Sequence[PromptPair], scale: Scale) -> list[Fact]:
+    """Answers, prompts and tokens that rounding does not explain, whatever the mean of all is: what
+    is computed at once for a long prompt is right where what follows step by step may not be."""
+    explained = scale.value if scale.by_dtype else max(scale.value, WIDEST)
+    sizes = [np.abs(pair.delta) for pair in pairs if len(pair.delta)]
+    prompts = sum(
+        float(size.mean()) > explained * (1 + _ROOM / math.sqrt(len(size))) for size in sizes
+    )
+    far = sum(int((size > _TOO_FAR * explained).sum()) for size in sizes)
+    largest = max((float(size.max()) for size in sizes), default=0.0)
+    answers = [np.abs(pair.delta[pair.places >= pair.answer_begins]) for pair in pairs]
+    together = np.concatenate(answers) if answers else np.empty(0)
+    doubts = []
+    if len(together) and (mean := float(together.mean())) > explained:
+        doubts.append(fact("logprobs.answers_beyond", nats=mean))
+    if prompts:
+        doubts.append(fact("logprobs.prompts_beyond", num_prompts=prompts))
+    if far:
+        doubts.append(fact("logprobs.tokens_far_beyond", num_tokens=far, largest=largest))
+    return doubts
+
+
+def _untold(result: LogprobsResult, pairs: Sequence[PromptPair]) -> list[Fact]:
+    doubts = []
+    if num := result.num_flips - result.num_ties - result.num_faults:
+        doubts.append(fact("logprobs.ties_not_known", num_answers=num))
+    if num := result.num_ended:
+        doubts.append(fact("logprobs.ends_not_known", num_answers=num))
+    if num := sum(pair.num_untold for pair in pairs):
+        doubts.append(fact("logprobs.scores_not_known", num_tokens=num))
+    for side, num in result.num_not_likeliest.items():
+        nats = result.max_below_likeliest.get(side, math.nan)
+        doubts.append(fact("logprobs.not_likeliest", side=side, num_times=num, nats=nats))
+    return doubts

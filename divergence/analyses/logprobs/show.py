@@ -8,8 +8,6 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import LogprobsResult
 from divergence.layout import BLANK, Line, columns, count, decimal, heading, line, prose
 
-__all__ = ["check_rows", "number_rows", "sequence_rows", "show"]
-
 _NUM_SEQUENCES = 5
 
 

@@ -32,8 +32,6 @@ from divergence.run.command import Command
 from divergence.run.manifest import ArithmeticFact
 from divergence.words import Side
 
-__all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]
-
 _MOST = 3
 _OTHER: dict[str, Side] = {"reference": "candidate", "candidate": "reference"}
 

@@ -1,41 +1,456 @@
-"""One operator against its limits: errors, codes, its operands, and how often a region rounds.
-
-For each operator W = err(b, R) / err(a, R), the floor of one operator (numerics.operator) added in
-quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
-``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
-may spread wider (numerics.floor). Narrower questions see what a median cannot: one row's error
-over the other side's there, one column's, and one slice's (a head's typical row).
-
-Integers are codes: chosen indices may differ only where rounding explains it, that is where the
-values chosen between are nearer to each other than the two sides' inputs are.
-
-Another number in the call is a fact: the operator is flagged for it however little it changes,
-and it is the onset if nothing before it is wrong. Other dims, flags or dtypes are told, and flag
-nothing by themselves: the same job can be asked for in several ways.
-
-A region of products and additions is held against an ideal product (operators.products): beyond
-``Thresholds.operator_roundings`` the side that rounds so often is named.
-"""
+"""The error of each pair of operators, and what it may be."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
 
-from divergence.analyses.operators.errors import OperatorUnit
-from divergence.analyses.operators.operands import argument_names
-from divergence.comparison.calls.graph import Forward
-from divergence.comparison.results import OperatorResult, OtherMask, Question, RegionResult
+from divergence.analyses.operators.operands import (
+    argument_names,
+    operand_record,
+    other_inputs,
+    other_operands,
+    region_operands,
+)
+from divergence.analyses.operators.regions import (
+    Pads,
+    Region,
+    RegionError,
+    Regions,
+    is_product_region,
+    own_error,
+    regions_in,
+)
+from divergence.comparison.calls import (
+    CallNode,
+    Forward,
+    IntegerCodes,
+    Match,
+    Rerouted,
+    count_codes,
+    forwards_of,
+    match_calls,
+    match_paths,
+    operator_passes,
+    rerouted_in,
+)
+from divergence.comparison.results import (
+    OperatorResult,
+    OtherInput,
+    OtherMask,
+    OtherOperand,
+    Question,
+    RegionResult,
+)
 from divergence.facts import fact, sentence
 from divergence.numerics.floor import Thresholds, rare_ratio
-from divergence.numerics.operator import OperatorErrors, slices_of
+from divergence.numerics.formats import format_named
+from divergence.numerics.operator import OperatorErrors, measure_operator, slices_of
+from divergence.run.manifest import NO_TENSOR
+from divergence.run.reader import Run
+from divergence.run.record import Record
+from divergence.run.site import BACKWARD, phase_of
 from divergence.words import Side
 
-__all__ = ["Size", "judge_unit", "region_result"]
+# Operators measured: each call of the reference, its partner, and what is right there.
+#
+# Right is what the same call of the float64 run gave; in a run computed in float64, its own result.
+
+_ANOTHER, _ANOTHER_NEAR = 0.2, 0.02
+"""How far a call of the truth must be from both sides', which are nearer, to be another one."""
+
+_Item = TypeVar("_Item", OtherInput, OtherOperand)
+
+
+@dataclass(slots=True)
+class OperatorUnit:
+    """One matched operator, or the common result of a region, over the forwards of a phase, in
+    order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
+    feed it, also through calls without a partner. ``own``: what each side's region adds by itself
+    (operators.products). ``padded``: a forward has pads. ``untold``: pads may be among what
+    differs, and the axes do not tell which they are."""
+
+    match: Match
+    phase: str
+    forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
+    num_equal: int = 0
+    num_codes: int = 0
+    codes: IntegerCodes = field(default_factory=IntegerCodes)
+    other_inputs: list[OtherInput] = field(default_factory=list)
+    other_operands: list[OtherOperand] = field(default_factory=list)
+    region: Region | None = None
+    feeds: list[str] = field(default_factory=list)
+    own: tuple[RegionError, RegionError] | None = None
+    padded: bool = False
+    untold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOperators:
+    """``units`` in the reference's execution order; ``lone``: calls without a partner;
+    ``unreached``: of these, what leads to nothing that both sides have; ``in_regions``: paths
+    of those that a region holds. ``frame``: see OperatorsResult. ``rerouted``: prompts of whose
+    backward not all is compared, as tokens are sent to other experts."""
+
+    units: list[OperatorUnit]
+    lone: dict[Side, list[CallNode]]
+    frame: str
+    with_truth: bool
+    unreached: dict[Side, list[CallNode]]
+    in_regions: dict[Side, set[str]]
+    rerouted: list[int]
+
+
+def measure_operators(
+    a: Run,
+    b: Run,
+    passes: tuple[str, str],
+    *,
+    truth: Run | None = None,
+    truth_pass: str = "anchored",
+    rename: Callable[[str], str] = lambda site: site,
+) -> MeasuredOperators | None:
+    """None where not both sides hold operators in these passes.
+
+    ``passes``: the reference's and the candidate's. Where the reference was computed in float64
+    (a replay with ``--truth``), it is the truth. Raises RunFormatError on bad bytes.
+    """
+    if passes[0] not in operator_passes(a) or passes[1] not in operator_passes(b):
+        return None
+    for run, pass_ in ((a, passes[0]), (b, passes[1]), (truth, truth_pass)):
+        if run is not None:  # most of it will be looked at
+            run.expect(record for record in run.records if record.pass_ == pass_)
+    ours, theirs = forwards_of(a, passes[0]), forwards_of(b, passes[1])
+    true_nodes = {} if truth is None else forwards_of(truth, truth_pass)
+    exact = a.manifest.settings.compute_dtype == "float64"
+    replays = "replayed" in passes
+    # an operator that takes a number out of a tensor returns no tensor
+    skipped = [*a.manifest.plan.skipped_operators, *b.manifest.plan.skipped_operators]
+    numbers = any(reason.endswith(NO_TENSOR) for reason in skipped)
+    units: dict[tuple[str, str, str], OperatorUnit] = {}
+    lone: dict[Side, list[CallNode]] = {"reference": [], "candidate": []}
+    unreached: dict[Side, list[CallNode]] = {"reference": [], "candidate": []}
+    in_regions: dict[Side, set[str]] = {"reference": set(), "candidate": set()}
+    rerouted: list[int] = []
+    for forward in sorted(set(ours) & set(theirs)):
+        pads = Pads(a.manifest, forward)
+
+        def apart(reference: CallNode, candidate: CallNode) -> float:
+            x, y = a.read(reference.results[0]), b.read(candidate.results[0])
+            return distance_of(pads.blank(x), pads.blank(y))  # noqa: B023
+
+        if replays:
+            matches, only_a, only_b = match_paths(ours[forward], theirs[forward])
+        else:
+            matches, only_a, only_b = match_calls(
+                ours[forward], theirs[forward], apart=apart, rename=rename
+            )
+        rights = Rights(truth, ours[forward], true_nodes.get(forward, []), exact=exact, run=a)
+        partners = {match.reference.path: match.candidate.path for match in matches}
+
+        def read(match: Match, index: int) -> tuple[torch.Tensor | None, ...]:
+            right_there = rights.of(match.reference, index)  # noqa: B023
+            return (
+                a.read(match.reference.results[index]),
+                b.read(match.candidate.results[index]),
+                None if right_there is None else right_there[0].read(right_there[1]),
+            )
+
+        routings = [] if replays else rerouted_in(matches, read, left_out=pads.rows)
+        if any(BACKWARD in path for routing in routings for path in routing.behind):
+            rerouted.append(forward[0])
+        regions = Regions()
+        if not replays:
+            regions = regions_in(ours[forward], theirs[forward], matches, rename)
+        pairs = [(match, regions.by_pair.get(match.reference.path)) for match in matches]
+        pairs += [  # a common result that is an argument: by the calls that make it
+            (Match(region.reference[-1], region.candidate[-1], "dataflow"), region)
+            for region in regions.of_operands
+        ]
+        fed = _Feeds(ours[forward], {match.reference.path for match, _ in pairs})
+        for match, region in pairs:
+            phase = phase_of(match.reference.path, forward[1])
+            key = (match.reference.path, match.candidate.path, phase)
+            unit = units.setdefault(key, OperatorUnit(match, phase))
+            unit.region = unit.region or region
+            unit.padded = unit.padded or pads.rows is not None
+            unit.feeds = list(dict.fromkeys([*unit.feeds, *fed.of(match, region)]))
+            if region is not None and region.consumer is not None:
+                unit.forwards.append(
+                    (forward, match, _of_operand(unit, region, a, b, rights, pads))
+                )
+                continue
+            _measure(unit, forward, match, a, b, rights, routings, pads)
+            if region is not None:
+                _add_own(unit, region, a, b)
+            if not replays:
+                unit.other_inputs = _worse(
+                    unit.other_inputs,
+                    other_inputs(match.reference, match.candidate, a, b, partner=partners.get),
+                )
+                others = other_operands(match.reference, match.candidate, a, b, measured=numbers)
+                if region is not None and not others:
+                    others = region_operands(region, a, b, measured=numbers)
+                unit.other_operands = _worse(unit.other_operands, others)
+        sides: tuple[tuple[Side, list[CallNode]], ...] = (
+            ("reference", only_a),
+            ("candidate", only_b),
+        )
+        for number, (side, nodes) in enumerate(sides):
+            in_regions[side] |= regions.members[number]
+            for known, more in ((lone[side], nodes), (unreached[side], regions.unreached[number])):
+                paths = {node.path for node in known}
+                known += [node for node in more if node.path not in paths]
+    in_order = sorted(units.values(), key=lambda u: (u.phase == "decode", u.match.reference.order))
+    return MeasuredOperators(
+        units=in_order,
+        lone=lone,
+        frame="operator" if replays else "block",
+        with_truth=exact or truth is not None,
+        unreached=unreached,
+        in_regions=in_regions,
+        rerouted=rerouted,
+    )
+
+
+class _Feeds:
+    """What feeds a pair or a region of the reference, through calls without a partner too."""
+
+    def __init__(self, nodes: list[CallNode], known: set[str]) -> None:
+        self._nodes, self._known = {node.path: node for node in nodes}, known
+
+    def of(self, match: Match, region: Region | None) -> list[str]:
+        members = [match.reference] if region is None else region.reference
+        own = {node.path for node in members}
+        names: dict[str, None] = {}
+        waiting, seen = list(members), set(own)
+        while waiting:
+            for feed in waiting.pop(0).feeds:
+                if feed in self._known and feed not in own:
+                    names[feed] = None
+                elif feed not in seen and feed in self._nodes:
+                    seen.add(feed)
+                    waiting.append(self._nodes[feed])
+        return list(names)
+
+
+def _of_operand(
+    unit: OperatorUnit, region: Region, a: Run, b: Run, rights: Rights, pads: Pads
+) -> OperatorErrors | None:
+    """The common result of a region that a paired call is given as an argument, as it sees it."""
+    consumer, operands = region.consumer, region.operands()
+    if consumer is None or operands is None:
+        return None
+    reference = operand_record(consumer.reference, operands[0], a)
+    candidate = operand_record(consumer.candidate, operands[1], b)
+    truth = rights.operand(consumer.reference, region.number)
+    if reference is None or candidate is None or (truth is None and rights.exist):
+        return None
+    if {format_named(record.dtype).kind for record in (reference, candidate)} != {"float"}:
+        return None
+    x, y = a.read(reference), b.read(candidate)
+    if x.numel() != y.numel() or (truth is not None and truth.numel() != x.numel()):
+        return None
+    shape = operands[0].shape
+    truth = None if truth is None else truth.reshape(shape)
+    cleared = pads.cleared(tuple(shape), x.reshape(shape), y.reshape(shape), truth)
+    if cleared is None:
+        unit.untold = unit.untold or not torch.equal(x, y.reshape(x.shape))
+        return None
+    return measure_operator(
+        *cleared, num_terms=max(map(num_terms, region.reference)),
+        of_gradient=unit.phase == "backward",
+    )  # fmt: skip
+
+
+def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
+    """What both sides' products and additions add by themselves."""
+    members = (region.reference, region.candidate)
+    if not all(is_product_region(nodes) for nodes in members):
+        return
+    own_errors = own_error(a, members[0]), own_error(b, members[1])
+    if own_errors[0] is None or own_errors[1] is None:
+        return
+    unit.own = unit.own or (RegionError(), RegionError())
+    unit.own[0].add(own_errors[0])
+    unit.own[1].add(own_errors[1])
+
+
+def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
+    """Of each argument the one that differs most, over the forwards."""
+    by_argument = {_argument(item): item for item in known}
+    for item in new:
+        before = by_argument.get(_argument(item))
+        if before is None or (item.difference or 0.0) > (before.difference or 0.0):
+            by_argument[_argument(item)] = item
+    return list(by_argument.values())
+
+
+def _argument(item: OtherInput | OtherOperand) -> tuple[str | None, str]:
+    return item.site if isinstance(item, OtherOperand) else None, item.argument
+
+
+def _measure(
+    unit: OperatorUnit,
+    forward: Forward,
+    match: Match,
+    a: Run,
+    b: Run,
+    rights: Rights,
+    routings: list[Rerouted],
+    pads: Pads,
+) -> None:
+    """All results of one call; the first that is floating-point is the measured one."""
+    errors: OperatorErrors | None = None
+    equal = True
+    for index, (reference, candidate) in enumerate(
+        zip(match.reference.results, match.candidate.results, strict=False)
+    ):
+        true_result = rights.of(match.reference, index)
+        same = reference.xxh3 == candidate.xxh3 and reference.dtype == candidate.dtype
+        equal = equal and same
+        if reference.numel != candidate.numel or reference.numel == 0:
+            continue
+        x, y = a.read(reference), b.read(candidate)
+        r = None if true_result is None else true_result[0].read(true_result[1])
+        kinds = {format_named(record.dtype).kind for record in (reference, candidate)}
+        behind = any(match.reference.path in routing.behind for routing in routings)
+        cleared = pads.cleared(reference.shape, x, y, r)
+        if cleared is None and not (same or behind):  # a routing leaves pads out by itself
+            unit.untold = True
+            continue
+        x, y, r = cleared or (x, y, r)
+        if kinds <= {"int", "bool"}:
+            unit.num_codes += reference.numel
+            if not same:
+                count_codes(unit.codes, match, x, y, r, a, b)
+        elif kinds == {"float"} and errors is None:
+            aligned: tuple[torch.Tensor | None, ...] | None = (x, y, r)
+            for routing in routings:
+                aligned = aligned and routing.align(match.reference.path, aligned)
+            if aligned is not None and (r is not None or not rights.exist):
+                p, q, exact = aligned
+                assert p is not None and q is not None  # both sides made the result
+                if unit.phase == "backward" and exact is not None and _is_another(p, q, exact):
+                    continue
+                errors = measure_operator(
+                    p, q, exact, num_terms=num_terms(match.reference),
+                    of_gradient=unit.phase == "backward",
+                )  # fmt: skip
+    unit.num_equal += equal
+    unit.forwards.append((forward, match, errors))
+
+
+def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
+    """Is the truth's call another than both sides'? Autograd adds up gradients in the order in
+    which they come, which is another where the model's code casts and the truth needs not."""
+    near = distance_of(x, y)
+    return min(distance_of(r, x), distance_of(r, y)) > _ANOTHER > _ANOTHER_NEAR > near
+
+
+def num_terms(node: CallNode) -> int:
+    """How many products or terms one number of the result is the sum of."""
+    shapes = [operand.shape for operand in node.call.operands]
+    name = node.name.partition(".")[2]
+    if not shapes:
+        return 1
+    if name in ("mm", "bmm", "matmul", "linear", "mv", "dot", "_scaled_mm"):
+        return shapes[0][-1] if shapes[0] else 1
+    if name in ("addmm", "baddbmm", "addmv"):
+        return shapes[1][-1] if len(shapes) > 1 and shapes[1] else 1
+    if "attention" in name:
+        return max(shapes[0][-1], shapes[1][-2]) if len(shapes) > 1 else 1
+    if "conv" in name and len(shapes) > 1:
+        return math.prod(shapes[1][1:])
+    if "norm" in name or "softmax" in name:
+        return shapes[0][-1] if shapes[0] else 1
+    if name in ("mean", "sum", "cumsum", "var", "std", "prod", "logsumexp", "linalg_vector_norm"):
+        out = max(1, node.results[0].numel)
+        return (
+            max(1, math.prod(shapes[0]) // out)
+            if name != "cumsum"
+            else max(1, max(shapes[0], default=1))
+        )
+    return 1
+
+
+class Rights:
+    """What is right at each call of the reference in one forward."""
+
+    def __init__(
+        self, truth: Run | None, ours: list[CallNode], true_nodes: list[CallNode], *, exact: bool,
+        run: Run,
+    ) -> None:  # fmt: skip
+        self._truth, self._run, self._exact = truth, run, exact
+        self.exist = exact or truth is not None
+        apart = None
+        if truth is not None:
+
+            def apart(own: CallNode, true_node: CallNode) -> float:
+                return distance_of(run.read(own.results[0]), truth.read(true_node.results[0]))
+
+        matches, _, _ = match_calls(ours, true_nodes, apart=apart)
+        self._by_path = {match.reference.path: match.candidate.results for match in matches}
+        self._nodes = {match.reference.path: match.candidate for match in matches}
+        for node in ours:  # in exact arithmetic a cast changes nothing
+            if node.path not in self._by_path and node.is_cast:
+                maker = node.feeds[0] if node.feeds else None
+                if maker in self._by_path:
+                    self._by_path[node.path] = self._by_path[maker]
+
+    def of(self, node: CallNode, index: int) -> tuple[Run, Record] | None:
+        """The run and record that hold it, or None."""
+        if self._exact:
+            return self._run, node.results[index]
+        names = self._by_path.get(node.path, ())
+        if self._truth is None or index >= len(names):
+            return None
+        record = names[index]
+        return (self._truth, record) if record.numel == node.results[index].numel else None
+
+    def operand(self, node: CallNode, number: int) -> torch.Tensor | None:
+        """What is right of an argument of a call; None where that is not recorded."""
+        true_node, run = self._nodes.get(node.path), self._truth
+        if self._exact:
+            true_node, run = node, self._run
+        if true_node is None or run is None or number >= len(true_node.call.operands):
+            return None
+        record = operand_record(true_node, true_node.call.operands[number], run)
+        return None if record is None else run.read(record)
+
+
+def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
+    """‖x - y‖ / ‖x‖; of codes 0 where they are equal, and infinity where nothing can be said."""
+    if not (x.is_floating_point() and y.is_floating_point()):
+        equal = x.dtype == y.dtype and bool((x.reshape(-1) == y.reshape(-1)).all())
+        return 0.0 if equal else float("inf")
+    x, y = x.reshape(-1).to(torch.float64), y.reshape(-1).to(torch.float64)
+    norm, gap = float(x.norm()), float((x - y).norm())
+    return gap / norm if norm > 0 and gap == gap else float("inf")
+
+
+# One operator against its limits: errors, codes, its operands, and how often a region rounds.
+#
+# For each operator W = err(b, R) / err(a, R), the floor of one operator (numerics.operator) added
+# in quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
+# ``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
+# may spread wider (numerics.floor). Narrower questions see what a median cannot: one row's error
+# over the other side's there, one column's, and one slice's (a head's typical row).
+#
+# Integers are codes: chosen indices may differ only where rounding explains it, that is where the
+# values chosen between are nearer to each other than the two sides' inputs are.
+#
+# Another number in the call is a fact: the operator is flagged for it however little it changes,
+# and it is the onset if nothing before it is wrong. Other dims, flags or dtypes are told, and flag
+# nothing by themselves: the same job can be asked for in several ways.
+#
+# A region of products and additions is held against an ideal product (operators.products): beyond
+# ``Thresholds.operator_roundings`` the side that rounds so often is named.
 
 _ENOUGH_ROWS = 16
 _ENOUGH_COLUMNS = 16
@@ -261,10 +676,7 @@ def _side(candidate: bool) -> Side:
 
 
 def _against_each_other(
-    result: OperatorResult,
-    pooled: _Pooled,
-    carried: float,
-    thresholds: Thresholds,
+    result: OperatorResult, pooled: _Pooled, carried: float, thresholds: Thresholds
 ) -> OperatorResult:
     """Without a truth: by how much the relative difference grows over what correct code makes of
     what came in, ``carried``. No side is named."""

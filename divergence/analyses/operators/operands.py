@@ -25,17 +25,12 @@ import torch
 from msgspec.structs import replace
 
 from divergence.analyses.operators.regions import Region, computing
-from divergence.comparison.calls.graph import COPIES, CallNode, maker_of
+from divergence.comparison.calls import COPIES, CallNode, maker_of
 from divergence.comparison.results import OtherInput, OtherOperand
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, OtherScalar, Record, other_scalars, scalar_words
-
-__all__ = [
-    "argument_names", "given_inputs", "operand_facts", "operand_record", "operands_text",
-    "other_inputs", "other_operands", "region_operands", "relative_difference",
-]  # fmt: skip
 
 _SMALL = 64
 """Elements of a constant: more are a table."""

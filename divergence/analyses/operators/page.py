@@ -16,8 +16,6 @@ from divergence.comparison.results import Background, OperatorResult, OperatorsR
 from divergence.html.parts import BlockPart, Node, Section, Table, details, el, facts, table
 from divergence.layout import count, decimal
 
-__all__ = ["page"]
-
 _MOST_OF_BLOCK = 80
 _MOST = 1500
 """Operators of all blocks together."""

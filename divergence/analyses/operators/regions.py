@@ -1,15 +1,4 @@
-"""Regions: where the sides compute one thing by other operators, as one step.
-
-A region reaches from the last inputs that both sides have to the first result that both have: a
-fused attention against its products and its softmax, one matrix product against eight of its
-parts, three projections against one. Its members are the calls without a partner that lead to the
-common result, and those that give it. The common result is a pair that was matched by its value or
-by dataflow, or what a paired call was given as the same argument (a part of a fused projection's
-result, say, which is no call's result by itself).
-
-A call of one side alone that both sides' values lead through (a cast, a copy, a plant) makes no
-region: what it feeds tells of it (``fed_by``).
-"""
+"""Operators that do one job together: regions, products, and the pads that they pass over."""
 
 from __future__ import annotations
 
@@ -17,14 +6,284 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
-from divergence.analyses.operators.products import CONSTANTS
-from divergence.comparison.calls.graph import CallNode, Places, Source, is_copy
-from divergence.comparison.calls.match import Match
+import torch
+
+from divergence.comparison.calls import CallNode, Forward, Match, Places, Source, is_copy, maker_of
 from divergence.facts import Fact, fact
-from divergence.run.record import Operand
+from divergence.numerics.formats import format_named
+from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+from divergence.run.record import Operand, Record
 
-__all__ = ["Region", "Regions", "computing", "counted", "regions_in"]
+# A region of products and additions against an ideal product: how often is its result rounded?
+#
+# An ideal product adds up in float32 and rounds once, when its result is stored: 0.41 u relative,
+# measured here as ‖round(R) - R‖. The same product in k equal parts that are stored in 16 bits and
+# added up one after the other rounds each part (together once the result) and each running sum
+# (j / k of the result's square): √(1 + (k + 1) / 2 - 1 / k) roundings of the result, 1.4 for two
+# parts and for a product whose bias is added afterwards, 1.8 for four, 2.3 for eight, 3.1 for
+# sixteen. Both sides' errors against the truth hide that, since they hold what came in too; so each
+# side's region is computed again in float64 from its own recorded inputs, and only what the region
+# itself adds is judged (Higham 2002, chapter 4; numerics.floor for one rounding).
+#
+# Only for regions of products, additions and copies with the weights' values recorded, and for
+# results in 16 bits: a fused attention or norm rounds its intermediates by its own right, and in
+# float32 the accumulator makes the error. Everything else abstains.
+
+_PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul", "aten.addmm", "aten.baddbmm",
+             "aten.linear")  # fmt: skip
+_ONE_ROUNDING = 0.41  # u, rms (numerics.floor)
+_SUMS = ("aten.add", "aten.sub", "aten.cat", "aten.stack", "aten.sum")
+CONSTANTS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.full", "aten.full_like")
+"""What sums begin with."""
+
+
+@dataclass(slots=True)
+class RegionError:
+    """What a side's region itself adds, squared and summed over rows: ‖y - R‖² / ‖R‖² and, of an
+    ideal product, ‖round(R) - R‖² / ‖R‖² (0.41 u where everything happens to be stored exactly)."""
+
+    own: float = 0.0
+    ideal: float = 0.0
+    num_rows: int = 0
+    num_values: int = 0
+
+    def add(self, other: RegionError) -> None:
+        self.own += other.own
+        self.ideal += other.ideal
+        self.num_rows += other.num_rows
+        self.num_values += other.num_values
+
+    @property
+    def times(self) -> float:
+        """The own error over an ideal product's; 1 where both are exact."""
+        if self.ideal > 0:
+            return math.sqrt(self.own / self.ideal)
+        return 1.0 if self.own == 0 else math.inf
+
+
+def is_product_region(nodes: Sequence[CallNode]) -> bool:
+    """Products, additions and copies alone, a product among them, stored in 16 bits."""
+    if not any(node.name in _PRODUCTS for node in nodes):
+        return False
+    if not all(node.name in _PRODUCTS + _SUMS + CONSTANTS or is_copy(node) for node in nodes):
+        return False
+    form = format_named(nodes[-1].results[0].dtype)
+    return form.kind == "float" and form.itemsize == 2
+
+
+def own_error(run: Run, nodes: Sequence[CallNode]) -> RegionError | None:
+    """Of the region ``nodes`` (in order, the last gives the result) in one forward; None where an
+    input was not recorded or an operator cannot be computed here."""
+    made: dict[str, torch.Tensor] = {}
+    paths = {node.path for node in nodes}
+    for node in nodes:
+        if node.name in CONSTANTS:
+            made[node.path] = run.read(node.results[0]).to(torch.float64)
+            continue
+        known = [_value(run, node, operand, made, paths) for operand in node.call.operands]
+        values = [value for value in known if value is not None]
+        if len(values) < len(known):
+            return None
+        result = _computed(node, values)
+        if result is None or result.numel() != node.results[0].numel:
+            return None
+        made[node.path] = result.reshape(node.results[0].shape)
+    last = nodes[-1].results[0]
+    columns = last.shape[-1] if last.shape else 1
+    truth = made[nodes[-1].path].reshape(-1, columns)
+    value = run.read(last)
+    stored = truth.to(value.dtype).to(torch.float64)
+    value = value.reshape(-1, columns).to(torch.float64)
+    norm = truth.norm(dim=1)
+    kept = (norm > 0) & value.isfinite().all(1) & stored.isfinite().all(1)
+    if not bool(kept.any()):
+        return None
+    parts = [((out - truth)[kept].norm(dim=1) / norm[kept]).square() for out in (value, stored)]
+    num_rows, u = int(kept.sum()), format_named(last.dtype).unit_roundoff
+    ideal = float(parts[1].sum()) or num_rows * (_ONE_ROUNDING * u) ** 2
+    return RegionError(float(parts[0].sum()), ideal, num_rows, num_rows * columns)
+
+
+def _value(
+    run: Run, node: CallNode, operand: Operand, made: dict[str, torch.Tensor], paths: set[str]
+) -> torch.Tensor | None:
+    maker = maker_of(operand)
+    if operand.weight is None and maker in paths:
+        if maker not in made or operand.via or operand.stride is not None:
+            return None
+        value = made[maker]
+        return value.reshape(operand.shape) if value.numel() == math.prod(operand.shape) else None
+    own = node.results[0]
+    record = operand.site and run.find((own.pass_, own.sample, own.step, operand.site))
+    if not record or not run.has_bytes(record):
+        return None
+    if operand.weight is not None:
+        return _part(run, record, operand)
+    if record.numel != math.prod(operand.shape):
+        return None
+    return run.read(record).reshape(operand.shape).to(torch.float64)
+
+
+def _part(run: Run, record: Record, operand: Operand) -> torch.Tensor | None:
+    """A weight as the operator saw it."""
+    if record.xxh3 != operand.xxh3:
+        return None
+    flat = run.read(record).contiguous().reshape(-1)
+    stride = operand.stride
+    if stride is None:
+        return flat[operand.offset :][: math.prod(operand.shape)].reshape(operand.shape).double()
+    last = sum(max(size - 1, 0) * step for size, step in zip(operand.shape, stride, strict=False))
+    if len(stride) != len(operand.shape) or operand.offset + last >= flat.numel():
+        return None
+    return flat.as_strided(operand.shape, stride, operand.offset).double()
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
+
+
+def _are_dims(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(dim) is int for dim in value)
+
+
+def _computed(node: CallNode, values: list[torch.Tensor]) -> torch.Tensor | None:
+    """In float64; None for what is no plain product or addition."""
+    arguments, name = node.call.arguments, node.name
+    alpha, beta = arguments.get("alpha", 1), arguments.get("beta", 1)
+    if not (_is_number(alpha) and _is_number(beta)):
+        return None
+    try:
+        if is_copy(node):
+            return values[-1] if name == "aten.copy" else values[0]
+        if name in ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul") and len(values) == 2:
+            return values[0] @ values[1]
+        if name == "aten.linear":
+            product = values[0] @ values[1].T
+            return product + values[2] if len(values) == 3 else product
+        if name in ("aten.addmm", "aten.baddbmm") and len(values) == 3:
+            return beta * values[0] + alpha * (values[1] @ values[2])
+        if name in ("aten.add", "aten.sub"):
+            other = values[1] if len(values) == 2 else arguments.get("other")
+            if not values or not isinstance(other, torch.Tensor | int | float):
+                return None
+            return values[0] + (alpha if name == "aten.add" else -alpha) * other
+        if name in ("aten.cat", "aten.stack"):
+            dim = arguments.get("dim", 0)
+            join = torch.cat if name == "aten.cat" else torch.stack
+            return join(values, dim) if type(dim) is int else None
+        if name == "aten.sum" and len(values) == 1:
+            dims = arguments.get("dim")
+            if dims is None:
+                return values[0].sum()
+            if not _are_dims(dims):
+                return None
+            return values[0].sum(dims, keepdim=arguments.get("keepdim") is True)
+    except (RuntimeError, IndexError):  # shapes that a stranger's run claims
+        return None
+    return None
+
+
+# Rows of pads in a batch's results: what stands there is no result.
+#
+# A pad's query sees no key, and what attention makes of none is any kernel's own choice: a fused
+# one gives zeros, products and a softmax the mean of all values. Behind it the pads' rows are as
+# far apart as two numbers can be, on two correct machines. So they are cleared before anything is
+# measured, where the axes tell which rows they are: (B, T, ...), (B, ..., T, ...), (B N, ..., T,
+# ...) and (B T, ...), with T the padded length. Of scores both axes are cleared.
+#
+# Where the axes do not tell, a result is not judged once pads are apart (further than rounding
+# takes numbers), and no operator is blamed to which such a result leads. Decode steps have no pads:
+# what their keys and values hold of them comes from before attention.
+
+_APART = 16  # ulp of the coarser dtype, relative L2: rounding alone leaves pads nearer
+
+
+class Pads:
+    """Of one forward. ``rows``: (B T,) where the pads are, None where it has none; ``apart``: were
+    pads seen that the sides do not share?"""
+
+    def __init__(self, manifest: Manifest, forward: Forward) -> None:
+        first, step = forward
+        self.apart = False
+        self._grid = None if step else manifest.tokens.pads(first)  # (B, T)
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        return None if self._grid is None else self._grid.reshape(-1)
+
+    def mask(self, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Where a result of this shape holds pads, to be broadcast over it; None where its axes do
+        not tell."""
+        assert self._grid is not None
+        batch, length = self._grid.shape
+        leading = shape[0] if shape else 0
+        axes = [axis for axis in range(1, len(shape)) if shape[axis] == length]
+        if leading == batch * length and not axes:
+            return self._grid.reshape(-1, *[1] * (len(shape) - 1))
+        if not leading or leading % batch or not axes or leading == batch * length:
+            return None
+        where = torch.zeros([1] * len(shape), dtype=torch.bool)
+        rows = self._grid.repeat_interleave(leading // batch, 0)
+        for axis in axes:
+            where = where | rows.reshape(
+                [leading, *(length if axis == other else 1 for other in range(1, len(shape)))]
+            )
+        return where
+
+    def blank(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A result with its pads set to 0, where its axes tell which they are."""
+        where = None if self._grid is None else self.mask(tuple(tensor.shape))
+        return tensor if where is None else tensor.masked_fill(where, 0)
+
+    def cleared(
+        self, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """The reference's, the candidate's and the right result of the ``shape`` with pads set to
+        0; None where they cannot be judged, as pads may be among them."""
+        if self._grid is None:
+            return a, b, truth
+        where = self.mask(shape)
+        if where is None:
+            return None if self.apart else (a, b, truth)
+        where = where.expand(shape)
+        self.apart = self.apart or _are_apart(where, a, b)
+        return (
+            _without(where, a), _without(where, b),
+            None if truth is None else _without(where, truth),
+        )  # fmt: skip
+
+
+def _without(where: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(where.shape).masked_fill(where, 0).reshape(tensor.shape)
+
+
+def _are_apart(where: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Do the pads' values differ by more than rounding? Codes do not tell."""
+    if not (a.is_floating_point() and b.is_floating_point()):
+        return False
+    x, y = (t.reshape(where.shape)[where].double() for t in (a, b))
+    both = x.isfinite() & y.isfinite()
+    if not torch.equal(x.isfinite(), y.isfinite()):
+        return True
+    x, y = x[both], y[both]
+    norm, gap = max(float(x.norm()), float(y.norm())), float((x - y).norm())
+    return gap > _APART * max(torch.finfo(t.dtype).eps for t in (a, b)) * norm
+
+
+# Regions: where the sides compute one thing by other operators, as one step.
+#
+# A region reaches from the last inputs that both sides have to the first result that both have: a
+# fused attention against its products and its softmax, one matrix product against eight of its
+# parts, three projections against one. Its members are the calls without a partner that lead to the
+# common result, and those that give it. The common result is a pair that was matched by its value
+# or by dataflow, or what a paired call was given as the same argument (a part of a fused
+# projection's result, say, which is no call's result by itself).
+#
+# A call of one side alone that both sides' values lead through (a cast, a copy, a plant) makes no
+# region: what it feeds tells of it (``fed_by``).
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,8 +18,6 @@ from divergence.layout import (
 )
 from divergence.words import letter
 
-__all__ = ["against_truth", "beside", "chosen", "short_name", "show", "verdict_word"]
-
 _AROUND, _WORST = 4, 6
 _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
 _WORDS = {"fine": "", "unjudged": "-", "differs": "differs"}

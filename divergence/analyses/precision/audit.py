@@ -1,36 +1,18 @@
-"""The precision audit: in which dtype each part of a model really ran, beside what is expected.
-
-Read from operator records alone: no tensor is opened. Every operator rounds its result to the
-result's dtype, so a part made of several was computed in the narrowest dtype among their
-results; that much is known. Not known, and not claimed: what one kernel does inside. A
-fused attention or norm is named as such; a 16-bit softmax or matrix product says what it took
-and gave, and what it adds up in is for the probe to tell.
-
-A part is below what is expected where that narrowest dtype has fewer bits or less range than every
-dtype that would do (precision.expectations). A run computed in float64 is not audited. A finding
-is made where the sides computed the same module's part in different dtypes, or where a side is
-below what the model's own code asks for; below common practice alone is shown in the table and
-accuses nobody.
-"""
+"""In which dtype each part of a model ran, by its operators, beside what is expected of it."""
 
 from __future__ import annotations
 
 import itertools
+import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from divergence.analyses.precision.expectations import (
-    OperatorFamily,
-    expectation,
-    family_of,
-    is_below,
-)
-from divergence.analyses.precision.graph import PartOperators, accumulates
-from divergence.analyses.precision.parts import find_parts
-from divergence.analyses.precision.step import step_rows
-from divergence.comparison.calls.graph import forwards_of, operator_passes
+from divergence.comparison.calls import CallNode, forwards_of, operator_passes
 from divergence.comparison.results import (
     INSIDE,
     PARTS,
@@ -38,16 +20,762 @@ from divergence.comparison.results import (
     AuditFinding,
     AuditResult,
     AuditRow,
+    Part,
 )
-from divergence.facts import Fact, fact, with_sentences
-from divergence.numerics.formats import format_named
+from divergence.facts import Fact, fact, plain, with_sentences
+from divergence.numerics.formats import FORMATS, format_named
 from divergence.run.contents import records_at
-from divergence.run.manifest import Manifest
+from divergence.run.manifest import Manifest, StepPrecision
 from divergence.run.reader import Run
-from divergence.run.site import BACKWARD, is_operator_site, module_of
+from divergence.run.record import Operand
+from divergence.run.site import BACKWARD, is_operator_site, module_of, of_parameter
 from divergence.words import Side, SideOrBoth
 
-__all__ = ["audit_runs", "audited_places", "differing", "finding"]
+if TYPE_CHECKING:
+    from divergence.comparison.analysis import Measured
+
+
+# In which dtype each part of a model is expected to run, and who says so.
+#
+# First the model's own code, read from transformers 5 and held against the installed one by a test:
+# which class casts to float32 before it takes a mean, a softmax or a router's scores, and which
+# does not (GPT-2, BERT and T5 take the softmax in the model's dtype: a float32 one there would be
+# the oddity). Where the family is not in the table, common practice for inference: norm statistics
+# and softmax in float32, the router in float32 or bfloat16, everything else in the model's dtype, a
+# cache possibly narrower. Practice alone accuses nobody: see ``own``.
+#
+# ``nn.LayerNorm`` is one kernel; that its statistics are float32 inside is PyTorch's word (CPU and
+# CUDA), so only a layer norm written out in narrower operators is below it.
+
+MODEL = "model"
+"""The model's own dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """``dtypes``: any of them is enough. ``own``: the model's own code says so."""
+
+    dtypes: tuple[str, ...]
+    by: Fact
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorFamily:
+    """One modeling file of transformers. ``norm``: the class that casts to float32 before it takes
+    a norm's statistics, None for ``nn.LayerNorm``. ``weight``: dtype of the product with the
+    norm's weight; ``softmax``: of attention; None where it has none. ``router``: the class, the
+    dtype of its scores and of its matrix product. ``residual_in_fp32``: the configuration's
+    switch for the residual stream, on unless it says otherwise."""
+
+    file: str
+    norm: str | None
+    weight: str = MODEL
+    softmax: str | None = "float32"
+    router: tuple[str, str, str] | None = None
+    residual_in_fp32: bool = False
+
+
+_SCORES = "float32", MODEL
+_ALL = "float32", "float32"
+
+FAMILIES: dict[str, OperatorFamily] = {
+    "Bart": OperatorFamily("bart", None, softmax=MODEL),
+    "Bert": OperatorFamily("bert", None, softmax=MODEL),
+    "Cohere": OperatorFamily("cohere", "CohereLayerNorm", weight="float32"),
+    "DeepseekV2": OperatorFamily(
+        "deepseek_v2", "DeepseekV2RMSNorm", router=("DeepseekV2TopkRouter", *_ALL)
+    ),
+    "DeepseekV3": OperatorFamily(
+        "deepseek_v3", "DeepseekV3RMSNorm", router=("DeepseekV3TopkRouter", *_ALL)
+    ),
+    "Electra": OperatorFamily("electra", None, softmax=MODEL),
+    "GPT2": OperatorFamily("gpt2", None, softmax=MODEL),
+    "GPTNeoX": OperatorFamily("gpt_neox", None),
+    "Gemma": OperatorFamily("gemma", "GemmaRMSNorm", weight="float32"),
+    "Gemma2": OperatorFamily("gemma2", "Gemma2RMSNorm", weight="float32"),
+    "Gemma3": OperatorFamily("gemma3", "Gemma3RMSNorm", weight="float32"),
+    "Glm4": OperatorFamily("glm4", "Glm4RMSNorm"),
+    "Glm4Moe": OperatorFamily("glm4_moe", "Glm4MoeRMSNorm", router=("Glm4MoeTopkRouter", *_ALL)),
+    "GptOss": OperatorFamily(
+        "gpt_oss",
+        "GptOssRMSNorm",
+        weight="float32",
+        softmax=MODEL,
+        router=("GptOssTopKRouter", MODEL, MODEL),
+    ),
+    "Granite": OperatorFamily("granite", "GraniteRMSNorm"),
+    "Llama": OperatorFamily("llama", "LlamaRMSNorm"),
+    "Mamba": OperatorFamily("mamba", "MambaRMSNorm", softmax=None, residual_in_fp32=True),
+    "Mamba2": OperatorFamily("mamba2", "Mamba2RMSNorm", softmax=None, residual_in_fp32=True),
+    "Mistral": OperatorFamily("mistral", "MistralRMSNorm"),
+    "Mixtral": OperatorFamily("mixtral", "MixtralRMSNorm", router=("MixtralTopKRouter", *_SCORES)),
+    "OPT": OperatorFamily("opt", None),
+    "Olmo2": OperatorFamily("olmo2", "Olmo2RMSNorm", weight="float32"),
+    "Olmoe": OperatorFamily("olmoe", "OlmoeRMSNorm", router=("OlmoeTopKRouter", *_SCORES)),
+    "Phi": OperatorFamily("phi", None),
+    "Phi3": OperatorFamily("phi3", "Phi3RMSNorm"),
+    "Qwen2": OperatorFamily("qwen2", "Qwen2RMSNorm"),
+    "Qwen2Moe": OperatorFamily(
+        "qwen2_moe", "Qwen2MoeRMSNorm", router=("Qwen2MoeTopKRouter", *_SCORES)
+    ),
+    "Qwen3": OperatorFamily("qwen3", "Qwen3RMSNorm"),
+    "Qwen3Moe": OperatorFamily(
+        "qwen3_moe", "Qwen3MoeRMSNorm", router=("Qwen3MoeTopKRouter", *_SCORES)
+    ),
+    "Roberta": OperatorFamily("roberta", None, softmax=MODEL),
+    "SmolLM3": OperatorFamily("smollm3", "SmolLM3RMSNorm"),
+    "StableLm": OperatorFamily("stablelm", None),
+    "Starcoder2": OperatorFamily("starcoder2", None),
+    "T5": OperatorFamily("t5", "T5LayerNorm", softmax=MODEL),
+}
+"""By the beginning of the model's class name: ``Qwen3MoeForCausalLM``."""
+
+_REST = re.compile(r"(?:For|Model|LMHead|Encoder|Decoder|PreTrained|DoubleHeads|Text)\w*")
+_CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def family_of(model_class: str) -> OperatorFamily | None:
+    """``"LlamaForCausalLM"`` → Llama's; None where the class is none of the table's."""
+    for name, family in FAMILIES.items():
+        if model_class.startswith(name) and _REST.fullmatch(model_class[len(name) :]):
+            return family
+    return None
+
+
+def expectation(part: Part, family: OperatorFamily | None, dtype: str) -> Expectation | None:
+    """What is expected of ``part`` in a model of ``dtype``; None where nothing is."""
+    if format_named(dtype).kind != "float":
+        return None  # a quantised model: its parts' dtypes are its own affair
+    if family is not None:
+        own = _own(part, family)
+        if own is not None:
+            word, by = own
+            return Expectation(dtypes=(dtype if word == MODEL else word,), by=by, own=True)
+    if part == "residual add" and family is not None and family.residual_in_fp32:
+        by = fact("precision.residual_switch")
+        return Expectation(dtypes=("float32",), by=by, own=False)
+    practice = {
+        "norm statistics": ("float32",),
+        "softmax": ("float32",),
+        "router": ("float32", "bfloat16"),
+        "kv cache": (dtype, *_CACHES),
+        "rotary table": ("float32",),
+    }
+    if part in practice:
+        by = fact("precision.common_practice")
+        return Expectation(dtypes=practice[part], by=by, own=False)
+    return Expectation(dtypes=(dtype,), by=fact("precision.model_dtype"), own=family is not None)
+
+
+def _own(part: Part, family: OperatorFamily) -> tuple[str, Fact] | None:
+    """(dtype, whose code) where the family's code decides it."""
+    if part == "norm statistics":
+        return "float32", plain(family.norm) if family.norm else fact("precision.in_kernel")
+    if part == "norm weight" and family.norm is not None:
+        return family.weight, plain(family.norm)
+    if part == "softmax" and family.softmax is not None:
+        return family.softmax, fact("precision.attention_of", file=f"modeling_{family.file}.py")
+    if family.router is not None:
+        name, scores, product = family.router
+        if part == "router":
+            return scores, plain(name)
+        if part == "router product":
+            return product, plain(name)
+    return None
+
+
+def is_below(dtype: str, expected: tuple[str, ...] | list[str]) -> bool:
+    """Has ``dtype`` fewer significant bits or a narrower range than each of ``expected``? float16
+    and bfloat16 are each below the other."""
+    if not expected or dtype in expected or dtype not in FORMATS:
+        return False
+    return all(_narrower(dtype, other) for other in expected)
+
+
+def _narrower(dtype: str, other: str) -> bool:
+    a, b = format_named(dtype), format_named(other)
+    if a.kind != "float" or b.kind != "float":
+        return a.kind in ("int", "bool") and b.kind == "float"
+    return a.mantissa_bits < b.mantissa_bits or a.max < b.max / 2
+
+
+# A forward's calls for the precision audit: who feeds whom, and which part each belongs to.
+
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "matmul",
+                       "linear", "einsum", "convolution", "_convolution"})  # fmt: skip
+SOFTMAX = frozenset({"_softmax", "_safe_softmax", "_log_softmax", "softmax"})
+_INSIDE = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean", "linalg_vector_norm",
+                     "norm", "cumsum"}) | SOFTMAX  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PartOperators:
+    """A part, its operators in execution order. ``root``: the one it is known by. ``kernel``: one
+    kernel did it all. ``near``: paths of the casts that feed it and of what takes its results:
+    where a fault of the part may first be seen."""
+
+    part: Part
+    nodes: tuple[CallNode, ...]
+    root: CallNode
+    kernel: bool = False
+    near: tuple[str, ...] = ()
+
+
+def is_product(node: CallNode) -> bool:
+    """A matrix product of any name: also ``_grouped_mm``, ``_scaled_mm``, a vendor's."""
+    name = bare(node)
+    return name in _PRODUCTS or name.endswith("_mm") or "matmul" in name or "_mm_" in name
+
+
+def bare(node: CallNode) -> str:
+    """``mm`` of ``aten.mm``."""
+    return node.name.rpartition(".")[2]
+
+
+def accumulates(node: CallNode) -> bool:
+    """Does it add up inside its kernel, in a dtype that no record shows?"""
+    return bare(node) in _INSIDE or is_product(node)
+
+
+def is_float(node: CallNode) -> bool:
+    """Is its first result floating-point or complex?"""
+    return format_named(node.results[0].dtype).kind in ("float", "complex")
+
+
+def is_attention(node: CallNode) -> bool:
+    """An attention kernel: all of it in one operator."""
+    name = bare(node)
+    return "attention" in name or "flash_attn" in node.name
+
+
+class Calls:
+    """The calls, who feeds whom, and what was found so far."""
+
+    def __init__(self, nodes: list[CallNode], blocks: set[str], logits: str | None) -> None:
+        self.nodes, self.blocks, self.logits = nodes, blocks, logits
+        self.by_path = {node.path: node for node in nodes}
+        self.eaters: dict[str, list[CallNode]] = {}
+        for node in nodes:
+            for path in node.feeds:
+                self.eaters.setdefault(path, []).append(node)
+        self.found: list[PartOperators] = []
+        self._claimed: set[str] = set()
+
+    def free(self, node: CallNode) -> bool:
+        return node.path not in self._claimed
+
+    def add(
+        self, part: Part, nodes: Iterable[CallNode], root: CallNode, *, kernel: bool = False
+    ) -> None:
+        kept = tuple(sorted(nodes, key=lambda node: node.order))
+        self._claimed.update(node.path for node in kept)
+        casts = [n for call in kept for n in self.feeders(call) if n.is_cast]
+        takers = [n for call in kept for n in self.eaters.get(call.path, [])]
+        near = tuple(dict.fromkeys(node.path for node in (*casts, *takers)))
+        self.found.append(PartOperators(part, kept, root, kernel, near))
+
+    def feeders(self, node: CallNode) -> list[CallNode]:
+        return [self.by_path[path] for path in node.feeds]
+
+    def maker(self, operand: Operand) -> CallNode | None:
+        """The call whose result, or a view of it, the operand is."""
+        for site in (operand.site, operand.origin):
+            path, _, port = (site or "").rpartition(":")
+            if port.startswith("out") and path in self.by_path:
+                return self.by_path[path]
+        return None
+
+    def back(
+        self, start: CallNode, through: Callable[[CallNode], bool]
+    ) -> tuple[list[CallNode], list[CallNode]]:
+        """(what leads to ``start`` through such nodes and casts, where that ends)."""
+        inside: dict[str, CallNode] = {}
+        ends: dict[str, CallNode] = {}
+        ahead = self.feeders(start)
+        while ahead:
+            node = ahead.pop()
+            if node.path in inside or node.path in ends:
+                continue
+            if is_float(node) and (node.is_cast or through(node)):
+                inside[node.path] = node
+                ahead += self.feeders(node)
+            else:
+                ends[node.path] = node
+        return list(inside.values()), list(ends.values())
+
+    def leads_from_product(self, node: CallNode | None) -> bool:
+        """Did a matrix product lead to it?"""
+        ahead, seen = [node] if node is not None else [], set()
+        while ahead:
+            current = ahead.pop()
+            if current.path in seen:
+                continue
+            seen.add(current.path)
+            if is_product(current) or is_attention(current):
+                return True
+            ahead += self.feeders(current)
+        return False
+
+
+# The parts of a model, recognised in one forward's operators by what they compute.
+#
+# From the graph, not from names: a norm's statistics are what stands between a reduction and the
+# ``rsqrt`` it ends in; a softmax is the kernel or exp over its sum; scores are what a softmax
+# takes, back to the matrix product; a router is what a ``topk`` chooses by, back to a product with
+# a weight; rotary is the sum of two products of which one saw its input turned; a residual add is
+# an add of the block's stream to what a matrix product inside the block led to. Names tell only
+# fused kernels and activations, a file's name only a cache. Each operator belongs to one part at
+# most: the first in that order.
+
+_ON_SCORES = frozenset({"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "cat",
+                        "clone", "maximum", "index", "slice_scatter"})  # fmt: skip
+_ON_ROUTES = SOFTMAX | {"sigmoid", "add", "sub", "mul", "div", "sum", "gather", "masked_fill",
+                         "where", "clamp", "clamp_min", "topk", "softplus", "sqrt", "tanh",
+                         "amax", "max", "exp"}  # fmt: skip
+_ACTIVATIONS = frozenset({"silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "tanh", "sigmoid",
+                          "softplus", "mish", "hardswish", "hardsigmoid", "_glu", "glu",
+                          "swiglu"})  # fmt: skip
+
+
+def find_parts(
+    nodes: list[CallNode], blocks: set[str], logits: str | None = None
+) -> list[PartOperators]:
+    """Every part in one forward's calls. ``blocks``: module paths of the repeated blocks;
+    ``logits``: that of what makes the logits."""
+    graph = Calls(nodes, blocks, logits)
+    for find in (_routers, _fused, find_norms, _softmaxes, _rotary, _residuals, _caches, _rest):
+        find(graph)
+    return graph.found
+
+
+def _routers(graph: Calls) -> None:
+    for top in graph.nodes:
+        if bare(top) not in ("topk", "sort", "argmax") or not graph.free(top):
+            continue
+        if not top.call.operands or format_named(top.call.operands[0].dtype).kind != "float":
+            continue  # tokens sorted by expert
+        inside, ends = graph.back(top, lambda node: bare(node) in _ON_ROUTES)
+        products = [node for node in ends if is_product(node)]
+        if not any(_takes_weight(graph, node) for node in products):
+            continue  # an indexer's scores, a sampler's
+        after: list[CallNode] = []
+        own = {top.path, *(node.path for node in inside)}
+        for node in graph.nodes:  # the weights of those chosen, normalised: no casts, no experts
+            fed = any(path in own for path in node.feeds)
+            same = node.module == top.module and node.order > top.order
+            if same and fed and is_float(node) and bare(node) in _ON_ROUTES:
+                after.append(node)
+                own.add(node.path)
+        chain = [node for node in (*inside, *after) if graph.free(node)]
+        scored = next(
+            (n for n in inside if bare(n) in ("_softmax", "sigmoid", "_safe_softmax")), top
+        )
+        chain += [top] if is_float(top) else []
+        graph.add("router", chain, scored)
+        for node in products:
+            if graph.free(node):
+                graph.add("router product", [node], node)
+
+
+def _takes_weight(graph: Calls, node: CallNode) -> bool:
+    for operand in node.call.operands:
+        maker = graph.maker(operand)
+        cast = maker.call.operands if maker is not None and maker.is_cast else []
+        if operand.weight or (cast and cast[0].weight):
+            return True
+    return False
+
+
+def _fused(graph: Calls) -> None:
+    for node in graph.nodes:
+        name = bare(node)
+        if not graph.free(node) or not is_float(node):
+            continue
+        if is_attention(node):
+            graph.add("softmax", [node], node, kernel=True)
+            graph.add("attention scores", [node], node, kernel=True)
+        elif is_norm_kernel(node):
+            graph.add("norm statistics", [node], node, kernel=True)
+            if "add" in name:
+                graph.add("residual add", [node], node, kernel=True)
+        elif "rotary" in name or "rope" in name:
+            graph.add("rotary", [node], node, kernel=True)
+
+
+def _softmaxes(graph: Calls) -> None:
+    for root in graph.nodes:
+        if not graph.free(root) or not is_float(root):
+            continue
+        if bare(root) in SOFTMAX or "softmax" in bare(root):
+            chain = [root]
+        else:
+            chain = _written_out(graph, root)
+        if not chain:
+            continue
+        first = chain[0]
+        inside, ends = graph.back(first, lambda node: bare(node) in _ON_SCORES)
+        # the cast before it is the softmax's own: in which dtype it is given its scores
+        graph.add("softmax", chain, root)
+        products = [node for node in ends if is_product(node) and graph.free(node)]
+        if products:
+            scores = [n for n in inside if graph.free(n) and not n.is_cast]
+            graph.add("attention scores", [*products, *scores], products[0])
+
+
+def _written_out(graph: Calls, root: CallNode) -> list[CallNode]:
+    """exp(x - max) over its sum, as separate operators; empty where ``root`` does not end one."""
+    if bare(root) not in ("div", "mul") or len(root.call.operands) != 2:
+        return []
+    top, under = (graph.maker(operand) for operand in root.call.operands)
+    while top is not None and top.is_cast:
+        top = next(iter(graph.feeders(top)), None)
+    if top is None or under is None or bare(top) != "exp":
+        return []
+    inside, _ = graph.back(root, lambda node: bare(node) in ("sum", "reciprocal", "add"))
+    sums = [node for node in inside if bare(node) == "sum"]
+    if not any(
+        top in graph.feeders(cast) for total in sums for cast in (total, *graph.feeders(total))
+    ):
+        return []
+    before = [n for n in graph.feeders(top) if bare(n) == "sub" and graph.free(n)]
+    return sorted([*before, top, *inside, root], key=lambda node: node.order)
+
+
+def _rotary(graph: Calls) -> None:
+    for root in graph.nodes:
+        if not graph.free(root) or not is_float(root):
+            continue
+        if bare(root) in ("cos", "sin"):
+            graph.add("rotary table", [root], root)
+        elif bare(root) == "mul" and format_named(root.results[0].dtype).kind == "complex":
+            graph.add("rotary", [root], root)
+        elif bare(root) == "add":
+            sides = [n for n in graph.feeders(root) if bare(n) == "mul"]
+            if len(sides) == 2 and any(_is_turned(graph, side) for side in sides):
+                graph.add("rotary", [n for n in (*sides, root) if graph.free(n)], root)
+        elif bare(root) in ("cat", "stack"):
+            halves = _halves(graph, root)
+            if halves:
+                graph.add("rotary", [n for n in halves if graph.free(n)], halves[-1])
+
+
+def _halves(graph: Calls, root: CallNode) -> list[CallNode]:
+    """x cos - y sin beside y cos + x sin: the same four factors twice."""
+    halves: dict[str, list[CallNode]] = {}
+    for half in graph.feeders(root):
+        products = [node for node in graph.feeders(half) if bare(node) == "mul"]
+        if bare(half) in ("sub", "add") and len(products) == 2:
+            halves[bare(half)] = [*products, half]
+    if len(halves) != 2:
+        return []
+    factors = [
+        {operand.site for node in nodes[:2] for operand in node.call.operands}
+        for nodes in halves.values()
+    ]
+    return [*halves["sub"], *halves["add"]] if factors[0] == factors[1] else []
+
+
+def _is_turned(graph: Calls, node: CallNode) -> bool:
+    """One factor is its input turned: halves or pairs swapped, one of them negated."""
+    for factor in graph.feeders(node):
+        parts = graph.feeders(factor)
+        if bare(factor) in ("cat", "stack") and any(bare(part) == "neg" for part in parts):
+            return True
+    return False
+
+
+def _residuals(graph: Calls) -> None:
+    stream: set[str] = set()
+
+    def of_stream(operand: Operand) -> bool:
+        maker = graph.maker(operand)
+        return operand.weight is None and (maker is None or maker.path in stream)
+
+    for node in graph.nodes:
+        operands = node.call.operands
+        if is_norm_kernel(node) or node.is_cast or bare(node) == "clone":
+            if operands and of_stream(operands[0]):
+                stream.add(node.path)
+            continue
+        if not graph.free(node) or bare(node) != "add" or not is_float(node):
+            continue
+        inside = any(node.module == b or node.module.startswith(f"{b}.") for b in graph.blocks)
+        alike = len(operands) == 2 and all(o.shape == node.results[0].shape for o in operands)
+        if not inside or not alike:
+            continue
+        carried = [of_stream(operand) for operand in operands]
+        made = [graph.leads_from_product(graph.maker(operand)) for operand in operands]
+        if (carried[0] and made[1]) or (carried[1] and made[0]):
+            graph.add("residual add", [node], node)
+            stream.add(node.path)
+
+
+def _caches(graph: Calls) -> None:
+    for node in graph.nodes:
+        if not graph.free(node) or not is_float(node):
+            continue
+        file = (node.call.source or "").partition(":")[0]
+        writes = bare(node) in ("cat", "index_copy", "copy", "index_put", "slice_scatter")
+        if "cache" in bare(node) or ("cache" in file and writes):
+            graph.add("kv cache", [node], node)
+
+
+def _rest(graph: Calls) -> None:
+    for node in graph.nodes:
+        if not graph.free(node) or not is_float(node):
+            continue
+        if is_product(node):
+            made = node.module == graph.logits or node.module.rpartition(".")[2] == "lm_head"
+            graph.add("logits" if made else "matrix product", [node], node)
+        elif bare(node) in _ACTIVATIONS:
+            graph.add("activation", [node], node)
+
+
+_REDUCTIONS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean",
+                         "linalg_vector_norm", "norm"})  # fmt: skip
+_STATISTICS = _REDUCTIONS | {"pow", "square", "mul", "sub", "add", "clamp", "clamp_min", "div",
+                             "maximum"}  # fmt: skip
+
+
+def find_norms(graph: Calls) -> None:
+    """From the square to the root, in any spelling; x * x is one, and a mean under a mean too."""
+    roots = [node for node in graph.nodes if bare(node) in ("rsqrt", "sqrt") or _is_inverse(node)]
+    alone = [node for node in graph.nodes if bare(node) in ("var", "var_mean", "std", "std_mean")]
+    for root in (*roots, *alone):
+        if not graph.free(root):
+            continue
+        inside = [node for node in _between(graph, root) if graph.free(node)]
+        if not any(bare(node) in _REDUCTIONS for node in (root, *inside)):
+            continue
+        after = [n for n in graph.eaters.get(root.path, []) if n.is_cast and graph.free(n)]
+        graph.add("norm statistics", [*inside, root, *after], root)
+        _norm_weight(graph, root)
+
+
+def _between(graph: Calls, root: CallNode) -> list[CallNode]:
+    """Of what leads to the root, the reductions, what follows them, and the squares and casts that
+    they take: not what made the norm's input."""
+
+    def belongs(node: CallNode) -> bool:
+        return node.module == root.module and (bare(node) in _STATISTICS or node.is_cast)
+
+    leading, _ = graph.back(root, belongs)
+    known = {node.path for node in leading if node.module == root.module}
+    kept: dict[str, CallNode] = {}
+
+    def visit(node: CallNode, reduced: bool) -> None:
+        for feeder in graph.feeders(node):
+            if feeder.path not in known or feeder.path in kept:
+                continue
+            if reduced and not (feeder.is_cast or _may_be_reduced(feeder)):
+                continue
+            kept[feeder.path] = feeder
+            if not (reduced and feeder.is_cast):  # what it casts is the norm's input
+                visit(feeder, reduced or bare(feeder) in _REDUCTIONS)
+
+    visit(root, bare(root) in _REDUCTIONS)
+    return list(kept.values())
+
+
+def _may_be_reduced(node: CallNode) -> bool:
+    """A square, a difference from the mean, or a mean."""
+    if bare(node) == "mul":
+        return _is_square(node)
+    return bare(node) in ("pow", "square", "sub") or bare(node) in _REDUCTIONS
+
+
+def _is_square(node: CallNode) -> bool:
+    operands = node.call.operands
+    return len(operands) == 2 and operands[0].site == operands[1].site
+
+
+def _is_inverse(node: CallNode) -> bool:
+    """x ** -0.5"""
+    return bare(node) == "pow" and node.call.arguments.get("exponent") == -0.5
+
+
+def _norm_weight(graph: Calls, root: CallNode) -> None:
+    """The product with the norm's weight: after the root, in the same module."""
+    for node in graph.nodes:
+        near = node.module == root.module and node.order > root.order
+        if near and graph.free(node) and bare(node) == "mul" and is_float(node):
+            makers = [graph.maker(operand) for operand in node.call.operands]
+            weighted = any(operand.weight for operand in node.call.operands) or any(
+                maker is not None and _of_weights(graph, maker) for maker in makers
+            )
+            if weighted:
+                graph.add("norm weight", [node], node)
+
+
+def _of_weights(graph: Calls, node: CallNode) -> bool:
+    """Made of weights and constants alone, in one module: ``1 + weight.float()``."""
+    ahead = [node]
+    while ahead:
+        current = ahead.pop()
+        if current.module != node.module or not current.call.operands:
+            return False
+        for operand in current.call.operands:
+            if operand.weight is None:
+                maker = graph.maker(operand)
+                if maker is None:
+                    return False
+                ahead.append(maker)
+    return True
+
+
+def is_norm_kernel(node: CallNode) -> bool:
+    """A fused norm: in a post-norm block the stream goes through it."""
+    return "norm" in bare(node) and bare(node) not in _REDUCTIONS
+
+
+# The precision policy of a training step, as rows of the audit.
+#
+# Held to common practice, which is stated with each row, and named where a side is below it: sums
+# of gradients in 16 bits, and weights in 16 bits that the optimizer steps themselves, are the two
+# that cost a training run its last bits. Dtypes are those of the step's tensors (StepPrecision),
+# not those that were asked for.
+#
+# Sources: Micikevicius et al., "Mixed precision training", ICLR 2018 (float32 copies of weights);
+# Megatron-LM, which adds up and reduces gradients in float32 by default where weights are bfloat16.
+
+_EXPECTED: dict[Part, tuple[str, bool]] = {
+    "reduced gradients": ("precision.megatron", True),
+    "gradient sums": ("precision.megatron", True),
+    "main weights": ("precision.mixed_precision", True),
+    "moments": ("precision.common_practice", True),
+    "buffers": ("precision.common_practice", False),
+}
+"""Who expects float32, and whether a side below it is named."""
+
+PHASES: dict[Part, str] = {
+    "reduced gradients": "backward", "gradient sums": "backward",
+    "main weights": "optimizer", "moments": "optimizer",
+}  # fmt: skip
+"""Where what a part does is first seen: in parameters' gradients, or in what they become."""
+
+_READ: dict[Part, Callable[[StepPrecision], str | None]] = {
+    "reduced gradients": lambda step: step.reduction,
+    "gradient sums": lambda step: step.gradients,
+    "main weights": lambda step: step.main_weights,
+    "moments": lambda step: step.moments,
+    "buffers": lambda step: step.buffers,
+}
+_CODES: dict[Part, str] = {
+    "reduced gradients": "precision.reduced_gradients",
+    "gradient sums": "precision.gradient_sums",
+    "main weights": "precision.main_weights",
+    "moments": "precision.moments",
+    "buffers": "precision.buffers",
+}
+_SIDES: tuple[Side, Side] = ("reference", "candidate")
+
+
+def step_rows(
+    reference: Manifest, candidate: Manifest | None
+) -> tuple[list[AuditRow], list[AuditFinding]]:
+    """Of one run, or of two. Nothing where no side made a training step in its own dtype."""
+    sides = [_step(manifest) for manifest in (reference, candidate)]
+    if sides == [None, None]:
+        return [], []
+    rows, findings = [], []
+    for part, read in _READ.items():
+        dtypes = [None if step is None else read(step) for step in sides]
+        if part == "gradient sums":  # one micro-batch is no sum
+            dtypes = [
+                dtype if manifest is not None and len(manifest.tokens.groups) > 1 else None
+                for dtype, manifest in zip(dtypes, (reference, candidate), strict=True)
+            ]
+        if dtypes == [None, None]:
+            continue
+        by, named = _EXPECTED[part]
+        below = [dtype is not None and is_below(dtype, ["float32"]) for dtype in dtypes]
+        whose: SideOrBoth | None = None
+        if any(below):
+            whose = "both" if all(below) else "reference" if below[0] else "candidate"
+        given: list[list[str] | None] = [
+            None if step is None else [dtype] if dtype is not None else []
+            for step, dtype in zip(sides, dtypes, strict=True)
+        ]
+        row = AuditRow(
+            part=part, reference=given[0], candidate=given[1], expected=["float32"],
+            expected_from=fact(by), own=named, below=whose,
+            differs=None not in dtypes and dtypes[0] != dtypes[1], num_places=1,
+        )  # fmt: skip
+        rows.append(row)
+        if row.differs or (whose is not None and named):
+            what = _what_is_done(row, sides, alone=candidate is None)
+            findings.append(AuditFinding(part=part, what=what))
+    return rows, findings
+
+
+def gradient_errors(measured: Measured) -> Fact | None:
+    """The error of both sides' parameters' gradients against the truth: the median parameter's.
+    None without a truth."""
+    truths = [
+        site.truth for site in measured.sites
+        if site.pass_ == "free" and site.phase == "backward" and of_parameter(site.site)
+        and site.truth is not None
+    ]  # fmt: skip
+    if not truths:
+        return None
+    return fact(
+        "precision.gradient_errors",
+        reference=statistics.median(truth.reference_error for truth in truths),
+        candidate=statistics.median(truth.candidate_error for truth in truths),
+    )
+
+
+def _step(manifest: Manifest | None) -> StepPrecision | None:
+    if manifest is None or manifest.settings.compute_dtype is not None:
+        return None
+    return manifest.training.precision
+
+
+def _what_is_done(row: AuditRow, steps: list[StepPrecision | None], *, alone: bool) -> Fact:
+    """Who does it in which dtype: the side that is below what is expected, or both alike."""
+    dtypes = [cell[0] if cell else None for cell in (row.reference, row.candidate)]
+    odd = 0 if row.below == "reference" else 1
+    if alone or row.below == "both" or (row.below is None and dtypes[1] == "float32"):
+        odd = 0
+    both = not alone and row.below == "both" and not row.differs
+    other = dtypes[1 - odd] if not alone and not both else None
+    values: dict[str, Any] = {
+        "who": "run" if alone else "both" if both else _SIDES[odd],
+        "dtype": dtypes[odd],
+        "expected": row.expected,
+        "expected_from": row.expected_from,
+    }
+    if row.part == "main weights":
+        shares = [
+            step.num_unmoved / step.num_stepped
+            for step in (steps if both else [steps[odd]])
+            if step is not None and step.num_stepped
+        ]
+        return fact(
+            _CODES[row.part], **values,
+            holder=_SIDES[1 - odd] if other == "float32" else None,
+            unmoved=[fact("precision.unmoved", share=share) for share in shares if any(shares)],
+        )  # fmt: skip
+    return fact(
+        _CODES[row.part], **values, other_dtype=other,
+        other=_SIDES[1 - odd] if other else None,
+    )  # fmt: skip
+
+
+# The precision audit: in which dtype each part of a model really ran, beside what is expected.
+#
+# Read from operator records alone: no tensor is opened. Every operator rounds its result to the
+# result's dtype, so a part made of several was computed in the narrowest dtype among their
+# results; that much is known. Not known, and not claimed: what one kernel does inside. A
+# fused attention or norm is named as such; a 16-bit softmax or matrix product says what it took
+# and gave, and what it adds up in is for the probe to tell.
+#
+# A part is below what is expected where that narrowest dtype has fewer bits or less range than
+# every dtype that would do (precision.expectations). A run computed in float64 is not audited. A
+# finding is made where the sides computed the same module's part in different dtypes, or where a
+# side is below what the model's own code asks for; below common practice alone is shown in the
+# table and accuses nobody.
 
 MAX_OPERATORS = 64
 """Named at one place; a scan calls the same line once for every token."""
@@ -165,7 +893,7 @@ def _place(part: PartOperators, manifest: Manifest, family: OperatorFamily | Non
     ]
     if part.part in ("matrix product", "router product", "logits"):
         # what is multiplied is rounded to the operands' dtype before anything is added up
-        factors = [t for t in taken if format_named(t).kind == "float" or t in _CODES]
+        factors = [t for t in taken if format_named(t).kind == "float" or t in _CODE_DTYPES]
         computed = min([computed, *factors], key=_width)
     chosen = root if same else narrow
     dtype = manifest.model.dtype
@@ -228,7 +956,7 @@ def _recorded_logits(run: Run, site: str, family: OperatorFamily | None) -> Iter
 
 _COMPONENT = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 """The dtype of a complex number's parts."""
-_CODES = ("int8", "uint8")
+_CODE_DTYPES = ("int8", "uint8")
 
 
 def _width(dtype: str) -> tuple[int, float]:

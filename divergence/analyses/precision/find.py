@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from divergence.analyses.precision.audit import audit_runs
-from divergence.analyses.precision.step import PHASES, gradient_errors
+from divergence.analyses.precision.audit import PHASES, audit_runs, gradient_errors
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.results import AuditResult, Finding, Verdict
 from divergence.run.site import of_parameter
-
-__all__ = ["explain", "find"]
 
 
 def find(measured: Measured) -> AnalysisResult:

@@ -7,8 +7,6 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import Background
 from divergence.html.parts import Section, Table, el, table
 
-__all__ = ["page"]
-
 
 def page(report: Report, background: Background) -> list[Section]:
     """Nothing where no operator was recorded."""

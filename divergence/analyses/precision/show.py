@@ -6,8 +6,6 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import INSIDE, AuditedPlace, AuditResult, AuditRow
 from divergence.layout import BLANK, MAX_WIDTH, Line, count, cut, heading, line, prose
 
-__all__ = ["audit_lines", "dtype_words", "expectation", "footer", "show"]
-
 _PART, _SIDE = 18, 19
 
 

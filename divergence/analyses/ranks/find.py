@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
-from divergence.comparison.preflight.owner import without_pads
+from divergence.comparison.preflight.code import without_pads
 from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results import Finding, Onset, SiteResult, Verdict, order_of
 from divergence.facts import Fact, fact
@@ -29,8 +29,6 @@ from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["check_replicas", "explain", "find"]
 
 _FAR = 8.0
 """A version this many times farther from the other run than the other version is the wrong one."""

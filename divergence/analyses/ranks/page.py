@@ -7,8 +7,6 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import Background
 from divergence.html.parts import Section, el, facts, name
 
-__all__ = ["page"]
-
 
 def page(report: Report, background: Background) -> list[Section]:
     """Nothing where each run was made by one process."""

@@ -8,8 +8,6 @@ from divergence.comparison.result import ReplicaCheck, ReplicaDiff, Report
 from divergence.layout import BLANK, Line, heading, prose
 from divergence.words import letter
 
-__all__ = ["check_text", "diff_text", "show"]
-
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     """Nothing where each run was made by one process."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from divergence.comparison.result import Report, SuiteCase, SuiteOperator
+from divergence.comparison.result import Report
+from divergence.comparison.results import SuiteCase, SuiteOperator
 from divergence.layout import (
     BLANK,
     Line,
@@ -16,8 +17,6 @@ from divergence.layout import (
     times,
 )
 from divergence.words import letter
-
-__all__ = ["all_rows", "operator_row", "show", "titles"]
 
 _STYLES = {"wrong": "bold red", "flushed": "yellow", "ties": "yellow"}
 _PREFIX = "suite."

@@ -14,8 +14,6 @@ from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS
 from divergence.words import Side
 
-__all__ = ["find", "findings_of"]
-
 
 def find(measured: Measured) -> AnalysisResult:
     """With a truth it is told where a token flips over a gap that rounding does not bridge, or the

@@ -22,8 +22,6 @@ from divergence.html.parts import (
 from divergence.layout import count, fixed
 from divergence.run.manifest import SampleTokens
 
-__all__ = ["page"]
-
 _MOST_STRIPS = 8
 _MOST_TOKENS = 128
 """Of one prompt."""

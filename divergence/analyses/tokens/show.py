@@ -12,8 +12,6 @@ from divergence.comparison.results import Explanation, TokenChoice, TokenDiffere
 from divergence.layout import BLANK, Line, columns, count, decimal, fixed, heading, prose, times
 from divergence.words import letter
 
-__all__ = ["explained_lines", "judgement_lines", "kl_lines", "show", "top_rows"]
-
 """How the note begins that says why a token was not explained."""
 
 

@@ -40,8 +40,6 @@ from divergence.run.reader import Run
 from divergence.run.record import Coordinates, Record
 from divergence.run.site import BUILTIN_SITES, compile_patterns, module_of, starred
 
-__all__ = ["account", "not_exercised", "tokens_row"]
-
 _GIVEN = fact("align.given")
 _CLOSER = fact("align.closer")
 _BY_DIGEST = fact("align.by_digest")

@@ -20,11 +20,6 @@ from divergence.run.site import ROOT, is_operator_site, module_of, unescape_path
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Pair", "Piece", "Pieces", "PromptStep", "indexed", "is_given", "is_repeated", "kinds_of",
-    "logits_row", "pieces_in", "repeated", "same_positions", "why_no_pair",
-]  # fmt: skip
-
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set."""

@@ -37,12 +37,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair
-from divergence.numerics.floor import (
-    ACCUMULATOR_ROUNDOFF,
-    THRESHOLDS,
-    Thresholds,
-    floor_weights,
-)
+from divergence.numerics.floor import ACCUMULATOR_ROUNDOFF, THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs import SINK_FACTOR
 from divergence.numerics.sums import RowMetrics
@@ -51,11 +46,6 @@ from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, LOSS, module_of, of_parameter
-
-__all__ = [
-    "Floor", "ModelFloor", "Ratios", "cancels", "gradient_format", "row_floor", "small_rows",
-    "stacked", "storage_format", "usual_norm", "work_dtype", "work_format",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

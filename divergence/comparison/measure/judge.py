@@ -1,20 +1,17 @@
-"""Judging measured pairs: floors and ratios of many at a time, and a SiteResult of each.
-
-What a module inherits in a free pass was measured before it, so pairs come in the alignment's
-order. Pairs of one kind (rows, formats, width, role) are then judged together, as arrays.
-"""
+"""One measured pair as a row: its fields, its floor, and its limits."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 import numpy as np
 
-from divergence.comparison.align.pieces import Pair, Pieces
+from divergence.comparison.align.pieces import Pair, Piece, Pieces
 from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
 from divergence.comparison.measure.floors import (
     Floor,
@@ -28,28 +25,231 @@ from divergence.comparison.measure.floors import (
     usual_norm,
     work_dtype,
 )
-from divergence.comparison.measure.site_fields import (
-    ModuleFields,
-    SitePlace,
-    identical_site,
-    nonfinite_of,
-    placed,
-    shared_fields,
+from divergence.comparison.measure.truth import SamplesBySite, grouped, truth_diffs
+from divergence.comparison.results import (
+    LogitsDiff,
+    NonfiniteCount,
+    PromptRatio,
+    SiteResult,
+    TruthDiff,
+    num_rows,
 )
-from divergence.comparison.measure.truth import SamplesBySite
-from divergence.comparison.measure.truth_stats import grouped, truth_diffs
-from divergence.comparison.results import LogitsDiff, PromptRatio, SiteResult, TruthDiff, num_rows
+from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import Format, format_named
+from divergence.numerics.pairs import SINK_FACTOR, AgainstTruth, measure_pair
+from divergence.numerics.summary import Summary
 from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
-from divergence.run.reader import Run
+from divergence.run.reader import COLUMNS, Run
+from divergence.run.record import Record
 from divergence.run.site import is_gradient, module_of, of_parameter
 from divergence.words import Side
 
 if TYPE_CHECKING:
-    from divergence.numerics.pairs import AgainstTruth
     from divergence.run.reader import OwnFloor
 
-__all__ = ["Judge", "PairNumbers"]
+
+# Both sides against the float64 of one of them, where no more is known than the sums of its error.
+#
+# Of the side that carries the floor (run.floor) the error e is known, and the difference d of the
+# two sides. The other side's error f is not. Where one side's error has a part that the other's has
+# not, the smaller one and that part are as good as orthogonal:
+#
+#     d = f + e, so f² = d² - e²        the other side is the farther off, or as far by itself
+#     e = f + d, so f² = e² - d²        it shares a part of e, and has not the rest
+#
+# so f is taken to be sqrt(|d² - e²|). That is a figure, no measurement, and where d and e are of a
+# size it is small whatever f is. So it counts for no less than rounding may be: e, as far as that
+# is within ``typical`` floors of the rounding model (less what ``truth_confirm`` leaves room for).
+# Then the other side is blamed where it is beyond its limits for certain, by the triangle
+# inequality; the side of the floor where its own error is beyond what rounding makes, and not the
+# other's by as much. Where that figure is far below e, the two are judged as without a truth
+# (``AgainstTruth.alike``).
+#
+# In a free pass d is what was made here, beyond what may be made of what came in.
+
+
+def bounded(
+    floor: np.ndarray,
+    rows: RowMetrics | None,
+    between: np.ndarray,
+    side: Side,
+    *,
+    num_values: int,
+    row_floor: Callable[[np.ndarray, np.ndarray | None], np.ndarray | None],
+    thresholds: Thresholds,
+) -> AgainstTruth | None:
+    """``floor`` (T, 6): of ``side``. ``rows``: of the two sides; None where they are equal.
+    ``between`` (T,): d, nan in rows that do not count. ``num_values``: of a row, at most.
+    ``row_floor``: the rounding model's, from norms. None where nothing can be said."""
+    columns = dict(zip(COLUMNS, floor.T, strict=True))
+    norm = columns["size"] if rows is None else rows.norm
+    update = columns["update"] if rows is None else rows.update_norm
+    kept = np.isfinite(between) & np.isfinite(columns["error"]) & np.isfinite(norm) & (norm > 0)
+    index = np.flatnonzero(kept)
+    if not len(index):
+        return None
+    norm, between, error = norm[index], between[index], columns["error"][index]
+    update = None if update is None else update[index]
+    model = row_floor(norm, update)
+    if model is None:
+        return None
+    figure = np.sqrt(np.abs(np.square(between) - np.square(error)))
+    usual = np.minimum(error, thresholds.typical / thresholds.truth_confirm * model * norm)
+    other = np.maximum(usual, figure)
+    fourth = columns["fourth"][index]
+    ratio = np.divide(error, fourth, out=np.ones_like(error), where=fourth > 0)
+    zeros = np.zeros(len(index))
+    none = None if update is None else zeros
+    sides = (error, other) if side == "reference" else (other, error)
+    return AgainstTruth(
+        norm=norm, update=update, reference=sides[0], candidate=sides[1], between=between,
+        gain_reference=zeros, gain_candidate=zeros,
+        update_gain_reference=none, update_gain_candidate=none,
+        spread=np.clip(ratio**4, 1.0, max(1, num_values)),
+        sink=norm > SINK_FACTOR * np.median(norm),
+        channels=np.zeros((6, 0)), peaks=np.zeros(3), row_index=index,
+        alike=figure >= error / thresholds.truth_confirm,
+    )  # fmt: skip
+
+
+def made_here(
+    rows: RowMetrics, inherited: RowMetrics | None, beside: float, thresholds: Thresholds
+) -> np.ndarray:
+    """Of a free pass (T,): d without what came in and what may have been made of that. An error
+    that came in moves along, and a module may enlarge it by ``free_gain``."""
+    with np.errstate(all="ignore"):
+        before, carried = np.full(len(rows.norm), beside), np.zeros(len(rows.norm))
+        if inherited is not None:
+            own = np.nan_to_num(inherited.rel_l2)
+            carried, before = own * inherited.norm, np.maximum(before, own)
+        size = rows.norm if rows.update_norm is None else rows.update_norm
+        enlarged = thresholds.free_gain * before * size
+        rest = np.square(rows.diff) - np.square(carried) - np.square(enlarged)
+        made: np.ndarray = np.where(np.isfinite(rows.rel_l2), np.sqrt(np.maximum(rest, 0)), np.nan)
+    return made
+
+
+# The fields of a SiteResult: of a measured pair, and of one that is equal bit for bit.
+
+
+class ModuleFields(TypedDict):
+    """The fields of a SiteResult that say where in the model its site lies."""
+
+    block: str | None
+    role: str | None
+    kind: str | None
+
+
+class SitePlace(ModuleFields):
+    """The fields of a SiteResult that say which two tensors it is about."""
+
+    pass_: str
+    sample: int
+    step: int
+    site: str
+    order: int
+    candidate_site: str | None
+    match: str
+    reference_dtype: str
+    candidate_dtype: str
+
+
+_PAIRS_OWN = [
+    name for name in PairMetrics.__struct_fields__ if name not in SiteResult.__struct_fields__
+]  # fmt: skip
+_COUNTS = operator.attrgetter("reference_nan", "reference_inf", "candidate_nan", "candidate_inf")
+
+
+def identical_site(record: Record, place: SitePlace) -> SiteResult:
+    """Bit for bit the same: every difference is 0, and nothing is measured."""
+    summary = record.summary or Summary(min=None, max=None, mean=None, rms=None, absmax=None)
+    norm = None if summary.rms is None else summary.rms * math.sqrt(record.numel)
+    if record.summary is not None:
+        norm = norm or 0.0
+    bad = NonfiniteCount(
+        reference_nan=summary.num_nan,
+        reference_inf=summary.num_posinf + summary.num_neginf,
+        candidate_nan=summary.num_nan,
+        candidate_inf=summary.num_posinf + summary.num_neginf,
+        reference_neginf=summary.num_neginf,
+        candidate_neginf=summary.num_neginf,
+    )
+    is_float = format_named(record.dtype).kind == "float"
+    return SiteResult(
+        **place, shape=record.shape, identical=True, numel=record.numel, rel_l2=0.0, cosine=1.0,
+        one_minus_cosine=0.0, sqnr_db=math.inf, max_abs=0.0, reference_norm=norm,
+        candidate_norm=norm, gain=0.0, gain_se=0.0,
+        ulp_format=record.dtype if is_float else None,
+        ulp_share_over_1=0.0 if is_float else None, ulp_p99=0.0 if is_float else None,
+        ulp_max=0.0 if is_float else None, token_rel_l2_median=0.0, token_rel_l2_p99=0.0,
+        token_rel_l2_max=0.0, channel_rel_l2_max=0.0, nonfinite=bad if bad.total else None,
+    )  # fmt: skip
+
+
+def shared_fields(metrics: PairMetrics) -> dict[str, Any]:
+    """The fields that SiteResult takes over as they are: those of the same name."""
+    fields = msgspec.structs.asdict(metrics)
+    for name in _PAIRS_OWN:
+        del fields[name]
+    return fields
+
+
+def nonfinite_of(
+    metrics: PairMetrics, rows: RowMetrics | None, pieces: Pieces, piece: Piece,
+    shape: tuple[int, ...],
+) -> NonfiniteCount | None:  # fmt: skip
+    """Counts of both sides, where there is anything to count, and the prompts that hold it."""
+    if not any(_COUNTS(metrics)):
+        return None
+    counts = NonfiniteCount(
+        reference_nan=metrics.reference_nan,
+        reference_inf=metrics.reference_inf,
+        candidate_nan=metrics.candidate_nan,
+        candidate_inf=metrics.candidate_inf,
+        reference_neginf=metrics.reference_neginf,
+        candidate_neginf=metrics.candidate_neginf,
+        differ=metrics.nonfinite_differ,
+        reference_alone=metrics.reference_alone,
+        candidate_alone=metrics.candidate_alone,
+        mask_alike=metrics.mask_alike,
+    )
+    if rows is None or rows.nonfinite is None:
+        return counts
+    worst = rows.nonfinite == rows.nonfinite.max()
+    sample, position = pieces.locate(piece, shape, int(worst.argmax()))
+    members = pieces.members(piece, shape)
+    of_members = worst.reshape(len(members), -1).any(axis=1) if members else []
+    prompts = [member for member, holds in zip(members, of_members, strict=True) if holds]
+    return msgspec.structs.replace(counts, sample=sample, position=position, prompts=prompts)
+
+
+def placed(counts: NonfiniteCount, pieces: Pieces, piece: Piece) -> NonfiniteCount | None:
+    """``counts`` of a tensor of the reference that both sides have, without rows of padding, which
+    the statistics count, and with the place, which they do not tell."""
+    record = piece.record
+    mask = pieces.row_mask(piece, record.shape)
+    only_masked = not counts.reference_nan and counts.reference_inf == counts.reference_neginf
+    if mask is None and only_masked:
+        return counts
+    tensor = pieces.reference.read(record)
+    metrics, rows = measure_pair(tensor, tensor, row_mask=mask)
+    return nonfinite_of(metrics, rows, pieces, piece, record.shape)
+
+
+def without_floor(sites: Sequence[SiteResult]) -> list[SiteResult]:
+    """Sites of two probes: their inputs cancel on purpose, and no model's floor fits."""
+    return [
+        msgspec.structs.replace(
+            site, floor=None, ratio=None, ratio_max=None, ratio_sink=None, prompts=[]
+        )
+        for site in sites
+    ]
+
+
+# Judging measured pairs: floors and ratios of many at a time, and a SiteResult of each.
+#
+# What a module inherits in a free pass was measured before it, so pairs come in the alignment's
+# order. Pairs of one kind (rows, formats, width, role) are then judged together, as arrays.
 
 _Forward = tuple[int, int, str]
 """(sample, step, module path)."""
@@ -366,8 +566,6 @@ class Judge:
     def _bounded(self, pair: Pair, judged: _Judged | None) -> AgainstTruth | None:
         """Both sides by the floor that one carries; ``judged``: None where the two are equal."""
         import torch
-
-        from divergence.comparison.measure.own_floor import bounded, made_here
 
         assert self._own_floor is not None
         piece = pair.reference if self._floor_side == "reference" else pair.candidate

@@ -31,14 +31,13 @@ from datetime import timedelta
 from typing import Any
 
 from divergence.comparison.align.pieces import Pair, Piece
-from divergence.comparison.measure.measurer import Measurer, PairNumbers
-from divergence.comparison.measure.pipeline import measure_pairs, measured_by
+from divergence.comparison.measure.judge import PairNumbers
+from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.runs import measure_pairs, measured_by
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.words import Progress, silent
-
-__all__ = ["num_processes", "share_out", "shared_with_ranks"]
 
 TIMEOUT = timedelta(days=7)
 """For a rank that is still at work. One that is gone breaks its connection, which is seen at
@@ -230,8 +229,10 @@ def _batches(
         try:
             measurer, pairs = _unpacked(job, runs)
         except DivergenceError as error:
-            error.hint = "every rank must be able to read the runs: a shared file system, or a URL"
-            raise
+            raise type(error)(
+                error.message, where=error.where,
+                hint="every rank must be able to read the runs: a shared file system, or a URL",
+            ) from error  # fmt: skip
         with contextlib.closing(measure_pairs(measurer, pairs)) as measured:
             num_bytes = 0
             for pair, numbers in zip(pairs, measured, strict=True):

@@ -1,9 +1,18 @@
-"""Measuring: two runs, aligned, with the numbers of every pair of tensors."""
+"""Two runs measured: opened, aligned, and every pair read and measured once, in order."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import msgspec
 
 from divergence.comparison.advice import advise
 from divergence.comparison.align.coverage import account, tokens_row
@@ -15,21 +24,350 @@ from divergence.comparison.align.pairs import (
     replayed_from,
     why_nothing,
 )
+from divergence.comparison.align.pieces import Pair, pieces_in, why_no_pair
 from divergence.comparison.analysis import Measured, is_probe, numbers_of
+from divergence.comparison.experts import Routes
 from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.judge import PairNumbers, without_floor
 from divergence.comparison.measure.measurer import Measurer
-from divergence.comparison.measure.pipeline import measure_all
-from divergence.comparison.measure.site_fields import without_floor
 from divergence.comparison.measure.truth import Truth, inputs_of
 from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.errors import IncomparableError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
+from divergence.numerics.kernels import kernel_for, set_device
 from divergence.run.reader import Run
-from divergence.words import Progress
+from divergence.run.site import BACKWARD, is_operator_site
+from divergence.words import Progress, Side, silent
 
-__all__ = ["aligned", "measure", "measure_tensors", "opened", "run_notes"]
+if TYPE_CHECKING:
+    import torch
+
+
+# Measuring many pairs: read ahead, measured side by side, handed on and judged in order.
+#
+# Two halves, so that the first may run anywhere: ``measure_pairs`` looks at pairs and gives what
+# was found of each (``PairNumbers`` can be pickled and sent), whatever process does it;
+# ``results_of_pairs`` needs them all in the alignment's order, since in a free pass a module
+# inherits what was judged before it.
+#
+# Three steps, each ahead of the next. One thread asks the system to fetch what comes, into its own
+# cache: hundreds of MB ahead, since that is nobody's memory, and so the disk works while compiled
+# loops load. Two threads take the pairs' checksums (at some 20 GB/s), which maps the bytes and
+# brings them into the last cache; the others measure. What was measured is given back, and what is
+# under way is bounded in bytes, so memory stays flat on dumps larger than it. Reading into buffers,
+# or past the cache, was no faster, and costs a copy.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_MOST_THREADS = 8
+_AHEAD_BYTES = 40 << 20
+"""Pairs are started until so much is under way for each thread; one at least, however large."""
+_FETCHED_BYTES = 512 << 20
+"""Pairs are fetched into the system's cache until so much lies ahead of those that are started."""
+_FETCHED_ALONE_BYTES = 1 << 20
+"""What is smaller comes with its neighbours, when one of them is read."""
+_MOST_PAIRS = 512
+"""In a batch of small ones."""
+_JUDGED_AT_ONCE = 4096
+"""Pairs whose numbers wait to be judged together."""
+_HELD_BYTES = 32 << 20
+"""Of columns, which pairs against a truth hold until they are judged."""
+_READERS = 1
+"""A disk serves two better than one; on two cores more get into one another's way."""
+_LARGE_BYTES = 64 << 20
+"""From here on the threads share a pair: few as large are under way side by side."""
+_MEASURE: ContextVar[Callable[..., Generator[PairNumbers | None]] | None] = ContextVar(
+    "measure", default=None
+)
+_DEVICE: ContextVar[torch.device | None] = ContextVar("device", default=None)
+
+
+def measure_all(
+    measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
+) -> list[SiteResult]:
+    """Measure and judge ``pairs``, in order; what was found of one is dropped once judged."""
+    # decided over all pairs, so that every process that takes a part measures in the same way
+    differing = (pair for pair in pairs if pair.reference.record.xxh3 != pair.candidate.record.xxh3)
+    measurer.kernel = kernel_for(sum(map(_num_bytes, differing)))
+    measurer.device = _DEVICE.get()
+    measure = _MEASURE.get() or measure_pairs
+    with contextlib.closing(measure(measurer, pairs, progress)) as measured:
+        return results_of_pairs(measurer, pairs, measured)
+
+
+@contextlib.contextmanager
+def measured_on(device: str) -> Iterator[None]:
+    """Within it, ``measure_all`` adds up on ``device``; UsageError where that cannot be."""
+    from divergence.numerics.on_device import open_device
+
+    token = _DEVICE.set(None if device == "cpu" else open_device(device))
+    try:
+        yield
+    finally:
+        _DEVICE.reset(token)
+
+
+def measured_where_asked(compare: Callable[P, R]) -> Callable[P, R]:
+    """``compare`` within ``measured_on`` the ``device`` that it is called with; the CPU, which is
+    where nothing else is said, leaves an accelerator of the caller's as it is."""
+
+    @functools.wraps(compare)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = str(kwargs.get("device", "cpu"))
+        with contextlib.nullcontext() if device == "cpu" else measured_on(device):
+            return compare(*args, **kwargs)
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def measured_by(measure: Callable[..., Generator[PairNumbers | None]]) -> Iterator[None]:
+    """Within it, ``measure_all`` has ``measure`` do what ``measure_pairs`` does."""
+    token = _MEASURE.set(measure)
+    try:
+        yield
+    finally:
+        _MEASURE.reset(token)
+
+
+def results_of_pairs(
+    measurer: Measurer, pairs: Sequence[Pair], measured: Iterable[PairNumbers | None]
+) -> list[SiteResult]:
+    """The results, from what ``measure_pairs`` gave for the same pairs in the same order."""
+    results: list[SiteResult] = []
+    waiting: list[tuple[Pair, PairNumbers | None]] = []
+    held_bytes = 0
+    for pair, numbers in zip(pairs, measured, strict=True):
+        waiting.append((pair, numbers))
+        if numbers is not None and numbers.against is not None:
+            held_bytes += numbers.against.channels.nbytes
+        if len(waiting) == _JUDGED_AT_ONCE or held_bytes >= _HELD_BYTES:
+            results += measurer.judge.results(*zip(*waiting, strict=True))
+            waiting.clear()
+            held_bytes = 0
+    if waiting:
+        results += measurer.judge.results(*zip(*waiting, strict=True))
+    return results
+
+
+def num_threads() -> int:
+    """That look at tensors side by side."""
+    import torch
+
+    return max(1, min(_MOST_THREADS, torch.get_num_threads()))
+
+
+def measure_pairs(
+    measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
+) -> Generator[PairNumbers | None]:
+    """What ``Measurer.measure`` gives of each pair, in order; None where the bytes are equal.
+
+    ``pairs`` may be any part of an alignment. Lazy: nothing is read before the first is asked
+    for, and a few pairs beyond the one asked for are under way. Raises RunFormatError on bad bytes.
+    """
+    measurer.reading.prefetch(pairs)
+    batches = list(_batches(pairs))
+    measuring = num_threads()
+    fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
+    reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
+    pool = ThreadPoolExecutor(
+        max_workers=measuring, thread_name_prefix="divergence-measure",
+        initializer=set_device, initargs=(measurer.device,),
+    )  # fmt: skip
+
+    def measure(batch: _Batch, read: Future[None] | None) -> list[PairNumbers | None]:
+        if read is not None:
+            read.result()
+        try:
+            if not batch.is_large:
+                return measurer.measure_small(batch.pairs)
+            # whole pairs side by side; the threads of one that is large share it
+            threads = measuring if batch.num_bytes >= _LARGE_BYTES else 1
+            return [measurer.measure(pair, threads=threads) for pair in batch.pairs]
+        finally:
+            measurer.reading.release(batch.pairs)
+
+    ahead: deque[Future[list[PairNumbers | None]]] = deque()
+    started = under_way_bytes = 0
+    fetched = fetched_bytes = 0
+    number = 0
+    try:
+        for batch in batches:
+            while fetched < len(batches) and fetched_bytes < _FETCHED_BYTES:
+                coming = batches[fetched]
+                if coming.is_large:
+                    fetcher.submit(measurer.reading.fetch, coming.pairs[0])
+                fetched_bytes += coming.num_bytes
+                fetched += 1
+            while started < len(batches) and (
+                not ahead
+                or (len(ahead) < 2 * measuring + 2 and under_way_bytes < measuring * _AHEAD_BYTES)
+            ):
+                coming = batches[started]
+                read = None
+                if coming.is_large:
+                    read = reader.submit(measurer.reading.read_ahead, coming.pairs[0])
+                ahead.append(pool.submit(measure, coming, read))
+                under_way_bytes += coming.num_bytes
+                fetched_bytes -= coming.num_bytes
+                started += 1
+            (progress or silent)(
+                "compare", number, len(pairs), batch.pairs[0].reference.record.site
+            )
+            yield from ahead.popleft().result()
+            under_way_bytes -= batch.num_bytes
+            number += len(batch.pairs)
+    finally:
+        for executor in (fetcher, reader, pool):
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Pairs that one thread looks at in one go: one that is large, or small neighbours."""
+
+    pairs: list[Pair]
+    num_bytes: int
+
+    @property
+    def is_large(self) -> bool:
+        return self.num_bytes >= _FETCHED_ALONE_BYTES
+
+
+def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
+    """Handing a pair from thread to thread takes as long as looking at a small one."""
+    batch: list[Pair] = []
+    total = 0
+    for pair in pairs:
+        num_bytes = _num_bytes(pair)
+        if batch and (total + num_bytes >= _FETCHED_ALONE_BYTES or len(batch) == _MOST_PAIRS):
+            yield _Batch(batch, total)
+            batch, total = [], 0
+        batch.append(pair)
+        total += num_bytes
+    if batch:
+        yield _Batch(batch, total)
+
+
+def _num_bytes(pair: Pair) -> int:
+    """Of both sides."""
+    ref, cand = pair.reference.record, pair.candidate.record
+    return ref.numel * _itemsize(ref.dtype) + cand.numel * _itemsize(cand.dtype)
+
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    return format_named(dtype).itemsize
+
+
+# Measuring escalated passes: each side's float32 pass against the truth, or with each other.
+
+ESCALATED = "escalated"
+
+
+def compare_escalated(
+    a: Run,
+    b: Run,
+    truth: Truth | None,
+    thresholds: Thresholds,
+    measure: Callable[..., list[SiteResult]],
+    progress: Progress | None,
+    *,
+    sides: Sequence[Side] = ("reference", "candidate"),
+    routes: Routes | None = None,
+) -> list[SiteResult]:
+    """One result for each escalated record that has a partner.
+
+    Against the truth each side of ``sides`` answers for itself (``of``); where none reaches, two
+    escalated passes of equal inputs are compared with each other. ``routes`` takes what was seen
+    of experts.
+    """
+    inputs = inputs_of(a, b)
+    both: tuple[tuple[Side, Run], ...] = ("reference", a), ("candidate", b)
+    having = [(name, run) for name, run in both if _has(run)]
+    results: list[SiteResult] = []
+    if truth is not None and truth.anchors:
+        true_run = truth.run
+        for name, run in having:
+            if name not in sides:
+                continue
+            if run.manifest.escalated_to != true_run.manifest.plan.anchored_to:
+                continue
+            if run.manifest.model.dtype != true_run.manifest.model.dtype:
+                continue  # its weights were rounded otherwise: far beyond float32's floor
+            results += _measured(
+                true_run, run, "anchored", name, inputs, thresholds, measure, progress, routes
+            )
+    if (
+        len(having) == 2
+        and a.manifest.model.dtype == b.manifest.model.dtype
+        and a.manifest.escalated_to == b.manifest.escalated_to
+    ):
+        alone = [{(r.sample, r.step, r.site) for r in results if r.of == side} for side in sides]
+        results += _measured(
+            a, b, ESCALATED, None, inputs, thresholds, measure, progress, routes,
+            without=set.intersection(*alone),
+        )  # fmt: skip
+    return results
+
+
+def drop_escalated(alignment: Alignment, results: Sequence[SiteResult]) -> Alignment:
+    """Without the escalated records that ``results`` are of: those were compared after all."""
+    used = {(r.sample, r.step, r.site) for r in results if r.of != "reference"}
+    left = [
+        item
+        for item in alignment.only_candidate
+        if item.pass_ != ESCALATED or (item.sample, item.step, item.site) not in used
+    ]
+    return replace(alignment, only_candidate=left)
+
+
+def _has(run: Run) -> bool:
+    return ESCALATED in run.manifest.plan.passes
+
+
+def _measured(
+    reference: Run,
+    candidate: Run,
+    pass_: str,
+    of: Side | None,
+    inputs: Run | None,
+    thresholds: Thresholds,
+    measure: Callable[..., list[SiteResult]],
+    progress: Progress | None,
+    routes: Routes | None,
+    *,
+    without: Collection[tuple[int, int, str]] = (),
+) -> list[SiteResult]:
+    pairs = []
+    split = reference.manifest.tokens.groups != candidate.manifest.tokens.groups
+    theirs = pieces_in(reference, pass_, split=split)
+    for key, piece in pieces_in(candidate, ESCALATED, split=split).items():
+        other = theirs.get(key)
+        if key in without:
+            continue
+        if is_operator_site(piece.record.site) and BACKWARD in piece.record.site:
+            continue  # sums of gradients are made in another order where casts are: see calls.match
+        if format_named(piece.record.dtype).kind != "float":
+            continue
+        if other is None or why_no_pair(other, piece, exactly=True) is not None:
+            continue
+        pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
+    pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
+                                 pair.reference.record.order))  # fmt: skip
+    float32 = format_named("float32")
+    measurer = Measurer(reference, candidate, ModelFloor(thresholds), inputs=inputs, work=float32)
+    results = [
+        msgspec.structs.replace(result, of=of) for result in measure(measurer, pairs, progress)
+    ]
+    if routes is not None:
+        routes.take(measurer.judge.routes, of)
+    return results
+
+
+# Measuring: two runs, aligned, with the numbers of every pair of tensors.
 
 
 def opened(run: str | Path | Run) -> Run:
@@ -59,7 +397,7 @@ def aligned(a: Run, b: Run, names: NameMap | None) -> Alignment:
         for pair in alignment.pairs
     ):
         return alignment
-    from divergence.comparison.measure.reduced import without_unknowable
+    from divergence.comparison.measure.measurer import without_unknowable
 
     return without_unknowable(alignment, a, b)
 
@@ -99,8 +437,6 @@ def measure(
     )
     escalated: list[SiteResult] = []
     if any("escalated" in run.manifest.plan.passes for run in (a, b)):
-        from divergence.comparison.measure.escalated import compare_escalated
-
         escalated = compare_escalated(
             a, b, against, thresholds, measure_all, progress, routes=measured.routes
         )
@@ -115,8 +451,6 @@ def measure(
             hint=sentence(why_nothing(alignment)),
         )
     if escalated:
-        from divergence.comparison.measure.escalated import drop_escalated
-
         alignment = drop_escalated(alignment, escalated)
     alignment, covered = account(
         alignment, a, b, rename=rename, escalated=escalated, operators=measured.operators
@@ -127,7 +461,7 @@ def measure(
     if sites and all(site.step > 0 for site in sites):
         notes.append(fact("measure.no_prefill"))
     if measured.experts:
-        from divergence.comparison.rerouted import routing_notes
+        from divergence.comparison.experts import routing_notes
 
         notes += routing_notes(sites, measured.routes)
     anchors = against is not None and against.anchors
@@ -172,7 +506,7 @@ def measure_tensors(
     routed: frozenset[str] = frozenset()
     experts = any(note.routed for note in a.manifest.plan.modules.values())
     if experts:
-        from divergence.comparison.rerouted import unknown_blocks
+        from divergence.comparison.experts import unknown_blocks
 
         routed = unknown_blocks(a.manifest, sites)
     return Measured(

@@ -1,35 +1,39 @@
-"""The truth: a float64 run that tells which side of a comparison is farther from what is right.
-
-It must repeat the run whose inputs anchor the comparison: only then did every block of
-all three runs get the same input. Operators that were replayed are judged by a replay in
-float64 of the same run and pass, and by nothing else. TruthSamples gather, site by site and phase
-by phase, how far each side is from it: blocks.blame judges them.
-"""
+"""Both sides held against a truth: errors of each, and which is farther."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from divergence.comparison.align.pairs import replayed_from
-from divergence.comparison.align.pieces import Pair
+from divergence.comparison.align.pieces import Pair, PromptStep
+from divergence.comparison.measure.floors import medians
 from divergence.comparison.preflight.code import other_code
-from divergence.comparison.results import SiteResult
+from divergence.comparison.results import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
+from divergence.numerics.floor import ENOUGH
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.record import Record
+from divergence.run.site import is_norm
+from divergence.words import Side
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from divergence.numerics.pairs import AgainstTruth
 
-__all__ = ["MIN_ROWS", "ChannelSums", "SamplesBySite", "Truth", "TruthSamples", "inputs_of"]
+
+# The truth: a float64 run that tells which side of a comparison is farther from what is right.
+#
+# It must repeat the run whose inputs anchor the comparison: only then did every block of
+# all three runs get the same input. Operators that were replayed are judged by a replay in
+# float64 of the same run and pass, and by nothing else. TruthSamples gather, site by site and phase
+# by phase, how far each side is from it: blocks.blame judges them.
 
 
 class Truth:
@@ -60,12 +64,9 @@ class Truth:
                 hint="divergence compare A B --truth TRUTH, with two other runs",
             )
         if manifest.like not in (a.id, b.id, a.plan.anchored_to, b.plan.anchored_to):
-            raise UsageError(
-                f"{run.path} is the truth of another run ({manifest.like})",
-                hint=make,
-            )
+            raise UsageError(f"{run.path} is the truth of another run ({manifest.like})", hint=make)
         repeated = a if manifest.like != b.id else b
-        from divergence.comparison.preflight.weights import other_weights
+        from divergence.comparison.preflight.models import other_weights
 
         if other_weights(repeated, manifest):
             raise IncomparableError(
@@ -231,3 +232,307 @@ class SamplesBySite:
         both = SamplesBySite()
         both._found = self._found | changed._found
         return both
+
+
+# TruthStats: how one site stands to the truth, over all rows of a phase and forward by forward.
+#
+# Each side's errors are in floors of the rounding model. blocks.blame asks questions of them.
+
+if TYPE_CHECKING:
+    from divergence.numerics.pairs import AgainstTruth
+
+    _Forwards = Sequence[tuple[SiteResult, AgainstTruth, np.ndarray]]
+    """Each with its rows' floor (T,)."""
+
+
+SIDES: tuple[Side, Side] = ("reference", "candidate")
+LEAST_LONE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStats:
+    """One forward of one prompt: each side's median row error, in floor units. ``num_values``: of
+    how many independent numbers its error is made: rounding is relative, so of a row as many as its
+    participation ratio (ΣR²)²/ΣR⁴ says, not as many as it has columns."""
+
+    result: SiteResult
+    typical: dict[Side, float]
+    num_rows: int
+    num_values: int
+    alike: tuple[bool, bool] = (True, True)
+    """Where one side's error is not measured: is it certain that it is about as large as the
+    other's, if it is not larger, in the typical row and in the one that differs most?"""
+
+    def w(self, least: float) -> float:
+        a, b = (math.hypot(self.typical[side], least) for side in SIDES)
+        return b / a if a > 0 else 1.0
+
+
+@dataclass(slots=True)
+class TruthStats:
+    """How one site stands to the truth, all rows of a phase together, and forward by forward.
+
+    ``typical``: each side's median row error in floor units of the rounding model; ``peak``: by
+    question and side, the largest excess of that side over the other, and where; ``gains``:
+    [(mean difference, its standard error), …] over the stream and over the update, with
+    each side's own mean.
+    """
+
+    kind: str
+    num_values: int
+    num_rows: int
+    num_columns: int
+    typical: dict[Side, float]
+    peak: dict[str, dict[Side, tuple[float, SiteResult]]] = field(default_factory=dict)
+    gains: list[dict[str, float]] = field(default_factory=list)
+    first: SiteResult | None = None
+    alike: bool = True
+    """As that of the forwards, of the typical row."""
+    forwards: dict[PromptStep, ForwardStats] = field(default_factory=dict)
+
+    def w(self, least: float) -> float:
+        a, b = (math.hypot(self.typical[side], least) for side in SIDES)
+        return b / a if a > 0 else 1.0
+
+
+def stats_of(samples: TruthSamples) -> TruthStats | None:
+    """Statistics of the samples of one site and phase. None where no row is left."""
+    forwards = [entry for entry in samples.forwards if entry[1].num_rows]
+    if not forwards:
+        return None
+    rows = _Rows(forwards)
+    first = forwards[0][0]
+    last = first.shape[-1] if first.shape else 1
+    if first.estimated is not None:
+        last = first.estimated.num_projections
+    typical = {side: _median(rows.errors[side][rows.usual]) for side in SIDES}
+    stats = TruthStats(
+        kind=forwards[0][0].kind or "",
+        num_values=ENOUGH if is_norm(forwards[0][0].site) else len(rows.norm) * last,
+        num_rows=int(rows.usual.sum()),
+        num_columns=last,
+        typical=typical,
+        first=min((entry[0] for entry in forwards), key=_order),
+    )
+    for mine, other in (SIDES, SIDES[::-1]):
+        usual_other = max(typical[other], LEAST_LONE)
+        excess = rows.errors[mine] / np.hypot(rows.errors[other], usual_other)
+        for why, keep in (("token", rows.usual), ("sink", rows.sink)):
+            if keep.any():
+                top = int(np.where(keep, excess, -math.inf).argmax())
+                result = forwards[int(rows.forward[top])][0]
+                stats.peak.setdefault(why, {})[mine] = (float(excess[top]), result)
+    _channels(stats, samples.channels, rows)
+    _gains(stats, rows)
+    stats.alike = rows.alike(rows.usual)[0]
+    _by_forward(stats, forwards, rows)
+    return stats
+
+
+class _Rows:
+    """All rows of a site's forwards, one after the other, (R,). ``errors``: each side's, in
+    floors; ``usual``: those that are no sinks; ``forward``: the number of the forward."""
+
+    def __init__(self, forwards: _Forwards) -> None:
+        def joined(name: str) -> np.ndarray:
+            return np.concatenate([getattr(against, name) for _, against, _ in forwards])
+
+        counts = [against.num_rows for _, against, _ in forwards]
+        self.start = np.concatenate([[0], np.cumsum(counts)])
+        self.forward = np.repeat(np.arange(len(forwards)), counts)
+        self.norm, self.sink, self.spread = joined("norm"), joined("sink"), joined("spread")
+        self.floor = np.concatenate([floor for _, _, floor in forwards])
+        self.sides = {side: joined(side) for side in SIDES}
+        self.errors = {
+            side: errors / np.maximum(self.norm, 1e-300) / self.floor
+            for side, errors in self.sides.items()
+        }
+        self.usual = ~self.sink if not self.sink.all() else self.sink
+        self.gains: dict[str, dict[Side, np.ndarray]] = {
+            "gain": {s: joined(f"gain_{s}") for s in SIDES}
+        }
+        self.update: np.ndarray | None = None
+        if all(against.update is not None for _, against, _ in forwards):
+            self.update = joined("update")
+            self.gains["update_gain"] = {side: joined(f"update_gain_{side}") for side in SIDES}
+        self._alike, self._between = joined("alike"), joined("between")
+
+    def alike(self, among: np.ndarray) -> tuple[bool, bool]:
+        """(most rows ``among`` all, the one of them with the largest difference for its floor):
+        are both sides' errors alike? Where both are measured they are what they are."""
+        if self._alike.all() or not among.any():
+            return True, True
+        difference = self._between / np.maximum(self.norm, 1e-300) / self.floor
+        worst = int(np.where(among, difference, -math.inf).argmax())
+        return 2 * int(self._alike[among].sum()) > int(among.sum()), bool(self._alike[worst])
+
+
+def _median(values: np.ndarray) -> float:
+    """The lower one."""
+    return float(np.partition(values, (len(values) - 1) // 2)[(len(values) - 1) // 2])
+
+
+def _by_forward(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
+    """Each forward of each prompt by itself."""
+    spread = np.maximum(rows.spread, 1.0)
+    for number, (result, against, _) in enumerate(forwards):
+        mine = slice(int(rows.start[number]), int(rows.start[number + 1]))
+        usual = rows.usual[mine]
+        for sample, members in _prompts(result, against):
+            if against.num_rows == 1:  # most are: a decode step's
+                typical = {side: float(rows.errors[side][mine.start]) for side in SIDES}
+                count, total = 1, float(spread[mine.start])
+            else:
+                both = usual if members is None else usual & members
+                keep = both if both.any() else members if members is not None else ~usual
+                typical = {side: _median(rows.errors[side][mine][keep]) for side in SIDES}
+                # of a few unlike rows the median is one row: no more certain than that one is
+                count = int(keep.sum())
+                total = count * _median(spread[mine][keep])
+            among = np.zeros(len(rows.norm), bool)
+            among[mine] = True if members is None else members
+            stats.forwards[sample, result.step] = ForwardStats(
+                result, typical, count, max(1, round(total)), rows.alike(among)
+            )
+
+
+def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, np.ndarray | None]]:
+    """(prompt, its rows): all rows, None, are one prompt's unless the forward held several, whose
+    rows then follow each other in equal parts."""
+    if len(result.prompts) < 2:
+        return [(result.prompts[0].sample if result.prompts else result.sample, None)]
+    rows_each = math.prod(result.shape[1:-1])
+    by_prompt: list[tuple[int, np.ndarray | None]] = []
+    for number, prompt in enumerate(result.prompts):
+        members = against.row_index // rows_each == number
+        if members.any():
+            by_prompt.append((prompt.sample, members))
+    return by_prompt
+
+
+def _order(result: SiteResult) -> tuple[int, int, int]:
+    return (result.sample, result.step, result.order)
+
+
+def _channels(stats: TruthStats, channels: ChannelSums, rows: _Rows) -> None:
+    """√(one side's squared error in a channel over the other's there plus what the other makes in
+    any channel: its mean one's, or its typical row error's share by size where that is more.
+    Rounding goes with the values: a massive activation holds nearly all of its row's error.
+
+    Of each forward the channel's largest row is left out, of forwards of one row the largest: one
+    bad token is no bad channel, and prompts that begin alike have the same bad token."""
+    if channels.is_mixed:
+        return  # attention weights: their last axis is the tokens seen so far
+    sums = channels.total
+    if int((~rows.sink).sum()) < MIN_ROWS or sums.shape[1] < 2:
+        return
+    for mine, other in ((0, 1), (1, 0)):
+        whole = float(sums[other].mean())
+        if whole <= 0:
+            continue
+        errors = rows.sides[SIDES[other]] / np.maximum(rows.norm, 1e-300)
+        # of a row that should be zero the error is without bound: then the mean channel is held to
+        with np.errstate(all="ignore"):
+            share = np.nan_to_num(np.square(np.float64(_median(errors[~rows.sink]))) * sums[3])
+        largest = channels.largest_of_long[mine]
+        if channels.num_alone >= MIN_ROWS:
+            largest = largest + channels.largest_alone[mine]
+        excess = (sums[mine] - largest) / (sums[other] + np.maximum(share, whole))
+        assert stats.first is not None
+        top = math.sqrt(max(0.0, float(excess.max())))
+        stats.peak.setdefault("channel", {})[SIDES[mine]] = (top, stats.first)
+
+
+def _gains(stats: TruthStats, rows: _Rows) -> None:
+    if stats.num_rows < MIN_ROWS:
+        return
+    for name, gains in rows.gains.items():
+        scale = rows.floor
+        if name == "update_gain" and rows.update is not None:
+            scale = scale * (rows.norm / np.maximum(rows.update, 1e-300))
+        scale = (scale / np.sqrt(np.maximum(rows.spread, 1.0)))[rows.usual]
+        reference, candidate = (gains[side][rows.usual] for side in SIDES)
+        paired = candidate - reference
+        stats.gains.append(
+            {
+                "difference": float(paired.mean()),
+                "error": float(paired.std(ddof=1)) / math.sqrt(len(paired)),
+                # all tokens may round a dominant channel the same way
+                "common": _median(scale),  # per unit of typical error
+                "reference": float(reference.mean()),
+                "candidate": float(candidate.mean()),
+            }
+        )
+
+
+def truth_diffs(
+    judged: Sequence[AgainstTruth | None], *, estimated: Side | None = None
+) -> list[TruthDiff | None]:
+    """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R).
+    ``estimated``: the side whose error is not measured (comparison.measure.judge)."""
+    by_number: dict[int, TruthDiff] = {}
+    numbered = [(n, errs) for n, errs in enumerate(judged) if errs is not None and errs.num_rows]
+    for alike in grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
+        differences = _differences([errs for _, errs in alike], estimated=estimated)
+        by_number |= {
+            number: difference for (number, _), difference in zip(alike, differences, strict=True)
+        }
+    return [by_number.get(number) for number in range(len(judged))]
+
+
+def _differences(alike: Sequence[AgainstTruth], *, estimated: Side | None) -> Iterator[TruthDiff]:
+    """Of forwards with as many rows and columns."""
+
+    def joined(name: str) -> np.ndarray:
+        """(N, …): sooner than np.stack, which looks at each array by itself."""
+        together: np.ndarray = np.concatenate([getattr(errs, name) for errs in alike])
+        return together.reshape(len(alike), -1)
+
+    sink = joined("sink")
+    usual = np.where(sink.all(axis=1, keepdims=True), sink, ~sink)
+    norm = np.maximum(joined("norm"), 1e-300)
+    counts = usual.sum(axis=1)
+    rank = np.maximum(1, np.rint(0.99 * counts)).astype(np.int64)
+    # each of the reference, the candidate, and between them
+    middle, p99, top = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    for name in ("reference", "candidate", "between"):
+        rows = joined(name) / norm
+        ordered = np.sort(np.where(usual, rows, math.nan), axis=1)
+        middle.append(medians(rows, usual))
+        p99.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
+        top.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
+    channel = np.sqrt(joined("peaks")).T
+    gains = [
+        np.where(usual, joined(name), 0.0).sum(axis=1) / counts
+        for name in ("gain_reference", "gain_candidate")
+    ]
+    both = (middle, p99, top, channel)
+    columns = [
+        *middle[:2],
+        *(_over(errors[2], errors[0], both_zero=0.0) for errors in both),
+        *(_over(errors[1], errors[0], both_zero=1.0) for errors in both),
+        *gains,
+    ]
+    for values in zip(*(column.tolist() for column in columns), strict=True):
+        figures = dict(zip(TruthDiff.__struct_fields__, values, strict=False))
+        yield TruthDiff(**figures, estimated=estimated)
+
+
+def _over(top: np.ndarray, bottom: np.ndarray, *, both_zero: float) -> np.ndarray:
+    """x/0 = inf. 0/0 = 1 for W (both are right), 0 for r (they are equal)."""
+    with np.errstate(all="ignore"):
+        of_zero = np.where(top == 0, both_zero, math.inf)
+        return np.where(bottom > 0, top / bottom, of_zero)
+
+
+_Item = TypeVar("_Item")
+
+
+def grouped(items: Iterable[_Item], kind_of: Callable[[_Item], object]) -> list[list[_Item]]:
+    """Items of one kind together; those of kind None are left out."""
+    groups: dict[object, list[_Item]] = {}
+    for item in items:
+        kind = kind_of(item)
+        if kind is not None:
+            groups.setdefault(kind, []).append(item)
+    return list(groups.values())

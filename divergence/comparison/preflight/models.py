@@ -1,40 +1,288 @@
-"""Two models, from what their manifests say: parameters by name, blocks by place, configurations.
-
-A digest says whether two tensors are equal; which belong together, names tell. Two checkpoints of
-one model may differ in a prefix (a base model and its causal LM: ``layers.0`` and
-``model.layers.0``), and one may have a head besides. So names are matched one to one: by a name
-map, then as they stand or by prefixes, as many as it takes (a model of several towers). A set of
-equal values is no match: with a duplicated layer every value of one side is on the other too.
-
-What is left over on one side is another architecture, unless it is no part of what runs between the
-embedding and the head: outside all numbered modules (``.3.``), and either outside the prefix that
-matched (a head on a base model) or a copy of a matched tensor (tied weights written out).
-
-A configuration's key that moved (``rope_theta`` into ``rope_parameters``, as from one version of
-transformers to another) is found by its last name.
-
-The causes are guesses with the facts that they rest on, said beside the difference itself and never
-in its place: a LoRA that is not merged, weights that are tied on one side, a padded vocabulary, one
-layer that was trained further, another chat template or tokenizer.
-"""
+"""Which model each side ran: configuration, parameters, weights and codes."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from divergence.comparison.align.pairs import NameMap
 from divergence.comparison.results import PreflightLine, PreflightStatus
 from divergence.facts import Fact, apart, fact, sentence
-from divergence.run.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
+from divergence.numerics.formats import format_named
+from divergence.run.manifest import (
+    NUM_SUMS,
+    UNKNOWN,
+    Calibration,
+    ConfigValue,
+    EngineNote,
+    Manifest,
+    ModelIdentity,
+    ParameterNote,
+)
 from divergence.run.site import starred, unescape_path
 
-__all__ = [
-    "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
-    "config_line", "first_difference", "match_parameters", "quantization_line",
-    "shape_of", "tells_in_part", "template_cause", "tokenizer_cause", "weight_causes",
-]  # fmt: skip
+# How parameters that are not equal belong together: what two manifests tell of each pair.
+#
+# Equal values in another dtype, and values rounded to a narrower one that is the parameter's own
+# dtype, are the same weights: what differs is the dtype. All else is another experiment, whose
+# cause is named as far as digests and twelve sums with signs tell it: of D = B - A each sum has the
+# size of D's norm, unless D's rows, or its columns, were only put in another order.
+
+_SAME = 1e-4
+"""Of the norm: sums of equal numbers, added up in float32 in another order, are nearer."""
+_SHORT = {name: format_named(name).unit_roundoff for name in ("bfloat16", "float16")}
+"""Of the norm: rounding to it takes numbers no farther apart."""
+_MOVED = 1e-2
+"""Of the norm: sums that an order of rows changes are farther apart, and small changes nearer."""
+_NEAR = 0.25
+"""Of the norm: what coarse codes make of weights, and hardly anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relations:
+    """Of all parameters that differ: are they the same values but for their dtypes, and what
+    relates them, by class of parameter, where anything does?"""
+
+    only_dtypes: bool
+    facts: list[Fact]
+
+    @property
+    def status(self) -> PreflightStatus:
+        """Do they stop a comparison?"""
+        return "differs" if self.only_dtypes else "blocking"
+
+    @property
+    def details(self) -> list[Fact]:
+        """The first few, as one fact; none where nothing is known."""
+        return [fact("preflight.relations", relations=self.facts)] if self.facts else []
+
+
+def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Relations | None:
+    """What is known of each pair that differs; None where a manifest does not tell. ``pairs``:
+    names that belong together, A's to B's."""
+    kinds: dict[Fact | None, tuple[list[str], list[float]]] = {}
+    only_dtypes = True
+    for name, other in pairs.items():
+        if a.digests[name] == b.digests[other]:
+            continue
+        how, same, near = _of_models(name, other, a, b), False, None
+        if how is None:
+            notes = a.parameters.get(name), b.parameters.get(other)
+            if notes[0] is None or notes[1] is None:
+                return None
+            how, same, near = _relation(notes[0], notes[1], has_codes=a.quantization is not None)
+        only_dtypes = only_dtypes and same
+        names, apart = kinds.setdefault(how, ([], []))
+        names.append(name)
+        apart += [] if near is None else [near]
+    relations = [
+        fact(
+            "preflight.relation", names=list(dict.fromkeys(map(starred, names))), how=how,
+            apart=_apart(apart),
+        )
+        for how, (names, apart) in kinds.items()
+        if how or apart
+    ]  # fmt: skip
+    return Relations(only_dtypes, relations)
+
+
+def _of_models(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    """What the model says of one parameter: its checkpoint lacks it, or it is another one too."""
+    sides: Sequence[tuple[str, ModelIdentity, str, ModelIdentity]] = (
+        ("reference", a, name, b), ("candidate", b, other, a)
+    )  # fmt: skip
+    for side, model, path, _ in sides:
+        if path in model.missing:
+            return fact("preflight.initialised", side=side)
+    for side, model, path, opposite in sides:
+        digest = model.digests[path]
+        note = model.parameters.get(path)
+        if note is None or len(note.shape) < 2 or note.norm == 0:
+            continue  # vectors of zeros or ones, as norms begin with, are equal by themselves
+        equal = [key for key in model.digests if key != path and model.digests[key] == digest]
+        for key in equal:
+            if opposite.digests.get(key) not in (None, opposite.digests.get(path)):
+                return fact("preflight.tied_alone", key=key, side=side)
+    return None
+
+
+def _relation(
+    a: ParameterNote, b: ParameterNote, *, has_codes: bool
+) -> tuple[Fact | None, bool, float | None]:
+    """(what relates them, or nothing that is known; is it the dtype alone?; how far apart, where
+    that is to be said). ``has_codes``: of a quantised model, where training is no cause."""
+    if a.shape != b.shape:
+        return fact("preflight.shapes", reference=a.shape, candidate=b.shape), False, None
+    dtypes = {"reference": a.dtype, "candidate": b.dtype}
+    if a.values == b.values:
+        return fact("preflight.values_in_dtypes", **dtypes), True, None
+    for side, other, mine, theirs in (
+        ("candidate", "reference", b, a), ("reference", "candidate", a, b)
+    ):  # fmt: skip
+        for form, digest in theirs.rounded.items():
+            if digest == mine.values or digest == mine.rounded.get(form) == mine.values:
+                narrower = mine.dtype == form != theirs.dtype
+                how = fact("preflight.rounded_to", side=side, other=other, form=form)
+                return how, narrower, None
+    if not (0 < a.norm < math.inf and 0 < b.norm < math.inf):
+        zeros = [side for side, note in (("reference", a), ("candidate", b)) if note.norm == 0]
+        return fact("preflight.all_zeros", side=zeros[0]) if zeros else None, False, None
+    apart = [x - y for x, y in zip(b.sums, a.sums, strict=True)]
+    near = _size(apart) / a.norm
+    if {a.dtype, b.dtype} == {"bfloat16", "float16"} and near < _SHORT["bfloat16"]:
+        return fact("preflight.dtypes_apart", **dtypes), True, None
+    by_column, by_row, _ = (
+        _size(apart[start : start + NUM_SUMS]) / a.norm for start in range(0, len(apart), NUM_SUMS)
+    )
+    alike = abs(b.norm / a.norm - 1) < _SAME
+    if alike and by_column < _SAME and by_row > _MOVED:
+        return fact("preflight.rows_moved"), False, None
+    if alike and by_row < _SAME and by_column > _MOVED:
+        return fact("preflight.columns_moved"), False, None
+    factor = math.copysign(b.norm / a.norm, sum(x * y for x, y in zip(a.sums, b.sums, strict=True)))
+    rest = [y - factor * x for x, y in zip(a.sums, b.sums, strict=True)]
+    if _size(rest) / b.norm < min(_SAME, near / 10):
+        return fact("preflight.scaled", factor=factor), False, None
+    steps = [
+        fact("preflight.one_step", side=side)
+        for side, note in (("reference", a), ("candidate", b))
+        if note.levels
+    ]
+    if near < _NEAR:
+        cause = fact("preflight.as_quantised", steps=steps) if steps else None
+        if not (steps or has_codes):
+            cause = fact("preflight.as_trained")
+            if a.dtype == b.dtype and a.dtype in _SHORT and near < _SHORT[a.dtype]:
+                cause = fact("preflight.as_merged", dtype=a.dtype)
+        return cause, False, near
+    return None, False, None
+
+
+def _apart(nears: Sequence[float]) -> list[str] | None:
+    """``5.6%``, ``13%``: the ends, of all parameters that are so related; None without any."""
+    if not nears:
+        return None
+    return list(dict.fromkeys(f"{100 * near:.2g}%" for near in (min(nears), max(nears))))
+
+
+def _size(sums: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(x * x for x in sums) / len(sums))
+
+
+# How each side is quantised, scales included: those that a simulated scheme took from calibration
+# or migrated stand in no note of the model, and other ones are another quantised model.
+
+
+def line_of_codes(a: Manifest, b: Manifest) -> PreflightLine:
+    """Schemes; of simulated ones the migration, the matrices kept, and the first calibrated scales
+    that are not the other side's."""
+    shown = [_with(str(m.model.quantization or "none"), _migration(m.engine)) for m in (a, b)]
+    if shown[0] == shown[1]:
+        shown = [
+            _with(text, own)
+            for text, own in zip(shown, _simulated_apart(a.engine, b.engine), strict=True)
+        ]
+    return PreflightLine(
+        check="quantization", status="same" if shown[0] == shown[1] else "differs",
+        reference=shown[0], candidate=shown[1],
+    )  # fmt: skip
+
+
+def dequantized_otherwise(a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    """Equal codes that became other weights on the two sides: no kernel ran yet. None where a side
+    does not tell, or dequantised into another dtype."""
+    if a.dtype != b.dtype:
+        return None
+    shared = [path for path in a.dequantized if path in b.dequantized]
+    names = [path for path in shared if a.dequantized[path] != b.dequantized[path]]
+    if not names:
+        return None
+    return fact("preflight.dequantized", num=len(names), total=len(shared), names=names)
+
+
+def _with(text: str, more: str) -> str:
+    """``W8A8: ... (simulated)`` with one more of its parts, before who made the codes."""
+    told, by, name = text.rpartition(" (")
+    return f"{told}; {more}{by}{name}" if more and told else text
+
+
+def _is_simulated(note: EngineNote | None) -> bool:
+    return note is not None and note.name == "quantize"
+
+
+def _migration(note: EngineNote | None) -> str:
+    alpha = note.options.get("smooth") if note is not None and _is_simulated(note) else None
+    return "" if alpha is None else sentence(fact("preflight.scales_migrated", alpha=alpha))
+
+
+def _simulated_apart(a: EngineNote | None, b: EngineNote | None) -> Sequence[str]:
+    """What each side's simulation has that the other's has not, of two that follow one scheme."""
+    if a is None or b is None or not (_is_simulated(a) and _is_simulated(b)):
+        return "", ""
+    kept = [note.facts.get("kept", "") for note in (a, b)]
+    cut = any(" more" in names for names in kept) and a.options.get("keep") != b.options.get("keep")
+    if kept[0] != kept[1] or cut:
+        told = [str(note.options.get("keep")) for note in (a, b)] if cut else kept
+        return [f"kept: {names.replace('; ', ' ')}" for names in told]
+    if a.calibration is None or b.calibration is None:
+        return "", ""
+    return _scales_apart(a.calibration, b.calibration)
+
+
+def _scales_apart(a: Calibration, b: Calibration) -> Sequence[str]:
+    for code, here, there in (
+        ("static_range", a.limits, b.limits),
+        ("migrated_scales", a.scales, b.scales),
+    ):
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        if names:
+            return [
+                sentence(
+                    fact(
+                        f"preflight.{code}", name=names[0], num_more=len(names) - 1,
+                        what=_first_apart(names[0], own, other),
+                    )
+                )
+                for own, other in ((here, there), (there, here))
+            ]  # fmt: skip
+    return "", ""
+
+
+def _first_apart(
+    name: str, own: Mapping[str, list[float]], other: Mapping[str, list[float]]
+) -> str:
+    """A range as it is; of more numbers the first that differs."""
+    mine, theirs = own.get(name), other.get(name)
+    if mine is None:
+        return "none"
+    if len(mine) == 2:
+        return f"{mine[0]:g} to {mine[1]:g}"
+    pairs = enumerate(zip(mine, theirs or [], strict=False))
+    channel = next((k for k, (x, y) in pairs if x != y), 0)
+    return f"{mine[channel]:g} at channel {channel}"
+
+
+# Two models, from what their manifests say: parameters by name, blocks by place, configurations.
+#
+# A digest says whether two tensors are equal; which belong together, names tell. Two checkpoints of
+# one model may differ in a prefix (a base model and its causal LM: ``layers.0`` and
+# ``model.layers.0``), and one may have a head besides. So names are matched one to one: by a name
+# map, then as they stand or by prefixes, as many as it takes (a model of several towers). A set of
+# equal values is no match: with a duplicated layer every value of one side is on the other too.
+#
+# What is left over on one side is another architecture, unless it is no part of what runs between
+# the embedding and the head: outside all numbered modules (``.3.``), and either outside the prefix
+# that matched (a head on a base model) or a copy of a matched tensor (tied weights written out).
+#
+# A configuration's key that moved (``rope_theta`` into ``rope_parameters``, as from one version of
+# transformers to another) is found by its last name.
+#
+# The causes are guesses with the facts that they rest on, said beside the difference itself and
+# never in its place: a LoRA that is not merged, weights that are tied on one side, a padded
+# vocabulary, one layer that was trained further, another chat template or tokenizer.
 
 _MAX_PREFIXES = 6  # pairs of prefixes that are tried, one after another
 
@@ -98,7 +346,7 @@ def match_parameters(
             break
         prefix_a, prefix_b = "", ""
         if not (theirs.issuperset(ours) or theirs.issubset(ours)):
-            from divergence.comparison.align.names import find_prefix
+            from divergence.comparison.align.pairs import find_prefix
 
             prefix_a, prefix_b = find_prefix(ours, theirs) or ("", "")
         matched = {
@@ -397,6 +645,108 @@ def quantization_line(a: Manifest, b: Manifest) -> PreflightLine:
     none = PreflightLine(check="quantization", status="same", reference="none", candidate="none")
     if a.model.quantization is None is b.model.quantization:
         return none
-    from divergence.comparison.preflight.quantization import line_of_codes
-
     return line_of_codes(a, b)
+
+
+# Do both sides compute with the same weights? By digests of their parameters.
+
+
+def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
+    """Where they are not simply equal. ``names``: the name map that the comparison uses."""
+    model_a, model_b = a.model, b.model
+    matching = match_parameters(model_a.digests, model_b.digests, names)
+    relations = related(model_a, model_b, matching.pairs)
+    status, details = _weights_differ(model_a, model_b, matching, relations)
+    if status == "blocking" and any(map(tells_in_part, (a, b))):
+        status, details = as_far_as_told(model_a, model_b, matching)
+    if status == "blocking" or (status == "differs" and model_a.dtype != model_b.dtype):
+        guess = relations is None or not relations.facts
+        details = [*details, *weight_causes(model_a, model_b, guess=guess)]
+    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (model_a, model_b)]
+    return PreflightLine(check="weights", status=status, details=apart(details),
+                         reference=shown[0], candidate=shown[1])  # fmt: skip
+
+
+def _weights_differ(
+    a: ModelIdentity, b: ModelIdentity, matching: Matching, relations: Relations | None
+) -> tuple[PreflightStatus, list[Fact]]:
+    """(status, details) of two models' weights. ``matching``: their parameters by name;
+    ``relations``: of those that differ, where it is known."""
+
+    def say(
+        status: PreflightStatus, code: str, **values: Any
+    ) -> tuple[PreflightStatus, list[Fact]]:
+        return status, [fact(f"preflight.{code}", **values)]
+
+    same: tuple[PreflightStatus, list[Fact]] = "same", []
+    if missing := a.missing or b.missing:
+        same = say("same", "missing", num=len(missing), names=missing)
+    if a.digest == b.digest and a.dequantized == b.dequantized:
+        return same
+    if a.digest == b.digest:
+        otherwise = dequantized_otherwise(a, b)
+        return same if otherwise is None else ("blocking", [otherwise])
+    digested = bool(a.digests and b.digests)
+    if a.quantization != b.quantization:
+        return say("differs", "codes_against", reference=_codes(a), candidate=_codes(b))
+    if a.dtype != b.dtype:
+        rounded = a.rounded_digests.get(b.dtype), b.rounded_digests.get(a.dtype)
+        if b.digest == rounded[0]:
+            return say("same", "rounded", wide=a.dtype, narrow=b.dtype)
+        if a.digest == rounded[1]:
+            return say("same", "rounded", wide=b.dtype, narrow=a.dtype)
+        if digested and not matching.is_one_to_one:
+            return say("blocking", "other_parameters", matching=matching.describe())
+        if relations is not None and digested:
+            return relations.status, relations.details or [fact("preflight.other_weights")]
+        if set(a.digests) != set(b.digests):
+            return say("differs", "digests_of_other_names")
+        if any(rounded):
+            return say("blocking", "other_after_rounding")
+        return say("differs", "digests_of_dtypes")
+    if unknown := _offloaded(a.digests, b.digests):
+        return say("differs", "offloaded", num=len(unknown))
+    if not digested:
+        return say("blocking", "no_digests")
+    different = [
+        name for name, other in matching.pairs.items() if a.digests[name] != b.digests[other]
+    ]
+    if different:
+        details = [] if relations is None else relations.details
+        if relations and details and relations.status == "differs" and matching.is_one_to_one:
+            return "differs", details
+        differ = fact(
+            "preflight.parameters_differ", num=len(different), total=len(matching.pairs),
+            names=different,
+        )  # fmt: skip
+        return "blocking", [differ, *details, *matching.describe()]
+    if not matching.is_one_to_one:
+        return say("blocking", "other_parameters", matching=matching.describe())
+    if matching.prefixes or matching.mapped:
+        return say("differs", "other_names", matching=matching.describe())
+    return "differs", matching.describe()
+
+
+def _codes(model: ModelIdentity) -> str:
+    return model.dtype if model.quantization is None else model.quantization.name
+
+
+def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    """Parameters that one side could not digest, if all the others agree."""
+    unknown = [name for name in a if "offloaded" in (a[name], b.get(name))]
+    rest = [name for name in a if name not in unknown]
+    agree = a.keys() == b.keys() and all(a[name] == b[name] for name in rest)
+    return unknown if agree else []
+
+
+def other_weights(a: Manifest, b: Manifest) -> bool:
+    """Have the two, in one dtype, weights that are not equal, as far as both tell?"""
+    ref, cand = a.model, b.model
+    if ref.dtype != cand.dtype or ref.digest == cand.digest:
+        return False
+    if not (tells_in_part(a) or tells_in_part(b)):
+        relations = related(ref, cand, match_parameters(ref.digests, cand.digests).pairs)
+        return (
+            relations is None or not relations.only_dtypes or len(ref.digests) != len(cand.digests)
+        )
+    return as_far_as_told(ref, cand, match_parameters(ref.digests, cand.digests))[0] == "blocking"

@@ -20,6 +20,9 @@ SENTENCES: Mapping[str, str] = {
     "computed": "{dtype} computed in {computed}",
     "batches": ("{num} × batch {sizes:list /}[[, in chunks of {chunk}]]{cache:yes=|no=, no cache}"),
     "labels_own": "each token its own",
+    "scales_migrated": "scales migrated by alpha {alpha:g}",
+    "static_range": "static range of {name} {what}{num_more:0=|*= and {num_more} more}",
+    "migrated_scales": "migrated scales of {name} {what}{num_more:0=|*= and {num_more} more}",
     # settings
     "wider_dtype": "compared in the wider of the two",
     "framework_differs": "the framework differs too: a cause beside the machine",

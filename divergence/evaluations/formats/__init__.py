@@ -19,8 +19,6 @@ from divergence.importing.files import DumpFolder
 from divergence.outside import read_as
 from divergence.recording.prompts import Prompt
 
-__all__ = ["FORMATS", "ResultFormat", "format_named", "prompts_of", "read"]
-
 FORMATS = ("inspect", "evalscope", "opencompass", "lm-eval", "plain")
 """In the order in which ``auto`` tries them; ``plain`` takes any table with its columns."""
 

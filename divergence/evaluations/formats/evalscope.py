@@ -37,8 +37,6 @@ from divergence.importing.layouts.rollouts import lines_of
 from divergence.outside import check_value, read_as, read_bytes
 from divergence.recording.prompts import Message, Prompt
 
-__all__ = ["NAME", "prompts", "read", "recognise"]
-
 NAME = "evalscope"
 _USABLE = ("success", "fallback", "degraded")
 """evalscope.constants.ScoreStatus.is_usable."""

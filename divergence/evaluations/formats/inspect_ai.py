@@ -30,17 +30,8 @@ from divergence.evaluations.formats.reading import (
 from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.facts import Fact, fact
 from divergence.importing.files import DumpFolder
-from divergence.outside import (
-    MAX_LINE_BYTES,
-    Budget,
-    disk_bytes,
-    json_value,
-    opened,
-    read_as,
-)
+from divergence.outside import MAX_LINE_BYTES, Budget, disk_bytes, json_value, opened, read_as
 from divergence.recording.prompts import Message, Prompt
-
-__all__ = ["NAME", "prompts", "read", "recognise"]
 
 NAME = "inspect"
 _LETTERS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}

@@ -36,8 +36,6 @@ from divergence.importing.layouts.lm_eval import requests
 from divergence.importing.layouts.rollouts import lines_of
 from divergence.recording.prompts import Prompt
 
-__all__ = ["NAME", "asked", "prompts", "read", "recognise", "weight"]
-
 NAME = "lm-evaluation-harness"
 _SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 _RESULTS = re.compile(r"results_(\d{4}-\d\d-\d\dT[\d.-]+)\.json")

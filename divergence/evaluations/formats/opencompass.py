@@ -36,8 +36,6 @@ from divergence.evaluations.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.importing.files import DumpFolder
 from divergence.recording.prompts import Message, Prompt
 
-__all__ = ["NAME", "prompts", "read", "recognise"]
-
 NAME = "opencompass"
 _SCORES = ("correct", "is_correct", "cascade_correct", "score", "accuracy")
 _ANSWERS = ("pred", "predictions", "prediction")

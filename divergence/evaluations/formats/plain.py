@@ -28,8 +28,6 @@ from divergence.importing.layouts.rollouts import lines_of
 from divergence.outside import csv_rows
 from divergence.recording.prompts import Prompt
 
-__all__ = ["NAME", "prompts", "read", "recognise"]
-
 NAME = "a table of scores"
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _LINES = (".jsonl", ".ndjson")

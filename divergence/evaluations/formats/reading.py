@@ -19,11 +19,6 @@ from divergence.facts import Fact, fact
 from divergence.importing.files import DumpFolder
 from divergence.outside import inside
 
-__all__ = [
-    "ReadRequest", "answer_of", "files_in", "finish", "first_of", "hashed", "is_higher_better",
-    "number_of", "only_model", "part_of", "root_of", "series_in", "table_of", "text_of",
-]  # fmt: skip
-
 _LOWER = frozenset(
     "bpb brier cer distance divergence ece error errors failures hallucinations kl latency loss "
     "mae ms mse nll perplexity ppl rmse seconds ter toxicity violations wer wrong".split()

@@ -17,12 +17,13 @@ import math
 
 from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.api import compare
-from divergence.comparison.calls.graph import CallNode, forwards_of
+from divergence.comparison.calls import CallNode, forwards_of
 from divergence.comparison.result import Report
 from divergence.comparison.results import CausalCheck, OperatorResult, OtherInput, SiteResult
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import OwnError
+from divergence.facts import fact, sentence
 from divergence.numerics.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.ops.reproducer import repro
@@ -31,8 +32,6 @@ from divergence.run.reader import Run
 from divergence.run.record import Call, Operand
 from divergence.run.site import is_operator_site
 from divergence.words import Side
-
-__all__ = ["errors_alone", "given_to", "prove", "replaced_sites", "reproduce", "stands_alone"]
 
 _MIN_ROWS = 8  # fewer rows tell nothing about one channel
 
@@ -110,8 +109,8 @@ def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> l
                 force=True, operators=maker.namespaces,
             )  # fmt: skip
         except DivergenceError as error:
-            reason = f"{path} could not be computed in float64: {error.message}"
-            maker.tell("note", 0, None, reason)
+            reason = fact("experiments.not_in_float64", site=path, why=error.message)
+            maker.tell("note", 0, None, sentence(reason))
             return []
         report = compare(truth, made[side])
         results = [] if report.operators is None else report.operators.results
@@ -139,7 +138,8 @@ def reproduce(
             called=operands_text(first.other_operands, side),
         )  # fmt: skip
     except DivergenceError as error:
-        maker.tell("note", 0, None, f"no reproducer of {path}: {error.message}")
+        reason = fact("experiments.no_reproducer", site=path, why=error.message)
+        maker.tell("note", 0, None, sentence(reason))
         return None
     return str(out)
 

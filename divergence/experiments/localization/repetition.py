@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from divergence.comparison.measure.reduced import equal_contents
+from divergence.comparison.measure.measurer import equal_contents
 from divergence.experiments.result import Repetition
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, spread
@@ -26,8 +26,6 @@ from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, is_operator_site, module_of
-
-__all__ = ["check_repetition", "check_substituted", "why_not_bits"]
 
 _SAME_ERROR = THRESHOLDS.widen  # the room that compare gives what a trusted run shows
 _PASSES = ("anchored", "escalated", "free")  # in this order the first difference is named

@@ -17,10 +17,15 @@ from typing import Any
 
 from divergence._version import __version__
 from divergence.errors import UsageError
-from divergence.experiments.quantization.alone import each_alone
-from divergence.experiments.quantization.policy import MEASURES, check_reachable, find_policy
 from divergence.experiments.quantization.result import MatrixCost, Quantization
-from divergence.experiments.quantization.trials import QuantizationTrials
+from divergence.experiments.quantization.trials import (
+    MEASURES,
+    QuantizationTrials,
+    check_reachable,
+    each_alone,
+    find_policy,
+)
+from divergence.facts import Fact, fact, sentence, worded
 from divergence.options.commands import CaptureOptions
 from divergence.quantization.scheme import Scheme, scheme_named
 from divergence.recording.api import capture
@@ -40,8 +45,6 @@ from divergence.run.ranks import unsharded
 from divergence.run.reader import Run
 from divergence.run.record import expanded
 from divergence.words import Progress, silent
-
-__all__ = ["quantize", "session_of"]
 
 _FEW_TOKENS = 512
 
@@ -115,7 +118,7 @@ def quantize(
             matrices: list[MatrixCost] = []
             notes = [*_notes(session, chosen), *(_unlike(session, base) if model else ())]
             if session.loaded.task == "causal-lm":
-                tell("float", 0, None, "the model as it is")
+                tell("float", 0, None, sentence(fact("experiments.as_it_is")))
                 trials = QuantizationTrials(session, base.manifest.tokens.samples)
                 tell("quantized", 0, None, chosen.name)
                 cost = trials.cost(targets)
@@ -144,16 +147,17 @@ def quantize(
         made = not isinstance(run, Run) and out is None and _is_model(run)
         named = str(run) if made else str(base.path)  # what is made here for the while is gone
         given_prompts = {"prompt": list(prompts), "prompts": prompts_file} if made else {}
-        return Quantization(
+        result = Quantization(
             tool_version=__version__, run=named, model=session.loaded.source,
             dtype=base.manifest.model.dtype, scheme=chosen.name, says=str(chosen),
             scheme_as_run=chosen,
             num_prompts=len(base.manifest.tokens.samples),
             num_quantized=len(targets) - (0 if policy is None else len(policy.keep)), kept=kept,
             out=None if out is None else str(out), cost=cost, unsmoothed=unsmoothed,
-            matrices=matrices, predicted=predicted, policy=policy, notes=notes,
+            matrices=matrices, predicted=predicted, policy=policy, facts=notes,
             next=_next(named, out, {**_again(options), **given_prompts}, each=each, target=target),
         )  # fmt: skip
+        return worded(result)
 
 
 def _check_out(out: str | Path | None, base: Run | None, *, force: bool) -> None:
@@ -232,39 +236,36 @@ def session_of(
             yield session
 
 
-def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[str]:
+def _notes(session: QuantizeSession, scheme: Scheme) -> Iterator[Fact]:
     known = session.calibration
     if known is None:
         return
     tokens = known.recorded.num_tokens
     if scheme.static:
-        few = f"; {_FEW_TOKENS} and more are usual" if tokens < _FEW_TOKENS else ""
-        yield (
-            f"static scales come from {tokens} tokens: at each end of a matrix's range about one "
-            f"later token in {tokens + 1} lies outside and is clipped{few}"
-        )
+        yield fact(
+            "experiments.static_scales", num_tokens=tokens, num_later=tokens + 1,
+            usual=_FEW_TOKENS if tokens < _FEW_TOKENS else None,
+        )  # fmt: skip
     if scheme.smooth is not None:
-        yield (
-            f"scales are migrated in {len(known.recorded.fed_by)} of {len(session.targets)} "
-            f"matrices: those that a norm feeds ({len(known.recorded.scales)} norms)"
-        )
+        yield fact(
+            "experiments.migrated_in", num=len(known.recorded.fed_by), total=len(session.targets),
+            num_norms=len(known.recorded.scales),
+        )  # fmt: skip
 
 
-def _unreached(matrices: Sequence[MatrixCost]) -> Iterator[str]:
+def _unreached(matrices: Sequence[MatrixCost]) -> Iterator[Fact]:
     names = [matrix.name for matrix in matrices if matrix.by_default and matrix.outliers is None]
     if names:
-        yield (
-            f"{len(names)} of the matrices ({names[0]}, ...) got no input: no token reached them, "
-            "or this model multiplies with them past their modules, where nothing is quantised"
-        )
+        yield fact("experiments.unreached", num=len(names), first=names[0])
 
 
-def _unlike(session: QuantizeSession, base: Run) -> Iterator[str]:
+def _unlike(session: QuantizeSession, base: Run) -> Iterator[Fact]:
     """What shows that ``model`` is not the recorded one."""
     module = session.loaded.module
     identity = session.identity(lambda *_: None)
     for difference in unlike(base.manifest, identity, session.note(), describe_modules(module)):
-        yield f"all numbers are those of {session.loaded.source}, of which {difference}"
+        model = session.loaded.source
+        yield fact("experiments.numbers_of", model=model, difference=difference)
 
 
 def _given(options: QuantizeOptions) -> dict[str, str | float]:
@@ -292,16 +293,26 @@ def _next(
     commands = []
     if out is not None:
         commands += [
-            command_line("compare", base, out, note="block by block"),
-            command_line("capture", like=out, o=f"{out}-there", note="on another machine: does it "
-                         "compute the quantised model right?"),
-        ]  # fmt: skip
+            command_line("compare", base, out, note=fact("experiments.by_block")),
+            command_line("capture", like=out, o=f"{out}-there", note=fact("experiments.elsewhere")),
+        ]
     if scheme_named(again["scheme"]).weights is None:
         return commands
     if not (each or target):
-        commands.append(command_line("quantize", base, **again, each=True, note="which matrices"))
+        commands.append(
+            command_line(
+                "quantize", base, **again, each=True, note=fact("experiments.which_matrices")
+            )
+        )
     if target is None:
         commands.append(
-            command_line("quantize", base, **again, target="0.01", o="Q", note="what to keep")
+            command_line(
+                "quantize",
+                base,
+                **again,
+                target="0.01",
+                o="Q",
+                note=fact("experiments.what_to_keep"),
+            )
         )
     return commands

@@ -1,13 +1,15 @@
-"""What quantize() found, as typed data. Rendering lives in divergence.report.quantization."""
+"""What quantize() found, as typed data. Rendering lives in divergence.report.experiments."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
 
 import msgspec
 
 from divergence.comparison.result import JsonAnswer
+from divergence.facts import Fact, Worded
 from divergence.quantization.scheme import Scheme
-
-__all__ = ["Cost", "MatrixCost", "Outliers", "Quantization", "QuantizationPolicy"]
 
 
 class Cost(msgspec.Struct, kw_only=True, frozen=True):
@@ -112,8 +114,10 @@ class QuantizationPolicy(msgspec.Struct, kw_only=True, frozen=True):
     cost: Cost
 
 
-class Quantization(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
+class Quantization(msgspec.Struct, JsonAnswer, Worded, kw_only=True, frozen=True):
     """Result of ``quantize``."""
+
+    TEXTS: ClassVar[Mapping[str, str]] = {"notes": "facts"}
 
     schema_version: int = 1
     tool_version: str
@@ -142,7 +146,10 @@ class Quantization(msgspec.Struct, JsonAnswer, kw_only=True, frozen=True):
     predicted: float | None = None
     """Sum of what the quantised matrices cost alone, mean KL in nats."""
     policy: QuantizationPolicy | None = None
+    facts: list[Fact] = []
+    """What else to know."""
     notes: list[str] = []
+    """The same in words."""
     next: list[str] = []
 
     def worst(self) -> list[MatrixCost]:

@@ -28,9 +28,13 @@ from divergence.comparison.result import summary_of
 from divergence.comparison.results import Verdict
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.result import Sensitivity
-from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
-from divergence.experiments.sensitivity.sizes import confirm_sizes, search_sizes
-from divergence.experiments.sensitivity.trials import SensitivityTrials
+from divergence.experiments.sensitivity.trials import (
+    DEFAULT_FAULTS,
+    SensitivityTrials,
+    confirm_sizes,
+    faults_named,
+    search_sizes,
+)
 from divergence.facts import Fact, fact, sentence, template_of, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
@@ -41,8 +45,6 @@ from divergence.run.ranks import unsharded
 from divergence.run.reader import Run, own_truth
 from divergence.run.site import did_you_mean
 from divergence.words import Progress
-
-__all__ = ["DEFAULT_BLOCKS", "sensitivity"]
 
 DEFAULT_BLOCKS = ("first", "middle", "last")
 _HEALTHY = ("identical", "within_floor")
@@ -171,7 +173,8 @@ def _made_here(
     recorded = a.manifest.model.attn_implementation or "eager"
     other = "sdpa" if recorded == "eager" else "eager"
     narrow = format_named(a.manifest.model.dtype).itemsize <= 2
-    made = partial(capturing, out=out, escalate=escalate and narrow, label="made for sensitivity")
+    label = sentence(fact("experiments.label_of_candidate"))
+    made = partial(capturing, out=out, escalate=escalate and narrow, label=label)
     try:
         run = made(attn_implementation=other)
     except UsageError:  # the model has no such kernels; anything else is met again below
@@ -232,14 +235,16 @@ def _chosen_blocks(known: list[str], wanted: Sequence[str]) -> list[str]:
         elif word.isdecimal() and int(word) < len(known):
             places.add(int(word))
         else:
-            said = (
-                f"first, middle, last, all, numbers from 0 to {len(known) - 1}, or a module path "
-                f"such as {known[0]}"
-            )
             raise UsageError(
                 f"no block {word!r} among the {len(known)} of the run",
                 where="--blocks",
-                hint=did_you_mean(word, [*words, "all", *known], count=1, then=said),
+                hint=did_you_mean(
+                    word,
+                    [*words, "all", *known],
+                    count=1,
+                    then=f"first, middle, last, all, numbers from 0 to {len(known) - 1}, or a "
+                    f"module path such as {known[0]}",
+                ),
             )
     if not places:
         raise UsageError("no block to plant in", where="--blocks", hint="first, middle, last, all")

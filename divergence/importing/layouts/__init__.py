@@ -14,8 +14,6 @@ from divergence.importing.layouts import (
 )
 from divergence.importing.layouts.rollouts import ROLLOUTS, TRAINER
 
-__all__ = ["LAYOUTS", "SCORES"]
-
 LAYOUTS: dict[str, DumpLayout] = {
     "sglang": sglang,
     "sglang-dumper": sglang_dumper,

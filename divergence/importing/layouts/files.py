@@ -14,8 +14,6 @@ from divergence.importing.building import Dumped, DumpedForward, Found, Notes, R
 from divergence.importing.files import SUFFIXES, DumpFolder
 from divergence.run.site import natural_key
 
-__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
-
 NAME = "a folder of files"
 TAKES_MAP = True
 

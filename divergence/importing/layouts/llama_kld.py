@@ -23,8 +23,6 @@ from divergence.importing.files import DumpFolder
 from divergence.outside import opened
 from divergence.run.scores import Scores, ScoreSource
 
-__all__ = ["NAME", "TAKES_MAP", "recognise", "scores"]
-
 NAME = "llama.cpp's base file of KL divergence"
 TAKES_MAP = False
 MOST_TOP = 64

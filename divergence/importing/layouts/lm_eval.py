@@ -20,8 +20,6 @@ from divergence.importing.layouts.rollouts import objects
 from divergence.outside import json_value
 from divergence.run.scores import BY_TEXT, Scores, ScoreSource
 
-__all__ = ["NAME", "TAKES_MAP", "recognise", "requests", "scores"]
-
 NAME = "lm-evaluation-harness's samples"
 TAKES_MAP = False
 

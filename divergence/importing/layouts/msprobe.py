@@ -28,8 +28,6 @@ from divergence.importing.building import (
 )
 from divergence.importing.files import DumpFolder
 
-__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
-
 NAME = "msprobe"
 TAKES_MAP = False
 _DUMP = re.compile(

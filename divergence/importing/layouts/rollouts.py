@@ -18,8 +18,6 @@ from divergence.importing.files import DumpFolder
 from divergence.outside import json_value
 from divergence.run.scores import ScoreSource
 
-__all__ = ["DIALECTS", "ROLLOUTS", "TRAINER", "Rollouts", "lines_of", "objects"]
-
 _SUFFIXES = (".jsonl", ".ndjson")
 
 

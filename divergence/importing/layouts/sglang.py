@@ -34,8 +34,6 @@ from divergence.importing.building import (
 )
 from divergence.importing.files import DumpFolder
 
-__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
-
 NAME = "SGLang's forward hooks"
 TAKES_MAP = False
 _PASS = re.compile(

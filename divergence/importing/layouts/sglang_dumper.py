@@ -30,8 +30,6 @@ from divergence.importing.building import (
 )
 from divergence.importing.files import DumpFolder
 
-__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
-
 NAME = "SGLang's dumper"
 TAKES_MAP = True
 _FILE = re.compile(r"(?:.*/)?(?P<tags>(?:step|forward_pass_id)=\d{1,9}___rank=\d{1,6}___.+)\.pt")

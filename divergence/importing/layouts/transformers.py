@@ -21,8 +21,6 @@ from divergence.importing.building import Dumped, DumpedForward, Notes, Rules, l
 from divergence.importing.files import DumpFolder
 from divergence.run.site import natural_key
 
-__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
-
 NAME = "transformers' debugger"
 TAKES_MAP = False
 _TREE = "_debug_tree_FULL_TENSORS.json"

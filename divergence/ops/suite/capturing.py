@@ -270,8 +270,7 @@ def truth_of_suite(
             except (Unsafe, *_REFUSED) as error:
                 why = first_line(error, most=160)
                 raise RunFormatError(
-                    f"{work.path} is no case of {work.operator.name}: {why}",
-                    where=str(run.path),
+                    f"{work.path} is no case of {work.operator.name}: {why}", where=str(run.path)
                 ) from error
             for port, tensor in outputs:
                 cases.put(join_site(place, port), tensor)

@@ -18,12 +18,7 @@ from typing import Any
 
 from divergence.errors import UsageError
 from divergence.ops.implementations import Wishes, function_named, label_of, pairs_of
-from divergence.ops.suite.definition import (
-    PREFIX,
-    Operator,
-    OperatorCase,
-    Unavailable,
-)
+from divergence.ops.suite.definition import PREFIX, Operator, OperatorCase, Unavailable
 from divergence.ops.suite.operators import (
     activations,
     attention,
@@ -35,11 +30,6 @@ from divergence.ops.suite.operators import (
     rope,
 )
 from divergence.run.site import did_you_mean
-
-__all__ = [
-    "DEFAULT", "OPERATORS", "SUITES", "ChosenOperator", "available", "case_path", "cases_in",
-    "choose", "find", "suite_named",
-]  # fmt: skip
 
 _FAMILIES = (
     gemm, norms, rope, attention, paged_attention, activations, reductions, quantization,

@@ -21,8 +21,6 @@ from torch import nn
 
 from divergence.errors import ModelError
 
-__all__ = ["QuantizedCodes", "dequantize"]
-
 
 class QuantizedCodes:
     """Of each quantised module: its stored tensors, and how they become a weight."""

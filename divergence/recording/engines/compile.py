@@ -25,8 +25,6 @@ from divergence.recording.modules import Recorder
 from divergence.run.manifest import EngineValue, SampleTokens
 from divergence.run.site import did_you_mean
 
-__all__ = ["CompileEngine", "CompileOptions"]
-
 _EACH = 8
 """Compilations that a block may need: prefill and decode, static and dynamic shapes, masks."""
 

@@ -50,8 +50,6 @@ from divergence.run.manifest import (
 )
 from divergence.run.site import starred
 
-__all__ = ["QuantizeEngine", "QuantizeOptions", "QuantizeSession", "keep_of", "quantised_cache"]
-
 
 class QuantizeOptions(EngineOptions, frozen=True, kw_only=True):
     """Which scheme, and what is left out of it."""
@@ -81,8 +79,7 @@ class QuantizeEngine:
         scheme = scheme_of(options)
         if loading.ranks is not None or loading.device_map is not None:
             raise UsageError(
-                "--engine quantize runs on one device",
-                hint="leave out --mesh and --device-map",
+                "--engine quantize runs on one device", hint="leave out --mesh and --device-map"
             )
         loaded = load_model(loading)
         use_plain_experts(loaded.module)

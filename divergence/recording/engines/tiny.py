@@ -45,12 +45,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from divergence.errors import RunExistsError, UsageError
 from divergence.output import output_folder, write_output
 
-__all__ = [
-    "ATTENDED_RMS", "LLAMA", "LOGIT_STD", "MAX_POSITIONS", "NORM_STD", "NUM_SPECIAL", "PAD",
-    "SCORE_STD", "SIZES", "Architecture", "Checkpoint", "Dtype", "Shape", "Size", "build",
-    "embedding", "grouped_dimensions", "swiglu",
-]  # fmt: skip
-
 Dtype = Literal["bfloat16", "float16", "float32"]
 Size = Literal["test", "demo"]
 Wrap = Literal["none", "bos", "eos", "both"]

@@ -37,8 +37,6 @@ from divergence.recording.hooks import HeldSink, Rows, agree
 from divergence.recording.modules import Recorder
 from divergence.run.manifest import SampleTokens
 
-__all__ = ["Together"]
-
 MOST_STEPS = 32
 FEWEST_STEPS = 6
 """Checked, fewer steps take longer together than one by one."""

@@ -32,15 +32,12 @@ from divergence.html.parts import (
     table,
 )
 from divergence.layout import Line, count, share, times
-from divergence.report import localization as localized
+from divergence.report import experiments as localized
+from divergence.report import experiments as selfchecks
+from divergence.report import experiments as sensitivities
 from divergence.report import matrix as matrices
-from divergence.report import selfcheck as selfchecks
-from divergence.report import sensitivity as sensitivities
-from divergence.report.page.frame import frame, next_commands, opening, printed
-from divergence.report.page.whole import page
+from divergence.report.page.whole import frame, next_commands, opening, page, printed
 from divergence.words import letter
-
-__all__ = ["page_of"]
 
 _MOST_ROWS = 2000
 

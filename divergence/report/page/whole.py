@@ -12,22 +12,404 @@ from __future__ import annotations
 
 import gzip
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from msgspec.structs import replace
 
-from divergence.comparison.result import Report
-from divergence.comparison.results import Background, SiteResult
-from divergence.html.parts import Element, Section
-from divergence.report.machine import csv_columns
-from divergence.report.page.frame import frame, printed
-from divergence.report.page.runs import coverage_section, machines_section, settings_section
-from divergence.report.page.verdict import findings_section, verdict
-from divergence.report.summary import headline, shown_analyses
+from divergence.analyses.tokens.show import explained_lines
+from divergence.comparison.result import Report, RunSummary, strict_json
+from divergence.comparison.results import Background, PreflightLine, SiteResult
+from divergence.html.parts import (
+    BlockPart,
+    Element,
+    Node,
+    Section,
+    Table,
+    command,
+    details,
+    document,
+    el,
+    facts,
+    name,
+    prose_block,
+    table,
+)
+from divergence.layout import Line, count, size
+from divergence.report.environment import csv_columns
+from divergence.report.screen import compared_lines, settings_lines, token_lines
+from divergence.report.summary import headline, shown_analyses, verdict_lines, visible_lines
+from divergence.run.manifest import Environment, Manifest
+from divergence.words import HEADLINES
 
-__all__ = ["MOST_BYTES", "analysis_sections", "attached", "page"]
+# What every page has: a bar on top, an opening with the answer, sections, data to download.
+
+_SIGNS = {"good": "✓", "bad": "✕", "unsure": "?"}
+"""By how an answer stands: a sign that needs no colour."""
+_STANDINGS = {"green": "good", "red": "bad"}
+
+
+def frame(
+    command_name: str, title: str, openings: Sequence[Element], sections: Iterable[Section], *,
+    attachment: bytes, made_by: str, columns: Sequence[str] = (), noun: str = "Block",
+    data_lead: str = "This page holds the answer it was made of.",
+) -> str:  # fmt: skip
+    """The whole file. ``title``: the answer, as a browser's tab shows it. ``attachment``: the JSON
+    to download, of which the script makes the CSV of ``columns``, where there are some. ``noun``:
+    what can be chosen in a figure."""
+    shown = [*sections, _download(data_lead, csv=bool(columns))]
+    body = el(
+        "body",
+        el("a", "Skip to the verdict", href=f"#{openings[0].attributes['id']}", class_="skip"),
+        _top(command_name),
+        el("main", *openings, _contents(shown), *(section.element() for section in shown)),
+        _bottom(made_by),
+    )
+    data = {**_data(shown), "columns": columns, "noun": noun}
+    return document(
+        f"{title} · divergence", body, data=strict_json(data, indent=None), attachment=attachment
+    )
+
+
+def _standing(line: Line) -> str:
+    """How an answer stands, by the colour of its first word in the terminal."""
+    style = next((span.style for span in line.spans if span.text.strip()), "")
+    return _STANDINGS.get(style.rpartition(" ")[2], "unsure")
+
+
+def opening(
+    lines: Sequence[Line], *more: Node, standing: str = "", sign: str = "", id: str = "verdict",
+    label: str = "Verdict", beside: Node = None, below: Sequence[Node] = (),
+) -> Element:  # fmt: skip
+    """The terminal's answer as the top of a page: its first line is ``WORD: sentence``, the others
+    a name and what it is. ``more``: under these. ``beside``: at the right. ``below``: under all."""
+    first, *rest = lines
+    standing = standing or _standing(first)
+    word, title = _word_and_sentence(first)
+    rows = [
+        (line.spans[0].text.strip(), "".join(span.text for span in line.spans[1:]))
+        for line in rest if len(line.spans) > 1
+    ]  # fmt: skip
+    mark = el("span", sign or _SIGNS[standing], class_="sign", aria_hidden="true")
+    said = el(
+        "div",
+        el("p", mark, word, class_="badge") if word else None,
+        el("h1", name(_capital(title)), class_="long" if len(title) > 110 else None),
+        facts(rows, class_="facts verdict-facts") if rows else None, *more,
+    )  # fmt: skip
+    content = said if beside is None else el("div", said, beside, class_="opening")
+    return el("section", content, *below, class_=f"verdict {standing}", id=id, aria_label=label)
+
+
+def _capital(sentence: str) -> str:
+    """A sentence's first word begins with a capital letter, unless it is a name: of a module, a
+    task or a file."""
+    word = sentence.partition(" ")[0].rstrip(",:;")
+    return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
+
+
+def _word_and_sentence(line: Line) -> tuple[str, str]:
+    word, *rest = (span.text for span in line.spans)
+    if not rest:
+        return "", word.strip()
+    return word.strip().rstrip(":"), "".join(rest).removeprefix(": ")
+
+
+def printed(lines: Sequence[Line]) -> Element:
+    """What the terminal prints, as it is."""
+    text = "\n".join(line.text for line in lines).strip("\n")
+    return el("pre", text, class_="printed", tabindex=0)
+
+
+def next_commands(commands: Sequence[str]) -> list[Node]:
+    """What to run next, each with a button that copies it."""
+    return [el("h2", "Do this next"), *map(command, commands)] if commands else []
+
+
+def _data(sections: Sequence[Section]) -> dict[str, Any]:
+    """What the script needs: the figures' numbers, and each block's tables."""
+    blocks: dict[str, dict[str, Any]] = {}
+    for part in (part for section in sections for part in section.blocks):
+        _add(blocks, part)
+    figures = {id: data for section in sections for id, data in section.figures.items()}
+    chosen = next((entry.chosen for entry in sections if entry.chosen is not None), None)
+    return {"figures": figures, "blocks": blocks, "chosen": chosen}
+
+
+def _add(blocks: dict[str, dict[str, Any]], part: BlockPart) -> None:
+    """All that the analyses know of one block, in their order."""
+    known = blocks.setdefault(part.block, {"facts": [], "tables": []})
+    known["facts"] += part.facts
+    known["tables"] += [table.data() for table in part.tables]
+
+
+def _top(command_name: str) -> Element:
+    toggle = el("button", "Theme", type="button", id="theme", hidden=True,
+                aria_label="Switch between light and dark")  # fmt: skip
+    brand = el("span", el("b", "divergence"), f" {command_name}", class_="brand")
+    return el("header", brand, toggle, class_="top")
+
+
+def _contents(sections: Sequence[Section]) -> Element:
+    links = [el("li", el("a", section.title, href=f"#{section.id}")) for section in sections]
+    return el("nav", el("ul", *links), class_="contents", aria_label="On this page")
+
+
+def _download(lead: str, *, csv: bool) -> Section:
+    buttons = [
+        el("button", "Download JSON", type="button", id="download-json"),
+        el("button", "Download CSV", type="button", id="download-csv") if csv else None,
+    ]
+    return Section(
+        id="download", title="Data", lead=lead,
+        body=(
+            el("p", *buttons, class_="buttons", hidden=True, id="downloads"),
+            el("noscript", el("p", "Downloads need scripts, which this viewer does not run.")),
+        ),
+    )  # fmt: skip
+
+
+def _bottom(version: str) -> Element:
+    made = f"Made by divergence {version}. This file loads nothing and sends nothing."
+    return el("footer", el("p", made))
+
+
+# Settings that differ, both machines, and how much was compared.
+
+_MOST_UNMATCHED = 100
+_STATUS = {"blocking": "blocks", "differs": "differs", "unknown": "unknown", "same": "same"}
+
+
+def settings_section(report: Report) -> Section | None:
+    """What was checked before any number; what differs comes first and stands open."""
+    if not report.preflight:
+        return None
+    by: dict[str, list[PreflightLine]] = {status: [] for status in _STATUS}
+    for line in report.preflight:
+        by[line.status].append(line)
+    shown = [*by["blocking"], *by["differs"], *by["unknown"]]
+    body: list[Node] = []
+    if shown:
+        body.append(table(_settings("What differs", shown)))
+    if by["same"]:
+        same = _settings("What is the same", by["same"])
+        body.append(details(f"{count(len(by['same']), 'setting')} the same", table(same)))
+    told = f"{len(by['differs'])} of {len(report.preflight)} differ"
+    told += f"; {len(by['blocking'])} more forbid a comparison" if by["blocking"] else ""
+    return Section(id="settings", title="Settings", lead=f"{told}.", body=tuple(body))
+
+
+def _settings(caption: str, lines: list[PreflightLine]) -> Table:
+    with_detail = any(line.detail for line in lines)
+    more = ["detail"] if with_detail else []
+    return Table(
+        caption=caption, num_left=5,
+        titles=("setting", "status", "A", "B", *more),
+        rows=[
+            (line.check, _STATUS[line.status], line.reference, line.candidate,
+             *([line.detail or ""] if with_detail else []))
+            for line in lines
+        ],
+        marks=["blocks" if line.status == "blocking" else "" for line in lines],
+    )  # fmt: skip
+
+
+def machines_section(background: Background) -> Section | None:
+    """Both machines side by side, what differs marked."""
+    sides = background.reference, background.candidate
+    if not any(sides):
+        return None
+    rows: list[tuple[str, ...]] = []
+    for title, read in _FACTS:
+        reference, candidate = ("not known" if side is None else read(side) for side in sides)
+        if reference or candidate:
+            rows.append((title, reference or "-", candidate or "-"))
+    names = [_versions(side) for side in sides]
+    for package in dict.fromkeys([*names[0], *names[1]]):
+        rows.append((package, *(known.get(package, "-") for known in names)))
+    apart = [row for row in rows if row[1] != row[2]]
+    same = [row for row in rows if row[1] == row[2]]
+    body: list[Node] = [table(_machines("What differs", apart))] if apart else []
+    if same:
+        folded = table(_machines("What is the same", same))
+        body.append(details(f"{count(len(same), 'line')} the same", folded))
+    told = f"{len(apart)} of {len(rows)} lines differ."
+    return Section(id="machines", title="Machines", lead=told, body=tuple(body))
+
+
+def _machines(caption: str, rows: list[tuple[str, ...]]) -> Table:
+    titles = ("what", "A", "B")
+    return Table(caption=caption, titles=titles, rows=rows, num_left=3)
+
+
+def _versions(side: Manifest | None) -> dict[str, str]:
+    if side is None:
+        return {}
+    environment = side.environment
+    return {**dict(sorted(environment.versions.items())), **environment.torch_build,
+            **environment.variables}  # fmt: skip
+
+
+def _of(read: Callable[[Environment], str | None]) -> Callable[[Manifest], str | None]:
+    return lambda manifest: read(manifest.environment)
+
+
+def _device(environment: Environment) -> str:
+    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
+    return f"{environment.device_type}: {environment.device_name}{number}"
+
+
+_FACTS: tuple[tuple[str, Callable[[Manifest], str | None]], ...] = (
+    ("label", _of(lambda it: it.label)),
+    ("device", _of(_device)),
+    ("driver", _of(lambda it: it.driver)),
+    ("runtime", _of(lambda it: it.runtime)),
+    ("CPU", _of(lambda it: it.cpu)),
+    ("CPU model", _of(lambda it: it.cpu_model)),
+    ("instructions", _of(lambda it: it.cpu_capability)),
+    ("threads", _of(lambda it: str(it.num_threads))),
+    ("platform", _of(lambda it: it.platform)),
+    ("Python", _of(lambda it: it.python)),
+    ("processes", lambda it: it.processes),
+    ("engine", lambda it: None if it.engine is None else it.engine.name),
+    ("attention", lambda it: it.model.attn_implementation),
+    ("weights", lambda it: f"{it.model.num_parameters:,} parameters, {it.model.dtype}"),
+    ("captured", lambda it: it.created),
+    ("recorded", lambda it: f"{it.sizes.num_records:,} records, {size(it.sizes.stored_bytes)}"),
+    ("command", lambda it: it.command),
+)  # fmt: skip
+
+
+def coverage_section(report: Report, background: Background) -> Section:
+    """How much of what was recorded was compared, and notes."""
+    coverage = report.coverage
+    lead = (
+        f"{coverage.num_compared:,} tensors compared, {coverage.num_skipped:,} skipped, "
+        f"{coverage.num_only_reference:,} only in A, {coverage.num_only_candidate:,} only in B."
+    )
+    body: list[Node] = []
+    if coverage.passes:
+        body.append(table(Table(
+            caption="By pass", num_left=2,
+            titles=("pass", "what", "compared", "missing", "skipped", "only in B", "share"),
+            rows=[
+                (pass_.pass_, pass_.what, f"{pass_.num_compared:,}", f"{pass_.num_missing:,}",
+                 f"{pass_.num_skipped:,}", f"{pass_.num_extra:,}", f"{100 * pass_.share:.4g}%")
+                for pass_ in coverage.passes
+            ],
+        )))  # fmt: skip
+    if coverage.unmatched:
+        shown = coverage.unmatched[:_MOST_UNMATCHED]
+        left = len(coverage.unmatched) - len(shown)
+        content = Table(
+            caption="Not compared", num_left=6,
+            titles=("site", "side", "pass", "prompt", "step", "why"),
+            rows=[(row.site, row.side, row.pass_, str(row.sample), str(row.step), row.reason)
+                  for row in shown],
+            note=f"{left:,} more are in the JSON." if left else "",
+        )  # fmt: skip
+        named = f"{count(len(coverage.unmatched), 'tensor')} not compared"
+        body.append(details(named, table(content)))
+    notes = [*report.notes, *background.notes]
+    if notes:
+        body.append(el("ul", *(el("li", prose_block(text)) for text in notes), class_="notes"))
+    return Section(id="coverage", title="What was compared", lead=lead, body=tuple(body))
+
+
+# The top of a page: the verdict in the terminal's words, why, and what to do next.
+
+STANDINGS = {
+    "identical": ("good", "✓"),
+    "within_floor": ("good", "✓"),
+    "systematic": ("bad", "✕"),
+    "localized": ("bad", "✕"),
+    "nonfinite": ("bad", "✕"),
+    "drift": ("unsure", "!"),
+    "undetermined": ("unsure", "?"),
+    "incomparable": ("unsure", "≠"),
+}
+"""By kind of verdict: how it stands, and a sign that needs no colour."""
+
+
+def verdict(report: Report) -> Element:
+    """What the terminal's first screen says, why, and the command that goes deeper."""
+    kind = report.verdict.kind
+    standing, sign = STANDINGS[kind]
+    if headline(report) != HEADLINES[kind]:
+        standing, sign = STANDINGS["incomparable"]
+    lines = [
+        *verdict_lines(report), *visible_lines(report), *settings_lines(report.preflight),
+        *token_lines(report), *explained_lines(report), *compared_lines(report),
+    ]  # fmt: skip
+    return opening(
+        lines, *_why(report), standing=standing, sign=sign, beside=_pair(report),
+        below=next_commands(report.verdict.next),
+    )  # fmt: skip
+
+
+def policy(answer: Sequence[Line]) -> Element:
+    """What `check` says of the policy, before the verdict that it judges."""
+    first, *more = answer
+    items = [el("li", prose_block(line.text.strip())) for line in more]
+    return opening(
+        [first], el("ul", *items, class_="why") if items else None, id="policy", label="Policy"
+    )
+
+
+def _why(report: Report) -> list[Node]:
+    if not report.verdict.evidence:
+        return []
+    items = [el("li", prose_block(fact.text)) for fact in report.verdict.evidence]
+    shown, hidden = items[:4], items[4:]
+    more = el(
+        "details", el("summary", f"{count(len(hidden), 'more fact')}"), el("ul", *hidden),
+        class_="more",
+    )  # fmt: skip
+    return [el("h2", "Why"), el("ul", *shown, class_="why"), more if hidden else None]
+
+
+def _pair(report: Report) -> Element:
+    """Both runs: what was compared with what."""
+    runs = ("A", "reference", report.reference), ("B", "candidate", report.candidate)
+    return el("aside", *(_run(*run) for run in runs), class_="pair", aria_label="The two runs")
+
+
+def _run(letter: str, side: str, run: RunSummary) -> Element:
+    dtype = run.dtype.removeprefix("torch.")
+    rows = [("model", run.model), ("computed", f"{dtype} on {run.device}"), ("run", run.path)]
+    changed = [*(f"planted fault: {plant}" for plant in run.plants),
+               *(f"substituted: {substitute}" for substitute in run.substitutes)]  # fmt: skip
+    if not run.complete:
+        why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
+        changed.append(f"incomplete: {why}")
+    head = el("h2", el("span", letter, class_=f"letter {side}"), name(run.label or run.path))
+    notes = el("ul", *(el("li", name(text)) for text in changed), class_="warnings")
+    return el("article", head, facts(rows), notes if changed else None, class_="run")
+
+
+def findings_section(report: Report) -> Section | None:
+    """All findings, of which one verdict was made."""
+    if not report.findings:
+        return None
+    items = []
+    for finding in report.findings:
+        claim = finding.claim.replace("_", " ")
+        evidence = [
+            el("li", prose_block(fact.text)) for fact in (*finding.evidence, *finding.beside)
+        ]
+        items.append(el(
+            "li", el("p", el("strong", claim), el("small", finding.role)),
+            prose_block(finding.summary) if finding.summary else None,
+            el("ul", *evidence) if evidence else None,
+        ))  # fmt: skip
+    return Section(
+        id="findings", title="All findings",
+        lead="What each analysis found. The verdict was made of these; a hint or a context is a "
+        "place to look, and no fault.",
+        body=(el("ol", *items, class_="findings"),),
+    )  # fmt: skip
 
 
 def page(
@@ -77,15 +459,17 @@ _FIRST = ("blocks", "suite", "collectives", "logprobs")
 
 def analysis_sections(report: Report, background: Background) -> list[Section]:
     sections: list[Section] = []
-    names = sorted(shown_analyses(), key=lambda name: name not in _FIRST)
-    for name in names:
-        path = f"divergence.analyses.{name}"
+    analyses = sorted(shown_analyses(), key=lambda analysis: analysis not in _FIRST)
+    for analysis in analyses:
+        path = f"divergence.analyses.{analysis}"
         if find_spec(f"{path}.page") is not None:
             sections += import_module(f"{path}.page").page(report, background)
             continue
         lines = import_module(f"{path}.show").show(report, all_sites=False)
         if lines:
-            sections.append(Section(id=name, title=name.capitalize(), body=(printed(lines),)))
+            sections.append(
+                Section(id=analysis, title=analysis.capitalize(), body=(printed(lines),))
+            )
     return sections
 
 

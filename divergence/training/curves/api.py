@@ -10,8 +10,6 @@ from divergence.training.curves.judging import judge
 from divergence.training.curves.reading import is_losses, read_losses
 from divergence.training.curves.result import LossReport
 
-__all__ = ["compare_losses"]
-
 
 @with_sentences
 def compare_losses(

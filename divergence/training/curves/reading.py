@@ -31,8 +31,6 @@ from divergence.outside import (
     read_bytes,
 )
 
-__all__ = ["Curves", "is_losses", "read_losses"]
-
 STATE = "trainer_state.json"
 EVENTS = "tfevents"
 _STEPS = ("step", "global_step", "iteration", "iter", "steps")

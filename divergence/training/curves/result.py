@@ -9,8 +9,6 @@ import msgspec
 
 from divergence.facts import Fact, Worded
 
-__all__ = ["CurveDiff", "LossReport", "LossVerdict", "Trend"]
-
 Kind = Literal["identical", "aligned", "misaligned", "drift", "nonfinite", "undetermined"]
 
 

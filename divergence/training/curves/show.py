@@ -5,8 +5,6 @@ from __future__ import annotations
 from divergence.layout import BLANK, Line, columns, heading, line, prose, relative
 from divergence.training.curves.result import CurveDiff, LossReport
 
-__all__ = ["EXIT_CODES", "loss_lines", "verdict_line"]
-
 _HEADLINES = {
     "identical": "IDENTICAL",
     "aligned": "ALIGNED",

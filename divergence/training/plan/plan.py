@@ -22,13 +22,21 @@ from divergence.recording.request import Request
 from divergence.recording.structure import describe_modules
 from divergence.run.site import escape_path
 from divergence.training.plan.result import TrainingPlan
-from divergence.training.plan.states import kept_parts, pieces_of, whole_parameters_bytes
-from divergence.training.plan.step import StepLayout, Stepped, Wanted, run_step
-from divergence.training.plan.tensor_parallel import GATHERED, REDUCED, SHARED, shrink
-from divergence.training.plan.traffic import gradient_traffic, tensor_traffic
-
-__all__ = ["Wanted", "plan_request", "plan_training"]
-
+from divergence.training.plan.step import (
+    GATHERED,
+    REDUCED,
+    SHARED,
+    StepLayout,
+    Stepped,
+    Wanted,
+    gradient_traffic,
+    kept_parts,
+    pieces_of,
+    run_step,
+    shrink,
+    tensor_traffic,
+    whole_parameters_bytes,
+)
 
 _AS_ASKED = ("mesh", "zero", "optimizer", "main_weights", "autocast", "link_rate")
 

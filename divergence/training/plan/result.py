@@ -9,8 +9,6 @@ import msgspec
 
 from divergence.facts import Fact, Worded
 
-__all__ = ["Activations", "Collective", "Kept", "TrainingPlan"]
-
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the memory that stays from step to step."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, size
 
-__all__ = ["training_lines"]
-
 
 def training_lines(plan: dict[str, Any]) -> list[Line]:
     """What `capture --dry-run --train` says of a step. ``plan``: a TrainingPlan as plain data."""

@@ -1,33 +1,381 @@
-"""One forward and backward on fake tensors: what they hold at each moment, and what tensor
-parallelism sends.
-
-The step is run twice, without and with checkpointing of blocks, so that activations are counted
-and not estimated by a formula. Gradients are taken away as they come and counted as they would lie:
-whole, or the rank's piece (ZeRO 2 and 3). Of ZeRO 3 the parameters come and go too, as torch's
-``fully_shard`` of each block and of the rest has it: a block's are gathered before its forward and
-its backward, and through one buffer that the next block's already fills in the backward; the rest's
-stay from the forward to the end of the backward.
-"""
+"""What one training step holds in memory and sends between ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from divergence.errors import ModelError, UsageError
+from divergence.facts import fact
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks import swapped
 from divergence.recording.training import training_mode
-from divergence.training.plan.live import LiveBytes
-from divergence.training.plan.result import Activations
+from divergence.training.plan.result import Activations, Collective, Kept
 
-__all__ = ["StepLayout", "Stepped", "Wanted", "run_step"]
+# Bytes of parameters, gradients and optimizer state on one rank, from shapes and dtypes.
+#
+# Per parameter, in bytes (Ψ parameters on a rank; ZeRO divides over N ranks):
+#
+# =====================  =======  =========  ============  =======  =====================
+# training               weights  gradients  main weights  moments  in all
+# =====================  =======  =========  ============  =======  =====================
+# 16 bits, main weights  2        2          4             8        16  (ZeRO's "mixed precision")
+# float32 (autocast too) 4        4          -             8        16
+# 16 bits alone          2        2          -             4         8
+# =====================  =======  =========  ============  =======  =====================
+#
+# for Adam; SGD without momentum has no moments. With main weights ZeRO's stages are 16Ψ;
+# 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+# Trillion Parameter Models", arXiv 1910.02054, section 5).
+#
+# Stages 1 and 2 divide all elements evenly, as DeepSpeed and Megatron do. Stage 3 divides each
+# parameter along its first dimension, as torch's ``fully_shard`` does: the first ranks hold
+# ceil(rows/N) of its rows. ``whole_parameters_bytes`` is what torch's ``ZeroRedundancyOptimizer``
+# does at stage 1. Moments lie in the dtype of what they update. Not counted: a step counter of 4
+# bytes for each tensor, and what an allocator adds.
+
+MOMENTS = {"adamw": 2, "sgd": 0}
+"""Tensors of a parameter's shape that each optimizer keeps."""
+
+
+class RankParameter(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter on a rank, tensor parallelism done and ZeRO not yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes of an element."""
+    trained: bool = True
+    """Has it a gradient?"""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def rows_numel(self, num_ranks: int) -> int:
+        """Elements on the first rank where ``num_ranks`` divide the first dimension."""
+        if num_ranks == 1 or not self.shape:
+            return self.numel
+        return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
+
+
+def pieces_of(module: object) -> list[RankParameter]:
+    """The parameters of a torch module, each once, whatever device they lie on."""
+    named = module.named_parameters()  # type: ignore[attr-defined]
+    return [
+        RankParameter(
+            name=name, shape=tuple(parameter.shape), itemsize=parameter.element_size(),
+            trained=parameter.requires_grad,
+        )
+        for name, parameter in named
+    ]  # fmt: skip
+
+
+def kept_parts(
+    pieces: Sequence[RankParameter],
+    *,
+    optimizer: str,
+    main_weights: bool,
+    zero: int,
+    num_ranks: int,
+) -> list[Kept]:
+    """What stays in memory from step to step, on the rank that holds most. ``num_ranks``: N.
+
+    Raises UsageError for an optimizer or a stage that is not known.
+    """
+    if optimizer not in MOMENTS:
+        raise UsageError(
+            f"--optimizer-step {optimizer}: its state is not known", hint=f"{' or '.join(MOMENTS)}"
+        )
+    if zero not in range(4):
+        raise UsageError(f"--zero {zero} is no stage of ZeRO", hint="0, 1, 2 or 3")
+    trained = [piece for piece in pieces if piece.trained]
+    sizes = {piece.itemsize for piece in trained}
+
+    def part(
+        name: str, of: Sequence[RankParameter], factor: int, size: int | None, stage: int
+    ) -> Kept:
+        """``factor`` tensors of each shape; ``size``: bytes of an element, None for its own."""
+        divided = zero >= stage and num_ranks > 1
+        if not divided:
+            total = sum(factor * p.numel * (size or p.itemsize) for p in of)
+        elif zero == 3:
+            total = sum(factor * p.rows_numel(num_ranks) * (size or p.itemsize) for p in of)
+        else:  # one flat tensor in equal parts
+            total = sum(factor * -(-p.numel // num_ranks) * (size or p.itemsize) for p in of)
+        own = {p.itemsize for p in of}
+        each = str(factor * (size or own.pop())) if size or len(own) == 1 else "(2..4)"
+        return Kept(name=name, formula=f"{each}Ψ{'/N' if divided else ''}", bytes=total)  # type: ignore[arg-type]
+
+    parts = [part("parameters", pieces, 1, None, 3), part("gradients", trained, 1, None, 2)]
+    with_main = main_weights and any(size < 4 for size in sizes)
+    if with_main:
+        parts.append(part("main weights", trained, 1, 4, 1))
+    if MOMENTS[optimizer]:
+        parts.append(part("moments", trained, MOMENTS[optimizer], 4 if with_main else None, 1))
+    return parts
+
+
+def whole_parameters_bytes(
+    pieces: Sequence[RankParameter], *, optimizer: str, num_ranks: int
+) -> int:
+    """Moments on the fullest rank where each parameter's lie whole on one: greedily, the largest
+    first, each to the rank that has least (``torch.distributed.optim.ZeroRedundancyOptimizer``)."""
+    ranks, held = [0] * num_ranks, [0] * num_ranks
+    for piece in sorted((p for p in pieces if p.trained), key=lambda p: p.numel, reverse=True):
+        rank = ranks.index(min(ranks))
+        ranks[rank] += piece.numel
+        held[rank] += MOMENTS[optimizer] * piece.bytes
+    return max(held)
+
+
+# A rank's part of a model under tensor parallelism, as shapes, without any other rank.
+#
+# The model's own plan (``tp_plan`` of transformers) says which matrices are divided by rows and
+# which by columns. Weights are made that much smaller and the forward is run as it stands:
+# attention and MLP then compute this rank's heads and columns, as they do in a real run. What the
+# plan holds beyond that (experts, sequence parallelism) is refused rather than guessed.
+
+_COLUMNS = ("colwise", "packed_colwise")
+GATHERED = ("colwise_gather_output", "colwise_rep")
+"""Their output is put together from all ranks' parts: an all-gather in the forward."""
+_ROWS = ("rowwise", "packed_rowwise")
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+
+REDUCED = (*_ROWS, "embedding_rowwise")
+"""Their outputs are sums over ranks: an all-reduce in the forward."""
+SHARED = (*_COLUMNS, *GATHERED)
+"""Their input is the same on all ranks: its gradient is a sum, an all-reduce in the backward."""
+
+
+def shrink(module: torch.nn.Module, styles: Mapping[str, str], num_ranks: int) -> None:
+    """Make the weights of ``module`` (on the meta device) the first rank's part. ``styles``: module
+    path → style, as ``engines.placement.tensor_plan`` gives it.
+
+    Raises ModelError where the model has no plan, or one with a style that is not known here.
+    """
+    if not styles:
+        raise ModelError(
+            f"{type(module).__name__} has no plan for tensor parallelism",
+            hint="plan it without the axis tp",
+        )
+    for path, style in styles.items():
+        if style in _WHOLE:
+            continue
+        part: Any = module.get_submodule(path)
+        if style not in SHARED + REDUCED or not isinstance(
+            part, torch.nn.Linear | torch.nn.Embedding
+        ):
+            raise ModelError(
+                f"how {style!r} divides {type(part).__name__} is not known to the plan",
+                where=path, hint="plan it without the axis tp",
+            )  # fmt: skip
+    tied = getattr(_call(module, "get_input_embeddings"), "weight", None)
+    for path, style in styles.items():
+        if style not in _WHOLE:
+            part = module.get_submodule(path)
+            if part.weight is not tied or style == "embedding_rowwise":
+                _shrink_one(part, style, num_ranks)
+
+
+def _shrink_one(part: Any, style: str, num_ranks: int) -> None:
+    axis = 1 if style in _ROWS else 0
+    whole = part.weight.shape[axis]
+    own = -(-whole // num_ranks)
+    part.weight = _first(part.weight, axis, own)
+    if axis == 0 and getattr(part, "bias", None) is not None:
+        part.bias = _first(part.bias, 0, own)
+    if style in GATHERED:
+        part.register_forward_hook(
+            lambda _part, _inputs, output: torch.cat([output] * num_ranks, -1)[..., :whole]
+        )
+
+
+def _first(weight: torch.nn.Parameter, axis: int, length: int) -> torch.nn.Parameter:
+    part = torch.empty_like(weight.narrow(axis, 0, length), device="meta")
+    return torch.nn.Parameter(part.contiguous(), requires_grad=weight.requires_grad)
+
+
+def _call(module: Any, name: str) -> Any:
+    method = getattr(module, name, None)
+    return None if method is None else method()
+
+
+# Bytes that the collectives of one training step move, and how long a link takes for them.
+#
+# Of n ranks each sends, and receives, (n-1)/n of a tensor in a reduce-scatter or an all-gather, and
+# twice that in an all-reduce, which is one after the other (ring: Patarasuk and Yuan, "Bandwidth
+# optimal all-reduce algorithms for clusters of workstations", 2009; in NCCL's words the bus
+# bandwidth's factor). For G bytes of gradients and P of parameters on a rank:
+#
+# ========  ==========================================================================
+# ZeRO 0    all-reduce of G
+# ZeRO 1-2  reduce-scatter of G, all-gather of P
+# ZeRO 3    all-gather of P in the forward, again in the backward of what was let go in
+#           between, reduce-scatter of G (arXiv 1910.02054, section 7: 1.5 times ZeRO 0)
+# tp        all-reduce of each row-divided matrix's output in the forward, and of each
+#           column-divided matrix's input gradient in the backward: 2 and 2 a block
+#           (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3)
+# ========  ==========================================================================
+#
+# Times are bytes over the rate, as if nothing else used the link and nothing overlapped; latency is
+# left out.
+
+_FACTOR = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
+
+
+def gradient_traffic(
+    pieces: Sequence[RankParameter], rest: Sequence[RankParameter], *, zero: int,
+    axes: dict[str, int], rate: float | None,
+) -> list[Collective]:  # fmt: skip
+    """Of the axes dp and fsdp. ``rest``: those of ``pieces`` that stay whole between forward and
+    backward (ZeRO 3)."""
+    trained = [piece for piece in pieces if piece.trained]
+    dp, fsdp = axes.get("dp", 1), axes.get("fsdp", 1)
+    if zero == 0:
+        name = "dp × fsdp" if min(dp, fsdp) > 1 else "fsdp" if fsdp > 1 else "dp"
+        return _some("all-reduce", "gradients", name, dp * fsdp, _bytes(trained, 1), rate)
+    name, count = ("fsdp", fsdp) if fsdp > 1 else ("dp", dp)
+    rows = count if zero == 3 else 1
+    gradients = _bytes(trained, rows)
+    calls = []
+    if zero == 3:
+        own = {piece.name for piece in rest}
+        again = [piece for piece in pieces if piece.name not in own]
+        calls += _some("all-gather", "parameters_forward", name, count, _bytes(pieces, rows), rate)
+        calls += _some("all-gather", "parameters_backward", name, count, _bytes(again, rows), rate)
+    calls += _some("reduce-scatter", "gradients", name, count, gradients, rate)
+    if zero < 3:
+        calls += _some("all-gather", "parameters_updated", name, count, _bytes(trained, 1), rate)
+    if name == "fsdp":
+        calls += _some("all-reduce", "gradients", "dp", dp, -(-gradients // count), rate)
+    return calls
+
+
+def tensor_traffic(
+    forward_bytes: int, backward_bytes: int, gathered_bytes: int, *, num_ranks: int,
+    rate: float | None,
+) -> list[Collective]:  # fmt: skip
+    """Of the axis tp: sums of outputs, sums of input gradients, outputs put together."""
+    return [
+        *_some("all-reduce", "activations_forward", "tp", num_ranks, forward_bytes, rate),
+        *_some("all-reduce", "activations_backward", "tp", num_ranks, backward_bytes, rate),
+        *_some("all-gather", "activations_forward", "tp", num_ranks, gathered_bytes, rate),
+    ]
+
+
+def _some(
+    operation: Literal["all-reduce", "reduce-scatter", "all-gather"], sent: str, axis: str,
+    num_ranks: int, tensor_bytes: int, rate: float | None,
+) -> list[Collective]:  # fmt: skip
+    """``sent``: the code of what is sent, and when."""
+    if num_ranks < 2 or tensor_bytes == 0:
+        return []
+    moved = _FACTOR[operation] * tensor_bytes * (num_ranks - 1) // num_ranks
+    return [
+        Collective(
+            operation=operation, sent=fact(f"training.{sent}"), axis=axis, num_ranks=num_ranks,
+            tensor_bytes=tensor_bytes, bytes_per_rank=moved,
+            seconds=None if rate is None else moved / rate,
+        )
+    ]  # fmt: skip
+
+
+def _bytes(pieces: Sequence[RankParameter], rows: int) -> int:
+    """Rows are padded, so that all ranks have equally many."""
+    return sum(piece.rows_numel(rows) * rows * piece.itemsize for piece in pieces)
+
+
+# How many bytes of tensors live at each moment, counted while operators run on fake tensors.
+#
+# Each operator's results are storages; one is counted when it is first seen, and no more when it is
+# freed. Run under torch's FakeTensorMode nothing is allocated, and sizes and lifetimes are those of
+# a real step: also of what autograd saves, of gradients of activations, of what is computed again.
+#
+# Not seen: memory that a kernel takes inside itself (workspaces), and what an allocator rounds up.
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is entered. ``now`` and ``peak``: bytes of storages made since then, and
+    of what ``hold`` adds; ``held``: of these alone, now."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self.held = 0
+        self._held: dict[object, int] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Not counted: it was there before."""
+        storage = tensor.untyped_storage()
+        self._storages[id(storage)] = weakref.ref(storage, self._forgetting(id(storage), 0))
+
+    def hold(self, key: object, num_bytes: int) -> None:
+        """Count ``num_bytes`` that no operator made, until ``release``; once for a key."""
+        if key not in self._held:
+            self._held[key] = num_bytes
+            self.held += num_bytes
+            self._add(num_bytes)
+
+    def release(self, key: object) -> None:
+        num_bytes = self._held.pop(key, 0)
+        self.held -= num_bytes
+        self.now -= num_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)  # of one that lives; forgotten with it
+        if key in self._storages:
+            return
+        num_bytes = storage.nbytes()
+        self._storages[key] = weakref.ref(storage, self._forgetting(key, num_bytes))
+        self._add(num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+    def _forgetting(self, key: int, num_bytes: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            self.now -= num_bytes
+            self._storages.pop(key, None)
+
+        return forget
+
+
+# One forward and backward on fake tensors: what they hold at each moment, and what tensor
+# parallelism sends.
+#
+# The step is run twice, without and with checkpointing of blocks, so that activations are counted
+# and not estimated by a formula. Gradients are taken away as they come and counted as they would
+# lie: whole, or the rank's piece (ZeRO 2 and 3). Of ZeRO 3 the parameters come and go too, as
+# torch's ``fully_shard`` of each block and of the rest has it: a block's are gathered before its
+# forward and its backward, and through one buffer that the next block's already fills in the
+# backward; the rest's stay from the forward to the end of the backward.
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +548,7 @@ class _Sharing:
             live.hold("gradients", sum(map(self._own_bytes, trained)))
         with contextlib.ExitStack() as stack:
             if self._layout.divides_parameters:
-                live.hold("rest", _bytes(self._rest))
+                live.hold("rest", _bytes_of(self._rest))
             else:
                 for parameter in trained:
                     stack.enter_context(parameter.register_post_accumulate_grad_hook(self._take))
@@ -213,7 +561,7 @@ class _Sharing:
     @property
     def gathered_bytes(self) -> int:
         """Between forward and backward."""
-        return _bytes(self._rest) if self._layout.divides_parameters else 0
+        return _bytes_of(self._rest) if self._layout.divides_parameters else 0
 
     def finish(self) -> None:
         """The last gradients, behind the backward."""
@@ -236,7 +584,7 @@ class _Sharing:
 
     def _gather(self, number: int, *_: Any) -> None:
         """Through a flat buffer into the parameters."""
-        size = _bytes(self._groups[number])
+        size = _bytes_of(self._groups[number])
         if not self.backward:
             self._live.hold("buffer", size)
         self._live.hold(("block", number), size)
@@ -256,7 +604,7 @@ class _Sharing:
     def _begin(self, number: int) -> None:
         self._gather(number)
         if number > 0:
-            self._live.hold("buffer", _bytes(self._groups[number - 1]))
+            self._live.hold("buffer", _bytes_of(self._groups[number - 1]))
 
     def _scatter(self, number: int) -> None:
         self._live.release(("block", number))
@@ -268,14 +616,14 @@ class _Sharing:
         if not whole:
             return
         self._live.release("scattered")
-        self._live.hold("scattered", _bytes(whole))
+        self._live.hold("scattered", _bytes_of(whole))
         for parameter in whole:
             parameter.grad = None
         if not self._layout.stays:
             self._live.hold(key, sum(map(self._own_bytes, whole)))
 
 
-def _bytes(parameters: Sequence[torch.Tensor]) -> int:
+def _bytes_of(parameters: Sequence[torch.Tensor]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
 
 

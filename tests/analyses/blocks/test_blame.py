@@ -8,10 +8,9 @@ import statistics
 import pytest
 import torch
 
-from divergence.analyses.blocks.blame import forward_controls, questions
-from divergence.analyses.blocks.looks import Controls
-from divergence.comparison.measure.truth import TruthSamples
-from divergence.comparison.measure.truth_stats import stats_of
+from divergence.analyses.blocks.sides import forward_controls, questions
+from divergence.analyses.blocks.units import Controls
+from divergence.comparison.measure.truth import TruthSamples, stats_of
 from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.pairs import measure_against

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from divergence.analyses.blocks.nonfinite import find_nonfinite
+from divergence.analyses.blocks.find import find_nonfinite
 from divergence.comparison.api import compare
 from divergence.comparison.measure.runs import measure
 from divergence.comparison.preflight.lines import preflight

@@ -11,8 +11,7 @@ from divergence.analyses.operators.find import finding_of
 from divergence.comparison.analysis import AnalysisResult
 from divergence.comparison.api import compare
 from divergence.comparison.decide import decide, explained
-from divergence.comparison.preflight.code import other_code, replaced_in
-from divergence.comparison.preflight.owner import disagreement
+from divergence.comparison.preflight.code import disagreement, other_code, replaced_in
 from divergence.comparison.results import Finding, Onset, OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
 from divergence.facts import fact, plain, worded

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from divergence import Run, capture, compare
-from divergence.analyses.collectives.find import _who
+from divergence.analyses.collectives.compare import _who
 from divergence.comparison.results import CollectiveFault
 from divergence.errors import UsageError
 from divergence.facts import sentence

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import divergence.recording.engines.sessions as capture_api
-from divergence.analyses.blocks.drift import find_drift
+from divergence.analyses.blocks.rounding import find_drift
 from divergence.analyses.ends.find import misfit_in
 from divergence.comparison.align.pieces import logits_row
 from divergence.comparison.api import compare

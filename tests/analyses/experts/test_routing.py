@@ -13,8 +13,7 @@ import transformers
 
 from divergence.analyses.blocks.show import prompt_usage
 from divergence.comparison.api import compare
-from divergence.comparison.rerouted import free_routes_differ
-from divergence.comparison.routers import Flips, explained_choices
+from divergence.comparison.experts import Flips, explained_choices, free_routes_differ
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

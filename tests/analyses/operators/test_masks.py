@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.find import finding_of
-from divergence.analyses.operators.judge import judge_operators
+from divergence.analyses.operators.limits import measure_operators
+from divergence.analyses.operators.measure import judge_operators
 from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")

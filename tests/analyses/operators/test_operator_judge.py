@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from divergence.analyses.operators.errors import measure_operators
-from divergence.analyses.operators.judge import judge_operators
+from divergence.analyses.operators.limits import measure_operators
+from divergence.analyses.operators.measure import judge_operators
 from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")

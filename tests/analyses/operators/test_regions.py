@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.operators.errors import measure_operators
-from divergence.analyses.operators.judge import judge_operators
+from divergence.analyses.operators.limits import measure_operators
+from divergence.analyses.operators.measure import judge_operators
 from divergence.facts import worded
 
 PASSES = ("anchored", "anchored")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.precision.parts import find_parts
-from divergence.comparison.calls.graph import CallNode, forwards_of
+from divergence.analyses.precision.audit import find_parts
+from divergence.comparison.calls import CallNode, forwards_of
 from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.record import Call, Operand

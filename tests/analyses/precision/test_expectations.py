@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.analyses.precision.expectations import FAMILIES, expectation, family_of, is_below
+from divergence.analyses.precision.audit import FAMILIES, expectation, family_of, is_below
 from divergence.comparison.results import PARTS
 
 MODELS = Path(importlib.util.find_spec("transformers").origin).parent / "models"

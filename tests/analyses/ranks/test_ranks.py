@@ -24,8 +24,8 @@ from divergence.comparison.align.pieces import Pair, Piece
 from divergence.comparison.measure import processes as ranks
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
-from divergence.comparison.measure.pipeline import measure_all, measured_by
 from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
+from divergence.comparison.measure.runs import measure_all, measured_by
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
 from divergence.recording.api import capture

@@ -14,7 +14,7 @@ import torch
 
 from divergence import Run, capture, compare
 from divergence import truth as make_truth
-from divergence.analyses.suite.measure import Truths, between, excess, score_of_side
+from divergence.analyses.suite.compare import Truths, between, excess, score_of_side
 from divergence.errors import IncomparableError, UsageError
 
 _spec = importlib.util.spec_from_file_location(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from divergence.analyses.suite.show import show
-from divergence.comparison.result import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
+from divergence.comparison.results import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
 
 
 def make_case(site: str = "silu.float32.odd.normal/suite.silu:out", **changes) -> SuiteCase:

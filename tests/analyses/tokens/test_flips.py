@@ -9,10 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from divergence.analyses.tokens import flips
+from divergence.analyses.tokens import measure as flips
 from divergence.analyses.tokens.find import findings_of
-from divergence.analyses.tokens.flips import TIE
-from divergence.analyses.tokens.measure import compare_tokens
+from divergence.analyses.tokens.measure import TIE, compare_tokens
 from divergence.comparison.api import compare
 from divergence.facts import worded
 from divergence.gate.check import evaluate, is_tie

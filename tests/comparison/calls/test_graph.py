@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from divergence.comparison.calls.graph import forwards_of, maker_of, operator_passes
+from divergence.comparison.calls import forwards_of, maker_of, operator_passes
 
 X = torch.arange(12.0).reshape(3, 4)
 

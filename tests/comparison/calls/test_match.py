@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.operators.errors import distance_of
-from divergence.comparison.calls.graph import forwards_of
-from divergence.comparison.calls.match import match_calls
+from divergence.analyses.operators.limits import distance_of
+from divergence.comparison.calls import forwards_of, match_calls
 
 Q, K, V = (torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
 W = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.analyses.operators.errors import measure_operators
-from divergence.analyses.operators.judge import judge_operators
-from divergence.comparison.calls.choices import Rerouted
+from divergence.analyses.operators.limits import measure_operators
+from divergence.analyses.operators.measure import judge_operators
+from divergence.comparison.calls import Rerouted
 
 T, D, E, CHOSEN = 24, 16, 4, 2
 X = torch.randn(T, D, generator=torch.Generator().manual_seed(0))

@@ -12,10 +12,10 @@ import torch
 
 from divergence.comparison.align.pairs import align
 from divergence.comparison.api import compare
-from divergence.comparison.measure import pipeline as measuring
+from divergence.comparison.measure import runs as measuring
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer, Reading
-from divergence.comparison.measure.pipeline import measure_all, measure_pairs, results_of_pairs
+from divergence.comparison.measure.runs import measure_all, measure_pairs, results_of_pairs
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet.many import compare_many
 from divergence.numerics.kernels import has_compiled
@@ -137,7 +137,7 @@ def test_large_pairs_are_shared_by_threads(case, monkeypatch):
     measurer, pairs = case()
     whole = measure_all(measurer, pairs)
     for name in ("_AHEAD_BYTES", "_LARGE_BYTES"):
-        monkeypatch.setattr(f"divergence.comparison.measure.pipeline.{name}", 1)
+        monkeypatch.setattr(f"divergence.comparison.measure.runs.{name}", 1)
     fresh, pairs = case()
     assert [r.site for r in measure_all(fresh, pairs)] == [r.site for r in whole]
 
@@ -154,7 +154,7 @@ def test_pairs_are_fetched_ahead(case, monkeypatch):
     measurer, pairs = case()
     measure_all(measurer, pairs)
     assert fetched == []
-    monkeypatch.setattr("divergence.comparison.measure.pipeline._FETCHED_ALONE_BYTES", 1)
+    monkeypatch.setattr("divergence.comparison.measure.runs._FETCHED_ALONE_BYTES", 1)
     measurer, pairs = case()
     measure_all(measurer, pairs)
     wanted = [pair.reference.record.site for pair in pairs]

@@ -7,7 +7,7 @@ import pytest
 import statsmodels.api as sm
 from scipy import stats
 
-from divergence.evaluations.statistics.means import (
+from divergence.evaluations.statistics import (
     Padding,
     cluster_sums,
     equivalence_p,

@@ -10,7 +10,7 @@ from scipy import optimize, stats
 from statsmodels.stats.contingency_tables import mcnemar as statsmodels_mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from divergence.evaluations.statistics.significance import (
+from divergence.evaluations.statistics import (
     MOST_SIGNS,
     documents_needed,
     holm,

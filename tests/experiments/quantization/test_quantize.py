@@ -9,13 +9,12 @@ import torch
 import yaml
 
 from divergence.errors import UsageError
-from divergence.experiments.quantization.policy import forms
 from divergence.experiments.quantization.quantize import quantize
-from divergence.experiments.quantization.trials import cost_of
+from divergence.experiments.quantization.trials import cost_of, forms
 from divergence.numerics.logits import row_costs
 from divergence.quantization.scheme import scheme_named
 from divergence.recording.api import capture
-from divergence.report.quantization import answer_line, quantization_lines
+from divergence.report.experiments import answer_line, quantization_lines
 from divergence.run.reader import Run
 
 PROMPTS = ["one two three four five six seven", "eight nine ten eleven twelve", "the cat sat"]

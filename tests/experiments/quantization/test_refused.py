@@ -5,12 +5,12 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.errors import RunExistsError, UsageError
-from divergence.experiments.quantization import alone
-from divergence.experiments.quantization.alone import _Numbers, _statistics
+from divergence.experiments.quantization import trials as alone
 from divergence.experiments.quantization.quantize import quantize
+from divergence.experiments.quantization.trials import _Numbers, _statistics
 from divergence.recording.api import capture, truth
 from divergence.recording.engines.quantize import keep_of
-from divergence.report.quantization import quantization_lines
+from divergence.report.experiments import quantization_lines
 from divergence.run.reader import Run
 
 

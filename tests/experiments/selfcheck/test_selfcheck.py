@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.experiments.selfcheck.selfcheck import selfcheck
-from divergence.experiments.selfcheck.variations import NAMES
+from divergence.experiments.selfcheck import NAMES, selfcheck
 from divergence.recording.api import capture
 
 _QUICK = tuple(name for name in NAMES if name not in ("threads", "compile"))

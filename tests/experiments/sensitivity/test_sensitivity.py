@@ -12,10 +12,15 @@ import torch
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.preflight.lines import preflight
 from divergence.errors import IncomparableError, UsageError
-from divergence.experiments.sensitivity.faults import FAULTS, faults_named
 from divergence.experiments.sensitivity.sensitivity import sensitivity
-from divergence.experiments.sensitivity.sizes import smallest_seen
-from divergence.experiments.sensitivity.trials import Overlay, SensitivityTrials, sees
+from divergence.experiments.sensitivity.trials import (
+    FAULTS,
+    Overlay,
+    SensitivityTrials,
+    faults_named,
+    sees,
+    smallest_seen,
+)
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 

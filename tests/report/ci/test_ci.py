@@ -15,10 +15,15 @@ from divergence.errors import UsageError
 from divergence.facts import Fact
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy, load_policy
-from divergence.report.ci.cases import checked_page, stopped_page
-from divergence.report.ci.codequality import codequality_json
-from divergence.report.ci.github import annotation_lines, fence, summary_markdown
-from divergence.report.ci.junit import junit_xml
+from divergence.report.ci import (
+    annotation_lines,
+    checked_page,
+    codequality_json,
+    fence,
+    junit_xml,
+    stopped_page,
+    summary_markdown,
+)
 
 HOSTILE = (
     "]]><x>&\"' \x00\x1b[31m\ud800\ufffe\u202e\r\n::error::| `#1` @you ##[error]<script>a</script>"

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from divergence.errors import ModelError, UsageError
-from divergence.recording.api import plan_capture
+from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines.load import Loading, empty_model, load_model
 from divergence.training.plan.plan import Wanted, plan_training
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.training.policies.reading import read_policy
+from divergence.training.policies import read_policy
 
 
 def deepspeed(tmp_path, **config):

@@ -17,8 +17,6 @@ from divergence.ops.suite.definition import (
     stored,
 )
 
-__all__ = ["OPERATORS"]
-
 Shape = tuple[int, ...]
 
 

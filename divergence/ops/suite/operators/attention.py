@@ -27,8 +27,6 @@ from divergence.ops.suite.definition import (
     stored,
 )
 
-__all__ = ["OPERATORS", "attend"]
-
 Shape = tuple[int, ...]
 
 

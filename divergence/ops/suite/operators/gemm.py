@@ -7,8 +7,6 @@ from torch.nn import functional
 
 from divergence.ops.suite.definition import PLAN, Arguments, Operator, Plan, TensorSource, cases_of
 
-__all__ = ["OPERATORS"]
-
 Shape = tuple[int, ...]
 
 _SHAPES = {

@@ -20,8 +20,6 @@ from divergence.ops.suite.definition import (
     stored,
 )
 
-__all__ = ["OPERATORS"]
-
 Shape = tuple[int, ...]
 _EPS = 1e-6
 

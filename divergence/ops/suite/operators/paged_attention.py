@@ -29,8 +29,6 @@ from divergence.ops.suite.definition import (
 )
 from divergence.ops.suite.operators.attention import attend
 
-__all__ = ["OPERATORS"]
-
 Shape = tuple[int, ...]
 _BLOCK = 16
 _FLASH_PAGE = 256

@@ -31,8 +31,6 @@ from divergence.ops.suite.definition import (
     to_tensor,
 )
 
-__all__ = ["OPERATORS"]
-
 Shape = tuple[int, ...]
 _LOW, _HIGH = -128, 127
 

@@ -25,8 +25,6 @@ from divergence.ops.suite.definition import (
 )
 from divergence.ops.suite.operators.attention import _truth_softmax
 
-__all__ = ["OPERATORS"]
-
 Shape = tuple[int, ...]
 _K = 4
 

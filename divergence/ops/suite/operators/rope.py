@@ -28,8 +28,6 @@ from divergence.ops.suite.definition import (
     to_tensor,
 )
 
-__all__ = ["OPERATORS"]
-
 Shape = tuple[int, ...]
 
 

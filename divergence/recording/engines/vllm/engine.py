@@ -886,7 +886,7 @@ class VllmSession(TorchSession):
         if self.loaded.module is not self._module:
             raise UsageError(
                 "--engine vllm runs the model that it made: prepare may change its modules, and "
-                "cannot return another",
+                "cannot return another"
             )
         heads = output_paths(self.loaded.structure) - {ROOT}
         return VllmRecorder(

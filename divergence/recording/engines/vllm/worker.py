@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXTENSION", "FORMAT", "WorkerExtension", "register_loader"]
-
 FORMAT = "divergence"
 """What the loader is called among vLLM's formats of checkpoints."""
 

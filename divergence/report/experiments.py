@@ -1,0 +1,719 @@
+"""What localize, quantize, selfcheck and sensitivity print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from msgspec.structs import replace
+
+from divergence.analyses.operators.show import show as operator_lines
+from divergence.experiments.quantization.result import (
+    Cost,
+    MatrixCost,
+    Quantization,
+    QuantizationPolicy,
+)
+from divergence.experiments.result import (
+    FaultSize,
+    Level,
+    Localization,
+    SelfcheckLine,
+    SelfcheckResult,
+    Sensitivity,
+)
+from divergence.facts import sentence_behind
+from divergence.layout import (
+    BLANK,
+    Line,
+    Span,
+    columns,
+    count,
+    cut,
+    heading,
+    line,
+    prose,
+    share,
+    times,
+)
+from divergence.run.command import quoted_words
+from divergence.words import HEADLINES, letter
+
+# What `localize` says on one page, the operator first, then its proof; and what `repro` says.
+
+_PLACED = "with the other side's result in its place"
+
+
+def localization_lines(
+    result: Localization, *, answer_only: bool = False, verbose: bool = False
+) -> list[Line]:
+    """``answer_only``: without the descent and the table."""
+    lines = _answer(result)
+    if answer_only:
+        return lines
+    lines += [BLANK, heading("descent")]
+    lines += [_level(level, named=result.side is not None) for level in result.levels]
+    lines += [*proof_lines(result), BLANK]
+    if result.report is not None:
+        evidence = result.report.verdict.evidence
+        told = [item for level in result.levels for item in level.because]
+        shown = [item for item in evidence if item not in told]
+        if shown:
+            lines.append(heading("why"))
+            lines += [prose("  -", item.text, width=4) for item in shown]
+            lines.append(BLANK)
+        lines += operator_lines(result.report, all_sites=verbose)
+    lines += [
+        prose("A", result.reference),
+        prose("B", result.candidate),
+        *([] if result.truth is None else [prose("truth", result.truth)]),
+        prose("runs in", result.out),
+    ]
+    return lines + _next(result)
+
+
+def _answer(result: Localization) -> list[Line]:
+    operator = result.operator
+    if operator is None:
+        deepest = next((v for v in reversed(result.levels) if v.site is not None), None)
+        stopped = deepest is None or result.commands or result.refused
+        word = "STOPPED" if stopped else "LOCALIZED"
+        by = f", by {letter(result.side)}" if result.side else ""
+        where = "" if deepest is None else f"at {deepest.level} {deepest.site}{by}: "
+        where = "" if result.refused else where
+        there = f"; run there: {result.commands[0]}" if result.refused and result.commands else ""
+        style = "bold yellow" if word == "STOPPED" else "bold red"
+        answer = line((f"{word}: ", style), f"{where}{result.stopped}{there}")
+        return [answer if there else answer._replace(hang=2)]  # a command is not folded
+    assert result.report is not None
+    verdict = result.report.verdict
+    if result.contradiction:
+        lines = [
+            line(("CONTRADICTION: ", "bold yellow"),
+                 f"the levels blame different sides: {result.contradiction}; no side is named"),
+            prose("confidence", verdict.confidence),
+        ]  # fmt: skip
+    else:
+        lines = [line(("LOCALIZED: ", "bold red"), verdict.summary)._replace(hang=2)]
+    if result.doubt:
+        lines.append(prose("side", f"not named: {result.doubt}"))
+    elif result.code:
+        apart = f"the sides differ from {result.code} on, in float64 as well"
+        lines.append(prose("side", f"{letter(result.side)}, by A's code; {apart}"))
+    if operator.called_at:
+        lines.append(prose("called at", operator.called_at))
+    lines.append(prose("operator", _called(result)))
+    check = result.causal
+    if check is not None:
+        rest = "everything after it is" if check.num_after else "the block's output is"
+        off = f"{', '.join(check.still[:3])} still {'is' if len(check.still) == 1 else 'are'} off"
+        told = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
+        lines.append(prose("proven", told))
+    elif result.side is not None:
+        unmet = (str(repetition) for repetition in result.repetitions if not repetition.met)
+        untried = next(unmet, f"that takes {letter(result.side)}'s machine")
+        lines.append(prose("proven", f"not tried: {untried}"))
+    return lines
+
+
+def _called(result: Localization) -> str:
+    operator = result.operator
+    assert operator is not None
+    shape = "x".join(map(str, operator.shape)) or "scalar"
+    dtypes = dict.fromkeys((operator.reference_dtype, operator.candidate_dtype))
+    names = dict.fromkeys((operator.operator, operator.candidate_operator))
+    return f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"
+
+
+def _level(level: Level, *, named: bool) -> Line:
+    if level.site is None:
+        said = HEADLINES.get(level.verdict, level.verdict)
+        return prose(f"  {level.level}", f"nothing stands out ({said})", width=12)
+    by = ""
+    if level.side in ("reference", "candidate"):
+        by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"
+    # the site stands before it already
+    module = level.site.partition(":")[0]
+    why = "".join(sentence_behind(item, module) for item in level.because) or level.why
+    return prose(f"  {level.level}", f"{level.site}{by}" + (f": {why}" if why else ""), width=12)
+
+
+def _repeated(result: Localization) -> list[Line]:
+    """Which runs that were captured again have the bits of the run they stand for."""
+    equal = [repetition.run for repetition in result.repetitions if repetition.how == "bits"]
+    texts = [f"bit for bit: {', '.join(equal)}"] if equal else []
+    texts += [
+        str(repetition) + (f" ({repetition.reason})" if repetition.reason else "")
+        for repetition in result.repetitions
+        if repetition.how != "bits"
+    ]
+    return [prose("  repeated", text, width=12) for text in texts]
+
+
+def proof_lines(result: Localization) -> list[Line]:
+    """What was captured again, the causal check, each side's operator by itself, the reproducer."""
+    lines = _repeated(result)
+    if result.causal is not None and result.causal.num_after:
+        usages = result.causal.largest_limit_usage, result.causal.before
+        after, before = (times(u) if math.isfinite(u) else "not finite" for u in usages)
+        lines.append(
+            prose(
+                "  cause",
+                "after the substitution, the largest share of a limit behind it is "
+                f"{after} (before {before})",
+                width=12,
+            )
+        )
+    if result.alone:
+        parts = [
+            f"{letter(own.side)} {times(own.times)} of an ideal one's error" for own in result.alone
+        ]
+        text = f"on its own inputs, against float64: {', '.join(parts)}"
+        if result.is_right_alone:
+            given = _given(result)
+            name = result.operator.operator if result.operator is not None else "the operator"
+            text += f"; {name} is correct on both sides"
+            text += f", but {given}" if given else ""
+        lines.append(prose("  alone", text, width=12))
+    if result.repro is not None:
+        lines.append(prose("  reproducer", f"{result.repro} (report.md is a bug report)", width=14))
+    if result.repro_other is not None:
+        lines.append(prose("  and", f"{result.repro_other} (the other side's call)", width=14))
+    return lines
+
+
+def _given(result: Localization) -> str:
+    """Which operands differ and by how much, and the line that calls it; empty where that is not
+    recorded."""
+    first = result.operator
+    assert first is not None
+    called = f": {first.called_at}" if first.called_at else ""
+    parts = [
+        f"B is given {operand.argument}={operand.candidate} where A is given "
+        f"{operand.reference}{called}"
+        for operand in first.other_operands
+    ]
+    if first.fed_by and not parts:
+        parts = [
+            f"its input comes from {first.fed_by[-1]}, which only {letter(first.fed_by_side)} calls"
+        ]
+    for operand in result.given[:2]:
+        if operand.difference is None:
+            continue
+        whence = dict.fromkeys((operand.reference, operand.candidate))
+        by = f"{operand.difference:.2g} (from {' / '.join(whence)})"
+        parts.append(f"its operand {operand.argument} differs by {by}")
+    return "; ".join(parts)
+
+
+def _next(result: Localization) -> list[Line]:
+    if not result.commands:
+        return []
+    return [
+        BLANK,
+        heading("next"),
+        *(line(f"  {command}") for command in result.commands),
+        *(
+            []
+            if any(replace(item, note=None) == result.continuation for item in result.elsewhere)
+            else [line(f"  {result.again}   # goes on from there")]
+        ),
+    ]
+
+
+_TOLD = {
+    "repro.py": "runs it: torch and safetensors alone",
+    "inputs.safetensors": "its inputs, bit by bit",
+    "expected.safetensors": "what the run recorded",
+    "truth.safetensors": "the same in float64",
+    "report.md": "the text of a bug report",
+}
+
+
+def reproducer_lines(path: str, title: str, files: Sequence[str]) -> list[Line]:
+    """The finding, the folder's files, and the command that runs it."""
+    script = f"{path}/repro.py" if not path.startswith("-") else f"./{path}/repro.py"
+    lines = [line(("written", "bold green"), f" {path}"), prose("finding", title)]
+    lines += [prose(f"  {name}", _TOLD[name], width=24) for name in files]
+    return [*lines, BLANK, heading("next"), line("  " + quoted_words(["python", script]))]
+
+
+# What `quantize` says: the cost of a scheme, matrix by matrix, and what to keep.
+
+_SHOWN = 12
+_TITLES = ("KL alone", "same top", "at its block", "max |x|", "kurtosis", "quantile", "matrix")
+
+
+def answer_line(result: Quantization) -> Line:
+    """One sentence."""
+    cost = result.cost
+    if cost is None:
+        text = f"{_matrices(result.num_quantized)} quantised; the model gives no next-token choices"
+    else:
+        text = (
+            f"{result.scheme} costs {_nats(cost.kl_mean)} nats of KL a token; the likeliest "
+            f"token stays at {_percent(cost.same_top)} of {count(cost.num_tokens, 'position')}"
+        )
+    policy = result.policy
+    if policy is not None:
+        text += f"; {_kept(policy)}"
+    return Line((Span(text, "bold"),), hang=2)
+
+
+def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[Line]:
+    """One screen; ``verbose``: every matrix."""
+    lines = [answer_line(result), BLANK, prose("scheme", f"{result.scheme}: {result.says}")]
+    lines.append(prose("model", f"{result.model}, {result.dtype}"))
+    # the cost is that of the whole scheme; what the policy keeps, and costs, stands below it
+    later = [] if result.policy is None else result.policy.keep
+    before = [name for name in result.kept if name not in later]
+    kept = f"; kept: {_few(before)}" if before else ""
+    what = "keys and values" if result.scheme_as_run.weights is None else (
+        _matrices(result.num_quantized + len(later)))  # fmt: skip
+    if later:
+        what += f" ({result.num_quantized:,} with the policy below)"
+    lines.append(prose("quantised", f"{what}{kept}"))
+    if result.cost is not None:
+        lines += _cost_lines(result.cost)
+    if result.unsmoothed is not None and result.cost is not None:
+        lines.append(
+            prose(
+                "migration", _migration(result.cost, result.unsmoothed, result.scheme_as_run.smooth)
+            )
+        )
+    if result.out is not None:
+        lines.append(prose("written", result.out))
+    lines += [prose("note", note) for note in result.notes]
+    if result.matrices:
+        lines += [BLANK, *_table(result, verbose=verbose)]
+    if result.policy is not None:
+        lines += [BLANK, *_policy_lines(result.policy)]
+    if result.next:
+        lines += [BLANK, heading("next"), *(line(f"  {item}") for item in result.next)]
+    return lines
+
+
+def _cost_lines(cost: Cost) -> list[Line]:
+    lines = [
+        prose("KL", (
+        f"mean {_with(cost.kl_mean, cost.kl_error)}, median {_nats(cost.kl_median)}, "
+        f"90% {_nats(cost.kl_p90)}, 99% {_nats(cost.kl_p99)}, max {_nats(cost.kl_max)} nats"
+    )),
+        prose("same top", _percent_with(cost.same_top, cost.same_top_error)),
+    ]  # fmt: skip
+    if cost.delta_p_mean is not None:
+        assert cost.delta_p_error is not None and cost.delta_p_rms is not None
+        lines.append(prose("Δp", (
+            f"mean {_percent_with(cost.delta_p_mean, cost.delta_p_error, '+')}, RMS "
+            f"{_percent(cost.delta_p_rms)}, 1% {_signed(cost.delta_p_p1)}, "
+            f"99% {_signed(cost.delta_p_p99)}"
+        )))  # fmt: skip
+    if cost.ln_ratio is not None and cost.perplexity is not None:
+        correlation = "" if cost.ln_correlation is None else (
+            f"; correlation of ln PPL {_percent(cost.ln_correlation)}")  # fmt: skip
+        lines.append(prose("perplexity", (
+            f"{_nats(cost.perplexity_base)} -> {_nats(cost.perplexity)}; ln ratio "
+            f"{_with(cost.ln_ratio, cost.ln_ratio_error, '+')}{correlation}"
+        )))  # fmt: skip
+    return lines
+
+
+def _migration(cost: Cost, without: Cost, alpha: float | None) -> str:
+    """Does it help, as measured?"""
+    gain = without.kl_mean - cost.kl_mean
+    doubt = math.hypot(cost.kl_error, without.kl_error)
+    if abs(gain) <= doubt:
+        word = "no difference beyond what so few tokens tell"
+    else:
+        word = "it helps" if gain > 0 else "it hurts"
+    return f"alpha {alpha:g}: KL {_nats(cost.kl_mean)}, without {_nats(without.kl_mean)}: {word}"
+
+
+def _table(result: Quantization, *, verbose: bool) -> list[Line]:
+    worst = result.worst()
+    shown = worst if verbose else worst[:_SHOWN]
+    lines = [heading("each alone", f"costliest first; {_sum_text(result)}")]
+    lines += columns([_TITLES, *(_row(matrix) for matrix in shown)])
+    if len(worst) > len(shown):
+        lines.append(line(f"  and {len(worst) - len(shown)} more: -v"))
+    lines += [BLANK, heading("by kind", "matrices, sum of KL alone, the costliest of them")]
+    return lines + columns(_kinds(result.matrices))
+
+
+def _sum_text(result: Quantization) -> str:
+    if result.predicted is None or result.cost is None:
+        return ""
+    whole = result.cost.kl_mean
+    part = f" ({result.predicted / whole:.2f} x)" if whole > 0 else ""
+    return (
+        f"the quantised ones add up to KL {_nats(result.predicted)}, together they cost "
+        f"{_nats(whole)}{part}"
+    )
+
+
+def _row(matrix: MatrixCost) -> tuple[str, ...]:
+    seen = matrix.outliers
+    name = matrix.name if matrix.by_default else f"{matrix.name} (kept: {matrix.part})"
+    error = "-"
+    if matrix.block_error is not None:
+        floors = "" if matrix.times_floor is None else f" ({matrix.times_floor:,.0f} x floor)"
+        error = f"{matrix.block_error:.1e}{floors}"
+    return (
+        _nats(matrix.cost.kl_mean), _percent(matrix.cost.same_top), error,
+        "-" if seen is None else f"{seen.max:.3g}",
+        "-" if seen is None else f"{seen.kurtosis:.3g}",
+        "-" if seen is None else f"{seen.quantile_score:.2g}", name,
+    )  # fmt: skip
+
+
+def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, ...]]:
+    kinds: dict[str, list[MatrixCost]] = {}
+    for matrix in matrices:
+        leaf = matrix.name.rpartition(".")[2]
+        kept = "" if matrix.by_default else f" (kept: {matrix.part})"
+        kinds.setdefault(f"{leaf}{kept}", []).append(matrix)
+    rows = []
+    for kind, group in kinds.items():
+        worst = max(group, key=lambda matrix: matrix.cost.kl_mean)
+        total = sum(matrix.cost.kl_mean for matrix in group)
+        rows.append((total, (kind, str(len(group)), _nats(total), worst.name)))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+
+
+def _policy_lines(policy: QuantizationPolicy) -> list[Line]:
+    what = "KL" if policy.measure == "kl" else "|Δ log p|"
+    lines = [heading(f"to hold a mean {what} of {policy.target:g} nats")]
+    if not policy.keep:
+        lines.append(prose("", f"nothing need be kept: {_nats(policy.measured)}", width=2))
+        return lines
+    fewer = ""
+    if policy.one_fewer is not None:
+        group = "of them"
+        if policy.num_groups < len(policy.keep):
+            groups = count(policy.num_groups, "group")
+            group = f"of their {groups} (what engines fuse stays together)"
+        fewer = f"; with any one {group} quantised, {_nats(policy.one_fewer)} or more"
+    lines.append(prose("", (
+        f"{_kept(policy)}: measured {_nats(policy.measured)}, predicted "
+        f"{_nats(policy.predicted)}{fewer} ({count(policy.num_runs, 'model')} run)"
+    ), width=2))  # fmt: skip
+    return lines + [line(f"  {name}") for name in policy.keep]
+
+
+def _kept(policy: QuantizationPolicy) -> str:
+    what = "KL" if policy.measure == "kl" else "|Δ log p|"
+    if not policy.keep:
+        return f"{what} <= {policy.target:g} holds with nothing kept"
+    return (
+        f"{what} <= {policy.target:g} holds with {_matrices(len(policy.keep))} kept in "
+        f"floating point ({_millions(policy.num_kept_weights)} weights)"
+    )
+
+
+def _matrices(number: int) -> str:
+    return "1 matrix" if number == 1 else f"{number:,} matrices"
+
+
+def _nats(value: float | None) -> str:
+    """Three digits."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,}"
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _with(value: float, error: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.3g}" + ("" if _unknown(error) else f" ± {_nats(error)}")
+
+
+def _percent_with(value: float, error: float, sign: str = "") -> str:
+    return f"{100 * value:{sign}.2f}%" + ("" if _unknown(error) else f" ± {_percent(error)}")
+
+
+def _unknown(error: float | None) -> bool:
+    """One number alone has no standard error."""
+    return error is None or math.isnan(error)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}%"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.2f}%"
+
+
+# What `divergence selfcheck` prints: one sentence, one line a variation, what looks closer.
+
+_STYLES = {
+    "identical": "green", "within_floor": "green", "suspected": "yellow", "diverged": "bold red",
+    "undetermined": "yellow", "not_applicable": "dim", "not_run": "yellow",
+}  # fmt: skip
+_WIDEST = 50
+
+
+def selfcheck_answer(result: SelfcheckResult) -> list[Line]:
+    """One sentence: does this machine agree with itself?"""
+    text, style = _selfcheck_answer(result)
+    return [prose("", text, style=style, width=0)]
+
+
+def _selfcheck_answer(result: SelfcheckResult) -> tuple[str, str]:
+    untold = [*result.with_status("undetermined"), *result.with_status("not_run")]
+    rest = f"; {', '.join(way.name for way in untold)} could not be told" if untold else ""
+    if result.diverged:
+        names = ", ".join(f"{way.name} ({_place(way)})" for way in result.diverged)
+        return f"This machine does not agree with itself: {names} diverged{rest}.", "bold red"
+    doubts = result.with_status("suspected")
+    if doubts:
+        names = " and ".join(f"{doubt.name} ({_place(doubt)})" for doubt in doubts)
+        return (
+            f"This machine may not agree with itself: {names} is beyond a limit, but not surely; "
+            f"more prompts tell{rest}.",
+            "bold yellow",
+        )
+    if result.not_repeated:
+        names = " and ".join(way.name for way in result.not_repeated)
+        return (
+            f"This machine agrees with itself to rounding, but not in its bits: {names} must give "
+            f"equal bits and does not{rest}.",
+            "bold yellow",
+        )
+    if not result.compared:
+        return f"Nothing was compared{rest}.", "bold yellow"
+    same, close = (len(result.with_status(name)) for name in ("identical", "within_floor"))
+    told = " and ".join(
+        [f"{same} bit-identical"] * bool(same) + [f"{close} within the floor"] * bool(close)
+    )
+    style = "bold yellow" if untold else "bold green"
+    of = count(same + close, "way")
+    return f"This machine agrees with itself in {of} of running: {told}{rest}.", style
+
+
+def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[Line]:
+    """The answer, what ran, the table, and the commands."""
+    prompts = count(result.num_prompts, "prompt")
+    ran = (
+        f"{PurePath(result.model).name}, {result.dtype}, {result.device} "
+        f"({count(result.num_threads, 'thread')}), "
+        f"{result.attention or 'no'} attention; {prompts} of {result.num_prompt_tokens} tokens in "
+        f"all, {count(result.max_new_tokens, 'new token')} each"
+    )
+    lines = [*selfcheck_answer(result), BLANK, prose("base run", ran, width=10), BLANK]
+    rows = [
+        (way.name, how_changed(way), result_text(way), _STYLES[way.status]) for way in result.lines
+    ]
+    first, second = (
+        max([len(head), *(min(len(row[n]), _WIDEST) for row in rows)])
+        for n, head in enumerate(("line", "what is changed"))
+    )
+    lines.append(heading(f"{'line'.ljust(first + 2)}{'what is changed'.ljust(second + 2)}result"))
+    for name, changed, told, style in rows:
+        shown = f"{name.ljust(first + 2)}{cut(changed, _WIDEST).ljust(second + 2)}"
+        lines.append(line(shown, (told, style)))
+    lines += _closer(result)
+    if verbose:
+        lines += [BLANK, heading("verdicts")]
+        lines += [prose(f"  {way.name}", way.summary, width=12) for way in result.lines]
+    return lines
+
+
+def how_changed(way: SelfcheckLine) -> str:
+    return way.changed if way.against == "base" else f"{way.changed} (against {way.against})"
+
+
+def _place(way: SelfcheckLine) -> str:
+    return "in no one block" if way.block is None else f"from {way.block} on"
+
+
+def result_text(way: SelfcheckLine) -> str:
+    if way.status == "identical":
+        more = way.num_missing if way.name != "hooks" else 0
+        return f"bit-identical, {more:,} tensors not compared" if more else "bit-identical"
+    if way.status == "not_applicable":
+        return f"not applicable: {way.reason}"
+    if way.status == "not_run":
+        return f"not run: {way.reason}"
+    if way.status == "undetermined":
+        return f"not told: {way.summary}"
+    used = "" if way.limit_usage is None else f"{way.limit_usage:.2g} of its limit"
+    if way.limit_usage is not None and way.limit_usage > 1:
+        used = f"{times(way.limit_usage)} its limit"
+    if way.status in ("diverged", "suspected"):
+        side = {"reference": way.against, "candidate": way.name}.get(way.side or "", "")
+        wrong = f"{side} is wrong" if side else ""
+        sure = way.status == "diverged"
+        surely = "DIVERGED" if sure else f"suspected ({way.confidence} confidence)"
+        parts = [f"{surely} {_place(way)}", used, wrong, _tokens(way)]
+    else:
+        parts = [_floor(way), _bits(way), used, _tokens(way)]
+    return ", ".join(filter(None, parts))
+
+
+def _floor(way: SelfcheckLine) -> str:
+    return "NOT bit-identical, within floor" if way.same_bits else "within floor"
+
+
+def _bits(way: SelfcheckLine) -> str:
+    if not way.num_blocks:
+        return f"{way.num_different:,} of {way.num_compared:,} tensors differ"
+    if not way.num_blocks_different:
+        return "every block bit-identical on equal inputs"
+    text = f"{way.num_blocks_different} of {way.num_blocks} blocks differ in bits"
+    return text + (f": {way.first_different}" if way.num_blocks_different == 1 else "")
+
+
+def _tokens(way: SelfcheckLine) -> str:
+    if not way.num_tokens_different:
+        return ""
+    return f"{way.num_tokens_different} of {count(way.num_tokens, 'token')} chosen otherwise"
+
+
+def _closer(result: SelfcheckResult) -> list[Line]:
+    shown = result.diverged + result.with_status("suspected", "undetermined")
+    shown += [way for way in result.not_repeated if way not in shown]
+    shown += [way for way in result.with_status("within_floor") if way not in shown]
+    if not shown:
+        return []
+    lines = [
+        BLANK,
+        heading("look closer", "" if result.kept else "with --keep RUNS, which keeps the runs"),
+    ]
+    return lines + [line(f"  {command}") for way in shown for command in way.next]
+
+
+# What `sensitivity` says: how small a fault of each kind would be seen, then block by block.
+
+
+def answer_lines(result: Sensitivity) -> list[Line]:
+    """One sentence a fault."""
+    return [_sensitivity_answer(result, fault) for fault in result.phrases]
+
+
+def sensitivity_lines(result: Sensitivity, *, verbose: bool = False) -> list[Line]:
+    """The sentences, what they rest on, the tables, and what would see smaller faults."""
+    lines = [*answer_lines(result), BLANK, *setup_lines(result), BLANK]
+    lines += _sensitivity_table(result, escalated=False)
+    if result.escalated:
+        lines += _sensitivity_table(result, escalated=True)
+    lines += [heading("a size is a share of")]
+    lines += columns([(fault, unit) for fault, unit in result.units.items()])
+    lines.append(BLANK)
+    if verbose:
+        lines += _reason_lines(result)
+    lines += _confirmation_lines(result)
+    lines += [prose("note", note, width=6) for note in result.notes]
+    lines += [BLANK] * bool(result.notes)
+    if result.next:
+        lines += [heading("to see smaller faults"), *(line(f"  {item}") for item in result.next)]
+    return lines
+
+
+def _sensitivity_answer(result: Sensitivity, fault: str) -> Line:
+    sizes = [size for size in result.of(fault) if size.reason is None]
+    told = result.phrases[fault]
+    where = f"in {result.dtype} "
+    if not sizes:
+        return prose("", f"{where}{fault}: {result.of(fault)[0].reason}", width=0)
+    unseen = [size for size in sizes if size.size is None]
+    if unseen:
+        most = told.format(size=f"up to {share(unseen[0].tried)}")
+        text = f"{where}you would not see {most} in {unseen[0].block}"
+        text += f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+        text += f" (of that size it is {unseen[0].by})"
+    else:
+        seen = [(size.size, size.block) for size in sizes if size.size is not None]
+        low, best = min(seen, key=lambda pair: pair[0])
+        high, worst = max(seen, key=lambda pair: pair[0])
+        text = f"{where}you would see {told.format(size=share(high))} in {_blocks(result)}"
+        if low < high:
+            text += f" (worst: {worst}; best {share(low)} at {best})"
+    if result.escalated:
+        deep = [size.escalated_size for size in sizes if size.escalated_size is not None]
+        text += "; with the escalated pass "
+        text += "not in all of them" if len(deep) < len(sizes) else share(max(deep))
+    return Line(prose("", text, width=0).spans[1:], hang=2)
+
+
+def _blocks(result: Sensitivity) -> str:
+    if len(result.blocks) == result.num_blocks:
+        return "any block" if result.num_blocks > 1 else f"{result.blocks[0]}"
+    if len(result.blocks) == 1:
+        return result.blocks[0]
+    return f"any of the {len(result.blocks)} blocks tried"
+
+
+def setup_lines(result: Sensitivity) -> list[Line]:
+    a, b = result.reference, result.candidate
+    tokens, blocks = count(result.num_prompt_tokens, "prompt token"), result.num_blocks
+    lines = [
+        prose("reference", f"{a.path} ({a.label}): {a.model}, {a.dtype} on {a.device}"),
+        prose(
+            "candidate",
+            f"{'made here' if result.made_here else b.path} ({b.label}): {b.dtype} on {b.device}",
+        ),
+        prose("truth", result.truth or "none: the two sides are held against a rounding model"),
+        prose("unplanted", f"{HEADLINES[result.verdict.kind]}: {result.verdict.summary}"),
+        prose(
+            "trials",
+            f"{result.num_trials:,} on recorded tensors of {tokens}, "
+            f"in {len(result.blocks)} of {count(blocks, 'block')}",
+        ),
+    ]
+    if result.num_floor_runs:
+        runs = count(result.num_floor_runs, "trusted run")
+        lines.insert(3, prose("floor", f"widened by {runs}"))
+    return lines
+
+
+def _sensitivity_table(result: Sensitivity, *, escalated: bool) -> list[Line]:
+    detail = f"anchored pass, {result.dtype}"
+    if escalated:
+        detail = "with the escalated pass, float32: faults of formula or data"
+    rows = [("block", *result.phrases)]
+    for block in result.blocks:
+        sizes = {size.fault: size for size in result.sizes if size.block == block}
+        rows.append((block, *(cell(sizes[fault], escalated) for fault in result.phrases)))
+    return [heading("smallest size seen", detail), *columns(rows, widest=44), BLANK]
+
+
+def cell(fault_size: FaultSize, escalated: bool) -> str:
+    if fault_size.reason is not None:
+        return "-"
+    size = fault_size.escalated_size if escalated else fault_size.size
+    return f"not to {share(fault_size.tried)}" if size is None else share(size)
+
+
+def _reason_lines(result: Sensitivity) -> list[Line]:
+    lines = [heading("seen by")]
+    for entry in result.sizes:
+        for size, why in ((entry.size, entry.by), (entry.escalated_size, entry.escalated_by)):
+            if why is not None:
+                told = share(entry.tried if size is None else size)
+                lines.append(prose(f"  {entry.fault} {told}: ", why, width=4))
+        if entry.reason is not None:
+            lines.append(prose(f"  {entry.fault} at {entry.block}: ", entry.reason, width=4))
+    return [*lines, BLANK]
+
+
+def _confirmation_lines(result: Sensitivity) -> list[Line]:
+    if not result.confirmations:
+        return []
+    wrong = sum(confirmation.seen != confirmation.expected for confirmation in result.confirmations)
+    what = "as expected" if not wrong else f"{wrong} NOT as expected"
+    lines = [heading("planted for real", f"{count(len(result.confirmations), 'capture')}, {what}")]
+    rows = [("fault", "plant", "expected", "found")]
+    words = {True: "seen", False: "not seen"}
+    rows += [
+        (f"{confirmation.fault} {share(confirmation.size)}", confirmation.plant,
+         words[confirmation.expected], f"{words[confirmation.seen]} ({confirmation.verdict})")
+        for confirmation in result.confirmations
+    ]  # fmt: skip
+    return [*lines, *columns(rows), BLANK]

@@ -364,19 +364,22 @@ def gather_compiled(sums: Sums, rows: np.ndarray | slice) -> Sums:
 def _rows(a: np.ndarray, b: np.ndarray, truth: np.ndarray, out: np.ndarray) -> None:
     for i in range(truth.shape[0]):
         x_row, y_row, r_row = a[i], b[i], truth[i]
-        rr = aa = bb = ab = ar = br = r4 = 0.0
+        rr = aa = bb = ab = ar = br = r4 = a4 = b4 = 0.0
         for j in range(len(r_row)):
             r = number(r_row[j])
             da, db = number(x_row[j]) - r, number(y_row[j]) - r
             d = number(x_row[j]) - number(y_row[j])
             square = r * r
             rr += square
-            aa += da * da
-            bb += db * db
+            square_a, square_b = da * da, db * db
+            aa += square_a
+            bb += square_b
             ab += d * d
             ar += da * r
             br += db * r
             r4 += square * square
+            a4 += square_a * square_a
+            b4 += square_b * square_b
         out[0, i] = rr
         out[1, i] = aa
         out[2, i] = bb
@@ -384,6 +387,8 @@ def _rows(a: np.ndarray, b: np.ndarray, truth: np.ndarray, out: np.ndarray) -> N
         out[4, i] = ar
         out[5, i] = br
         out[9, i] = r4
+        out[11, i] = a4
+        out[12, i] = b4
 
 
 @jit
@@ -428,9 +433,9 @@ def _channels(
 def row_sums(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None
 ) -> torch.Tensor:
-    """Twelve sums per row, (12, T), numbered as divergence.numerics.pairs does."""
+    """Thirteen sums per row, (13, T), numbered as divergence.numerics.pairs does."""
     x, y, r = (stored(Grid(tensor)) for tensor in (a, b, truth))
-    out = np.full((12, len(r)), np.nan)
+    out = np.full((13, len(r)), np.nan)
     _rows(x, y, r, out)
     if base is not None:
         _updates(x, y, r, stored(Grid(base)), out)

@@ -99,9 +99,14 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The free run's error over the sum of what the blocks make."""
     escalated: float = 2.0
     """Factor on all limits in the escalated pass. A wrong formula exceeds them a hundredfold."""
-    truth_sibling: float = 2.5
-    """A site's W over its siblings' median W, or the inverse, which blames the reference. Both
-    sides' difficulties with the block and both sides' kernels cancel in it."""
+    site_spread: float = 0.08
+    """What log W of healthy kernels varies by from sibling to sibling, beyond chance, over all rows
+    (comparison.judge). The widest site of 139 recorded healthy pairs was apart by 0.11."""
+    forward_spread: float = 0.12
+    """The same in one forward of one prompt; the widest of them was 3.9 deviates apart with this,
+    where 5 to 6 convict (benchmarks/observations.py)."""
+    row_spread: float = 0.2
+    """The same of one row; 4.1 deviates."""
     truth_lone: float = 4.0
     """The same for a site without siblings, over the block outputs' median W."""
     truth_systematic: float = 4.0
@@ -110,12 +115,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The median W, within that limit, from which on it is pointed out: the largest W that is taken
     as healthy."""
     truth_confirm: float = 1.5
-    """W over the siblings' W, where the two sides' difference is also beyond ``sibling``."""
-    truth_forward: float = 2.0
-    """One forward's W over its siblings', over the largest such value of a sibling among as many
-    forwards."""
+    """By how much two errors of one size may differ: from there on one is the larger."""
     truth_token: float = 8.0
-    """One token's error over the other side's."""
+    """One token's error over the other side's, of a site without siblings."""
     truth_channel: float = 4.0
     """One channel's error over the other side's."""
     truth_gain: float = 6.0

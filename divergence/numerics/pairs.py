@@ -769,6 +769,9 @@ class AgainstTruth(msgspec.Struct, frozen=True, eq=False, gc=False):
     update_gain_candidate: np.ndarray | None
     spread: np.ndarray
     """Participation ratio of R, of R - x where there is a base."""
+    spread_reference: np.ndarray
+    """Participation ratio of a-R: (Σe²)²/Σe⁴, of how many columns its error is made."""
+    spread_candidate: np.ndarray
     sink: np.ndarray
     """bool."""
     channels: np.ndarray
@@ -816,7 +819,7 @@ def against_many(
     count = len(a)
     if not a.numel():
         return [None] * count
-    sums = np.zeros((12, a.numel() // columns))
+    sums = np.zeros((13, a.numel() // columns))
     with np.errstate(all="ignore"):
         x, r, *rest = (_wide(t, columns) for t in (a, truth, base) if t is not None)
         # by the number of the row sum, and of the row of ``channels`` that it adds to
@@ -836,11 +839,14 @@ def against_many(
             sums[10] = row_dots(update, update)
         fourth = np.square(r)
         sums[9] = row_dots(fourth, fourth)
+        for number, error in sides:
+            square = np.square(error)
+            sums[10 + number] = row_dots(square, square)
         for (number, _), term in terms.items():
             sums[number] = row_dots(term, term)
         if b is a:
-            sums[[2, 5, 8]] = sums[[1, 4, 7]]
-        by_pair = sums.reshape(12, count, -1)
+            sums[[2, 5, 8, 12]] = sums[[1, 4, 7, 11]]
+        by_pair = sums.reshape(13, count, -1)
         sink, unusual = _apart(by_pair)
         channels = np.zeros((count, 6, columns))
         for (_, number), term in terms.items():
@@ -880,7 +886,7 @@ def _wide(tensor: torch.Tensor, columns: int) -> np.ndarray:
 
 
 def _apart(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of N pairs' rows (12, N, T): the sinks, and what stays out of the columns, (N, T)."""
+    """Of N pairs' rows (13, N, T): the sinks, and what stays out of the columns, (N, T)."""
     norms = np.sqrt(sums[0])
     middle = (norms.shape[1] - 1) // 2
     limit = SINK_FACTOR * np.sort(norms, axis=1)[:, middle, None]
@@ -893,8 +899,8 @@ def _apart(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _derived(sums: np.ndarray, *, with_base: bool) -> dict[str, Any]:
-    """The rows' fields of AgainstTruth, from their twelve sums."""
-    norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums
+    """The rows' fields of AgainstTruth, from their thirteen sums."""
+    norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, ref4, cand4 = sums
     top, fourth = (up2, u4) if with_base else (norm2, r4)
     return {
         "norm": np.sqrt(norm2),
@@ -907,6 +913,8 @@ def _derived(sums: np.ndarray, *, with_base: bool) -> dict[str, Any]:
         "update_gain_reference": _over(ref_u, up2) if with_base else None,
         "update_gain_candidate": _over(cand_u, up2) if with_base else None,
         "spread": _over(np.square(top), fourth),
+        "spread_reference": _over(np.square(ref), ref4),
+        "spread_candidate": _over(np.square(cand), cand4),
     }
 
 
@@ -966,7 +974,7 @@ def _in_chunks(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
     kept: torch.Tensor, device: torch.device | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rows' sums (12, T), which rows are sinks (T,), the columns (6, D), in torch."""
+    """The rows' sums (13, T), which rows are sinks (T,), the columns (6, D), in torch."""
     count, columns = truth.shape
     chunk = _CHUNK_NUMEL if device is None else 1 << 22
     rows = max(1, chunk // max(1, columns))
@@ -980,12 +988,12 @@ def _in_chunks(
 
     norms = [wide(part).norm(dim=1).cpu() for part in torch.split(truth, rows)]
     sink = _against_sinks(torch.cat(norms or [torch.zeros(0).double()]), kept)
-    sums = torch.full((12, count), float("nan"), dtype=torch.float64)
+    sums = torch.full((13, count), float("nan"), dtype=torch.float64)
     channels = torch.zeros(6, columns, dtype=torch.float64)
     for start in range(0, count, rows):
         part = slice(start, start + rows)
         x, y, r = (wide(t[part]) for t in (a, b, truth))
-        part_sums = torch.full((12, len(r)), float("nan"), dtype=torch.float64, device=r.device)
+        part_sums = torch.full((13, len(r)), float("nan"), dtype=torch.float64, device=r.device)
         _gather(x, y, r, None if base is None else wide(base[part]), part_sums)
         sums[:, part] = part_sums.cpu()
         good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
@@ -1035,12 +1043,14 @@ def _add_columns(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, out: tor
 def _gather(
     a: torch.Tensor, b: torch.Tensor, r: torch.Tensor, x: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Twelve sums per row, (T, D) → out (12, T)."""
+    """Thirteen sums per row, (T, D) → out (13, T)."""
     da, db = a - r, b - r
     squares = r.square()
     out[0] = squares.sum(1)
-    out[1] = da.square().sum(1)
-    out[2] = db.square().sum(1)
+    for number, error in ((1, da), (2, db)):
+        square = error.square()
+        out[number] = square.sum(1)
+        out[10 + number] = square.square().sum(1)
     out[3] = (a - b).square().sum(1)
     out[4] = (da * r).sum(1)
     out[5] = (db * r).sum(1)

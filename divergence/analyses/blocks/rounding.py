@@ -94,7 +94,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     limit = thresholds.truth_drift
     if one_row:
         limit = max(limit, thresholds.truth_token)
-    limit *= spread(site.shape[-1] if site.shape else 1)
+    limit *= spread(num_values(site) if one_row else site.numel)
     if 1 / limit <= w <= limit:
         return None
     side: Side = "candidate" if w > limit else "reference"

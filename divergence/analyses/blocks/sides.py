@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from divergence.analyses.blocks.units import (
     FEW_ROWS,
@@ -19,15 +19,16 @@ from divergence.analyses.blocks.units import (
     Unit,
     Why,
     block_outputs,
-    controls,
     families_of,
     medians,
     one_step,
 )
 from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.judge import Level, Outliers, limit_of, observed, outliers
 from divergence.comparison.measure.truth import (
     LEAST_LONE,
     SIDES,
+    RowErrors,
     SamplesBySite,
     TruthStats,
     stats_of,
@@ -37,35 +38,112 @@ from divergence.run.site import PHASES
 from divergence.words import Side
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from divergence.comparison.judge import Floats
+    from divergence.comparison.results import SiteResult
 
 
 # Blame: which side is farther from the truth than correct rounding explains.
 #
-# For every site W = err(b, R) / err(a, R) is held against the median W of its siblings, the
-# same place in the other blocks of its kind. That is a difference of differences: what makes
-# a block hard (sharp attention, large activations) troubles both sides alike and cancels in
-# W; what makes one side's kernels coarser troubles all blocks alike and cancels in the
-# comparison with the siblings. Left is what happened to one side in one block.
+# For every site W = err(b, R) / err(a, R) is held against the W of its siblings, the same place in
+# the other blocks of its kind. That is a difference of differences: what makes a block hard (sharp
+# attention, large activations) troubles both sides alike and cancels in W; what makes one side's
+# kernels coarser troubles all blocks alike and cancels in the comparison with the siblings. Left is
+# what happened to one side in one block. The judge (comparison.judge) asks it of all rows together,
+# of each forward of each prompt, and of each row; and of the forwards and rows that all blocks
+# share.
 #
-# Beside the typical token, five narrower questions: one forward of one prompt, its W over its
-# siblings' there, held against the largest that a sibling shows among as many (blocks.looks); and
-# one side's error over the other's at one token, one sink token, one channel, and a consistent
-# scale error (the gain), which averages rounding away.
+# Beside it, of one channel, and of a consistent scale error (the gain), which averages rounding
+# away.
+# A site without siblings is held against the W of all blocks.
 #
-# A family's W itself beyond ``truth_systematic`` blames a side for all of it, in one forward as
-# over all.
+# A family's W itself beyond ``truth_systematic`` blames a side for all of it.
 
 _LEAST_FAMILY = 0.05
 
 
-_Floats = npt.NDArray[np.float64]
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The sites of one kind, judged together; the places and rows are those that all of them have.
+
+    ``rows``: None where a row may be elsewhere by rounding (experts), and where each forward has
+    but one.
+    """
+
+    stats: list[TruthStats]
+    least: float
+    sites: Outliers
+    typical: Sequence[float]
+    """Of each member the median row's x."""
+    places: list[PromptStep]
+    forwards: Outliers | None
+    rows: Outliers | None
+    errors: RowErrors
+    """Of the first member."""
+    is_few: Sequence[bool]
+    """Has the forward of a place few rows, of which nothing is to be told?"""
+
+
+def judge_family(
+    stats: Sequence[TruthStats], limits: Mapping[Level, float], routed: bool, thresholds: Thresholds
+) -> Family:
+    """``limits``: by level, the deviate of an outlier. ``routed``: one token may go to another
+    expert by rounding."""
+    family, least = list(stats), least_of(stats, thresholds)
+    errors = [member.rows for member in stats if member.rows is not None]
+    keys = functools.reduce(np.intersect1d, [each.key for each in errors])
+    together = [each.only(keys) for each in errors]
+    energy = np.stack([each.energy for each in together], axis=1)
+    numbers = np.stack([each.numbers for each in together], axis=1)
+
+    def whole(typical: bool) -> tuple[Floats, Floats]:
+        by_member = [
+            observed(
+                each.energy, each.numbers, least, np.zeros(len(each.key), np.intp), typical=typical
+            )
+            for each in errors
+        ]
+        return np.stack([x for x, _ in by_member]), np.stack([own for _, own in by_member])
+
+    sites = outliers(*whole(routed), thresholds.site_spread, limits["site"])
+    typical = whole(True)[0][:, 0].tolist()
+    first = together[0]
+    held, place = np.unique(first.place, return_inverse=True)
+    places, results = ([each[n] for n in held] for each in (first.places, first.results))
+    counts = np.bincount(place, minlength=len(places))
+    few = [
+        bool(count < FEW_ROWS)
+        and (routed or any(one_step(of_place(member, at)) for member in family))
+        for count, at in zip(counts, places, strict=True)
+    ]
+    forwards = rows = None
+    if len(places) > 1:
+        by_place = observed(energy, numbers, least, place, typical=routed)
+        forwards = outliers(*by_place, thresholds.forward_spread, limits["forward"])
+    if not routed and (counts > 1).any():
+        rows = outliers(*observed(energy, numbers, least), thresholds.row_spread, limits["row"])
+    return Family(
+        family,
+        least,
+        sites,
+        typical,
+        places,
+        forwards,
+        rows,
+        replace(first, place=place, places=places, results=results),
+        few,
+    )
+
+
+def of_place(stats: TruthStats, place: PromptStep) -> SiteResult:
+    """The result of that forward."""
+    return stats.forwards[place].result
 
 
 def questions(
     mine: TruthStats,
     siblings: list[TruthStats],
     *,
+    judged: Family | None,
     lone_w: float | None,
     forwards: Controls,
     routed: bool,
@@ -74,45 +152,139 @@ def questions(
 ) -> list[Blame]:
     """Every question's answer, the plainest question first.
 
-    ``siblings``: at least two, or none count; the median is taken over them and this one, so that
-    one bad block among three moves nobody's control. ``lone_w``: the W of all blocks, for a site
-    without them. ``forwards``: the controls of this one's forwards. ``routed``: one token may go to
+    ``judged``: the family of ``mine``, where it has one. ``lone_w``: the W of all blocks, for a
+    site without siblings, and ``forwards`` that of its forwards. ``routed``: one token may go to
     another expert by rounding. ``widened``: what trusted runs have shown, as a factor >= 1.
     """
-    family = [mine, *siblings] if len(siblings) >= 2 else []
     assert mine.first is not None
-    blames = [_typical(mine, family, lone_w, widened, thresholds)]
+    if judged is None:
+        blames = [_lone(mine, lone_w, widened, thresholds)]
+    else:
+        member = next(n for n, stats in enumerate(judged.stats) if stats is mine)
+        blames = [_blame_of(judged.sites, member, 0, "typical", mine.first, widened)]
     if TABLES not in mine.kind.lower():
         limit = thresholds.typical * spread(mine.num_values) * widened
         blames.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
-    blames += _forward(mine, family, forwards, routed, widened, thresholds)
+    if judged is None:
+        blames += _lone_forward(mine, forwards, routed, widened, thresholds)
+    else:
+        answers = forwards_of(judged, member, widened)
+        blames += sorted(answers.values(), key=lambda blame: -blame.limit_usage)[:1]
+        blames += _rows_of(judged, member, widened)
     asked: tuple[tuple[Why, float, int], ...] = (
         ("channel", thresholds.truth_channel, mine.num_rows),
         ("token", thresholds.truth_token, mine.num_columns),
         ("sink", thresholds.truth_token, mine.num_columns),
     )
-    for why, room, count in asked:
+    for why, room, count in asked if judged is None else asked[:1]:
         # one forward's only row is no outlier among its like: a rerouted token fills the channels
         few = ("token", "sink", "channel") if mine.first.step else ("token", "sink")
         if not (routed and why in few):
-            blames += _excess(mine, family[1:], why, room * widened, spread(count))
-    return blames + _gain(mine, family, thresholds, widened)
+            blames += _excess(
+                mine, siblings if len(siblings) >= 2 else [], why, room * widened, spread(count)
+            )
+    blames += _gain(mine, [mine, *siblings] if len(siblings) >= 2 else [], thresholds, widened)
+    return blames if judged is None else _narrowed(blames, judged, member, thresholds)
 
 
-def _typical(
-    mine: TruthStats,
-    family: list[TruthStats],
-    lone_w: float | None,
-    widened: float,
-    thresholds: Thresholds,
-) -> Blame:
-    least = least_of(family, thresholds)
-    w = mine.w(least)
-    if family:
-        control = statistics.median(o.w(least) for o in family)
-    else:
-        control = lone_control(w, lone_w or 1.0)
-    room = thresholds.truth_sibling if family else thresholds.truth_lone
+def _narrowed(
+    blames: list[Blame], judged: Family, member: int, thresholds: Thresholds
+) -> list[Blame]:
+    """Without what holds of all rows together where something narrower explains it: a forward, a
+    token or a channel where the median row is off by less than half as much, or a scale error where
+    the whole is off by little more than rounding."""
+    typical = blames[0]
+    beyond = {blame.why for blame in blames[1:] if blame.limit_usage > 1}
+    control = float(judged.sites.control[member, 0])
+    whole, median = (abs(x - control) for x in (float(judged.sites.x[member, 0]),
+                                                judged.typical[member]))  # fmt: skip
+    narrower = median < whole / 2 and beyond & {"forward", "token", "sink", "channel"}
+    slight = typical.value / typical.control < thresholds.truth_systematic and "gain" in beyond
+    return blames[1:] if narrower or slight else blames
+
+
+def _blame_of(
+    table: Outliers, member: int, column: int, why: Why, at: SiteResult, widened: float,
+    place: PromptStep | None = None,
+) -> Blame:  # fmt: skip
+    """A side is convicted by its own error: where it is not clearly the larger one, by half of what
+    an outlier is apart, it is to blame for nothing, however its siblings fare."""
+    x, control, reach = (
+        float(each[member, column]) for each in (table.x, table.control, table.reach)
+    )
+    limit = math.exp(min(reach, 700.0)) * widened
+    if not (abs(x) > reach / 2 and (x > 0) == (x > control)):
+        return Blame("candidate", why, 1.0, 1.0, limit, at, place=place)
+    side: Side = "candidate" if x > 0 else "reference"
+    sign = 1 if x > 0 else -1
+    value, usual = math.exp(min(sign * x, 700.0)), math.exp(sign * control)
+    return Blame(side, why, value, usual, limit, at, place=place)
+
+
+def forwards_of(judged: Family, member: int, widened: float) -> dict[PromptStep, Blame]:
+    """By forward, what the judge says of it; nothing where there is but one."""
+    if judged.forwards is None:
+        return {}
+    return {
+        place: _blame_of(
+            judged.forwards, member, column, "forward", of_place(judged.stats[member], place),
+            widened, place,
+        )
+        for column, place in enumerate(judged.places)
+        if not judged.is_few[column]
+    }  # fmt: skip
+
+
+def _rows_of(judged: Family, member: int, widened: float) -> list[Blame]:
+    """The row that stands out most."""
+    if judged.rows is None:
+        return []
+    x, control, reach = (
+        each[member] for each in (judged.rows.x, judged.rows.control, judged.rows.reach)
+    )
+    own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
+    with np.errstate(invalid="ignore"):
+        usage = np.where(own, np.abs(x - control) / reach, 0.0)
+    top = int(np.nan_to_num(usage).argmax())
+    why: Why = "sink" if judged.errors.sink[top] else "token"
+    at = of_place(judged.stats[member], judged.places[int(judged.errors.place[top])])
+    return [_blame_of(judged.rows, member, top, why, at, widened)]
+
+
+def shared_by_all(judged: Family, widened: float) -> Iterator[list[Blame | None]]:
+    """For each forward, then each row, that stands out beside the others in what all members have
+    in common: of each member its blame, None where it is not off there itself."""
+    tables: tuple[tuple[Why, Outliers | None], ...] = (
+        ("forward", judged.forwards),
+        ("token", judged.rows),
+    )
+    for why, table in tables:
+        if table is None:
+            continue
+        reach = table.column_reach + math.log(widened)
+        # the others excuse; they may be what is wrong
+        own = (table.usual + table.column > 0) == (table.column > 0)
+        for column in np.flatnonzero((np.abs(table.column) > reach) & own).tolist():
+            number = column if why == "forward" else int(judged.errors.place[column])
+            if why == "forward" and judged.is_few[column]:
+                continue
+            sign = 1 if table.column[column] > 0 else -1
+            side: Side = "candidate" if sign > 0 else "reference"
+            limit = math.exp(min(float(reach[column]), 700.0))
+            excesses = sign * table.x[:, column] - max(0.0, sign * table.usual)
+            blames: list[Blame | None] = []
+            for stats, excess in zip(judged.stats, excesses.tolist(), strict=True):
+                place, value = judged.places[number], math.exp(min(excess, 700.0))
+                at = of_place(stats, place)
+                blame = Blame(side, why, value, 1.0, limit, at, "all", place)
+                blames.append(blame if excess > reach[column] / 2 else None)
+            yield blames
+
+
+def _lone(mine: TruthStats, lone_w: float | None, widened: float, thresholds: Thresholds) -> Blame:
+    """Of a site without siblings."""
+    w = mine.w(LEAST_LONE)
+    control, room = lone_control(w, lone_w or 1.0), thresholds.truth_lone
     limit = room * spread(mine.num_values) * widened
     assert mine.first is not None
     if not _stands_out(w, control, room):
@@ -125,9 +297,7 @@ def _typical(
 
 
 def _stands_out(w: float, control: float, room: float) -> bool:
-    """Has one side the larger error, and more so than its control? A side is convicted by its own
-    error: where it is not clearly the larger one, by the root of ``room``, it is to blame for
-    nothing, however its siblings fare."""
+    """Has one side the larger error, and more so than its control?"""
     return max(w, 1 / max(w, 1e-300)) > math.sqrt(room) and (w > 1) == (w > control)
 
 
@@ -138,57 +308,31 @@ def lone_control(w: float, blocks: float) -> float:
     return max(blocks, 1.0) if w > 1 else min(blocks, 1.0)
 
 
-def forward_controls(family: Sequence[TruthStats], thresholds: Thresholds) -> list[Controls]:
-    """What a family shows for the forwards of each of its members."""
-    least = least_of(family if len(family) >= 3 else [], thresholds)
-    values = [{at: f.w(least) for at, f in stats.forwards.items()} for stats in family]
-    return controls(values, _apart, own=True)
-
-
-def usages(
-    mine: TruthStats,
-    family: list[TruthStats],
-    held: Controls,
-    routed: bool,
-    widened: float,
-    thresholds: Thresholds,
+def lone_usages(
+    mine: TruthStats, held: Controls, routed: bool, widened: float, thresholds: Thresholds
 ) -> dict[PromptStep, tuple[float, float, float]]:
-    """By forward: (W over its control, the control, the limit of either direction). Nothing where
-    there is but one forward, which is judged as a whole."""
+    """Of a site without siblings, by forward: (W over its control, the control, the limit of either
+    direction). Nothing where there is but one forward, which is judged as a whole."""
     if len(mine.forwards) < 2:
         return {}
-    least = least_of(family, thresholds)
-    room = thresholds.truth_sibling if family else thresholds.truth_lone
+    room = thresholds.truth_lone
     by_place: dict[PromptStep, tuple[float, float, float]] = {}
     for place, forward in mine.forwards.items():
         few = forward.num_rows < FEW_ROWS
         if place not in held.at or (few and (routed or one_step(forward.result))):
             continue
-        width = spread(forward.num_values, num_looks=len(mine.forwards))
-        limit = max(room * width, thresholds.truth_forward * held.largest) * widened
-        w = forward.w(least)
-        control = max(held.at[place] if family else lone_control(w, held.at[place]), 1e-300)
-        excess = w / control if _stands_out(w, control, room) else 1.0
-        by_place[place] = excess, control, limit
+        limit = room * spread(forward.num_values, num_looks=len(mine.forwards)) * widened
+        w = forward.w(LEAST_LONE)
+        control = max(lone_control(w, held.at[place]), 1e-300)
+        by_place[place] = w / control if _stands_out(w, control, room) else 1.0, control, limit
     return by_place
 
 
-def _apart(value: _Floats, control: _Floats) -> _Floats:
-    """How far a W is from its control, in either direction."""
-    over: _Floats = np.maximum(value, 1e-300) / np.maximum(control, 1e-300)
-    return np.maximum(over, 1 / over)
-
-
-def _forward(
-    mine: TruthStats,
-    family: list[TruthStats],
-    held: Controls,
-    routed: bool,
-    widened: float,
-    thresholds: Thresholds,
+def _lone_forward(
+    mine: TruthStats, held: Controls, routed: bool, widened: float, thresholds: Thresholds
 ) -> list[Blame]:
     """The forward that stands out most."""
-    by_place = usages(mine, family, held, routed, widened, thresholds)
+    by_place = lone_usages(mine, held, routed, widened, thresholds)
     if not by_place:
         return []
     place = max(by_place, key=lambda at: max(by_place[at][0], 1 / max(by_place[at][0], 1e-300))
@@ -280,56 +424,45 @@ def blame_units(
     judged = [unit for unit in judged if unit.pass_ != "free"]
     block_w = _block_w(judged, thresholds)
     at_blocks = {phase: _block_forwards(judged, phase, thresholds) for phase in PHASES}
+    families = families_of(judged)
+    limits = _limits(families)
     excused: list[Unit] = []
-    for family in families_of(judged):
-        held = [Controls(at_blocks[family[0].phase], 1.0) for _ in family]
+    for family in families:
+        forwards = Controls(at_blocks[family[0].phase], 1.0)
+        is_routed = any(unit.results[0].block in routed for unit in family)
+        together = None
         if len(family) >= 3:
-            held = forward_controls(_stats_of(family), thresholds)
-        for unit, forwards in zip(family, held, strict=True):
+            together = judge_family(_stats_of(family), limits, is_routed, thresholds)
+        for number, unit in enumerate(family):
             others = _stats_of(other for other in family if other is not unit)
             assert unit.stats is not None
             answers = questions(
-                unit.stats,
-                others,
-                lone_w=block_w.get(unit.phase),
-                forwards=forwards,
-                routed=unit.results[0].block in routed,
-                widened=unit.widened,
-                thresholds=thresholds,
-            )
+                unit.stats, others, judged=together, lone_w=block_w.get(unit.phase),
+                forwards=forwards, routed=is_routed, widened=unit.widened, thresholds=thresholds,
+            )  # fmt: skip
             far = _far_forwards(unit, others, thresholds)
             answers += far.values()
             answers.sort(key=lambda answer: answer.why not in _WHOLE)
             suspected = {look.place for look in unit.beyond}
-            apart = _use_looks(unit, others, forwards, routed, thresholds)
+            usage = _usage_by_forward(unit, number, together, forwards, is_routed, thresholds)
+            usage |= {at: max(blame.limit_usage, usage.get(at, 0.0)) for at, blame in far.items()}
             for look in unit.looks:
-                if look.place in far:
-                    look.usage = max(look.usage, far[look.place].limit_usage)
+                look.usage = usage.get(look.place, look.usage)
             unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
             unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
             if unit.blame is None and unit.why is not None:
-                unit.blame = _confirmed(unit, answers, thresholds)
-                if unit.why == "forward":
-                    sure = [at for at in suspected if apart.get(at, 0) >= thresholds.truth_confirm]
-                    unit.blame = unit.blame if sure else None
-                    for look in unit.looks:
-                        if look.place in sure:
-                            look.usage = max(look.usage, apart[look.place])
-                beside = None
-                if unit.blame is None:
-                    beside = _beside_truth(unit, routed) or _beside_floor(unit, suspected)
-                if unit.blame is None and beside is None:
-                    excused.append(unit)
-                if unit.blame is None and beside is not None:  # no truth, so no side
+                beside = _beside_truth(unit, is_routed) or _beside_floor(unit, suspected)
+                if beside is not None:  # no truth, so no side
                     unit.why, unit.limit_usage = beside, max(unit.limit_usage, unit.between)
                     continue
+                excused.append(unit)
             unit.why = None if unit.blame is None else unit.blame.why
             if unit.why is None:
                 for look in unit.looks:
                     look.usage = min(look.usage, 1.0)
         _blame_family(family, thresholds)
-        if all(unit.results[0].block not in routed for unit in family):
-            _blame_forwards(family, thresholds)
+        if together is not None and not is_routed:
+            _blame_columns(family, together)
     return excused
 
 
@@ -338,7 +471,7 @@ def _stats_of(units: Iterable[Unit]) -> list[TruthStats]:
     return [unit.stats for unit in units if unit.stats is not None]
 
 
-def _beside_truth(unit: Unit, routed: frozenset[str]) -> Why | None:
+def _beside_truth(unit: Unit, routed: bool) -> Why | None:
     """By which limit a unit is beyond rounding in forwards that the truth does not hold: it excuses
     nothing there."""
     rest = [result for result in unit.results if result.truth is None and result.ratio is not None]
@@ -348,7 +481,7 @@ def _beside_truth(unit: Unit, routed: frozenset[str]) -> Why | None:
         return "typical"
     if any(look.result.truth is None for look in unit.beyond):
         return "forward"
-    if unit.results[0].block in routed:
+    if routed:
         return None
     if any((result.ratio_max or 0.0) > unit.worst_limit for result in rest):
         return "token"
@@ -385,7 +518,7 @@ def _name_sides(units: list[Unit], routed: frozenset[str], thresholds: Threshold
         if unit.why is None or unit.stats is None or unit.results[0].block in routed:
             continue
         answers = questions(
-            unit.stats, [], lone_w=None, forwards=Controls({}, 1.0), routed=False,
+            unit.stats, [], judged=None, lone_w=None, forwards=Controls({}, 1.0), routed=False,
             widened=unit.widened, thresholds=thresholds,
         )  # fmt: skip
         unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
@@ -401,24 +534,31 @@ def _no_measure(unit: Unit) -> bool:
     return TABLES in (first.kind or "").lower() and two_dtypes
 
 
-def _use_looks(
-    unit: Unit,
-    others: list[TruthStats],
-    forwards: Controls,
-    routed: frozenset[str],
+def _usage_by_forward(
+    unit: Unit, number: int, together: Family | None, forwards: Controls, routed: bool,
     thresholds: Thresholds,
-) -> dict[PromptStep, float]:
-    """Each look of what the truth judges uses the limits of the truth. Returns how far the W of
-    each is from its control, in either direction."""
+) -> dict[PromptStep, float]:  # fmt: skip
+    """How much of its limit each forward of what the truth judges uses. ``number``: of the unit in
+    its family."""
     assert unit.stats is not None
-    family = [unit.stats, *others] if len(others) >= 2 else []
-    is_routed = unit.results[0].block in routed
-    by_place = usages(unit.stats, family, forwards, is_routed, unit.widened, thresholds)
-    for look in unit.looks:
-        if look.place in by_place:
-            excess, _, limit = by_place[look.place]
-            look.usage = max(excess, 1 / max(excess, 1e-300)) / limit
-    return {place: max(excess, 1 / max(excess, 1e-300)) for place, (excess, *_) in by_place.items()}
+    if together is not None:
+        judged = forwards_of(together, number, unit.widened)
+        return {place: blame.limit_usage for place, blame in judged.items()}
+    by_place = lone_usages(unit.stats, forwards, routed, unit.widened, thresholds)
+    return {
+        place: max(excess, 1 / max(excess, 1e-300)) / limit
+        for place, (excess, _, limit) in by_place.items()
+    }
+
+
+def _limits(families: Sequence[Sequence[Unit]]) -> dict[Level, float]:
+    """By level, the deviate of an outlier among all that are looked at."""
+    counts: dict[Level, int] = {"site": 0, "forward": 0, "row": 0}
+    for stats in (stats for family in families if len(family) >= 3 for stats in _stats_of(family)):
+        counts["site"] += 1
+        counts["forward"] += len(stats.forwards)
+        counts["row"] += stats.num_rows
+    return {level: limit_of(count) for level, count in counts.items()}
 
 
 def _far_forwards(
@@ -443,17 +583,6 @@ def _far_forwards(
         if blame.limit_usage > 1:
             far[look.place] = blame
     return far
-
-
-def _confirmed(unit: Unit, answers: list[Blame], thresholds: Thresholds) -> Blame | None:
-    """The sides differ by more than the siblings', over all or in one forward: one of them must be
-    the farther off there, too."""
-    answer = next((answer for answer in answers if answer.why == unit.why), None)
-    if unit.why not in ("typical", "forward") or answer is None:
-        return None
-    if answer.value / answer.control < thresholds.truth_confirm:
-        return None
-    return replace(answer, limit=thresholds.truth_confirm)
 
 
 def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
@@ -482,44 +611,19 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
                     look.usage = max(look.usage, own / limit)
 
 
-def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
-    """One forward in all of one kind: their median W there, beside that of the others."""
-    if len(family) < 3:
-        return
-    family_stats = _stats_of(family)
-    least = least_of(family_stats, thresholds)
-    places = [place for place in family_stats[0].forwards
-              if all(place in s.forwards for s in family_stats)]  # fmt: skip
-    if len(places) < 2:
-        return
-    middle = {at: statistics.median(s.forwards[at].w(least) for s in family_stats) for at in places}
+def _blame_columns(family: list[Unit], together: Family) -> None:
+    """What all of one kind have in common in one forward, then in one row, blames those of them
+    that are not blamed for more."""
     widened = max(unit.widened for unit in family)
-    for place in places:
-        others = statistics.median(middle[other] for other in places if other != place)
-        usual = lone_control(middle[place], others)  # others excuse; they may be what is wrong
-        over = middle[place] / max(usual, 1e-300)
-        there = [s.forwards[place] for s in family_stats]
-        few = sum(forward.num_rows for forward in there) < FEW_ROWS
-        if few and any(one_step(forward.result) for forward in there):
-            continue
-        width = spread(sum(forward.num_values for forward in there), num_looks=len(places))
-        limit = (thresholds.truth_token if few else thresholds.truth_systematic) * width * widened
-        excused = (over > 1) != (middle[place] > 1)  # the others are farther off
-        if excused or max(over, 1 / max(over, 1e-300)) <= limit:
-            continue
-        side: Side = "candidate" if over > 1 else "reference"
-        for unit, stats in zip(family, family_stats, strict=True):
-            own = stats.forwards[place].w(least) / max(usual, 1e-300)
-            value = own if over > 1 else 1 / max(own, 1e-300)
-            if value <= limit / thresholds.truth_confirm or unit.why == "typical":
+    for shared in shared_by_all(together, widened):
+        for unit, blame in zip(family, shared, strict=True):
+            if unit.why is not None or blame is None:
                 continue
-            at = stats.forwards[place].result
-            unit.blame = Blame(side, "forward", value, 1.0, limit, at, "all", place)
-            unit.why = "forward"
-            unit.limit_usage = max(unit.limit_usage, value / limit)
+            unit.blame, unit.why = blame, blame.why
+            unit.limit_usage = max(unit.limit_usage, blame.limit_usage, 1.0 + 1e-9)
             for look in unit.looks:
-                if look.place == place:
-                    look.usage = max(look.usage, value / limit, 1.0 + 1e-9)
+                if look.place == blame.place:
+                    look.usage = max(look.usage, unit.limit_usage)
 
 
 def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:

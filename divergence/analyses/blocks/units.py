@@ -431,10 +431,21 @@ def _hold_looks(
 
 
 def num_values(result: SiteResult) -> int:
-    """How many independent numbers the result's errors are made of: of an estimate, projections."""
+    """How many independent numbers the result's errors are made of: of an estimate, projections.
+
+    Of few rows, as many as its largest error leaves room for: the largest square of n like numbers
+    is 2 ln n times their mean one, so where one channel holds the error, as a massive activation's
+    rounding does, it is one number however many channels there are.
+    """
     if is_norm(result.site):
         return ENOUGH
-    return result.numel if result.estimated is None else result.estimated.num_values
+    if result.estimated is not None:
+        return result.estimated.num_values
+    largest, size = result.max_abs, (result.rel_l2 or 0.0) * (result.reference_norm or 0.0)
+    if num_rows(result) >= FEW_ROWS or not largest or not 0 < size / largest < math.inf:
+        return result.numel
+    alike = (size / largest) ** 2
+    return min(result.numel, max(1, round(alike * max(1.0, 2 * math.log(alike)))))
 
 
 def _num_columns(result: SiteResult) -> int:

@@ -101,11 +101,12 @@ def bounded(
     zeros = np.zeros(len(index))
     none = None if update is None else zeros
     sides = (error, other) if side == "reference" else (other, error)
+    numbers = np.clip(ratio**4, 1.0, max(1, num_values))
     return AgainstTruth(
         norm=norm, update=update, reference=sides[0], candidate=sides[1], between=between,
         gain_reference=zeros, gain_candidate=zeros,
         update_gain_reference=none, update_gain_candidate=none,
-        spread=np.clip(ratio**4, 1.0, max(1, num_values)),
+        spread=numbers, spread_reference=numbers, spread_candidate=numbers,
         sink=norm > SINK_FACTOR * np.median(norm),
         channels=np.zeros((6, 0)), peaks=np.zeros(3), row_index=index,
         alike=figure >= error / thresholds.truth_confirm,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -268,6 +268,35 @@ class ForwardStats:
         return b / a if a > 0 else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class RowErrors:
+    """The errors of all rows of one site and phase (R,), for the judge (comparison.judge)."""
+
+    key: np.ndarray
+    """The same for the same row of every site: sample, step and number in one integer."""
+    place: np.ndarray
+    """Index of its forward in ``places``."""
+    places: list[PromptStep]
+    results: list[SiteResult]
+    """Of each place."""
+    energy: np.ndarray
+    """(2, R): each side's squared error, in floors²."""
+    numbers: np.ndarray
+    """(2, R): of how many numbers that is made."""
+    sink: np.ndarray
+
+    def only(self, keys: np.ndarray) -> RowErrors:
+        """The rows of ``keys``, which all are here, in that order."""
+        if np.array_equal(keys, self.key):
+            return self
+        order = np.argsort(self.key)
+        rows = order[np.searchsorted(self.key, keys, sorter=order)]
+        return replace(
+            self, key=keys, place=self.place[rows], energy=self.energy[:, rows],
+            numbers=self.numbers[:, rows], sink=self.sink[rows],
+        )  # fmt: skip
+
+
 @dataclass(slots=True)
 class TruthStats:
     """How one site stands to the truth, all rows of a phase together, and forward by forward.
@@ -289,6 +318,7 @@ class TruthStats:
     alike: bool = True
     """As that of the forwards, of the typical row."""
     forwards: dict[PromptStep, ForwardStats] = field(default_factory=dict)
+    rows: RowErrors | None = None
 
     def w(self, least: float) -> float:
         a, b = (math.hypot(self.typical[side], least) for side in SIDES)
@@ -326,7 +356,28 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
     _gains(stats, rows)
     stats.alike = rows.alike(rows.usual)[0]
     _by_forward(stats, forwards, rows)
+    stats.rows = _row_errors(forwards, rows)
     return stats
+
+
+def _row_errors(forwards: _Forwards, rows: _Rows) -> RowErrors:
+    keys: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
+    places: dict[PromptStep, SiteResult] = {}
+    for result, against, _ in forwards:
+        number = np.zeros(against.num_rows, np.int64)
+        for sample, members in _prompts(result, against):
+            place = sample, result.step
+            places.setdefault(place, result)
+            number[slice(None) if members is None else members] = list(places).index(place)
+        numbers.append(number)
+        keys.append((np.int64(result.sample) << 44) + (np.int64(result.step) << 24)
+                    + against.row_index)  # fmt: skip
+    return RowErrors(
+        np.concatenate(keys), np.concatenate(numbers), list(places), list(places.values()),
+        np.stack([np.square(rows.errors[side]) for side in SIDES]),
+        np.stack([rows.numbers[side] for side in SIDES]), rows.sink,
+    )  # fmt: skip
 
 
 class _Rows:
@@ -343,6 +394,7 @@ class _Rows:
         self.norm, self.sink, self.spread = joined("norm"), joined("sink"), joined("spread")
         self.floor = np.concatenate([floor for _, _, floor in forwards])
         self.sides = {side: joined(side) for side in SIDES}
+        self.numbers = {side: joined(f"spread_{side}") for side in SIDES}
         self.errors = {
             side: errors / np.maximum(self.norm, 1e-300) / self.floor
             for side, errors in self.sides.items()

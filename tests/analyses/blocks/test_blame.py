@@ -8,8 +8,9 @@ import statistics
 import pytest
 import torch
 
-from divergence.analyses.blocks.sides import forward_controls, questions
+from divergence.analyses.blocks.sides import judge_family, questions, shared_by_all
 from divergence.analyses.blocks.units import Controls
+from divergence.comparison.judge import limit_of
 from divergence.comparison.measure.truth import TruthSamples, stats_of
 from divergence.comparison.results import SiteResult
 from divergence.numerics.floor import THRESHOLDS
@@ -55,12 +56,22 @@ class Block:
         return stats_of(samples)
 
 
+def judged(blocks, *, swap=False, routed=False):
+    family = [block.stats(swap=swap) for block in blocks]
+    counts = {"site": 1, "forward": len(family[0].forwards), "row": family[0].num_rows}
+    limits = {level: limit_of(len(family) * count) for level, count in counts.items()}
+    return judge_family(family, limits, routed, THRESHOLDS)
+
+
 def asked(bad, others, *, swap=False, routed=False, **options):
-    family = [block.stats(swap=swap) for block in (bad, *others)]
+    blocks = [bad, *others]
+    together = judged(blocks, swap=swap, routed=routed) if others else None
+    family = [bad.stats(swap=swap)] if together is None else together.stats
     return questions(
         family[0],
         family[1:],
-        forwards=forward_controls(family, THRESHOLDS)[0],
+        judged=together,
+        forwards=Controls({}, 1.0),
         lone_w=options.pop("lone_w", None),
         routed=routed,
         widened=options.pop("widened", 1.0),
@@ -160,8 +171,8 @@ def test_blocks_that_are_all_wrong_blame_no_site_without_siblings(blocks, steps)
     at_blocks = dict.fromkeys(alike.stats().forwards, blocks)
     for block in (alike, equal):
         found = questions(
-            block.stats(), [], lone_w=blocks, forwards=Controls(at_blocks, 1.0), routed=False,
-            widened=1.0, thresholds=THRESHOLDS,
+            block.stats(), [], judged=None, lone_w=blocks, forwards=Controls(at_blocks, 1.0),
+            routed=False, widened=1.0, thresholds=THRESHOLDS,
         )  # fmt: skip
         assert max(one.limit_usage for one in found) < 0.75
 
@@ -259,7 +270,7 @@ def test_one_token_that_every_block_gets_wrong_shows(swap):
     blocks = [Block(seed) for seed in range(4)]
     for block in blocks:
         block.sides[1][:, 5] *= 1 + 1e4 * FLOOR
-    found = asked(blocks[0], blocks[1:], swap=swap)
-    token = max(found, key=lambda one: one.limit_usage if one.why == "token" else 0)
-    assert token.limit_usage > 1
-    assert token.side == ("reference" if swap else "candidate")
+    (blames,) = shared_by_all(judged(blocks, swap=swap), 1.0)
+    assert {(blame.side, blame.why) for blame in blames} == {
+        ("reference" if swap else "candidate", "token")
+    }

@@ -1,0 +1,181 @@
+"""The judge's outlier question: is a number beyond what correct kernels make of its like?
+
+An *observation* holds one side's error against the other's in some rows: x = log W with
+W² = Σe_B² / Σe_A², e the distance from the truth in floors. Each sum is made of n numbers: not as
+many as it has elements but its participation ratio (Σe²)² / Σe⁴, which is near 1 where one channel
+or one token carries the error, as massive activations do. Where rounding alone is at work W² has
+the F(n, n) distribution, and √n sinh x is Student's t of n degrees of freedom, exactly
+(Cacoullos 1965); its normal deviate is (8n + 1) / (8n + 3) √(2n ln cosh x) (Wallace 1959). So few
+numbers convict hardly anything, and need no rule of their own.
+
+The observations of one *family* (the same place in all blocks, one pass and phase) are a table,
+members × columns, columns being forwards or rows. Median polish (Tukey 1977) fits
+x = μ + member + column + rest. What makes a block hard or a token hard troubles both sides alike
+and is not in x; what makes one side's kernels coarser is in μ; what troubles one token in all
+blocks is in its column. Judged are the rest of each cell and the columns' effects; and the members'
+own x over all rows, against their median. The variance of each is
+
+    its own, 1/n + 1/n² for two sides of n numbers (¼ Var log F(n, n))
+    + its control's: π/2 · the others' typical variance / how many they are
+    + σ², the larger of σ0 and of what the others are apart (1.4826 × their median deviation)
+
+σ0 is what healthy kernels differ by beyond chance (``Thresholds.site_spread`` and its like). All
+observations of a comparison share one chance of a false alarm, a third for each level.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Level = Literal["site", "forward", "row"]
+
+RATE = 1e-4
+"""The chance that a healthy comparison has a false alarm of this question, over all it looks at."""
+_CONTROL = math.pi / 2
+"""The variance of a median of k normal numbers, times k."""
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Outliers:
+    """A table judged, (M, K). An observation stands out where |x - control| is beyond ``reach``."""
+
+    x: Floats
+    control: Floats
+    reach: Floats
+    column: Floats
+    """(K,): what all members have in common in a column, beside the other columns."""
+    column_reach: Floats
+    usual: float
+    """The median of all."""
+
+
+def outliers(x: Floats, own: Floats, sigma0: float, limit: float) -> Outliers:
+    """``x``, ``own`` (M, K): log W of each member and column, nan where there is no observation,
+    and the variance that it has of itself. ``limit``: the deviate beyond which one stands out."""
+    num_members, num_columns = x.shape
+    usual, members, columns, rest = _polished(x)
+    by_member, by_column = _medians(own, 1), _medians(own, 0)
+    control_variance = _CONTROL * by_column[None, :] / max(1, num_members - 1)
+    if num_columns > 1:
+        control_variance = control_variance + _CONTROL * by_member[:, None] / (num_columns - 1)
+    sigma = np.full(num_members, max(sigma0, _deviation(rest)))
+    if num_columns == 1:  # of few members, one that stands out moves the others' deviation
+        apart = [np.delete(members, number) for number in range(num_members)]
+        sigma = np.array([max(sigma0, _deviation(y - np.median(y))) for y in apart])
+        members = np.zeros(num_members)
+    variance = own + control_variance + np.square(sigma)[:, None]
+    column_sigma = max(sigma0, _deviation(columns))
+    return Outliers(
+        x=x, control=usual + members[:, None] + columns[None, :], reach=reach(limit, variance),
+        column=columns,
+        column_reach=reach(limit, _CONTROL * by_column / num_members + column_sigma**2),
+        usual=usual,
+    )  # fmt: skip
+
+
+def observed(
+    energy: Floats, numbers: Floats, least: float, groups: npt.NDArray[np.intp] | None = None,
+    *, typical: bool = False,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """(x, own variance), (…, K), of rows or of ``groups`` of rows.
+
+    ``energy`` (2, …, R): squared error of the reference and the candidate, in floors²; ``numbers``:
+    of how many numbers each is made; ``least``: added to both errors, in floors, so that two tiny
+    ones make no large ratio; it has no chance. A group is the mean energy of its rows, made of
+    their numbers as far as these carry it; or ``typical``, the median row, where single rows may be
+    off by rightly taking another way.
+    """
+    count = np.maximum(np.nan_to_num(numbers, nan=1.0, posinf=1.0), 1.0)
+    if groups is not None and not typical:
+        energy, count = _pooled(energy, count, groups)
+    added = energy + least**2
+    with np.errstate(all="ignore"):
+        x = 0.5 * np.log(added[1] / added[0])
+        share = np.square(np.where(energy == np.inf, 1.0, energy / added))
+    own = (share * (1 / count + 1 / count**2)).sum(axis=0) / 2
+    if groups is None or not typical:
+        return x, own
+    rows = [np.flatnonzero(groups == group) for group in range(groups.max() + 1)]
+    middle = np.stack([_medians(x[..., members], -1) for members in rows], axis=-1)
+    chance = [_CONTROL * _medians(own[..., members], -1) / len(members) for members in rows]
+    return middle, np.stack(chance, axis=-1)
+
+
+def _pooled(energy: Floats, count: Floats, groups: npt.NDArray[np.intp]) -> tuple[Floats, Floats]:
+    rows = np.bincount(groups)
+    with np.errstate(all="ignore"):
+        total, fourth = (
+            np.apply_along_axis(lambda line: np.bincount(groups, line), -1, values)
+            for values in (energy, np.square(energy) / count)
+        )
+        numbers = np.where(fourth > 0, np.square(total) / np.maximum(fourth, 1e-300), 1.0)
+    return total / rows, np.maximum(np.nan_to_num(numbers, nan=1.0, posinf=1.0), 1.0)
+
+
+def deviates(x: Floats, variance: Floats) -> Floats:
+    """The normal deviate of log W of that variance."""
+    n = _numbers_of(variance)
+    size = np.abs(x)
+    log_cosh = size + np.log1p(np.exp(-2 * size)) - math.log(2)
+    deviate: Floats = np.sign(x) * (8 * n + 1) / (8 * n + 3) * np.sqrt(2 * n * log_cosh)
+    return deviate
+
+
+def reach(limit: float, variance: Floats) -> Floats:
+    """The |x| of which ``limit`` is the deviate."""
+    n = _numbers_of(variance)
+    log_cosh = np.square(limit * (8 * n + 3) / (8 * n + 1)) / (2 * n)
+    with np.errstate(over="ignore"):
+        near = np.arccosh(np.exp(np.minimum(log_cosh, 300.0)))
+    size: Floats = np.where(log_cosh > 300.0, log_cosh + math.log(2), near)
+    return size
+
+
+@functools.lru_cache(maxsize=256)
+def limit_of(num_observations: int) -> float:
+    """The deviate beyond which one of so many is an outlier, on either side, at a third of RATE
+    (Bonferroni: whether they depend on each other or not)."""
+    return -NormalDist().inv_cdf(RATE / 6 / max(1, num_observations))
+
+
+def _numbers_of(variance: Floats) -> Floats:
+    """n of which 1/n + 1/n² is the variance."""
+    numbers: Floats = 2 / (np.sqrt(1 + 4 * np.maximum(variance, 1e-12)) - 1)
+    return numbers
+
+
+def _polished(x: Floats) -> tuple[float, Floats, Floats, Floats]:
+    """(usual, members (M,), columns (K,), rest (M, K)), the effects' medians 0."""
+    usual = float(_medians(x.reshape(1, -1), 1)[0])
+    rest, members, columns = x - usual, np.zeros(len(x)), np.zeros(x.shape[1])
+    for _ in range(_ROUNDS if x.shape[1] > 1 else 1):
+        step = _medians(rest, 1)
+        members, rest = members + step, rest - step[:, None]
+        step = _medians(rest, 0)
+        columns, rest = columns + step, rest - step
+        if not np.abs(step).max(initial=0.0) > 1e-3:
+            break
+    shift = float(np.median(members)), float(np.median(columns))
+    return usual + sum(shift), members - shift[0], columns - shift[1], rest
+
+
+def _medians(values: Floats, axis: int) -> Floats:
+    if np.isnan(values).any():
+        with np.errstate(all="ignore"):
+            return np.nan_to_num(np.nanmedian(values, axis=axis))
+    medians: Floats = np.median(values, axis=axis)
+    return medians
+
+
+def _deviation(values: Floats) -> float:
+    known = values[~np.isnan(values)]
+    return 1.4826 * float(np.median(np.abs(known))) if known.size else 0.0

@@ -1,0 +1,110 @@
+"""The judge's outlier question, on tables of its own null and with faults planted in them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from divergence.comparison.judge import deviates, limit_of, observed, outliers, reach
+
+
+def drawn(seed: int, members: int, rows: int, numbers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Squared errors of rounding alone, (2, M, R), each made of ``numbers`` normal ones."""
+    random = np.random.default_rng(seed)
+    squares = np.square(random.standard_normal((2, members, rows, numbers)))
+    energy = squares.sum(axis=-1)
+    return energy, np.square(energy) / np.square(squares).sum(axis=-1)
+
+
+@pytest.mark.parametrize("numbers", [1, 2, 3, 8, 64, 1000])
+def test_deviates_of_rounding_are_normal(numbers):
+    """log of the ratio of two sums of n squares, as a normal deviate: as often beyond 1, 2 and 3
+    as a normal number, or less often."""
+    random = np.random.default_rng(numbers)
+    top, bottom = random.chisquare(numbers, (2, 400_000))
+    z = np.abs(deviates(0.5 * np.log(top / bottom), np.full(1, 1 / numbers + 1 / numbers**2)))
+    for limit in (1.0, 2.0, 3.0):
+        chance = math.erfc(limit / math.sqrt(2))
+        assert 0.25 * chance < (z > limit).mean() < 1.25 * chance
+
+
+@pytest.mark.parametrize("variance", [1e-6, 0.01, 0.3, 2.0])
+@pytest.mark.parametrize("limit", [1.0, 5.0, 8.0])
+def test_reach_is_where_the_deviate_is_the_limit(variance, limit):
+    """Up to the largest ratios that there are."""
+    size = reach(limit, np.array([variance]))
+    assert deviates(size, np.array([variance]))[0] == pytest.approx(limit, rel=1e-6)
+
+
+def beyond(table) -> np.ndarray:
+    return np.abs(table.x - table.control) > table.reach
+
+
+@pytest.mark.parametrize("numbers", [1, 4, 64])
+def test_rounding_alone_is_no_outlier(numbers):
+    """A hundred tables of eight blocks and forty rows: no cell and no column."""
+    for seed in range(100):
+        energy, count = drawn(seed, 8, 40, numbers)
+        table = outliers(*observed(energy, count, 0.0), 0.2, limit_of(8 * 40))
+        assert not beyond(table).any()
+        assert not (np.abs(table.column) > table.column_reach).any()
+
+
+def test_a_cell_a_member_and_a_column_are_told_apart():
+    """One row of one block; one block; one row of all blocks: each is found where it is."""
+    groups = np.zeros(40, np.intp)
+    energy, count = drawn(1, 8, 40, 128)
+    cell, member, column = (energy.copy() for _ in range(3))
+    cell[1, 3, 7] *= 100
+    member[1, 3] *= 4
+    column[0, :, 7] *= 100
+
+    table = outliers(*observed(cell, count, 0.0), 0.2, limit_of(320))
+    assert np.argwhere(beyond(table)).tolist() == [[3, 7]]
+    table = outliers(*observed(member, count, 0.0, groups), 0.08, limit_of(8))
+    assert np.argwhere(beyond(table)).tolist() == [[3, 0]]
+    table = outliers(*observed(column, count, 0.0), 0.2, limit_of(320))
+    assert np.flatnonzero(np.abs(table.column) > table.column_reach).tolist() == [7]
+    assert table.column[7] < 0
+    assert not beyond(table).any()
+
+
+def test_one_number_convicts_nobody():
+    """An error that one channel holds is one number: a hundred times the other side's is chance."""
+    energy, count = drawn(2, 8, 40, 128)
+    energy[1, 3, 7], count[1, 3, 7] = 1e4 * energy[0, 3, 7], 1.0
+    count[0, 3, 7] = 1.0
+    assert not beyond(outliers(*observed(energy, count, 0.0), 0.2, limit_of(320))).any()
+
+
+def test_the_typical_row_is_not_moved_by_a_few():
+    """Rows that rightly went another way move the mean energy, and no median."""
+    groups = np.zeros(40, np.intp)
+    energy, count = drawn(3, 8, 40, 128)
+    energy[1, 3, :5] *= 1e4
+    pooled, typical = (
+        outliers(*observed(energy, count, 0.0, groups, typical=way), 0.08, limit_of(8))
+        for way in (False, True)
+    )
+    assert beyond(pooled).any()
+    assert not beyond(typical).any()
+
+
+def test_two_tiny_errors_make_no_large_ratio():
+    """Both sides at a thousandth of the floor, one of them at a millionth."""
+    energy, count = drawn(4, 8, 40, 128)
+    energy *= 1e-8
+    energy[0, 3] *= 1e-6
+    table = outliers(*observed(energy, count, 0.05), 0.2, limit_of(320))
+    assert not beyond(table).any()
+
+
+def test_what_is_missing_and_what_is_infinite():
+    """A cell without an observation is none; an infinite error is beyond every reach."""
+    energy, count = drawn(5, 8, 40, 128)
+    energy[:, 2, 5] = math.nan
+    energy[1, 4, 9] = math.inf
+    table = outliers(*observed(energy, count, 0.05), 0.2, limit_of(320))
+    assert np.argwhere(beyond(table)).tolist() == [[4, 9]]

@@ -199,6 +199,8 @@ class Advice:
         if self._candidate.model.dtype != self._reference.model.dtype or self.divided:
             return []
         if unseen == "reference" or self._source is not self._reference:
+            if self._reference.mesh is not None:
+                return []
             first, second, made = self._a, self._b, list[Command]()
             if unseen != "candidate":
                 first = beside(self._a, "-escalated")

@@ -91,11 +91,11 @@ def test_no_escalated_pass_is_asked_of_another_dtype(llama, tmp_path):
 
 
 def test_a_truth_of_the_other_run_is_replaced(llama, tmp_path, capsys):
-    """It has no pass on these inputs, and would judge no escalated one."""
+    """It has no pass on these inputs, and would judge no escalated one; A's is asked for next."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1)
     b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
     report = compare(a, b, truth=make_truth(b, out=tmp_path / "of-b"))
-    assert "confidence  high" in follow(report, capsys)
+    assert "confidence  medium: A was not seen in float32" in follow(report, capsys)
 
 
 def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
@@ -147,7 +147,9 @@ def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path):
     assert bare.verdict.confidence == "medium" and bare.verdict.next == [again]
     lacking = [check.detail for check in bare.verdict.checks if check.state != "met"]
     assert lacking == [f"no truth (--truth {truth.path})", "the float32 check takes a truth"]
-    assert compare(a, b, truth=truth).verdict.confidence == "high"
+    judged = compare(a, b, truth=truth).verdict
+    lacking = [check.detail for check in judged.checks if check.state != "met"]
+    assert lacking == ["A was not seen in float32 (capture --escalate)"]
     assert (
         Advice(a, b)
         .into_block(BLOCK)[0]

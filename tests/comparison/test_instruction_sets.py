@@ -29,7 +29,8 @@ def test_another_instruction_set_is_rounding(unpacked, dtype, judged):
     verdict = compare(unpacked(f"x86-{dtype}"), unpacked(f"arm64-{dtype}"), truth=truth).verdict
 
     assert verdict.kind == "within_floor"
-    assert verdict.confidence == ("high" if judged else "medium")
+    sure = judged and dtype == "float32"  # of the others A was not seen in float32
+    assert verdict.confidence == ("high" if sure else "medium")
     assert verdict.side in ((None, "neither") if judged else (None,))
 
 

@@ -147,7 +147,9 @@ def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path):
     assert bare.verdict.confidence == "medium" and bare.verdict.next == [again]
     lacking = [check.detail for check in bare.verdict.checks if check.state != "met"]
     assert lacking == [f"no truth (--truth {truth.path})", "the float32 check takes a truth"]
-    assert compare(a, b, truth=truth).verdict.confidence == "high"
+    judged = compare(a, b, truth=truth).verdict
+    lacking = [check.detail for check in judged.checks if check.state != "met"]
+    assert lacking == ["A was not seen in float32 (capture --escalate)"]
     assert (
         Advice(a, b)
         .into_block(BLOCK)[0]

@@ -39,18 +39,18 @@ class Advice:
         self._truth = None if truth is None or self._carried else str(truth.path)
         self._reference, self._candidate = reference.manifest, candidate.manifest
         self._runs = reference, candidate
-        self._source, self._source_path = reference.manifest, self._a
+        self._source, self._path = reference.manifest, self._a
         """Whose inputs both sides got: the one of the two that the other repeats, or where both
         repeat a third run that one, if its path is known: it carries the truth."""
         inputs, anchor = inputs_of(reference, candidate), reference.manifest.plan.anchored_to
         if inputs is not None:
-            self._source, self._source_path = inputs.manifest, str(inputs.path)
+            self._source, self._path = inputs.manifest, str(inputs.path)
         elif (
             truth is not None
             and anchor == candidate.manifest.plan.anchored_to is not None
             and truth.manifest.id.startswith(f"{anchor} ")  # its own
         ):
-            self._source, self._source_path = truth.manifest, str(truth.path)
+            self._source, self._path = truth.manifest, str(truth.path)
         self.divided = candidate.manifest.mesh is not None  # among several ranks
 
     @cached_property
@@ -196,34 +196,32 @@ class Advice:
         """The same inputs in float32: what a 16-bit dtype hides. Nothing for two dtypes, whose
         weights are not the same to float32's last bit, and for a candidate of several ranks, which
         make no such pass. ``unseen``: the side that alone made none."""
-        if self._candidate.model.dtype != self._reference.model.dtype or self.divided:
+        a, b, ranks = self._reference, self._candidate, self._reference.mesh is not None
+        if b.model.dtype != a.model.dtype or self.divided or (ranks and unseen == "reference"):
             return []
-        if unseen == "reference" or self._source is not self._reference:
-            if self._reference.mesh is not None:
-                return []
-            first, second, made = self._a, self._b, list[Command]()
-            if unseen != "candidate":
-                first = beside(self._a, "-escalated")
-                made.append(self._escalated(self._reference, first, _ON_REFERENCE))
-            if unseen != "reference":
-                second = beside(self._b, "-escalated")
-                made.append(self._escalated(self._candidate, second, _ON_CANDIDATE))
-            truth = self._source_path if self._carried else self._truth
-            return [*made, command("compare", first, second, truth=truth)]
-        again = self._anchoring(()) if self._reference.plan.store != "full" else []
-        first = beside(self._a, "-blocks") if again else self._a
-        deep = beside(self._b, "-escalated")
-        known = (self._truth is not None or self._carried) and not again
-        truth = self._truth if known else beside(first, "-truth")
-        commands = [*again, self._candidate_again(like=first, o=deep, escalate=True)]
+        made = self._anchoring(()) if a.plan.store != "full" else []
+        source, like = (beside(self._a, "-blocks"), a) if made else (self._path, self._source)
+        first, second = source if made else self._a, self._b
+        known = (self._truth is not None or self._carried) and not made
+        if unseen != "reference":
+            second = beside(self._b, "-escalated")
+            made.append(
+                _capture(b, like=source, o=second, escalate=True, **self._special(b, like),
+                         note=_ON_CANDIDATE)
+            )  # fmt: skip
+        if unseen != "candidate" and not ranks:
+            first = beside(self._a, "-escalated")
+            made.append(
+                _capture(a, like=source, o=first, escalate=True, **self._special(a, like),
+                         note=_ON_REFERENCE)
+            )  # fmt: skip
+        truth = self._truth
         if not known:
-            commands.append(command("truth", first, o=truth, note=_ON_REFERENCE))
-        return [*commands, command("compare", first, deep, truth=truth)]
-
-    def _escalated(self, side: Manifest, out: str, note: Fact) -> Command:
-        """A side once more, from the inputs that both got, with the float32 pass."""
-        special = self._special(side, self._source)
-        return _capture(side, like=self._source_path, o=out, escalate=True, **special, note=note)
+            truth = beside(source, "-truth")
+            made.append(command("truth", source, o=truth, note=_ON_REFERENCE))
+        elif self._carried and source not in (first, second):
+            truth = source
+        return [*made, command("compare", first, second, truth=truth)]
 
     def operator(self, site: str, candidate_site: str, side: str | None) -> list[Command]:
         """The operator by itself, as a script for whoever made it."""

@@ -263,7 +263,7 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[Comm
     candidate = None if made_here else there
     if narrow and not escalated and not made_here:
         candidate = beside(there, "-escalated")
-        commands.append(advice.escalate()[0])
+        commands.append(advice.escalate("candidate")[0])
     if known is None:
         commands.append(advice.truth()[0])
     if commands:

@@ -60,14 +60,14 @@ def case(tmp_path_factory, tiny_model):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_kernels_are_a_legitimate_difference(case, dtype):
-    """Neither side is wrong, and with escalated passes of both that is certain."""
-    one = case(dtype)
-    report = compare(one.a, one.like(escalate=dtype != "float32"), truth=one.truth)
-    assert (report.verdict.kind, report.verdict.side) == ("within_floor", "neither")
-    assert report.verdict.confidence == ("high" if dtype == "float32" else "medium")
-    if dtype != "float32":
-        sides = [one.like(escalate=True, attn_implementation=way) for way in ("eager", "sdpa")]
-        assert compare(*sides, truth=one.truth).verdict.confidence == "high"
+    """Neither side is wrong, and with an escalated pass of each that is certain."""
+    one, narrow = case(dtype), dtype != "float32"
+    b = one.like(escalate=narrow)
+    again = one.like(escalate=narrow, attn_implementation="eager")
+    for a, confidence in ((one.a, "medium" if narrow else "high"), (again, "high")):
+        report = compare(a, b, truth=one.truth)
+        assert (report.verdict.kind, report.verdict.side) == ("within_floor", "neither")
+        assert report.verdict.confidence == confidence
     assert any("against the truth" in fact.text for fact in report.verdict.evidence)
     block = next(s for s in report.sites if s.site == f"{BLOCK}:out" and s.pass_ == "anchored")
     assert 0.3 < block.truth.w_median < 3

@@ -61,6 +61,8 @@ _TYPES = {
         Operand,
     )
 }
+SPREADS = ("spread_reference", "spread_candidate")
+"""Fields of AgainstTruth that older recordings have not; the columns beside them do."""
 _DIGEST = re.compile("(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 _PLACE = Place(shard="tensors/0.safetensors", key="0")
 """Of every record that has bytes: where they lay is no part of a recording."""
@@ -204,12 +206,16 @@ class Objects:
         if kind == "":
             return tuple(self._value(part, f"{path}.{n}") for n, part in enumerate(parts))
         made = _TYPES[kind]
-        return made(
-            **{
-                name: self._value(part, f"{path}.{name}")
-                for name, part in zip(made.__struct_fields__, parts, strict=True)
-            }
-        )
+        names = made.__struct_fields__
+        if made is AgainstTruth and len(parts) == len(names) - len(SPREADS):  # an older recording
+            names = tuple(name for name in names if name not in SPREADS)
+        values = {
+            name: self._value(part, f"{path}.{name}")
+            for name, part in zip(names, parts, strict=True)
+        }
+        if made is AgainstTruth and "spread_reference" not in values:
+            values |= {name: np.ones(len(values["norm"])) for name in SPREADS}
+        return made(**values)
 
 
 # ── runs that are read from a recording ─────────────────────────────────────────────────────────
@@ -342,6 +348,11 @@ class Recording:
     asked: list[Asked] = field(default_factory=list)
     tensors: Tensors = field(default_factory=Tensors)
     bits: int = COARSE
+    spreads: dict[tuple[str, str, int, int], tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict
+    )
+    """By pass, site, sample and step, what an older recording has not: of how many numbers each
+    row's errors are made."""
 
     def replay(self, asked: Asked) -> Answer:
         """The answer to what was asked, from what is recorded."""
@@ -355,7 +366,8 @@ class Recording:
             numbers = next(calls)
             if len(numbers) != len(pairs):
                 raise LookupError(f"{len(numbers)} pairs were recorded, {len(pairs)} are asked for")
-            yield from numbers
+            for pair, measured in zip(pairs, numbers, strict=True):
+                yield self._with_spreads(pair, measured)
 
         with (
             without_truth() if asked.way == "none" else contextlib.nullcontext(),
@@ -363,6 +375,20 @@ class Recording:
             pipeline.measured_by(recorded),
         ):
             return answer_of(compare(runs["a"], runs["b"], truth=runs.get("truth")))
+
+    def _with_spreads(self, pair: Any, measured: Any) -> Any:
+        record, against = pair.reference.record, getattr(measured, "against", None)
+        spreads = self.spreads.get((pair.pass_, record.site, record.sample, record.step))
+        if against is None or spreads is None or not against.num_rows:
+            return measured
+        rows = against.row_index
+        if rows.max() >= len(spreads[0]):
+            return measured
+        kept = {
+            name: np.nan_to_num(values[rows], nan=1.0, posinf=1.0)
+            for name, values in zip(SPREADS, spreads, strict=True)
+        }
+        return msgspec.structs.replace(measured, against=msgspec.structs.replace(against, **kept))
 
 
 class Recorder:
@@ -475,8 +501,30 @@ def _replays(recording: Recording, asked: Asked) -> bool:
         return False
 
 
-def load(path: Path) -> Recording:
-    return _decoded(lzma.decompress(path.read_bytes()))
+def load(path: Path, columns: dict[str, np.ndarray] | None = None) -> Recording:
+    """``columns``: the tables recorded beside it, for what it may lack."""
+    recording = _decoded(lzma.decompress(path.read_bytes()))
+    if columns and "tokens.sn.A" in columns:
+        from benchmarks._observed import of_logarithm
+
+        numbers = columns["tokens.pair"]
+        count = len(columns["text.site"])
+        starts = np.searchsorted(numbers, np.arange(count + 1))
+        for number in range(count):
+            if columns["text.sides"][number] != "a b":
+                continue
+            place = (
+                columns["text.pass"][number],
+                columns["text.site"][number],
+                int(columns["pairs.sample"][number]),
+                int(columns["pairs.step"][number]),
+            )
+            rows = slice(starts[number], starts[number + 1])
+            recording.spreads[place] = (
+                of_logarithm(columns["tokens.sn.A"][rows]),
+                of_logarithm(columns["tokens.sn.B"][rows]),
+            )
+    return recording
 
 
 def _encoded(recording: Recording, bits: int) -> bytes:

@@ -2,6 +2,7 @@
 
     python benchmarks/observations.py record [--seconds 3600] [--kinds ...] [--cases FOLDER]
     python benchmarks/observations.py replay [--kinds ...]
+    python benchmarks/observations.py judge [--kinds ...]
     python benchmarks/observations.py figures
     python benchmarks/observations.py pack [--out benchmarks/observations] [--megabytes 18]
 
@@ -18,7 +19,8 @@ cases; new are models with massive activations, Mamba with a whole pass and the 
 
 It goes on where it stopped. Kinds take turns by the time that each has had, and the pairs of a kind
 come shuffled, so that a part is a fair sample of all. ``replay`` asks today's judge again, of what
-was kept alone, and prints which answers are not equal, and why. ``figures`` holds the stored rows
+was kept alone, and prints which answers are not equal, and why. ``judge`` prints what the answers
+of another judge are worth beside those that were recorded. ``figures`` holds the stored rows
 (of older code) against the answers of now. ``pack`` writes what fits in git: of every fault and a
 third of the healthy pairs the answers and the columns that have a line a pair of tensors.
 """
@@ -276,6 +278,52 @@ def _is_exact(line: Line, way: str) -> bool:
     return (answer.site or "").rpartition(":")[0] == row.get("site")
 
 
+def judge(store: Store, kinds: list[str]) -> None:
+    """What was answered when the pairs were recorded beside what today's judge answers of the same
+    measurements, by kind and truth; then every pair whose worth is another."""
+    columns = ("healthy: alarms", "faults: exact", "elsewhere", "right side", "wrong side")
+    print(f"| kind, truth | pairs | {' | '.join(columns)} |")
+    print("|---|---|---|---|---|---|---|")
+    changed: list[str] = []
+    for kind in kinds:
+        counts: dict[str, list[Counter[str]]] = {way: [Counter(), Counter()] for way in WAYS[1:]}
+        for line in store.lines(kind):
+            if not line.num_bytes:
+                continue
+            tables = read_columns(store.file("columns", kind, line.key))
+            recording = load(store.file("recordings", kind, line.key), tables)
+            for asked in recording.asked:
+                if asked.why_not is not None:
+                    continue
+                now = msgspec.structs.replace(line, answers={**line.answers})
+                try:
+                    now.answers[asked.way] = recording.replay(asked)
+                except Exception as error:
+                    changed.append(
+                        f"{kind}: {line.key}, {asked.way}: {type(error).__name__}: {error}"
+                    )
+                    continue
+                both = [outcomes(each, None).get(asked.way) for each in (line, now)]
+                for count, worth in zip(counts[asked.way], both, strict=True):
+                    if worth is not None:
+                        count["pairs"] += 1
+                        count["healthy: alarms"] += worth.alarm and not line.planted.get("side")
+                        count["faults: exact"] += worth.place == "exact"
+                        count["elsewhere"] += worth.place == "elsewhere"
+                        count["right side"] += worth.side == "right"
+                        count["wrong side"] += worth.side == "wrong"
+                if both[0] != both[1]:
+                    answers = [each.answers[asked.way] for each in (line, now)]
+                    said = [f"{a.kind} {a.site or ''} {a.side or ''}".strip() for a in answers]
+                    changed.append(f"{kind}: {line.key}, {asked.way}: {said[0]} -> {said[1]}")
+        for way, (then, today) in counts.items():
+            if then["pairs"]:
+                cells = [f"{then[name]} -> {today[name]}" for name in columns]
+                print(f"| {kind}, {way} | {then['pairs']} | {' | '.join(cells)} |", flush=True)
+    for text in changed:
+        print(f"- {text}")
+
+
 def figures(store: Store) -> None:
     """Older code against now, pair by pair: a table, and the pairs whose worth is another."""
     rows = {
@@ -352,10 +400,10 @@ def _told(answer: Answer) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("record", "replay", "figures", "pack", "case"):
+    for name in ("record", "replay", "judge", "figures", "pack", "case"):
         command = commands.add_parser(name)
         command.add_argument("--store", type=Path, default=Path(".cache/observations"))
-        if name in ("record", "replay"):
+        if name in ("record", "replay", "judge"):
             command.add_argument("--kinds", default=",".join(KINDS))
         if name == "record":
             command.add_argument("--seconds", type=float, default=math.inf, help="then stop")
@@ -379,6 +427,8 @@ def main() -> int:
         record(store, kinds, options.seconds, options.most, options.cases)
     elif options.command == "replay":
         return 0 if replay(store, options.kinds.split(",")) else 1
+    elif options.command == "judge":
+        judge(store, options.kinds.split(","))
     elif options.command == "figures":
         figures(store)
     elif options.command == "pack":

@@ -13,7 +13,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from divergence.analyses.blocks.suspects import (
     judge_escalated,
     next_commands,
 )
-from divergence.analyses.blocks.units import Unit, build_units
+from divergence.analyses.blocks.units import Unit, build_units, flag
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, NonfiniteCount, SiteResult, onset_at, order_of
@@ -32,6 +32,9 @@ from divergence.facts import Fact, fact
 from divergence.run.contents import is_mask
 from divergence.run.site import module_of
 from divergence.words import Side, SideOrBoth
+
+if TYPE_CHECKING:
+    from divergence.analyses.blocks.rounding import Drift
 
 # Nan and inf: the first place where a result is no number, and which side it is on.
 #
@@ -248,6 +251,29 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
     return _not_beyond(measured, judged, escalation)
 
 
+def _is_enlarged(measured: Measured, drift: Drift) -> bool:
+    """Is a drift what the model itself makes of rounding? So it is where every block of every
+    forward until then was given equal inputs, and made no error beyond rounding, neither there nor
+    in the free runs, in which it is allowed to enlarge what comes in."""
+    if not drift.accumulated or not measured.anchored:
+        return False
+    outputs = [
+        site for site in measured.sites
+        if site.role == "block" and site.sample == drift.sample and ":out" in site.site
+    ]  # fmt: skip
+    seen = {
+        pass_: {(site.step, site.site) for site in outputs if site.pass_ == pass_}
+        for pass_ in ("free", "anchored")
+    }
+    steps = {step for step, _ in seen["anchored"]}
+    if not steps.issuperset(range(drift.step + 1)):
+        return False
+    if any(place not in seen["anchored"] for place in seen["free"] if place[0] <= drift.step):
+        return False
+    free = build_units(measured.sites, "free")
+    return not flag(free, routed=measured.routed, thresholds=measured.thresholds)
+
+
 def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> list[Finding]:
     """What differs by no more than rounding at every place, and is perhaps too much together."""
     from divergence.analyses.blocks.rounding import (
@@ -267,12 +293,14 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
         coded=measured.reference.manifest.quantizes_activations,
         rerouted=lambda sample, step: measured.experts and _rerouted(measured, sample, step),
     )
+    enlarged = drift if drift is not None and _is_enlarged(measured, drift) else None
     findings = [
         within_rounding(
-            measured, judged.units, judged.excused, judged.unanchored, escalation, standouts
+            measured, judged.units, judged.excused, judged.unanchored, escalation, standouts,
+            enlarged,
         )
-    ]
-    if drift is not None:
+    ]  # fmt: skip
+    if drift is not None and enlarged is None:
         findings.append(
             Finding(
                 claim="drift",

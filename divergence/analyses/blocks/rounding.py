@@ -37,12 +37,15 @@ _MIN_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """``side``: the farther from the truth, where there is one."""
+    """``side``: the farther from the truth, where there is one. ``accumulated``: over the blocks;
+    else it is made behind them."""
 
     headline: Fact
     evidence: Fact
+    sample: int
     step: int
     side: Side | None = None
+    accumulated: bool = True
 
 
 def find_drift(
@@ -102,6 +105,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     return Drift(
         headline=fact("blocks.ends_farther", side=side, times=times, site=site.site),
         evidence=_where(site, w=w, limit=limit),
+        sample=site.sample,
         step=site.step,
         side=side,
     )
@@ -129,6 +133,7 @@ def _against_floors(
             behind=site.role != "block",
         ),
         evidence=_where(site, ratio=ratio, limit=limit),
+        sample=site.sample,
         step=site.step,
     )
 
@@ -143,7 +148,9 @@ def _behind_blocks(site: SiteResult, thresholds: Thresholds) -> Drift | None:
     return Drift(
         headline=fact("blocks.grows_behind", site=site.site, ratio=site.ratio),
         evidence=_where(site, ratio=site.ratio, limit=limit),
+        sample=site.sample,
         step=site.step,
+        accumulated=False,
     )
 
 
@@ -171,7 +178,9 @@ def within_rounding(
     unanchored: list[int],
     escalation: Escalation,
     standouts: list[StandOut],
+    enlarged: Drift | None = None,
 ) -> Finding:
+    """``enlarged``: a drift that the model itself makes of rounding."""
     judged = [unit for unit in units if unit.results]
     unmeasured = [site for site in measured.sites if site.is_unmeasured]
     reason: Fact | None = None
@@ -216,6 +225,15 @@ def within_rounding(
         for unit in excused[:3]
     ]
     evidence += escalation.healthy()
+    if enlarged is not None:
+        where = enlarged.evidence.values
+        evidence.append(
+            fact(
+                "blocks.enlarged", site=where["site"], sample=enlarged.sample, step=enlarged.step,
+                ratio=enlarged.headline["ratio"] or enlarged.headline["times"],
+                side=enlarged.side,
+            )
+        )  # fmt: skip
     if measured.narrow and sure and not escalation.judged:
         can_escalate = bool(measured.advice.escalate())
         if can_escalate or measured.advice.divided:
@@ -229,6 +247,7 @@ def within_rounding(
         check("measured", not unmeasured, fact("blocks.not_kept")),
         check("truth", truth_tells, _no_truth(measured, by_truth, estimated), made=by_truth),
         check("no_standout", not standouts, _what_stands_out(standouts)),
+        check("free_runs", enlarged is None, fact("blocks.free_runs_part")),
         check("floor_trusted", not measured.widened_beyond, fact("blocks.floor_beyond")),
     ]
     if measured.narrow:

@@ -45,7 +45,7 @@ _ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Outliers:
+class JudgedTable:
     """A table judged, (M, K). An observation stands out where |x - control| is beyond ``reach``."""
 
     x: Floats
@@ -58,7 +58,7 @@ class Outliers:
     """The median of all."""
 
 
-def outliers(x: Floats, own: Floats, sigma0: float, limit: float) -> Outliers:
+def outliers(x: Floats, own: Floats, sigma0: float, limit: float) -> JudgedTable:
     """``x``, ``own`` (M, K): log W of each member and column, nan where there is no observation,
     and the variance that it has of itself. ``limit``: the deviate beyond which one stands out."""
     num_members, num_columns = x.shape
@@ -74,7 +74,7 @@ def outliers(x: Floats, own: Floats, sigma0: float, limit: float) -> Outliers:
         members = np.zeros(num_members)
     variance = own + control_variance + np.square(sigma)[:, None]
     column_sigma = max(sigma0, _deviation(columns))
-    return Outliers(
+    return JudgedTable(
         x=x, control=usual + members[:, None] + columns[None, :], reach=reach(limit, variance),
         column=columns,
         column_reach=reach(limit, _CONTROL * by_column / num_members + column_sigma**2),

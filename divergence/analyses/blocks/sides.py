@@ -24,7 +24,7 @@ from divergence.analyses.blocks.units import (
     one_step,
 )
 from divergence.comparison.align.pieces import PromptStep
-from divergence.comparison.judge import Level, Outliers, limit_of, observed, outliers
+from divergence.comparison.judge import JudgedTable, Level, limit_of, observed, outliers
 from divergence.comparison.measure.truth import (
     LEAST_LONE,
     SIDES,
@@ -62,7 +62,7 @@ _LEAST_FAMILY = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class JudgedFamily:
     """The sites of one kind, judged together; the places and rows are those that all of them have.
 
     ``rows``: None where a row may be elsewhere by rounding (experts), and where each forward has
@@ -71,12 +71,12 @@ class Family:
 
     stats: list[TruthStats]
     least: float
-    sites: Outliers
+    sites: JudgedTable
     typical: Sequence[float]
     """Of each member the median row's x."""
     places: list[PromptStep]
-    forwards: Outliers | None
-    rows: Outliers | None
+    forwards: JudgedTable | None
+    rows: JudgedTable | None
     errors: RowErrors
     """Of the first member."""
     is_few: Sequence[bool]
@@ -85,7 +85,7 @@ class Family:
 
 def judge_family(
     stats: Sequence[TruthStats], limits: Mapping[Level, float], routed: bool, thresholds: Thresholds
-) -> Family:
+) -> JudgedFamily:
     """``limits``: by level, the deviate of an outlier. ``routed``: one token may go to another
     expert by rounding."""
     family, least = list(stats), least_of(stats, thresholds)
@@ -121,7 +121,7 @@ def judge_family(
         forwards = outliers(*by_place, thresholds.forward_spread, limits["forward"])
     if not routed and (counts > 1).any():
         rows = outliers(*observed(energy, numbers, least), thresholds.row_spread, limits["row"])
-    return Family(
+    return JudgedFamily(
         family,
         least,
         sites,
@@ -143,7 +143,7 @@ def questions(
     mine: TruthStats,
     siblings: list[TruthStats],
     *,
-    judged: Family | None,
+    judged: JudgedFamily | None,
     lone_w: float | None,
     forwards: Controls,
     routed: bool,
@@ -188,7 +188,7 @@ def questions(
 
 
 def _narrowed(
-    blames: list[Blame], judged: Family, member: int, thresholds: Thresholds
+    blames: list[Blame], judged: JudgedFamily, member: int, thresholds: Thresholds
 ) -> list[Blame]:
     """Without what holds of all rows together where something narrower explains it: a forward, a
     token or a channel where the median row is off by less than half as much, or a scale error where
@@ -204,7 +204,7 @@ def _narrowed(
 
 
 def _blame_of(
-    table: Outliers, member: int, column: int, why: Why, at: SiteResult, widened: float,
+    table: JudgedTable, member: int, column: int, why: Why, at: SiteResult, widened: float,
     place: PromptStep | None = None,
 ) -> Blame:  # fmt: skip
     """A side is convicted by its own error: where it is not clearly the larger one, by half of what
@@ -221,7 +221,7 @@ def _blame_of(
     return Blame(side, why, value, usual, limit, at, place=place)
 
 
-def forwards_of(judged: Family, member: int, widened: float) -> dict[PromptStep, Blame]:
+def forwards_of(judged: JudgedFamily, member: int, widened: float) -> dict[PromptStep, Blame]:
     """By forward, what the judge says of it; nothing where there is but one."""
     if judged.forwards is None:
         return {}
@@ -235,7 +235,7 @@ def forwards_of(judged: Family, member: int, widened: float) -> dict[PromptStep,
     }  # fmt: skip
 
 
-def _rows_of(judged: Family, member: int, widened: float) -> list[Blame]:
+def _rows_of(judged: JudgedFamily, member: int, widened: float) -> list[Blame]:
     """The row that stands out most."""
     if judged.rows is None:
         return []
@@ -251,10 +251,10 @@ def _rows_of(judged: Family, member: int, widened: float) -> list[Blame]:
     return [_blame_of(judged.rows, member, top, why, at, widened)]
 
 
-def shared_by_all(judged: Family, widened: float) -> Iterator[list[Blame | None]]:
+def shared_by_all(judged: JudgedFamily, widened: float) -> Iterator[list[Blame | None]]:
     """For each forward, then each row, that stands out beside the others in what all members have
     in common: of each member its blame, None where it is not off there itself."""
-    tables: tuple[tuple[Why, Outliers | None], ...] = (
+    tables: tuple[tuple[Why, JudgedTable | None], ...] = (
         ("forward", judged.forwards),
         ("token", judged.rows),
     )
@@ -535,7 +535,7 @@ def _no_measure(unit: Unit) -> bool:
 
 
 def _usage_by_forward(
-    unit: Unit, number: int, together: Family | None, forwards: Controls, routed: bool,
+    unit: Unit, number: int, together: JudgedFamily | None, forwards: Controls, routed: bool,
     thresholds: Thresholds,
 ) -> dict[PromptStep, float]:  # fmt: skip
     """How much of its limit each forward of what the truth judges uses. ``number``: of the unit in
@@ -611,7 +611,7 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
                     look.usage = max(look.usage, own / limit)
 
 
-def _blame_columns(family: list[Unit], together: Family) -> None:
+def _blame_columns(family: list[Unit], together: JudgedFamily) -> None:
     """What all of one kind have in common in one forward, then in one row, blames those of them
     that are not blamed for more."""
     widened = max(unit.widened for unit in family)

@@ -373,9 +373,11 @@ def _row_errors(forwards: _Forwards, rows: _Rows) -> RowErrors:
         numbers.append(number)
         keys.append((np.int64(result.sample) << 44) + (np.int64(result.step) << 24)
                     + against.row_index)  # fmt: skip
+    with np.errstate(over="ignore"):
+        energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
     return RowErrors(
         np.concatenate(keys), np.concatenate(numbers), list(places), list(places.values()),
-        np.stack([np.square(rows.errors[side]) for side in SIDES]),
+        energy,
         np.stack([rows.numbers[side] for side in SIDES]), rows.sink,
     )  # fmt: skip
 

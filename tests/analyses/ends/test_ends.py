@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
 
 import divergence.recording.engines.sessions as capture_api
+from divergence.analyses.blocks.find import find
 from divergence.analyses.blocks.rounding import find_drift
 from divergence.analyses.ends.find import misfit_in
 from divergence.comparison.align.pieces import logits_row
 from divergence.comparison.api import compare
+from divergence.comparison.decide import decide
+from divergence.comparison.measure.runs import measure
+from divergence.comparison.preflight.lines import preflight
 from divergence.facts import sentence
 from divergence.gate.check import check
 from divergence.numerics.floor import THRESHOLDS
@@ -440,3 +446,42 @@ def test_drift_behind_the_blocks(run):
     for place, told in (((1, 2), False), ((1, 1), True)):  # tokens of it went to other experts
         apart = find_drift(sites, THRESHOLDS, rerouted=lambda *here, place=place: here == place)
         assert (apart is not None) == told
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        ("all", "within_floor"),
+        ("no anchored prefill", "drift"),
+        ("a block beyond it in the free run", "drift"),
+    ],
+)
+def test_what_the_model_makes_of_rounding_is_no_fault(run, tmp_path, what, kind):
+    """A free run ends far off, though every block was given equal inputs in every forward and only
+    rounds: the model enlarges it, which is said. Where a forward was not seen so, or one block is
+    off in the free run, it is a drift."""
+    good = run(max_new_tokens=3)
+    other = capture(like=good, out=tmp_path / "b", attn_implementation="sdpa")
+    measured = measure(good, other, preflight(good, other))
+    last = ("free", "model.layers.3:out", 1, 2)
+
+    def changed(site):
+        place = site.pass_, site.site, site.sample, site.step
+        if place == last:
+            off = what == "a block beyond it in the free run"
+            ratio = 500.0 if off else site.ratio
+            return msgspec.structs.replace(site, token_rel_l2_median=0.5, ratio=ratio)
+        return site
+
+    sites = [
+        changed(site)
+        for site in measured.sites
+        if what != "no anchored prefill" or (site.pass_, site.step) != ("anchored", 0)
+    ]
+    findings = find(replace(measured, sites=sites)).findings
+    kinds = [finding.kind for finding in findings]
+    assert ("drift" in kinds) is (kind == "drift")
+    codes = [item.code for finding in findings for item in finding.evidence]
+    assert ("blocks.enlarged" in codes) is (kind == "within_floor")
+    if kind == "within_floor":
+        assert decide(findings).verdict.confidence == "medium"

@@ -322,7 +322,7 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
             row[wrong] = row.max() + 1
         return row
 
-    for module in ("tokens.flips", "tokens.measure", "ends.find"):
+    for module in ("tokens.measure", "ends.find"):
         monkeypatch.setattr(f"divergence.analyses.{module}.logits_row", pushed)
     verdict = compare(a, other, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("drift", "candidate")

@@ -319,7 +319,9 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         )
         unit.results.append(result)
     for unit in units.values():
-        unit.typical = statistics.median(r.ratio for r in unit.results if r.ratio is not None)
+        unit.typical = statistics.median(
+            0.0 if num_rows(r) < FEW_ROWS and one_step(r) else r.ratio or 0.0 for r in unit.results
+        )
         unit.worst = max(r.ratio_max or 0.0 for r in unit.results)
         unit.sink = max(r.ratio_sink or 0.0 for r in unit.results)
         unit.looks = looks_of(unit.results)
@@ -373,7 +375,8 @@ def flag(
                     control = max(control, gradients.get(unit.phase, 0.0))
                 unit.limit = min(absolute, thresholds.lone * control)
             numel = sum(num_values(result) for result in unit.results)
-            columns = min(_num_columns(result) for result in unit.results)
+            farthest = max(unit.results, key=lambda r: max(r.ratio_max or 0.0, r.ratio_sink or 0.0))
+            columns = _num_columns(farthest)
             unit.limit *= spread(numel) * unit.widened
             unit.worst_limit *= spread(columns) * unit.widened
             unit.limit_usage = unit.typical / unit.limit
@@ -441,18 +444,24 @@ def num_values(result: SiteResult) -> int:
         return ENOUGH
     if result.estimated is not None:
         return result.estimated.num_values
-    largest, size = result.max_abs, (result.rel_l2 or 0.0) * (result.reference_norm or 0.0)
-    if num_rows(result) >= FEW_ROWS or not largest or not 0 < size / largest < math.inf:
-        return result.numel
-    alike = (size / largest) ** 2
-    return min(result.numel, max(1, round(alike * max(1.0, 2 * math.log(alike)))))
+    return result.numel if num_rows(result) >= FEW_ROWS else min(result.numel, _num_alike(result))
 
 
 def _num_columns(result: SiteResult) -> int:
-    """The same of one row."""
+    """The same of the row that is farthest off. Where the whole error is that of a few elements,
+    so is the row's."""
     if result.estimated is not None:
         return result.estimated.num_projections
-    return result.shape[-1] if result.shape else 1
+    return min(result.shape[-1] if result.shape else 1, _num_alike(result))
+
+
+def _num_alike(result: SiteResult) -> int:
+    """How many numbers of one size have that error and that largest one."""
+    largest, size = result.max_abs, (result.rel_l2 or 0.0) * (result.reference_norm or 0.0)
+    if not largest or not 0 < size / largest < math.inf:
+        return result.numel
+    alike = (size / largest) ** 2
+    return max(1, round(alike * max(1.0, 2 * math.log(alike))))
 
 
 def families_of(units: Iterable[Unit]) -> list[list[Unit]]:

@@ -106,7 +106,9 @@ def bounded(
         norm=norm, update=update, reference=sides[0], candidate=sides[1], between=between,
         gain_reference=zeros, gain_candidate=zeros,
         update_gain_reference=none, update_gain_candidate=none,
-        spread=numbers, spread_reference=numbers, spread_candidate=numbers,
+        # how much of d lies along e is not known: the figure is made of half as many numbers
+        spread=numbers, spread_reference=numbers / (1 if side == "reference" else 2),
+        spread_candidate=numbers / (2 if side == "reference" else 1),
         sink=norm > SINK_FACTOR * np.median(norm),
         channels=np.zeros((6, 0)), peaks=np.zeros(3), row_index=index,
         alike=figure >= error / thresholds.truth_confirm,

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -119,6 +120,19 @@ def _pooled(energy: Floats, count: Floats, groups: npt.NDArray[np.intp]) -> tupl
         )
         numbers = np.where(fourth > 0, np.square(total) / np.maximum(fourth, 1e-300), 1.0)
     return total / rows, np.maximum(np.nan_to_num(numbers, nan=1.0, posinf=1.0), 1.0)
+
+
+def common(errors: Sequence[tuple[Floats, Floats]], least: float) -> float:
+    """By how much chance may move what the members of a family have in common, log of their median
+    W: of each its rows' (energy, numbers), (2, R)."""
+    variances = []
+    for energy, numbers in errors:
+        groups = np.zeros(energy.shape[-1], np.intp)
+        variances.append(float(observed(energy, numbers, least, groups, typical=True)[1][0]))
+    if not variances:
+        return math.inf
+    typical = _CONTROL * float(np.median(variances)) / len(variances)
+    return float(reach(limit_of(1), np.array([typical]))[0])
 
 
 def deviates(x: Floats, variance: Floats) -> Floats:

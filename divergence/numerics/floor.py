@@ -111,9 +111,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same for a site without siblings, over the block outputs' median W."""
     truth_systematic: float = 4.0
     """The median W itself."""
-    truth_standout: float = 2.2
-    """The median W, within that limit, from which on it is pointed out: the largest W that is taken
-    as healthy."""
+    truth_standout: float = 1.3
+    """The median W, within that limit and beyond chance, from which on it is pointed out: one
+    side's arithmetic is coarser. The largest of 139 recorded healthy pairs of one CPU was 1.2."""
     truth_confirm: float = 1.5
     """By how much two errors of one size may differ: from there on one is the larger."""
     truth_token: float = 8.0

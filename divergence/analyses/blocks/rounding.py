@@ -260,12 +260,21 @@ def within_rounding(
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        headline=[fact("only_rounding", sure=sure)],
+        headline=[fact("only_rounding", sure=sure), *_coarser(standouts)],
         rests_on=checks,
         side="neither" if healthy else None,
         evidence=evidence,
         commands=_next(measured, standouts, escalation),
     )
+
+
+def _coarser(standouts: list[StandOut]) -> list[Fact]:
+    """One side's arithmetic, where it is coarser in all blocks."""
+    return [
+        fact("blocks.coarser", side=standout.side, other=standout.other, times=standout.times)
+        for standout in standouts
+        if standout.side is not None
+    ][:1]
 
 
 def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation) -> list[Command]:
@@ -345,13 +354,19 @@ class StandOut:
     side: Side | None = None
 
     @property
+    def other(self) -> Side | None:
+        """The other side than ``side``."""
+        if self.side is None:
+            return None
+        return "reference" if self.side == "candidate" else "candidate"
+
+    @property
     def fact(self) -> Fact:
         """What stands out, and by how much."""
         unit, block = self.unit, self.unit.results[0].block
         if self.side is not None:
-            other = "reference" if self.side == "candidate" else "candidate"
             return fact(
-                "side_farther", standout=block, phase=unit.phase, side=self.side, other=other,
+                "side_farther", standout=block, phase=unit.phase, side=self.side, other=self.other,
                 times=self.times, place=block,
             )  # fmt: skip
         rel_l2 = max(result.rel_l2 or 0.0 for result in unit.results)
@@ -395,12 +410,16 @@ def _all_of(family: Sequence[Unit], thresholds: Thresholds) -> list[StandOut]:
     if len(stats) < max(3, len(family)):
         return []
     from divergence.analyses.blocks.sides import least_of
+    from divergence.comparison.judge import common
 
     least = least_of(stats, thresholds)
     middle = statistics.median(stat.w(least) for stat in stats)
     times = max(middle, 1 / max(middle, 1e-300))
-    width = spread(sum(stat.num_values for stat in stats))
-    if times <= thresholds.truth_standout * width * max(unit.widened for unit in family):
+    chance = common(
+        [(stat.rows.energy, stat.rows.numbers) for stat in stats if stat.rows is not None], least
+    )
+    limit = thresholds.truth_standout * math.exp(min(chance, 50.0))
+    if times <= limit * max(unit.widened for unit in family):
         return []
     first = min(family, key=lambda unit: order_of(unit.first))
     return [StandOut(first, times, "candidate" if middle > 1 else "reference")]

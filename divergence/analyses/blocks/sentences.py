@@ -81,6 +81,9 @@ SENTENCES: Mapping[str, str] = {
     ),
     "not_kept": "of some tensors only digests or statistics were kept",
     "floor_beyond": "a --floor run is beyond the limits itself",
+    "coarser": (
+        "; {side:letter}'s arithmetic is {times:.1f} × as coarse as {other:letter}'s in every block"
+    ),
     "farther_everywhere": "{side:letter} is farther from the truth in all blocks",
     "differs_more": "{place} differs more than the other blocks",
     "error_of_one_side": "no truth (divergence truth), but the float64 error of one side alone",

@@ -140,7 +140,8 @@ SENTENCES: Mapping[str, str] = {
         "channel; in the other blocks {control:.2f} × (limit {limit:.1f} ×)"
     ),
     "gain_off": (
-        "{site} ({phase}): the {what} is scaled by {factor:.6g} in {side:letter}, {value:.0f} "
+        "{site} ({phase}): the {what} is scaled by {factor:.6g} in {side:letter}[[ in prompt "
+        "{sample}{step:0=|*=, step {step}}]], {value:.0f} "
         "standard deviations off the blocks of its kind (limit {limit:.0f})"
     ),
     "no_anchored_pass": "no anchored pass (capture --like)",

@@ -311,7 +311,11 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
         return fact("both_off", **values)
     values |= {"side": blame.side, "other": _OTHER[blame.side]}
     if blame.why == "gain":
-        return fact("gain_off", **values, what=blame.scaled, factor=blame.factor)
+        place = (None, None) if blame.place is None else blame.place
+        return fact(
+            "gain_off", **values, what=blame.scaled, factor=blame.factor, sample=place[0],
+            step=place[1],
+        )  # fmt: skip
     if blame.why == "forward":
         return fact(
             "forward_off", **values, step=blame.at.step or None, forward=blame.at.phase,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from divergence.analyses.blocks.suspects import Escalation, next_commands
-from divergence.analyses.blocks.units import Unit, families_of, num_values
+from divergence.analyses.blocks.units import Unit, families_of, num_values, numbers_alike
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, SiteResult, allowed_errors, main_path, order_of
@@ -97,7 +97,8 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     limit = thresholds.truth_drift
     if one_row:
         limit = max(limit, thresholds.truth_token)
-    limit *= spread(num_values(site) if one_row else site.numel)
+    numbers = round(numbers_alike(site)) if one_row else site.numel
+    limit *= spread(min(numbers, site.shape[-1] if site.shape else 1))
     if 1 / limit <= w <= limit:
         return None
     side: Side = "candidate" if w > limit else "reference"

@@ -371,10 +371,30 @@ def _excess(
 def _gain(
     mine: TruthStats, family: list[TruthStats], thresholds: Thresholds, widened: float
 ) -> list[Blame]:
-    """A scale error that stands out among the siblings'."""
+    """A scale error that stands out among the siblings', over all rows or in one forward."""
+    assert mine.first is not None
+    blames = _gain_in(
+        mine.gains, [o.gains for o in family], family, thresholds, widened, mine.first
+    )
+    for place, gains in mine.gains_at.items():
+        others = [o.gains_at[place] for o in family if place in o.gains_at]
+        at = of_place(mine, place)
+        blames += _gain_in(gains, others, family, thresholds, widened, at, place)
+    return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]
+
+
+def _gain_in(
+    gains: Sequence[Mapping[str, float]],
+    of_family: Sequence[Sequence[Mapping[str, float]]],
+    family: Sequence[TruthStats],
+    thresholds: Thresholds,
+    widened: float,
+    at: SiteResult,
+    place: PromptStep | None = None,
+) -> list[Blame]:
     blames: list[Blame] = []
-    for number, own in enumerate(mine.gains):
-        others = [o.gains[number] for o in family if len(o.gains) > number]
+    for number, own in enumerate(gains):
+        others = [o[number] for o in of_family if len(o) > number]
         if len(others) < 3:
             continue
         usual = statistics.median(o["difference"] for o in others)
@@ -385,15 +405,14 @@ def _gain(
             continue
         # siblings that are off make no healthy one odd
         apart = min(abs(own["difference"] - usual), abs(own["difference"]))
-        deviations = normal_deviate(apart / sigma, mine.num_rows - 1)
+        deviations = normal_deviate(apart / sigma, int(own["num_rows"]) - 1)
         off = {s: abs(own[s] - statistics.median(o[s] for o in others)) for s in SIDES}
         side: Side = max(SIDES, key=lambda s: off[s])
-        assert mine.first is not None
         blames.append(
-            Blame(side, "gain", deviations, 1.0, thresholds.truth_gain * widened, mine.first,
+            Blame(side, "gain", deviations, 1.0, thresholds.truth_gain * widened, at, place=place,
                   scaled=("output", "update")[number], factor=1 + own[side])
         )  # fmt: skip
-    return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]
+    return blames
 
 
 # Sides: which side of a unit is wrong, by the truth.
@@ -457,6 +476,11 @@ def blame_units(
                     continue
                 excused.append(unit)
             unit.why = None if unit.blame is None else unit.blame.why
+            if unit.blame is not None and unit.blame.why == "gain" and unit.blame.place is not None:
+                unit.why = "forward"
+                for look in unit.looks:
+                    if look.place == unit.blame.place:
+                        look.usage = max(look.usage, unit.blame.limit_usage)
             if unit.why is None:
                 for look in unit.looks:
                     look.usage = min(look.usage, 1.0)

@@ -376,9 +376,10 @@ def flag(
                 unit.limit = min(absolute, thresholds.lone * control)
             numel = sum(num_values(result) for result in unit.results)
             farthest = max(unit.results, key=lambda r: max(r.ratio_max or 0.0, r.ratio_sink or 0.0))
-            columns = _num_columns(farthest)
-            unit.limit *= spread(numel) * unit.widened
-            unit.worst_limit *= spread(columns) * unit.widened
+            columns = min(_num_columns(result) for result in unit.results)
+            few = [few_numbers(r) if num_rows(r) < FEW_ROWS else 1.0 for r in unit.results]
+            unit.limit *= spread(numel) * statistics.median(few) * unit.widened
+            unit.worst_limit *= spread(columns) * few_numbers(farthest) * unit.widened
             unit.limit_usage = unit.typical / unit.limit
             in_routed = unit.results[0].block in routed
             if not in_routed:
@@ -429,39 +430,48 @@ def _hold_looks(
             elif anchored and unit.phase in blocks:
                 usual = max(blocks[unit.phase], at_blocks.get(look.place, 0.0), lower)
                 look.limit = min(absolute, thresholds.lone * width * usual)
-            look.limit *= unit.widened
+            look.limit *= unit.widened * (few_numbers(look.result) if few else 1.0)
             look.usage = look.between = look.typical / look.limit
 
 
 def num_values(result: SiteResult) -> int:
-    """How many independent numbers the result's errors are made of: of an estimate, projections.
-
-    Of few rows, as many as its largest error leaves room for: the largest square of n like numbers
-    is 2 ln n times their mean one, so where one channel holds the error, as a massive activation's
-    rounding does, it is one number however many channels there are.
-    """
+    """How many independent numbers the result's errors are made of: of an estimate, projections."""
     if is_norm(result.site):
         return ENOUGH
-    if result.estimated is not None:
-        return result.estimated.num_values
-    return result.numel if num_rows(result) >= FEW_ROWS else min(result.numel, _num_alike(result))
+    return result.numel if result.estimated is None else result.estimated.num_values
 
 
 def _num_columns(result: SiteResult) -> int:
-    """The same of the row that is farthest off. Where the whole error is that of a few elements,
-    so is the row's."""
+    """The same of one row."""
     if result.estimated is not None:
         return result.estimated.num_projections
-    return min(result.shape[-1] if result.shape else 1, _num_alike(result))
+    return result.shape[-1] if result.shape else 1
 
 
-def _num_alike(result: SiteResult) -> int:
-    """How many numbers of one size have that error and that largest one."""
+def numbers_alike(result: SiteResult) -> float:
+    """How many numbers of one size make an error of that norm and largest element: the largest
+    square of n of them is 2 ln n times their mean one."""
     largest, size = result.max_abs, (result.rel_l2 or 0.0) * (result.reference_norm or 0.0)
+    if result.estimated is not None or is_norm(result.site):
+        return float(ENOUGH)
     if not largest or not 0 < size / largest < math.inf:
-        return result.numel
-    alike = (size / largest) ** 2
-    return max(1, round(alike * max(1.0, 2 * math.log(alike))))
+        return float(max(1, result.numel))
+    alike = max(1.0, (size / largest) ** 2)
+    return min(float(max(1, result.numel)), alike * max(1.0, 2 * math.log(alike)))
+
+
+def few_numbers(result: SiteResult) -> float:
+    """Factor on a limit where a few elements hold the error, as a massive activation's rounding.
+
+    The floor is a model, so the error of n numbers in floors is √(χ²_n / n); its quantile that one
+    in a million exceeds (Wilson and Hilferty 1931), over that of as many as limits are made for.
+    """
+    numbers = numbers_alike(result)
+
+    def quantile(n: float) -> float:
+        return math.pow(1 - 2 / (9 * n) + 4.75 * math.sqrt(2 / (9 * n)), 1.5)
+
+    return max(1.0, quantile(numbers) / quantile(ENOUGH))
 
 
 def families_of(units: Iterable[Unit]) -> list[list[Unit]]:

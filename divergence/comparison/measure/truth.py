@@ -314,6 +314,8 @@ class TruthStats:
     typical: dict[Side, float]
     peak: dict[str, dict[Side, tuple[float, SiteResult]]] = field(default_factory=dict)
     gains: list[dict[str, float]] = field(default_factory=list)
+    gains_at: dict[PromptStep, list[dict[str, float]]] = field(default_factory=dict)
+    """The same of each forward, where there are several."""
     first: SiteResult | None = None
     alike: bool = True
     """As that of the forwards, of the typical row."""
@@ -353,10 +355,10 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
                 result = forwards[int(rows.forward[top])][0]
                 stats.peak.setdefault(why, {})[mine] = (float(excess[top]), result)
     _channels(stats, samples.channels, rows)
-    _gains(stats, rows)
     stats.alike = rows.alike(rows.usual)[0]
     _by_forward(stats, forwards, rows)
     stats.rows = _row_errors(forwards, rows)
+    _gains(stats, rows)
     return stats
 
 
@@ -498,25 +500,41 @@ def _channels(stats: TruthStats, channels: ChannelSums, rows: _Rows) -> None:
 
 
 def _gains(stats: TruthStats, rows: _Rows) -> None:
+    """Over all rows, and over those of each forward that has enough of them."""
     if stats.num_rows < MIN_ROWS:
         return
-    for name, gains in rows.gains.items():
+    scales = {}
+    for name in rows.gains:
         scale = rows.floor
         if name == "update_gain" and rows.update is not None:
             scale = scale * (rows.norm / np.maximum(rows.update, 1e-300))
-        scale = (scale / np.sqrt(np.maximum(rows.spread, 1.0)))[rows.usual]
-        reference, candidate = (gains[side][rows.usual] for side in SIDES)
-        paired = candidate - reference
-        stats.gains.append(
-            {
-                "difference": float(paired.mean()),
-                "error": float(paired.std(ddof=1)) / math.sqrt(len(paired)),
-                # all tokens may round a dominant channel the same way
-                "common": _median(scale),  # per unit of typical error
-                "reference": float(reference.mean()),
-                "candidate": float(candidate.mean()),
-            }
-        )
+        scales[name] = scale / np.sqrt(np.maximum(rows.spread, 1.0))
+
+    def over(chosen: np.ndarray) -> list[dict[str, float]]:
+        statistics = []
+        for name, gains in rows.gains.items():
+            reference, candidate = (gains[side][chosen] for side in SIDES)
+            paired = candidate - reference
+            statistics.append(
+                {
+                    "difference": float(paired.mean()),
+                    "error": float(paired.std(ddof=1)) / math.sqrt(len(paired)),
+                    # all tokens may round a dominant channel the same way
+                    "common": _median(scales[name][chosen]),  # per unit of typical error
+                    "reference": float(reference.mean()),
+                    "candidate": float(candidate.mean()),
+                    "num_rows": float(len(paired)),
+                }
+            )
+        return statistics
+
+    stats.gains = over(rows.usual)
+    assert stats.rows is not None
+    if len(stats.rows.places) > 1:
+        for number, place in enumerate(stats.rows.places):
+            chosen = rows.usual & (stats.rows.place == number)
+            if chosen.sum() >= MIN_ROWS:
+                stats.gains_at[place] = over(chosen)
 
 
 def truth_diffs(

@@ -284,7 +284,9 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
     )
 
     two_dtypes = any(line.check == "dtype" and line.status != "same" for line in measured.preflight)
-    standouts = find_standouts(judged.units, judged.excused, measured.thresholds)
+    standouts = find_standouts(
+        judged.units, judged.excused, measured.thresholds, two_dtypes=two_dtypes
+    )
     drift = find_drift(
         measured.sites,
         measured.thresholds,

@@ -383,9 +383,14 @@ def evidence_of(standouts: Sequence[StandOut]) -> list[Fact]:
 
 
 def find_standouts(
-    units: Sequence[Unit], excused: Sequence[Unit], thresholds: Thresholds
+    units: Sequence[Unit],
+    excused: Sequence[Unit],
+    thresholds: Thresholds,
+    *,
+    two_dtypes: bool = False,
 ) -> list[StandOut]:
-    """In execution order, one a block; ``excused``: beyond a limit, yet equally near the truth."""
+    """In execution order, one a block; ``excused``: beyond a limit, yet equally near the truth.
+    ``two_dtypes``: one side's arithmetic is coarser by its dtype, and that is no news."""
     standouts: list[StandOut] = []
     anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
     for family in families_of(anchored):
@@ -397,7 +402,7 @@ def find_standouts(
                 unit in excused and times > thresholds.truth_confirm
             ):
                 standouts.append(StandOut(unit, times))
-        standouts += _all_of(family, thresholds)
+        standouts += [] if two_dtypes else _all_of(family, thresholds)
     standouts.sort(key=lambda standout: order_of(standout.unit.first))
     named: dict[str | None, StandOut] = {}
     for standout in standouts:

@@ -101,19 +101,19 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Factor on all limits in the escalated pass. A wrong formula exceeds them a hundredfold."""
     site_spread: float = 0.08
     """What log W of healthy kernels varies by from sibling to sibling, beyond chance, over all rows
-    (comparison.judge). The widest site of 139 recorded healthy pairs was apart by 0.11."""
+    (comparison.judge). Tried on recorded pairs, as the next two: benchmarks/observations.py judge.
+    """
     forward_spread: float = 0.12
-    """The same in one forward of one prompt; the widest of them was 3.9 deviates apart with this,
-    where 5 to 6 convict (benchmarks/observations.py)."""
+    """The same in one forward of one prompt."""
     row_spread: float = 0.2
-    """The same of one row; 4.1 deviates."""
+    """The same of one row."""
     truth_lone: float = 4.0
     """The same for a site without siblings, over the block outputs' median W."""
     truth_systematic: float = 4.0
     """The median W itself."""
     truth_standout: float = 1.3
     """The median W, within that limit and beyond chance, from which on it is pointed out: one
-    side's arithmetic is coarser. The largest of 139 recorded healthy pairs of one CPU was 1.2."""
+    side's arithmetic is coarser."""
     truth_confirm: float = 1.5
     """By how much two errors of one size may differ: from there on one is the larger."""
     truth_token: float = 8.0

@@ -82,7 +82,8 @@ SENTENCES: Mapping[str, str] = {
     "not_kept": "of some tensors only digests or statistics were kept",
     "floor_beyond": "a --floor run is beyond the limits itself",
     "coarser": (
-        "; {side:letter}'s arithmetic is {times:.1f} × as coarse as {other:letter}'s in every block"
+        "; {side:letter}'s arithmetic is {times:.1f} × as coarse as {other:letter}'s, by the "
+        "median of the blocks"
     ),
     "farther_everywhere": "{side:letter} is farther from the truth in all blocks",
     "differs_more": "{place} differs more than the other blocks",

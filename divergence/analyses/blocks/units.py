@@ -126,19 +126,16 @@ class Controls:
 def controls(
     values: Sequence[dict[PromptStep, float]],
     excess: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    *,
-    own: bool = False,
 ) -> list[Controls]:
     """For each member of a family, given its values by place.
 
-    A place counts where at least two others hold it. ``own``: a member's own value is among those
-    of its control. ``excess(values, controls)``: elementwise.
+    A place counts where at least two others hold it. ``excess(values, controls)``: elementwise.
     """
     places = sorted({place for mine in values for place in mine})
     table = np.array([[mine.get(place, np.nan) for place in places] for mine in values])
     if len(values) < 3 or not places:
         return [Controls({}, 1.0) for _ in values]
-    held = _middle(table) if own else _middle_of_others(table)
+    held = _middle_of_others(table)
     with np.errstate(invalid="ignore"):
         over = np.nan_to_num(excess(table, held), nan=0.0, posinf=np.finfo(float).max).max(axis=1)
     by_unit = []
@@ -147,16 +144,6 @@ def controls(
         others = np.delete(over, number)
         by_unit.append(Controls(at, max(1.0, float(np.median(others)))))
     return by_unit
-
-
-def _middle(table: np.ndarray) -> np.ndarray:
-    """(B, L): the median of each column, at least three of which are known, where a row has it."""
-    known = ~np.isnan(table)
-    enough = known.sum(axis=0) >= 3
-    middle = np.full(table.shape[1], np.nan)
-    if enough.any():
-        middle[enough] = np.nanmedian(table[:, enough], axis=0)
-    return np.where(known, middle, np.nan)
 
 
 def _middle_of_others(table: np.ndarray) -> np.ndarray:

@@ -21,6 +21,9 @@ own x over all rows, against their median. The variance of each is
 
 σ0 is what healthy kernels differ by beyond chance (``Thresholds.site_spread`` and its like). All
 observations of a comparison share one chance of a false alarm, a third for each level.
+
+A mean of many rows, as a scale error is, needs no ratio: x is that mean itself, candidate less
+reference, a normal number of known variance (``linear``).
 """
 
 from __future__ import annotations
@@ -59,9 +62,12 @@ class JudgedTable:
     """The median of all."""
 
 
-def outliers(x: Floats, own: Floats, sigma0: float, limit: float) -> JudgedTable:
+def outliers(
+    x: Floats, own: Floats, sigma0: float, limit: float, *, linear: bool = False
+) -> JudgedTable:
     """``x``, ``own`` (M, K): log W of each member and column, nan where there is no observation,
-    and the variance that it has of itself. ``limit``: the deviate beyond which one stands out."""
+    and the variance that it has of itself. ``limit``: the deviate beyond which one stands out.
+    ``linear``: x is no log W but a normal number."""
     num_members, num_columns = x.shape
     usual, members, columns, rest = _polished(x)
     by_member, by_column = _medians(own, 1), _medians(own, 0)
@@ -75,10 +81,11 @@ def outliers(x: Floats, own: Floats, sigma0: float, limit: float) -> JudgedTable
         members = np.zeros(num_members)
     variance = own + control_variance + np.square(sigma)[:, None]
     column_sigma = max(sigma0, _deviation(columns))
+    beyond = _straight if linear else reach
     return JudgedTable(
-        x=x, control=usual + members[:, None] + columns[None, :], reach=reach(limit, variance),
+        x=x, control=usual + members[:, None] + columns[None, :], reach=beyond(limit, variance),
         column=columns,
-        column_reach=reach(limit, _CONTROL * by_column / num_members + column_sigma**2),
+        column_reach=beyond(limit, _CONTROL * by_column / num_members + column_sigma**2),
         usual=usual,
     )  # fmt: skip
 
@@ -154,6 +161,11 @@ def reach(limit: float, variance: Floats) -> Floats:
     return size
 
 
+def _straight(limit: float, variance: Floats) -> Floats:
+    far: Floats = limit * np.sqrt(variance)
+    return far
+
+
 @functools.lru_cache(maxsize=256)
 def limit_of(num_observations: int) -> float:
     """The deviate beyond which one of so many is an outlier, on either side, at a third of RATE
@@ -183,11 +195,11 @@ def _polished(x: Floats) -> tuple[float, Floats, Floats, Floats]:
 
 
 def _medians(values: Floats, axis: int) -> Floats:
-    if np.isnan(values).any():
-        with np.errstate(all="ignore"):
-            return np.nan_to_num(np.nanmedian(values, axis=axis))
-    medians: Floats = np.median(values, axis=axis)
-    return medians
+    """0 where there is nothing."""
+    if not np.isnan(values).any():
+        return np.asarray(np.median(values, axis=axis))
+    nothing = np.isnan(values).all(axis=axis, keepdims=True)
+    return np.asarray(np.nanmedian(np.where(nothing, 0.0, values), axis=axis))
 
 
 def _deviation(values: Floats) -> float:

@@ -120,8 +120,6 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One token's error over the other side's, of a site without siblings."""
     truth_channel: float = 4.0
     """One channel's error over the other side's."""
-    truth_gain: float = 6.0
-    """An error of scale, in standard deviations."""
     truth_least: float = 0.25
     """Share of a family's typical error that is added to both errors, so that two tiny ones make no
     large ratio."""
@@ -258,13 +256,3 @@ def rare_ratio(num_values: int) -> float:
         return math.exp((math.log(2 / n / _RARE) - beta) / n)
 
     return max(1.0, ratio(max(1, num_values)) / ratio(ENOUGH))
-
-
-def normal_deviate(t: float, freedom: int) -> float:
-    """The normal deviate that is as rare as Student's ``t`` with ``freedom`` degrees of freedom.
-
-    Wallace, "Bounds on normal approximations to Student's and the chi-square
-    distributions", Ann. Math. Stat. 30, 1959.
-    """
-    shrink = (8 * freedom + 1) / (8 * freedom + 3)
-    return shrink * math.sqrt(freedom * math.log1p(t * t / freedom))

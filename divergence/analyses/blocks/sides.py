@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from divergence.comparison.measure.truth import (
     TruthStats,
     stats_of,
 )
-from divergence.numerics.floor import ALLOWED, Thresholds, normal_deviate, spread
+from divergence.numerics.floor import ALLOWED, Thresholds, spread
 from divergence.run.site import PHASES
 from divergence.words import Side
 
@@ -52,13 +52,26 @@ if TYPE_CHECKING:
 # of each forward of each prompt, and of each row; and of the forwards and rows that all blocks
 # share.
 #
-# Beside it, of one channel, and of a consistent scale error (the gain), which averages rounding
-# away.
+# Beside it, of one channel, and of a consistent scale error (the gain, judged alike), which
+# averages rounding away.
 # A site without siblings is held against the W of all blocks.
 #
 # A family's W itself beyond ``truth_systematic`` blames a side for all of it.
 
 _LEAST_FAMILY = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedGains:
+    """The scale errors of one kind: ``table`` (M, K), of all rows (K = 1) or of each forward."""
+
+    of: Literal["output", "update"]
+    table: JudgedTable
+    limit: float
+    """The deviate of an outlier."""
+    places: list[PromptStep | None]
+    sides: Floats
+    """(2, M, K): each side's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,7 @@ class JudgedFamily:
     """Of the first member."""
     is_few: Sequence[bool]
     """Has the forward of a place few rows, of which nothing is to be told?"""
+    gains: list[JudgedGains]
 
 
 def judge_family(
@@ -131,6 +145,7 @@ def judge_family(
         rows,
         replace(first, place=place, places=places, results=results),
         few,
+        list(_judge_gains(family, limits)),
     )
 
 
@@ -183,8 +198,9 @@ def questions(
             blames += _excess(
                 mine, siblings if len(siblings) >= 2 else [], why, room * widened, spread(count)
             )
-    blames += _gain(mine, [mine, *siblings] if len(siblings) >= 2 else [], thresholds, widened)
-    return blames if judged is None else _narrowed(blames, judged, member, thresholds)
+    if judged is None:
+        return blames
+    return _narrowed([*blames, *_gains_of(judged, member, widened)], judged, member, thresholds)
 
 
 def _narrowed(
@@ -368,51 +384,68 @@ def _excess(
     return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]
 
 
-def _gain(
-    mine: TruthStats, family: list[TruthStats], thresholds: Thresholds, widened: float
-) -> list[Blame]:
-    """A scale error that stands out among the siblings', over all rows or in one forward."""
+def _judge_gains(
+    family: Sequence[TruthStats], limits: Mapping[Level, float]
+) -> Iterator[JudgedGains]:
+    """Scale errors of the output, and of what a block adds: of all rows, then of each forward.
+
+    Of all rows together a few dominant channels may be rounded the same way at every token, which
+    the rows' own spread does not show; in one forward beside the others of its block that cancels.
+    """
+    typical = statistics.median(max(each.typical.values()) for each in family)
+    levels: tuple[Level, ...] = ("site", "forward")
+    scaled: tuple[Literal["output", "update"], ...] = ("output", "update")
+    for number, of in enumerate(scaled):
+        known = [each for each in family if len(each.gains) > number]
+        if len(known) < 3:
+            continue
+        places = sorted({place for each in known for place in each.gains_at})
+        for level in levels[: 2 if len(places) > 1 else 1]:
+            columns: list[PromptStep | None] = [None] if level == "site" else [*places]
+            values = np.full((4, len(family), len(columns)), math.nan)
+            for member, each in enumerate(family):
+                for column, place in enumerate(columns):
+                    found = each.gains if place is None else each.gains_at.get(place, ())
+                    if len(found) > number:
+                        gain = found[number]
+                        common = gain["common"] * typical if place is None else 0.0
+                        values[:, member, column] = (
+                            gain["reference"], gain["candidate"], gain["error"], common
+                        )  # fmt: skip
+            sides, (error, common) = values[:2], values[2:]
+            if np.isnan(error).all():
+                continue
+            # of few rows a small error may be chance
+            own = np.square(np.maximum(error, np.nanmedian(error))) + np.square(common)
+            table = outliers(sides[1] - sides[0], own, 0.0, limits[level], linear=True)
+            yield JudgedGains(of, table, limits[level], columns, sides)
+
+
+def _gains_of(judged: JudgedFamily, member: int, widened: float) -> list[Blame]:
+    """The scale error that stands out most."""
+    mine = judged.stats[member]
     assert mine.first is not None
-    blames = _gain_in(
-        mine.gains, [o.gains for o in family], family, thresholds, widened, mine.first
-    )
-    for place, gains in mine.gains_at.items():
-        others = [o.gains_at[place] for o in family if place in o.gains_at]
-        at = of_place(mine, place)
-        blames += _gain_in(gains, others, family, thresholds, widened, at, place)
-    return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]
-
-
-def _gain_in(
-    gains: Sequence[Mapping[str, float]],
-    of_family: Sequence[Sequence[Mapping[str, float]]],
-    family: Sequence[TruthStats],
-    thresholds: Thresholds,
-    widened: float,
-    at: SiteResult,
-    place: PromptStep | None = None,
-) -> list[Blame]:
     blames: list[Blame] = []
-    for number, own in enumerate(gains):
-        others = [o[number] for o in of_family if len(o) > number]
-        if len(others) < 3:
-            continue
-        usual = statistics.median(o["difference"] for o in others)
-        width = 1.4826 * statistics.median(abs(o["difference"] - usual) for o in others)
-        common = own["common"] * statistics.median(max(o.typical.values()) for o in family)
-        sigma = math.hypot(own["error"], width, common)
-        if not 0 < sigma < math.inf:
-            continue
+    for gains in judged.gains:
+        table = gains.table
         # siblings that are off make no healthy one odd
-        apart = min(abs(own["difference"] - usual), abs(own["difference"]))
-        deviations = normal_deviate(apart / sigma, int(own["num_rows"]) - 1)
-        off = {s: abs(own[s] - statistics.median(o[s] for o in others)) for s in SIDES}
-        side: Side = max(SIDES, key=lambda s: off[s])
+        apart = np.fmin(np.abs(table.x[member] - table.control[member]), np.abs(table.x[member]))
+        with np.errstate(all="ignore"):
+            usage = np.nan_to_num(apart / table.reach[member], posinf=0.0)
+        column = int(usage.argmax())
+        if usage[column] == 0:
+            continue
+        place = gains.places[column]
+        own = gains.sides[:, member, column]
+        usual = np.nanmedian(gains.sides[:, :, column], axis=1)
+        number = int(np.abs(own - usual).argmax())
+        at = mine.first if place is None else of_place(mine, place)
         blames.append(
-            Blame(side, "gain", deviations, 1.0, thresholds.truth_gain * widened, at, place=place,
-                  scaled=("output", "update")[number], factor=1 + own[side])
+            Blame(SIDES[number], "gain", float(usage[column]) * gains.limit, 1.0,
+                  gains.limit * widened, at, place=place, scaled=gains.of,
+                  factor=1 + float(own[number]))
         )  # fmt: skip
-    return blames
+    return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]
 
 
 # Sides: which side of a unit is wrong, by the truth.

@@ -20,8 +20,7 @@ from msgspec.structs import replace
 
 from divergence.analyses.blocks.suspects import (
     Escalation,
-    find_suspects,
-    judge_escalated,
+    escalated_units,
     next_commands,
 )
 from divergence.analyses.blocks.units import Unit, build_units, flag
@@ -181,6 +180,7 @@ class JudgedUnits:
     """The sides differ by more than the rounding model has it, and are equally near the truth."""
     unanchored: list[int]
     """Steps that no anchor reached."""
+    escalation: Escalation
 
 
 def find(measured: Measured) -> AnalysisResult:
@@ -192,9 +192,7 @@ def find(measured: Measured) -> AnalysisResult:
         if bad is not None:
             return AnalysisResult(findings=[bad], parts={"sites": list(measured.sites)})
     judged = judge_units(measured)
-    escalation = judge_escalated(
-        measured.sites, routed=measured.routed, thresholds=measured.thresholds
-    )
+    escalation = judged.escalation
     sites = _with_limits(measured.sites, [*judged.units, *escalation.units],
                          [*judged.flagged, *escalation.flagged])  # fmt: skip
     findings = _claims(dataclasses.replace(measured, sites=sites), judged, escalation)
@@ -212,14 +210,26 @@ def judge_units(measured: Measured) -> JudgedUnits:
         rest = [s for s in free if (s.sample, s.step) not in covered]
         units += build_units(rest, "free")
         unanchored = sorted({s.step for s in rest})
-    flagged, excused = find_suspects(
-        units,
-        truth_samples=measured.truth_samples,
-        routed=measured.routed,
-        thresholds=measured.thresholds,
-        shown=measured.shown,
+    for unit in units:
+        used = (measured.shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
+        unit.widened = max(1.0, measured.thresholds.widen * used)
+    flag(units, routed=measured.routed, thresholds=measured.thresholds)
+    escalation = escalated_units(
+        measured.sites, routed=measured.routed, thresholds=measured.thresholds
     )
-    return JudgedUnits(units=units, flagged=flagged, excused=excused, unanchored=unanchored)
+    excused: list[Unit] = []
+    if measured.truth_samples is not None:
+        from divergence.analyses.blocks.sides import blame_units
+
+        excused = blame_units(
+            [*units, *escalation.units], measured.truth_samples, measured.routed,
+            measured.thresholds,
+        )  # fmt: skip
+    return JudgedUnits(
+        units=units, flagged=[unit for unit in units if unit.why is not None],
+        excused=[unit for unit in excused if unit.pass_ != "escalated"], unanchored=unanchored,
+        escalation=escalation,
+    )  # fmt: skip
 
 
 def limits_used(measured: Measured) -> Shown:

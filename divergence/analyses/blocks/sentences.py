@@ -55,7 +55,8 @@ SENTENCES: Mapping[str, str] = {
     # what the escalated pass says
     "escalated": (
         "escalated pass: {of_token:yes=one token's error is |no=}{ratio:.3g} × the float32 floor "
-        "at {site} (limit {limit:.1f}); it {stays:yes=stays in float32, so it is a wrong formula "
+        "at {site} (limit {limit:.1f})[[, {side:letter} {times:.3g} × as far from the truth as the "
+        "other side]]; it {stays:yes=stays in float32, so it is a wrong formula "
         "or wrong data|no=vanishes in float32: kernels of the runs' dtype that compute too "
         "coarsely}"
     ),

@@ -34,7 +34,6 @@ from divergence.comparison.measure.truth import (
     stats_of,
 )
 from divergence.numerics.floor import ALLOWED, Thresholds, spread
-from divergence.run.site import PHASES
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -474,13 +473,14 @@ def blame_units(
             judged.append(unit)
     _name_sides([unit for unit in judged if unit.pass_ == "free"], routed, thresholds)
     judged = [unit for unit in judged if unit.pass_ != "free"]
+    at_blocks = _block_forwards(judged, thresholds)
     block_w = _block_w(judged, thresholds)
-    at_blocks = {phase: _block_forwards(judged, phase, thresholds) for phase in PHASES}
     families = families_of(judged)
     limits = _limits(families)
     excused: list[Unit] = []
     for family in families:
-        forwards = Controls(at_blocks[family[0].phase], 1.0)
+        kind = family[0].pass_, family[0].phase
+        forwards = Controls(at_blocks.get(kind, {}), 1.0)
         is_routed = any(unit.results[0].block in routed for unit in family)
         together = None
         if len(family) >= 3:
@@ -489,7 +489,7 @@ def blame_units(
             others = _stats_of(other for other in family if other is not unit)
             assert unit.stats is not None
             answers = questions(
-                unit.stats, others, judged=together, lone_w=block_w.get(unit.phase),
+                unit.stats, others, judged=together, lone_w=block_w.get(kind),
                 forwards=forwards, routed=is_routed, widened=unit.widened, thresholds=thresholds,
             )  # fmt: skip
             far = _far_forwards(unit, others, thresholds)
@@ -683,20 +683,32 @@ def _blame_columns(family: list[Unit], together: JudgedFamily) -> None:
                     look.usage = max(look.usage, unit.limit_usage)
 
 
-def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:
-    """By phase, the median W of the blocks' outputs."""
-    ratios: list[tuple[str, float]] = []
-    for phase in PHASES:
-        blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
-        least = least_of(blocks, thresholds)
-        ratios += [(phase, stats.w(least)) for stats in blocks]
-    return medians(ratios)
+def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[tuple[str, str], float]:
+    """By pass and phase, the median W of the blocks' outputs."""
+    by_kind = _of_blocks(units)
+    return medians(
+        (kind, stats.w(least_of(blocks, thresholds)))
+        for kind, blocks in by_kind.items()
+        for stats in blocks
+    )
 
 
 def _block_forwards(
-    units: list[Unit], phase: str, thresholds: Thresholds
-) -> dict[PromptStep, float]:
+    units: list[Unit], thresholds: Thresholds
+) -> dict[tuple[str, str], dict[PromptStep, float]]:
     """The same for each forward."""
-    blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
-    least = least_of(blocks, thresholds)
-    return medians((at, f.w(least)) for stats in blocks for at, f in stats.forwards.items())
+    return {
+        kind: medians(
+            (at, forward.w(least_of(blocks, thresholds)))
+            for stats in blocks for at, forward in stats.forwards.items()
+        )
+        for kind, blocks in _of_blocks(units).items()
+    }  # fmt: skip
+
+
+def _of_blocks(units: list[Unit]) -> dict[tuple[str, str], list[TruthStats]]:
+    by_kind: dict[tuple[str, str], list[TruthStats]] = {}
+    for unit in block_outputs(units):
+        if unit.stats is not None:
+            by_kind.setdefault((unit.pass_, unit.phase), []).append(unit.stats)
+    return by_kind

@@ -3,10 +3,10 @@
 Without a truth the difference of the two sides is held against a rounding model and against the
 siblings (blocks.units). With one, each side's own error is (blocks.sides).
 
-The escalated pass is the anchored one in float32, held against the float32 floor. A 16-bit dtype
-hides what is smaller than its own rounding. In float32 a wrong formula or wrong data exceeds the
-floor a hundredfold, and what only the 16-bit kernels do wrong is gone, so the two passes together
-tell one from the other.
+The escalated pass is the anchored one in float32, held against the float32 floor and, as every
+pass, against the truth. A 16-bit dtype hides what is smaller than its own rounding. In float32 a
+wrong formula or wrong data exceeds the floor a hundredfold, and what only the 16-bit kernels do
+wrong is gone, so the two passes together tell one from the other.
 
 Most of a kind beyond their limits is a *family*: a kernel or a setting, not a layer.
 """
@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
-from divergence.comparison.analysis import Measured, Shown
+from divergence.comparison.analysis import Measured
 from divergence.comparison.preflight.code import truth_tells
 from divergence.comparison.results import SiteResult, order_of
 from divergence.facts import Fact, fact
@@ -29,40 +28,18 @@ from divergence.run.command import Command
 from divergence.run.site import BACKWARD, module_of, of_parameter
 from divergence.words import Side, SideOrBoth
 
-if TYPE_CHECKING:
-    from divergence.comparison.measure.truth import SamplesBySite
-
-
-def find_suspects(
-    units: Sequence[Unit],
-    *,
-    truth_samples: SamplesBySite | None,
-    routed: frozenset[str],
-    thresholds: Thresholds,
-    shown: Shown | None = None,
-) -> tuple[list[Unit], list[Unit]]:
-    """(flagged, excused): units beyond what rounding explains, in execution order, and those
-    whose sides differ by more than the rounding model has it, but are equally near the truth."""
-    units = list(units)
-    for unit in units:
-        used = (shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
-        unit.widened = max(1.0, thresholds.widen * used)
-    flag(units, routed=routed, thresholds=thresholds)
-    excused: list[Unit] = []
-    if truth_samples is not None:
-        from divergence.analyses.blocks.sides import blame_units
-
-        excused = blame_units(units, truth_samples, routed, thresholds)
-    return [unit for unit in units if unit.why is not None], excused
-
 
 @dataclass(frozen=True, slots=True)
 class Escalation:
     """``judged``: sides whose escalated pass was compared (None: both with each other)."""
 
     units: list[Unit]
-    flagged: list[Unit]
     judged: set[Side | None]
+
+    @property
+    def flagged(self) -> list[Unit]:
+        """Those beyond what float32 explains."""
+        return [unit for unit in self.units if unit.why is not None]
 
     @property
     def complete(self) -> bool:
@@ -80,8 +57,8 @@ class Escalation:
     def side(self) -> SideOrBoth | None:
         """Which run is wrong, as far as the escalated passes tell: of steps that no truth reaches
         the side is that of the same site elsewhere."""
-        sides = {unit.results[0].of for unit in self.flagged} - {None}
-        judged = {unit.site for unit in self.flagged if unit.results[0].of is not None}
+        sides = {side_of(unit) for unit in self.flagged} - {None}
+        judged = {unit.site for unit in self.flagged if side_of(unit) is not None}
         if not sides or any(unit.site not in judged for unit in self.flagged):
             return None
         return sides.pop() if len(sides) == 1 else "both"
@@ -90,7 +67,7 @@ class Escalation:
         """What the float32 pass says of a unit that is flagged in the runs' own dtype."""
         block, site = unit.results[0].block, unit.site
         mine = [u for u in self.units if u.site == site or (block and u.site == f"{block}:out")]
-        mine = [u for u in mine if u.results[0].of in (None, unit.side) or unit.side is None]
+        mine = [u for u in mine if side_of(u) in (None, unit.side) or unit.side is None]
         if not mine:
             return []
         worst = max(mine, key=lambda u: u.limit_usage)
@@ -102,6 +79,8 @@ class Escalation:
                 of_token=of_token,
                 ratio=max(worst.worst, worst.sink) if of_token else worst.typical,
                 limit=worst.worst_limit if of_token else worst.limit,
+                side=None if worst.blame is None else worst.blame.side,
+                times=None if worst.blame is None else worst.blame.value,
                 stays=any(u in self.flagged for u in mine),
             )
         ]
@@ -110,7 +89,7 @@ class Escalation:
         """That it found nothing, and how near it came."""
         if not self.units:
             return []
-        worst = max(self.units, key=lambda unit: unit.limit_usage)
+        worst = max(self.units, key=lambda unit: unit.typical / unit.limit)
         return [
             fact(
                 "blocks.escalated_healthy", site=worst.site, ratio=worst.typical, limit=worst.limit
@@ -118,25 +97,29 @@ class Escalation:
         ]
 
 
-def judge_escalated(
+def escalated_units(
     sites: Sequence[SiteResult], *, routed: frozenset[str], thresholds: Thresholds
 ) -> Escalation:
-    """Units and flags of every escalated pass that was compared."""
+    """The units of every escalated pass that was compared, held against float32's floor."""
     limits = {
         name: getattr(thresholds, name) * thresholds.escalated
         for name in ("typical", "sibling", "lone", "token", "token_sibling")
     }
     wider = msgspec.structs.replace(thresholds, **limits)
     units: list[Unit] = []
-    flagged: list[Unit] = []
     escalated = [s for s in sites if s.pass_ == "escalated"]
     sides = sorted({site.of for site in escalated}, key=str)
     for of in sides:
         mine = [s for s in escalated if s.of == of and TABLES not in (s.kind or "").lower()]
         built = build_units(mine, "escalated")
+        flag(built, routed=routed, thresholds=wider)
         units += built
-        flagged += flag(built, routed=routed, thresholds=wider)
-    return Escalation(units, flagged, set(sides))
+    return Escalation(units, set(sides))
+
+
+def side_of(unit: Unit) -> SideOrBoth | None:
+    """Which side is wrong: the one that is judged by itself, or that the truth blames."""
+    return unit.results[0].of or unit.side
 
 
 _MATMULS = ("Linear", "Conv1D")

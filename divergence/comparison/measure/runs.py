@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from divergence.comparison.experts import Routes
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.judge import PairNumbers, without_floor
 from divergence.comparison.measure.measurer import Measurer
-from divergence.comparison.measure.truth import Truth, inputs_of
+from divergence.comparison.measure.truth import SamplesBySite, Truth, inputs_of
 from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.errors import IncomparableError
 from divergence.facts import Fact, fact, sentence
@@ -262,7 +262,7 @@ def _itemsize(dtype: str) -> int:
     return format_named(dtype).itemsize
 
 
-# Measuring escalated passes: each side's float32 pass against the truth, or with each other.
+# Measuring escalated passes: both sides' float32 passes with each other, and against the truth.
 
 ESCALATED = "escalated"
 
@@ -275,42 +275,49 @@ def compare_escalated(
     measure: Callable[..., list[SiteResult]],
     progress: Progress | None,
     *,
-    sides: Sequence[Side] = ("reference", "candidate"),
     routes: Routes | None = None,
-) -> list[SiteResult]:
-    """One result for each escalated record that has a partner.
+) -> tuple[list[SiteResult], SamplesBySite]:
+    """One result for each escalated record that has a partner, and how far both sides are from the
+    truth.
 
-    Against the truth each side of ``sides`` answers for itself (``of``); where none reaches, two
-    escalated passes of equal inputs are compared with each other. ``routes`` takes what was seen
-    of experts.
+    Passes of equal inputs are compared with each other, and held against a truth of these inputs.
+    Where they are not, or one side has none, each is held against the truth by itself (``of``).
+    ``routes`` takes what was seen of experts.
     """
-    inputs = inputs_of(a, b)
+    inputs, samples = inputs_of(a, b), SamplesBySite()
     both: tuple[tuple[Side, Run], ...] = ("reference", a), ("candidate", b)
-    having = [(name, run) for name, run in both if _has(run)]
+    having = [(side, run) for side, run in both if ESCALATED in run.manifest.plan.passes]
+    # other weights were rounded otherwise: that is far beyond float32's floor
+    judging = [
+        (side, run) for side, run in having
+        if truth is not None and truth.anchors
+        and run.manifest.escalated_to == truth.run.manifest.plan.anchored_to
+        and run.manifest.model.dtype == truth.run.manifest.model.dtype
+    ]  # fmt: skip
     results: list[SiteResult] = []
-    if truth is not None and truth.anchors:
-        true_run = truth.run
-        for name, run in having:
-            if name not in sides:
-                continue
-            if run.manifest.escalated_to != true_run.manifest.plan.anchored_to:
-                continue
-            if run.manifest.model.dtype != true_run.manifest.model.dtype:
-                continue  # its weights were rounded otherwise: far beyond float32's floor
-            results += _measured(
-                true_run, run, "anchored", name, inputs, thresholds, measure, progress, routes
-            )
+
+    def measured(reference: Run, pass_: str, run: Run, of: Side | None, by: Truth | None) -> None:
+        pairs = _escalated_pairs(reference, pass_, run)
+        measurer = Measurer(
+            reference, run, ModelFloor(thresholds), inputs=inputs, truth=by,
+            work=format_named("float32"),
+        )  # fmt: skip
+        for result in measure(measurer, pairs, progress):
+            results.append(msgspec.structs.replace(result, of=of))
+        if routes is not None:
+            routes.take(measurer.judge.routes, of)
+        samples.take(measurer.judge.truth_samples)
+
     if (
         len(having) == 2
         and a.manifest.model.dtype == b.manifest.model.dtype
         and a.manifest.escalated_to == b.manifest.escalated_to
     ):
-        alone = [{(r.sample, r.step, r.site) for r in results if r.of == side} for side in sides]
-        results += _measured(
-            a, b, ESCALATED, None, inputs, thresholds, measure, progress, routes,
-            without=set.intersection(*alone),
-        )  # fmt: skip
-    return results
+        measured(a, ESCALATED, b, None, truth if len(judging) == 2 else None)
+    elif truth is not None:
+        for side, run in judging:
+            measured(truth.run, "anchored", run, side, None)
+    return results, samples
 
 
 def drop_escalated(alignment: Alignment, results: Sequence[SiteResult]) -> Alignment:
@@ -324,30 +331,12 @@ def drop_escalated(alignment: Alignment, results: Sequence[SiteResult]) -> Align
     return replace(alignment, only_candidate=left)
 
 
-def _has(run: Run) -> bool:
-    return ESCALATED in run.manifest.plan.passes
-
-
-def _measured(
-    reference: Run,
-    candidate: Run,
-    pass_: str,
-    of: Side | None,
-    inputs: Run | None,
-    thresholds: Thresholds,
-    measure: Callable[..., list[SiteResult]],
-    progress: Progress | None,
-    routes: Routes | None,
-    *,
-    without: Collection[tuple[int, int, str]] = (),
-) -> list[SiteResult]:
+def _escalated_pairs(reference: Run, pass_: str, candidate: Run) -> list[Pair]:
     pairs = []
     split = reference.manifest.tokens.groups != candidate.manifest.tokens.groups
     theirs = pieces_in(reference, pass_, split=split)
     for key, piece in pieces_in(candidate, ESCALATED, split=split).items():
         other = theirs.get(key)
-        if key in without:
-            continue
         if is_operator_site(piece.record.site) and BACKWARD in piece.record.site:
             continue  # sums of gradients are made in another order where casts are: see calls.match
         if format_named(piece.record.dtype).kind != "float":
@@ -357,14 +346,7 @@ def _measured(
         pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
     pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
                                  pair.reference.record.order))  # fmt: skip
-    float32 = format_named("float32")
-    measurer = Measurer(reference, candidate, ModelFloor(thresholds), inputs=inputs, work=float32)
-    results = [
-        msgspec.structs.replace(result, of=of) for result in measure(measurer, pairs, progress)
-    ]
-    if routes is not None:
-        routes.take(measurer.judge.routes, of)
-    return results
+    return pairs
 
 
 # Measuring: two runs, aligned, with the numbers of every pair of tensors.
@@ -437,9 +419,11 @@ def measure(
     )
     escalated: list[SiteResult] = []
     if any("escalated" in run.manifest.plan.passes for run in (a, b)):
-        escalated = compare_escalated(
+        escalated, samples = compare_escalated(
             a, b, against, thresholds, measure_all, progress, routes=measured.routes
         )
+        if measured.truth_samples is not None:
+            measured.truth_samples.take(samples)
     sites = [*measured.sites, *escalated]
     measured = replace(measured, sites=sites, preflight=lines, rename=rename)
     measured = replace(measured, operators=numbers_of("operators", measured))

@@ -227,6 +227,10 @@ class SamplesBySite:
     def find(self, pass_: str, site: str, phase: str) -> TruthSamples | None:
         return self._found.get((pass_, site, phase))
 
+    def take(self, other: SamplesBySite) -> None:
+        """Those of ``other`` as well, which are of another pass."""
+        self._found |= other._found
+
     def with_changed(self, changed: SamplesBySite) -> SamplesBySite:
         """These, with those that ``changed`` holds in place of one's own."""
         both = SamplesBySite()

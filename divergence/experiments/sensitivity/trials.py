@@ -266,16 +266,16 @@ class SensitivityTrials:
             s.pass_ == "anchored" and s.site != site)]  # fmt: skip
         sites += _measure(measurer, changed)
         if escalated:
-            again = compare_escalated(
-                self._a, overlay, measured.truth, self._thresholds, _measure, None,
-                sides=("candidate",),
-            )  # fmt: skip
-            theirs = {result.site for result in again}
+            again, samples = compare_escalated(
+                self._a, overlay, measured.truth, self._thresholds, _measure, None
+            )
+            theirs = {(result.of, result.site) for result in again}
             sites += again
             sites += [
                 s for s in measured.sites
-                if s.pass_ == "escalated" and not (_of_candidate(s) and s.site in theirs)
+                if s.pass_ == "escalated" and (s.of, s.site) not in theirs
             ]  # fmt: skip
+            measurer.judge.truth_samples.take(samples)
         known = measured.truth_samples
         truth_samples = known and known.with_changed(measurer.judge.truth_samples)
         return self.verdict_of(replace(measured, sites=sites, truth_samples=truth_samples))

@@ -105,7 +105,8 @@ def test_what_float32_shows_everywhere_is_not_said_to_be_in_some_forwards_alone(
         for sample in samples:
             change(changed, (3, sample, 0), ratio=80.0, ratio_max=80.0)
         units = build_units(changed.values(), "escalated")
-        return is_everywhere(unit, Escalation(units, flag(units), {"candidate"}))
+        flag(units)
+        return is_everywhere(unit, Escalation(units, {"candidate"}))
 
     assert everywhere(range(8))
     assert not everywhere([2])

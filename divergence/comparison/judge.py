@@ -91,9 +91,13 @@ def outliers(
 
 
 def observed(
-    energy: Floats, numbers: Floats, least: float, groups: npt.NDArray[np.intp] | None = None,
-    *, typical: bool = False,
-) -> tuple[Floats, Floats]:  # fmt: skip
+    energy: Floats,
+    numbers: Floats,
+    least: float | Floats,
+    groups: npt.NDArray[np.intp] | None = None,
+    *,
+    typical: bool = False,
+) -> tuple[Floats, Floats]:
     """(x, own variance), (…, K), of rows or of ``groups`` of rows.
 
     ``energy`` (2, …, R): squared error of the reference and the candidate, in floors²; ``numbers``:

@@ -75,21 +75,21 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     typical: float = 6.0
     """The median token's ratio."""
-    sibling: float = 4.0
-    """The same, over the siblings' median."""
-    least_sibling: float = 0.25
-    """The least value of that median. Kernels that agree bit for bit would otherwise make any
-    difference look large."""
+    least_sibling: float = 0.5
+    """Floors that are added to a typical ratio (as squares) where it is held against siblings.
+    Kernels that agree bit for bit would otherwise make any difference look large."""
+    ratio_spread: float = 0.2
+    """What the log of healthy typical ratios varies by from sibling to sibling, beyond chance
+    (comparison.judge). Tried on recorded pairs, as the next: benchmarks/observations.py judge."""
+    ratio_forward_spread: float = 0.25
+    """The same in one forward of one prompt."""
     lone: float = 8.0
-    """As ``sibling``, for a site without siblings (embedding, final norm, head), over the median of
+    """The typical ratio of a site without siblings (embedding, final norm, head) over the median of
     all block outputs, which tell how unlike the two sides' kernels are."""
     token: float = 12.0
     """A single token's ratio."""
     token_sibling: float = 8.0
     """A single token's ratio over the siblings' worst tokens."""
-    forward: float = 2.5
-    """One forward of one prompt: its ratio over its siblings', over the largest such value of a
-    sibling among as many forwards (blocks.looks)."""
     standout: float = 3.0
     """The typical token's ratio over its siblings', within all limits, from which on a block is
     pointed out."""

@@ -15,7 +15,6 @@ from divergence.analyses.blocks.units import (
     FEW_ROWS,
     TABLES,
     Blame,
-    Controls,
     Unit,
     Why,
     block_outputs,
@@ -58,6 +57,9 @@ if TYPE_CHECKING:
 # A family's W itself beyond ``truth_systematic`` blames a side for all of it.
 
 _LEAST_FAMILY = 0.05
+
+ByForward = Mapping[PromptStep, float]
+"""Of each forward the control."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def questions(
     *,
     judged: JudgedFamily | None,
     lone_w: float | None,
-    forwards: Controls,
+    forwards: ByForward,
     routed: bool,
     widened: float,
     thresholds: Thresholds,
@@ -324,7 +326,11 @@ def lone_control(w: float, blocks: float) -> float:
 
 
 def lone_usages(
-    mine: TruthStats, held: Controls, routed: bool, widened: float, thresholds: Thresholds
+    mine: TruthStats,
+    held: ByForward,
+    routed: bool,
+    widened: float,
+    thresholds: Thresholds,
 ) -> dict[PromptStep, tuple[float, float, float]]:
     """Of a site without siblings, by forward: (W over its control, the control, the limit of either
     direction). Nothing where there is but one forward, which is judged as a whole."""
@@ -334,17 +340,21 @@ def lone_usages(
     by_place: dict[PromptStep, tuple[float, float, float]] = {}
     for place, forward in mine.forwards.items():
         few = forward.num_rows < FEW_ROWS
-        if place not in held.at or (few and (routed or one_step(forward.result))):
+        if place not in held or (few and (routed or one_step(forward.result))):
             continue
         limit = room * spread(forward.num_values, num_looks=len(mine.forwards)) * widened
         w = forward.w(LEAST_LONE)
-        control = max(lone_control(w, held.at[place]), 1e-300)
+        control = max(lone_control(w, held[place]), 1e-300)
         by_place[place] = w / control if _stands_out(w, control, room) else 1.0, control, limit
     return by_place
 
 
 def _lone_forward(
-    mine: TruthStats, held: Controls, routed: bool, widened: float, thresholds: Thresholds
+    mine: TruthStats,
+    held: ByForward,
+    routed: bool,
+    widened: float,
+    thresholds: Thresholds,
 ) -> list[Blame]:
     """The forward that stands out most."""
     by_place = lone_usages(mine, held, routed, widened, thresholds)
@@ -480,7 +490,7 @@ def blame_units(
     excused: list[Unit] = []
     for family in families:
         kind = family[0].pass_, family[0].phase
-        forwards = Controls(at_blocks.get(kind, {}), 1.0)
+        forwards = at_blocks.get(kind, {})
         is_routed = any(unit.results[0].block in routed for unit in family)
         together = None
         if len(family) >= 3:
@@ -575,7 +585,7 @@ def _name_sides(units: list[Unit], routed: frozenset[str], thresholds: Threshold
         if unit.why is None or unit.stats is None or unit.results[0].block in routed:
             continue
         answers = questions(
-            unit.stats, [], judged=None, lone_w=None, forwards=Controls({}, 1.0), routed=False,
+            unit.stats, [], judged=None, lone_w=None, forwards={}, routed=False,
             widened=unit.widened, thresholds=thresholds,
         )  # fmt: skip
         unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
@@ -592,7 +602,7 @@ def _no_measure(unit: Unit) -> bool:
 
 
 def _usage_by_forward(
-    unit: Unit, number: int, together: JudgedFamily | None, forwards: Controls, routed: bool,
+    unit: Unit, number: int, together: JudgedFamily | None, forwards: ByForward, routed: bool,
     thresholds: Thresholds,
 ) -> dict[PromptStep, float]:  # fmt: skip
     """How much of its limit each forward of what the truth judges uses. ``number``: of the unit in

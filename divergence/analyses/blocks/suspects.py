@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
 from divergence.comparison.analysis import Measured
 from divergence.comparison.preflight.code import truth_tells
@@ -101,18 +99,13 @@ def escalated_units(
     sites: Sequence[SiteResult], *, routed: frozenset[str], thresholds: Thresholds
 ) -> Escalation:
     """The units of every escalated pass that was compared, held against float32's floor."""
-    limits = {
-        name: getattr(thresholds, name) * thresholds.escalated
-        for name in ("typical", "sibling", "lone", "token", "token_sibling")
-    }
-    wider = msgspec.structs.replace(thresholds, **limits)
     units: list[Unit] = []
     escalated = [s for s in sites if s.pass_ == "escalated"]
     sides = sorted({site.of for site in escalated}, key=str)
     for of in sides:
         mine = [s for s in escalated if s.of == of and TABLES not in (s.kind or "").lower()]
         built = build_units(mine, "escalated")
-        flag(built, routed=routed, thresholds=wider)
+        flag(built, routed=routed, thresholds=thresholds, wider=thresholds.escalated)
         units += built
     return Escalation(units, set(sides))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.judge import limit_of, observed, outliers
 from divergence.comparison.results import SiteResult, num_rows, order_of
 from divergence.numerics.floor import ALLOWED, ENOUGH, THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
@@ -27,24 +28,16 @@ from divergence.run.site import (
 from divergence.words import SideOrBoth
 
 if TYPE_CHECKING:
+    from divergence.comparison.judge import Floats
     from divergence.comparison.measure.truth import TruthStats
 
 
 # Looks: each forward of each prompt at one site, judged by itself.
 #
 # A fault in one prompt of eight, or in one decode step of 64, disappears in a median over all of
-# them. So each forward is also held against its own controls: the same forward at the siblings of
-# its site (the same place in the other blocks). What makes a prompt or a token hard troubles them
-# all alike, and cancels.
-#
-# Many looks are taken, and the largest of many is large by chance. Its limit is the larger of two,
-# both in multiples of the control:
-#
-# * ``sibling`` · spread(n, num_looks): the rounding model, each look with its share of the chance
-#   that a single one has (Bonferroni; numerics.floor).
-# * ``forward`` · M: M is what a sibling's largest look is, over *its* control, among as many looks:
-#   the median over the siblings. It holds whatever the model leaves out (heavy tails, tokens that
-#   depend on each other), and grows with the number of looks by itself.
+# them. So each forward is an observation of its own, held against the same forward at the siblings
+# of its site (the same place in the other blocks) by the judge (comparison.judge): the rounding
+# model stands for the side whose error is known, and the ratio for the other's.
 #
 # It refuses to judge a forward of few tokens in a block that routes tokens to experts where the
 # routing is not known: rounding may send one token elsewhere. Nor one whose difference is a single
@@ -53,6 +46,11 @@ if TYPE_CHECKING:
 
 FEW_ROWS = 8
 """With fewer rows the typical row is held to the limits of a single token."""
+_CANCELS = 2
+"""Inside a block the terms of a few rows may cancel, which the rounding model does not know: so
+many times ``least_sibling`` is added to them."""
+_LEAST_BLOCKS = 0.25
+"""The blocks' typical ratio counts for no less where a site without siblings is held against it."""
 
 
 @dataclass(slots=True)
@@ -112,57 +110,6 @@ def one_step(result: SiteResult) -> bool:
     form = format_named(result.ulp_format)
     exponent = math.frexp(max(reference, candidate, form.smallest_normal))[1] - 1
     return largest <= math.ldexp(1.0, exponent - form.mantissa_bits)
-
-
-@dataclass(frozen=True, slots=True)
-class Controls:
-    """What a family shows for one of its members. ``at``: by place, the median of the others there;
-    ``largest``: the median over the others of their own largest excess over their controls."""
-
-    at: dict[PromptStep, float]
-    largest: float
-
-
-def controls(
-    values: Sequence[dict[PromptStep, float]],
-    excess: Callable[[np.ndarray, np.ndarray], np.ndarray],
-) -> list[Controls]:
-    """For each member of a family, given its values by place.
-
-    A place counts where at least two others hold it. ``excess(values, controls)``: elementwise.
-    """
-    places = sorted({place for mine in values for place in mine})
-    table = np.array([[mine.get(place, np.nan) for place in places] for mine in values])
-    if len(values) < 3 or not places:
-        return [Controls({}, 1.0) for _ in values]
-    held = _middle_of_others(table)
-    with np.errstate(invalid="ignore"):
-        over = np.nan_to_num(excess(table, held), nan=0.0, posinf=np.finfo(float).max).max(axis=1)
-    by_unit = []
-    for number, row in enumerate(held):
-        at = {place: float(x) for place, x in zip(places, row, strict=True) if not np.isnan(x)}
-        others = np.delete(over, number)
-        by_unit.append(Controls(at, max(1.0, float(np.median(others)))))
-    return by_unit
-
-
-def _middle_of_others(table: np.ndarray) -> np.ndarray:
-    """(B, L): the median of the column without the row's own value, where two others are known."""
-    known = ~np.isnan(table)
-    count = known.sum(axis=0)
-    order = np.argsort(table, axis=0)  # nan last
-    rank = np.argsort(order, axis=0)
-    ordered = np.take_along_axis(table, order, axis=0)
-    low, high = np.maximum(0, (count - 2) // 2), np.maximum(0, (count - 1) // 2)
-    top = np.maximum(count - 1, 0)
-
-    def without(index: np.ndarray) -> np.ndarray:
-        place = np.minimum(index + (index >= rank), top)  # (B, L): that element, the own left out
-        return np.take_along_axis(ordered, place, axis=0)
-
-    middle = (without(np.broadcast_to(low, table.shape))
-              + without(np.broadcast_to(high, table.shape))) / 2  # fmt: skip
-    return np.where(known & (count >= 3), middle, np.nan)
 
 
 # Units: all measurements of one site, over samples and steps, brought together for judging.
@@ -316,17 +263,20 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
 
 
 def flag(
-    units: list[Unit], *, routed: frozenset[str] = frozenset(), thresholds: Thresholds = THRESHOLDS
+    units: list[Unit],
+    *,
+    routed: frozenset[str] = frozenset(),
+    thresholds: Thresholds = THRESHOLDS,
+    wider: float = 1.0,
 ) -> list[Unit]:
-    """Set limits and flags; returns the flagged units in execution order.
+    """Set limits, ``wider`` times as wide, and flags; returns the flagged units in execution order.
 
-    A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
-    ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where it has
-    none, and of a parameter's gradient that of the blocks' gradients, if they differ by more: how
-    prompts are added up moves them and no output); or where a single token is beyond both token
-    limits (not in ``routed`` blocks: there, rounding may send a token to another expert); or where
-    one forward of one prompt is beyond the limit that holds for as many looks (blocks.looks).
-    Limits are wider where few numbers are judged.
+    A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or stands out among
+    its siblings (is beyond ``lone`` times that of all blocks' outputs, where it has none, and of a
+    parameter's gradient that of the blocks' gradients, if they differ by more: how prompts are
+    added up moves them and no output); where one forward of one prompt is or does; or where a
+    single token is beyond both token limits (not in ``routed`` blocks: there, rounding may send a
+    token to another expert). Limits are wider where few numbers are judged.
     """
     outputs = block_outputs(units)
     blocks = medians((unit.phase, unit.typical) for unit in outputs)
@@ -339,34 +289,48 @@ def flag(
                        for look in unit.looks)
         for phase in PHASES
     }  # fmt: skip
-    for family in families_of(units):
-        _hold_looks(family, blocks, at_blocks[family[0].phase], routed, thresholds)
-        for unit in family:
+    families = families_of(units)
+    # In a free pass a block is allowed what it may make of an error that came in, the first one
+    # nothing: their ratios are no measure for each other.
+    judged = [family for family in families if len(family) >= 3 and family[0].pass_ != "free"]
+    limits = {
+        "site": limit_of(sum(len(family) for family in judged)),
+        "forward": limit_of(sum(len(unit.looks) for family in judged for unit in family)),
+    }
+    for family in families:
+        alone = len(family) < 3 or family[0].pass_ == "free"
+        held = _Siblings() if alone else _beside_siblings(family, limits, thresholds)
+        for number, unit in enumerate(family):
             others = [other for other in family if other is not unit]
-            absolute = thresholds.typical
-            unit.limit, unit.worst_limit = absolute, max(thresholds.token, 2 * absolute)
-            # In a free pass a block is allowed what it may make of an error that came in, the
-            # first one nothing: their ratios are no measure for each other.
-            if len(others) >= 2 and unit.pass_ != "free":
+            unit.limit = absolute = thresholds.typical
+            unit.worst_limit = max(thresholds.token, 2 * absolute)
+            numel = sum(num_values(result) for result in unit.results)
+            few = [few_numbers(r) if num_rows(r) < FEW_ROWS else 1.0 for r in unit.results]
+            width = spread(numel) * statistics.median(few)
+            if not alone:
                 unit.num_siblings = len(others)
                 unit.control = statistics.median(other.typical for other in others)
-                control = max(unit.control, thresholds.least_sibling)
-                unit.limit = min(absolute, thresholds.sibling * control)
+                unit.limit = min(absolute * width, held.sites[number])
                 tokens = statistics.median(other.worst for other in others)
                 # siblings excuse nothing beyond what a threshold may be: that is no rounding
                 room = min(thresholds.token_sibling * tokens, ALLOWED[1])
                 unit.worst_limit = max(thresholds.token, room)
             elif unit.phase in blocks and unit.pass_ != "free":
-                control = max(blocks[unit.phase], thresholds.least_sibling)
+                control = max(blocks[unit.phase], _LEAST_BLOCKS)
                 if of_parameter(unit.site):
                     control = max(control, gradients.get(unit.phase, 0.0))
-                unit.limit = min(absolute, thresholds.lone * control)
-            numel = sum(num_values(result) for result in unit.results)
+                unit.limit = min(absolute, thresholds.lone * control) * width
+            else:
+                unit.limit = absolute * width
             farthest = max(unit.results, key=lambda r: max(r.ratio_max or 0.0, r.ratio_sink or 0.0))
             columns = min(_num_columns(result) for result in unit.results)
-            few = [few_numbers(r) if num_rows(r) < FEW_ROWS else 1.0 for r in unit.results]
-            unit.limit *= spread(numel) * statistics.median(few) * unit.widened
-            unit.worst_limit *= spread(columns) * few_numbers(farthest) * unit.widened
+            unit.limit *= unit.widened * wider
+            unit.worst_limit *= spread(columns) * few_numbers(farthest) * unit.widened * wider
+            usual = None if unit.pass_ == "free" else blocks.get(unit.phase)
+            _hold_looks(
+                unit, held.forwards[number] if held.forwards else {}, usual,
+                at_blocks[unit.phase], routed, thresholds, wider,
+            )  # fmt: skip
             unit.limit_usage = unit.typical / unit.limit
             in_routed = unit.results[0].block in routed
             if not in_routed:
@@ -383,42 +347,88 @@ def flag(
     return [unit for unit in units if unit.why is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Siblings:
+    """The ratios beyond which each member stands out among its family: over all forwards, and in
+    each."""
+
+    sites: Sequence[float] = ()
+    forwards: Sequence[Mapping[PromptStep, float]] = ()
+
+
+def _beside_siblings(
+    family: Sequence[Unit], limits: Mapping[str, float], thresholds: Thresholds
+) -> _Siblings:
+    places = sorted({look.place for unit in family for look in unit.looks})
+    at = {place: column for column, place in enumerate(places)}
+    ratios = np.full((len(family), len(places)), math.nan)
+    numbers = np.full_like(ratios, math.nan)
+    least = np.full_like(ratios, thresholds.least_sibling)
+    for member, unit in enumerate(family):
+        for look in unit.looks:
+            place = member, at[look.place]
+            ratios[place] = look.typical
+            numbers[place] = numbers_alike(look.result) * look.share
+            if look.result.role == "inner" and look.num_rows < FEW_ROWS:
+                least[place] *= _CANCELS
+    # rows may round alike: the median of many forwards is no more certain than they are
+    of_sites, least_of_sites = (
+        np.nanmedian(values, axis=1, keepdims=True) for values in (numbers, least)
+    )
+    typical = np.array([[unit.typical] for unit in family])
+    sites = _far(typical, of_sites, least_of_sites, limits["site"], thresholds.ratio_spread)
+    forwards = np.full_like(ratios, math.nan)
+    if len(places) > 1:
+        sigma = thresholds.ratio_forward_spread
+        forwards = _far(ratios, numbers, least, limits["forward"], sigma)
+        forwards[:, (~np.isnan(ratios)).sum(axis=0) < 3] = math.nan
+    return _Siblings(
+        sites[:, 0].tolist(),
+        [
+            {place: float(far) for place, far in zip(places, row, strict=True) if far == far}
+            for row in forwards
+        ],
+    )
+
+
+def _far(ratios: Floats, numbers: Floats, least: Floats, limit: float, sigma: float) -> Floats:
+    """(M, K): the ratio beyond which each would stand out. The floor is a model: no chance is in
+    it, and the error that it is held against is of ``numbers``."""
+    energy = np.stack([np.ones_like(ratios), np.square(np.minimum(ratios, ALLOWED[1]))])
+    x, own = observed(energy, np.stack([np.full_like(numbers, 1e12), numbers]), least)
+    table = outliers(x, own, sigma, limit)
+    far = np.exp(2 * np.minimum(table.control + table.reach, 300.0)) * (1 + least**2) - least**2
+    return np.asarray(np.sqrt(np.maximum(far, 0.0)))
+
+
 def _hold_looks(
-    family: list[Unit],
-    blocks: Mapping[str, float],
+    unit: Unit,
+    held: Mapping[PromptStep, float],
+    usual: float | None,
     at_blocks: Mapping[PromptStep, float],
     routed: frozenset[str],
     thresholds: Thresholds,
+    wider: float,
 ) -> None:
-    """Set each look's limit and usage. The only look of a unit is judged as the unit is."""
-    if all(len(unit.looks) < 2 for unit in family):
-        return
-    anchored = family[0].pass_ != "free"  # in a free pass no block is a measure for another
-    least = thresholds.least_sibling
-    values = [
-        {look.place: look.typical for look in unit.looks} if anchored else {} for unit in family
-    ]
-    held = controls(values, lambda value, at: value / np.maximum(at, least))
-    for unit, control in zip(family, held, strict=True):
-        for look in unit.looks:
-            few = look.num_rows < FEW_ROWS
-            if len(unit.looks) < 2 or (few and unit.results[0].block in routed):
-                continue
-            if few and one_step(look.result):
-                continue
-            width = spread(round(num_values(look.result) * look.share), num_looks=len(unit.looks))
-            # of one row, a few bits are the whole error; inside a block its terms may cancel, too
-            lower = least * ((4 if look.result.role == "inner" else 2) if few else 1)
-            absolute = (thresholds.token if few else thresholds.typical) * width
-            look.limit = absolute
-            if look.place in control.at:
-                room = max(thresholds.sibling * width, thresholds.forward * control.largest)
-                look.limit = min(absolute, room * max(control.at[look.place], lower))
-            elif anchored and unit.phase in blocks:
-                usual = max(blocks[unit.phase], at_blocks.get(look.place, 0.0), lower)
-                look.limit = min(absolute, thresholds.lone * width * usual)
-            look.limit *= unit.widened * (few_numbers(look.result) if few else 1.0)
-            look.usage = look.between = look.typical / look.limit
+    """Set each look's limit and usage. The only look of a unit is judged as the unit is. ``held``:
+    by forward, the ratio that stands out among the siblings; ``usual``: the blocks' typical one."""
+    for look in unit.looks if len(unit.looks) > 1 else ():
+        few = look.num_rows < FEW_ROWS
+        if few and (unit.results[0].block in routed or one_step(look.result)):
+            continue
+        width = spread(round(num_values(look.result) * look.share), num_looks=len(unit.looks))
+        width *= few_numbers(look.result) if few else 1.0
+        look.limit = (thresholds.token if few else thresholds.typical) * width
+        if look.place in held:
+            look.limit = min(look.limit, held[look.place])
+        elif usual is not None:
+            # of one row, a few bits are the whole error
+            lower = _LEAST_BLOCKS * (2 if few else 1)
+            lower *= _CANCELS if few and look.result.role == "inner" else 1
+            control = max(usual, at_blocks.get(look.place, 0.0), lower)
+            look.limit = min(look.limit, thresholds.lone * width * control)
+        look.limit *= unit.widened * wider
+        look.usage = look.between = look.typical / look.limit
 
 
 def num_values(result: SiteResult) -> int:

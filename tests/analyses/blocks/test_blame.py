@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from divergence.analyses.blocks.sides import judge_family, questions, shared_by_all
-from divergence.analyses.blocks.units import Controls
 from divergence.comparison.judge import limit_of
 from divergence.comparison.measure.truth import TruthSamples, stats_of
 from divergence.comparison.results import SiteResult
@@ -71,7 +70,7 @@ def asked(bad, others, *, swap=False, routed=False, **options):
         family[0],
         family[1:],
         judged=together,
-        forwards=Controls({}, 1.0),
+        forwards={},
         lone_w=options.pop("lone_w", None),
         routed=routed,
         widened=options.pop("widened", 1.0),
@@ -171,7 +170,7 @@ def test_blocks_that_are_all_wrong_blame_no_site_without_siblings(blocks, steps)
     at_blocks = dict.fromkeys(alike.stats().forwards, blocks)
     for block in (alike, equal):
         found = questions(
-            block.stats(), [], judged=None, lone_w=blocks, forwards=Controls(at_blocks, 1.0),
+            block.stats(), [], judged=None, lone_w=blocks, forwards=at_blocks,
             routed=False, widened=1.0, thresholds=THRESHOLDS,
         )  # fmt: skip
         assert max(one.limit_usage for one in found) < 0.75

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 import msgspec
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from divergence.analyses.blocks.onset import is_everywhere, only_in
 from divergence.analyses.blocks.suspects import Escalation
-from divergence.analyses.blocks.units import build_units, controls, flag, one_step
+from divergence.analyses.blocks.units import build_units, flag, one_step
 from divergence.comparison.results import PromptRatio, SiteResult
 from divergence.facts import sentence
 from divergence.numerics.floor import spread
@@ -72,10 +71,13 @@ def test_a_fault_in_one_prompt_of_many_is_flagged_and_named():
 
 
 def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
-    """At a size at most 1.5 times what is found in a run of that step alone (4 × the siblings)."""
+    """At a size at most twice what is found in a run of that step alone."""
     sites = drawn(places=STEPS, rows=1)
-    control = statistics.median(sites[block, 0, 17].ratio for block in range(6) if block != 4)
-    change(sites, (4, 0, 17), ratio=1.5 * 4 * control, ratio_max=1.5 * 4 * control)
+    alone = build_units([result for (_, _, step), result in sites.items() if step == 17],
+                        "anchored")  # fmt: skip
+    flag(alone)
+    ratio = 2 * alone[4].limit
+    change(sites, (4, 0, 17), ratio=ratio, ratio_max=ratio)
     (unit,) = flagged(sites.values())
     assert (unit.site, unit.why) == ("h.4:out", "forward")
     assert sentence(only_in(unit)) == " in decode step 17 alone (of 64)"
@@ -186,19 +188,6 @@ def test_one_step_of_routed_blocks_is_no_fault():
     sites = drawn(places=STEPS, rows=1)
     change(sites, (4, 0, 17), ratio=60.0)
     assert not flagged(sites.values(), routed=frozenset({"h.4"}))
-
-
-def test_the_controls_leave_the_own_value_out():
-    """By hand: medians of the others at each place, where two others hold it."""
-    values = [{(0, 0): 1.0, (1, 0): 5.0}, {(0, 0): 2.0}, {(0, 0): 4.0, (1, 0): 7.0}, {(0, 0): 9.0}]
-    found = controls(values, lambda value, at: value / at)
-    assert [one.at for one in found] == [
-        {(0, 0): 4.0}, {(0, 0): 4.0}, {(0, 0): 2.0}, {(0, 0): 2.0}
-    ]  # fmt: skip
-    excesses = [1 / 4, 2 / 4, 4 / 2, 9 / 2]
-    for number, one in enumerate(found):
-        others = [x for n, x in enumerate(excesses) if n != number]
-        assert one.largest == max(1.0, statistics.median(others))
 
 
 def test_the_limit_of_the_largest_holds_for_the_number_of_looks():

@@ -45,16 +45,24 @@ def test_the_absolute_limit_needs_no_siblings():
 
 
 def test_siblings_are_controls():
-    """A block four times as wrong as the others is flagged below the absolute limit."""
+    """A block four times as wrong as the others is flagged below the absolute limit; one three
+    times as wrong as those that make no error to speak of is not."""
     assert flagged(blocks(0.5, 0.5, 2.1, 0.5)) == {"h.2:out"}
-    assert flagged(blocks(0.5, 0.5, 1.9, 0.5)) == set()
+    assert flagged(blocks(0.5, 0.5, 1.5, 0.5)) == set()
 
 
 def test_equal_siblings_do_not_make_rounding_an_alarm():
     """Where the others agree bit for bit, a difference of the floor's size is still rounding."""
-    least = THRESHOLDS.sibling * THRESHOLDS.least_sibling
-    assert flagged(blocks(0.0, 0.0, 0.99 * least, 0.0)) == set()
-    assert flagged(blocks(0.0, 0.0, 1.01 * least, 0.0)) == {"h.2:out"}
+    assert flagged(blocks(0.0, 0.0, 1.0, 0.0)) == set()
+    assert flagged(blocks(0.0, 0.0, 1.5, 0.0)) == {"h.2:out"}
+
+
+@pytest.mark.parametrize(("usual", "limit"), [(0.0, 1.2), (0.5, 1.8), (1.0, 2.9)])
+def test_the_limits_that_siblings_make_are_those_that_the_docs_tell(usual, limit):
+    """Of a few blocks of 512 numbers."""
+    units = build_units(blocks(usual, usual, usual, usual), "anchored")
+    flag(units)
+    assert [round(unit.limit, 1) for unit in units] == [limit] * 4
 
 
 def test_free_runs_have_no_controls():

@@ -374,7 +374,10 @@ class Recording:
             mock.patch("divergence.run.reader.Run", ReplayedRun),
             pipeline.measured_by(recorded),
         ):
-            return answer_of(compare(runs["a"], runs["b"], truth=runs.get("truth")))
+            answer = answer_of(compare(runs["a"], runs["b"], truth=runs.get("truth")))
+        if next(calls, None) is not None:
+            raise LookupError("more was measured when it was recorded")
+        return answer
 
     def _with_spreads(self, pair: Any, measured: Any) -> Any:
         record, against = pair.reference.record, getattr(measured, "against", None)

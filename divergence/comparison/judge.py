@@ -63,12 +63,25 @@ class JudgedTable:
 
 
 def outliers(
-    x: Floats, own: Floats, sigma0: float, limit: float, *, linear: bool = False
+    x: Floats,
+    own: Floats,
+    sigma0: float,
+    limit: float,
+    *,
+    linear: bool = False,
+    control: Floats | None = None,
 ) -> JudgedTable:
     """``x``, ``own`` (M, K): log W of each member and column, nan where there is no observation,
     and the variance that it has of itself. ``limit``: the deviate beyond which one stands out.
-    ``linear``: x is no log W but a normal number."""
+    ``linear``: x is no log W but a normal number. ``control`` (M, K): what each is held against,
+    where there are no others of its kind; it is taken as exact."""
     num_members, num_columns = x.shape
+    if control is not None:
+        off = x - control
+        of_columns = max(sigma0, _deviation(off - _medians(off, 1)[:, None]))
+        none = np.zeros(num_columns)
+        far = reach(limit, own + of_columns**2)
+        return JudgedTable(x, control, far, column=none, column_reach=none + math.inf, usual=0.0)
     usual, members, columns, rest = _polished(x)
     by_member, by_column = _medians(own, 1), _medians(own, 0)
     control_variance = _CONTROL * by_column[None, :] / max(1, num_members - 1)

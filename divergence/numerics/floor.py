@@ -107,8 +107,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same in one forward of one prompt."""
     row_spread: float = 0.2
     """The same of one row."""
-    truth_lone: float = 4.0
-    """The same for a site without siblings, over the block outputs' median W."""
+    lone_spread: float = 0.3
+    """The same of a site without siblings, beside the block outputs' median W."""
     truth_systematic: float = 4.0
     """The median W itself."""
     truth_standout: float = 1.3
@@ -116,8 +116,6 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     side's arithmetic is coarser."""
     truth_confirm: float = 1.5
     """By how much two errors of one size may differ: from there on one is the larger."""
-    truth_token: float = 8.0
-    """One token's error over the other side's, of a site without siblings."""
     truth_channel: float = 4.0
     """One channel's error over the other side's."""
     truth_least: float = 0.25

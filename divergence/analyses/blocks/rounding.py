@@ -33,6 +33,8 @@ from divergence.words import Side
 # is looked at.
 
 _MIN_ROWS = 8
+_ONE_ROW = 2.0
+"""Of one row the limit is so much wider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     least = thresholds.truth_least * (allowed or 0.0)  # two tiny errors make no large ratio
     errors = site.truth.candidate_error + least, site.truth.reference_error + least
     w = errors[0] / errors[1] if errors[1] else site.truth.w_median
-    limit = thresholds.truth_drift
-    if one_row:
-        limit = max(limit, thresholds.truth_token)
+    limit = thresholds.truth_drift * (_ONE_ROW if one_row else 1.0)
     numbers = round(numbers_alike(site)) if one_row else site.numel
     limit *= spread(min(numbers, site.shape[-1] if site.shape else 1))
     if 1 / limit <= w <= limit:

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 #
 # Beside it, of one channel, and of a consistent scale error (the gain, judged alike), which
 # averages rounding away.
-# A site without siblings is held against the W of all blocks.
+# A site without siblings is held against the W of all blocks, where that excuses it: kernels of one
+# side that are coarser everywhere are. It never blames it: the blocks may be what is wrong.
 #
 # A family's W itself beyond ``truth_systematic`` blames a side for all of it.
 
@@ -60,6 +61,15 @@ _LEAST_FAMILY = 0.05
 
 ByForward = Mapping[PromptStep, float]
 """Of each forward the control."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksBeside:
+    """What a site without siblings is held against: the blocks' median W, and that of each
+    forward."""
+
+    w: float = 1.0
+    forwards: ByForward = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +109,15 @@ class JudgedFamily:
 
 
 def judge_family(
-    stats: Sequence[TruthStats], limits: Mapping[Level, float], routed: bool, thresholds: Thresholds
+    stats: Sequence[TruthStats],
+    limits: Mapping[Level, float],
+    routed: bool,
+    thresholds: Thresholds,
+    beside: BlocksBeside | None = None,
 ) -> JudgedFamily:
     """``limits``: by level, the deviate of an outlier. ``routed``: one token may go to another
-    expert by rounding."""
-    family, least = list(stats), least_of(stats, thresholds)
+    expert by rounding. ``beside``: of one site without siblings."""
+    family, least = list(stats), least_of(stats if beside is None else (), thresholds)
     errors = [member.rows for member in stats if member.rows is not None]
     keys = functools.reduce(np.intersect1d, [each.key for each in errors])
     together = [each.only(keys) for each in errors]
@@ -119,8 +133,10 @@ def judge_family(
         ]
         return np.stack([x for x, _ in by_member]), np.stack([own for _, own in by_member])
 
-    sites = outliers(*whole(routed), thresholds.site_spread, limits["site"])
-    typical = whole(True)[0][:, 0].tolist()
+    spreads = thresholds.site_spread, thresholds.forward_spread, thresholds.row_spread
+    if beside is not None:
+        spreads = (thresholds.lone_spread,) * 3
+    typical = whole(True)[0]
     first = together[0]
     held, place = np.unique(first.place, return_inverse=True)
     places, results = ([each[n] for n in held] for each in (first.places, first.results))
@@ -130,17 +146,30 @@ def judge_family(
         and (routed or any(one_step(of_place(member, at)) for member in family))
         for count, at in zip(counts, places, strict=True)
     ]
-    forwards = rows = None
+
+    def judged(level: Level, observations: tuple[Floats, Floats], usual: Floats) -> JudgedTable:
+        """``usual`` (K,): of the blocks."""
+        x, own = observations
+        control = None if beside is None else _excused(x, usual)
+        sigma = spreads[("site", "forward", "row").index(level)]
+        return outliers(x, own, sigma, limits[level], control=control)
+
+    blocks = np.log([max(1e-300, 1.0 if beside is None else beside.w)])
+    sites, forwards, rows = judged("site", whole(routed), blocks), None, None
     if len(places) > 1:
+        usual = blocks.repeat(len(places))
+        if beside is not None:
+            few = [few or at not in beside.forwards for few, at in zip(few, places, strict=True)]
+            usual = np.log([max(1e-300, beside.forwards.get(at, 1.0)) for at in places])
         by_place = observed(energy, numbers, least, place, typical=routed)
-        forwards = outliers(*by_place, thresholds.forward_spread, limits["forward"])
+        forwards = judged("forward", by_place, usual)
     if not routed and (counts > 1).any():
-        rows = outliers(*observed(energy, numbers, least), thresholds.row_spread, limits["row"])
+        rows = judged("row", observed(energy, numbers, least), typical[0])
     return JudgedFamily(
         family,
         least,
         sites,
-        typical,
+        typical[:, 0].tolist(),
         places,
         forwards,
         rows,
@@ -150,58 +179,40 @@ def judge_family(
     )
 
 
+def _excused(x: Floats, usual: Floats) -> Floats:
+    """What excuses a side whose error is the larger: that it is so elsewhere."""
+    return np.where(x > 0, np.maximum(usual, 0.0), np.minimum(usual, 0.0))
+
+
 def of_place(stats: TruthStats, place: PromptStep) -> SiteResult:
     """The result of that forward."""
     return stats.forwards[place].result
 
 
 def questions(
-    mine: TruthStats,
-    siblings: list[TruthStats],
-    *,
-    judged: JudgedFamily | None,
-    lone_w: float | None,
-    forwards: ByForward,
-    routed: bool,
-    widened: float,
-    thresholds: Thresholds,
+    judged: JudgedFamily, member: int, *, routed: bool, widened: float, thresholds: Thresholds
 ) -> list[Blame]:
-    """Every question's answer, the plainest question first.
+    """Every question's answer of one member, the plainest question first.
 
-    ``judged``: the family of ``mine``, where it has one. ``lone_w``: the W of all blocks, for a
-    site without siblings, and ``forwards`` that of its forwards. ``routed``: one token may go to
-    another expert by rounding. ``widened``: what trusted runs have shown, as a factor >= 1.
+    ``routed``: one token may go to another expert by rounding. ``widened``: what trusted runs have
+    shown, as a factor >= 1.
     """
+    mine = judged.stats[member]
+    siblings = [stats for stats in judged.stats if stats is not mine]
     assert mine.first is not None
-    if judged is None:
-        blames = [_lone(mine, lone_w, widened, thresholds)]
-    else:
-        member = next(n for n, stats in enumerate(judged.stats) if stats is mine)
-        blames = [_blame_of(judged.sites, member, 0, "typical", mine.first, widened)]
+    blames = [_blame_of(judged.sites, member, 0, "typical", mine.first, widened)]
     if TABLES not in mine.kind.lower():
         limit = thresholds.typical * spread(mine.num_values) * widened
         blames.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
-    if judged is None:
-        blames += _lone_forward(mine, forwards, routed, widened, thresholds)
-    else:
-        answers = forwards_of(judged, member, widened)
-        blames += sorted(answers.values(), key=lambda blame: -blame.limit_usage)[:1]
-        blames += _rows_of(judged, member, widened)
-    asked: tuple[tuple[Why, float, int], ...] = (
-        ("channel", thresholds.truth_channel, mine.num_rows),
-        ("token", thresholds.truth_token, mine.num_columns),
-        ("sink", thresholds.truth_token, mine.num_columns),
-    )
-    for why, room, count in asked if judged is None else asked[:1]:
-        # one forward's only row is no outlier among its like: a rerouted token fills the channels
-        few = ("token", "sink", "channel") if mine.first.step else ("token", "sink")
-        if not (routed and why in few):
-            blames += _excess(
-                mine, siblings if len(siblings) >= 2 else [], why, room * widened, spread(count)
-            )
-    if judged is None:
-        return blames
-    return _narrowed([*blames, *_gains_of(judged, member, widened)], judged, member, thresholds)
+    answers = forwards_of(judged, member, widened)
+    blames += sorted(answers.values(), key=lambda blame: -blame.limit_usage)[:1]
+    blames += _rows_of(judged, member, widened)
+    # one forward's only row is no outlier among its like: a rerouted token fills the channels
+    if not (routed and mine.first.step):
+        room = thresholds.truth_channel * widened
+        blames += _excess(mine, siblings, "channel", room, spread(mine.num_rows))
+    blames += _gains_of(judged, member, widened)
+    return _narrowed(blames, judged, member, thresholds)
 
 
 def _narrowed(
@@ -296,78 +307,6 @@ def shared_by_all(judged: JudgedFamily, widened: float) -> Iterator[list[Blame |
                 blame = Blame(side, why, value, 1.0, limit, at, "all", place)
                 blames.append(blame if excess > reach[column] / 2 else None)
             yield blames
-
-
-def _lone(mine: TruthStats, lone_w: float | None, widened: float, thresholds: Thresholds) -> Blame:
-    """Of a site without siblings."""
-    w = mine.w(LEAST_LONE)
-    control, room = lone_control(w, lone_w or 1.0), thresholds.truth_lone
-    limit = room * spread(mine.num_values) * widened
-    assert mine.first is not None
-    if not _stands_out(w, control, room):
-        return Blame("candidate", "typical", 1.0, 1.0, limit, mine.first)
-    if w >= control:
-        return Blame("candidate", "typical", w, control, limit, mine.first)
-    return Blame(
-        "reference", "typical", 1 / max(w, 1e-300), 1 / max(control, 1e-300), limit, mine.first
-    )
-
-
-def _stands_out(w: float, control: float, room: float) -> bool:
-    """Has one side the larger error, and more so than its control?"""
-    return max(w, 1 / max(w, 1e-300)) > math.sqrt(room) and (w > 1) == (w > control)
-
-
-def lone_control(w: float, blocks: float) -> float:
-    """Of a site without siblings, or of one forward of all siblings beside the others. The W of the
-    ``blocks`` (or others) excuses it where the kernels of one side are coarser everywhere. It never
-    blames it: the blocks may be what is wrong."""
-    return max(blocks, 1.0) if w > 1 else min(blocks, 1.0)
-
-
-def lone_usages(
-    mine: TruthStats,
-    held: ByForward,
-    routed: bool,
-    widened: float,
-    thresholds: Thresholds,
-) -> dict[PromptStep, tuple[float, float, float]]:
-    """Of a site without siblings, by forward: (W over its control, the control, the limit of either
-    direction). Nothing where there is but one forward, which is judged as a whole."""
-    if len(mine.forwards) < 2:
-        return {}
-    room = thresholds.truth_lone
-    by_place: dict[PromptStep, tuple[float, float, float]] = {}
-    for place, forward in mine.forwards.items():
-        few = forward.num_rows < FEW_ROWS
-        if place not in held or (few and (routed or one_step(forward.result))):
-            continue
-        limit = room * spread(forward.num_values, num_looks=len(mine.forwards)) * widened
-        w = forward.w(LEAST_LONE)
-        control = max(lone_control(w, held[place]), 1e-300)
-        by_place[place] = w / control if _stands_out(w, control, room) else 1.0, control, limit
-    return by_place
-
-
-def _lone_forward(
-    mine: TruthStats,
-    held: ByForward,
-    routed: bool,
-    widened: float,
-    thresholds: Thresholds,
-) -> list[Blame]:
-    """The forward that stands out most."""
-    by_place = lone_usages(mine, held, routed, widened, thresholds)
-    if not by_place:
-        return []
-    place = max(by_place, key=lambda at: max(by_place[at][0], 1 / max(by_place[at][0], 1e-300))
-                / by_place[at][2])  # fmt: skip
-    excess, control, limit = by_place[place]
-    at = mine.forwards[place].result
-    if excess >= 1:
-        return [Blame("candidate", "forward", excess * control, control, limit, at, place=place)]
-    value, control = 1 / max(excess * control, 1e-300), 1 / max(control, 1e-300)
-    return [Blame("reference", "forward", value, control, limit, at, place=place)]
 
 
 def least_of(family: Sequence[TruthStats], thresholds: Thresholds) -> float:
@@ -490,23 +429,26 @@ def blame_units(
     excused: list[Unit] = []
     for family in families:
         kind = family[0].pass_, family[0].phase
-        forwards = at_blocks.get(kind, {})
         is_routed = any(unit.results[0].block in routed for unit in family)
         together = None
         if len(family) >= 3:
             together = judge_family(_stats_of(family), limits, is_routed, thresholds)
+        blocks = BlocksBeside(block_w.get(kind, 1.0), at_blocks.get(kind, {}))
         for number, unit in enumerate(family):
             others = _stats_of(other for other in family if other is not unit)
             assert unit.stats is not None
+            own, member = together, number
+            if own is None:
+                own, member = judge_family([unit.stats], limits, is_routed, thresholds, blocks), 0
             answers = questions(
-                unit.stats, others, judged=together, lone_w=block_w.get(kind),
-                forwards=forwards, routed=is_routed, widened=unit.widened, thresholds=thresholds,
-            )  # fmt: skip
+                own, member, routed=is_routed, widened=unit.widened, thresholds=thresholds
+            )
             far = _far_forwards(unit, others, thresholds)
             answers += far.values()
             answers.sort(key=lambda answer: answer.why not in _WHOLE)
             suspected = {look.place for look in unit.beyond}
-            usage = _usage_by_forward(unit, number, together, forwards, is_routed, thresholds)
+            shown = forwards_of(own, member, unit.widened)
+            usage = {place: blame.limit_usage for place, blame in shown.items()}
             usage |= {at: max(blame.limit_usage, usage.get(at, 0.0)) for at, blame in far.items()}
             for look in unit.looks:
                 look.usage = usage.get(look.place, look.usage)
@@ -581,13 +523,12 @@ def _beside_floor(unit: Unit, suspected: set[PromptStep]) -> Why | None:
 def _name_sides(units: list[Unit], routed: frozenset[str], thresholds: Thresholds) -> None:
     """Of a free pass a floor tells which side is wrong where the two differ by more than rounding;
     it neither excuses a difference there nor finds another: inputs were not equal."""
+    limits = _limits([units])
     for unit in units:
         if unit.why is None or unit.stats is None or unit.results[0].block in routed:
             continue
-        answers = questions(
-            unit.stats, [], judged=None, lone_w=None, forwards={}, routed=False,
-            widened=unit.widened, thresholds=thresholds,
-        )  # fmt: skip
+        judged = judge_family([unit.stats], limits, False, thresholds, BlocksBeside())
+        answers = questions(judged, 0, routed=False, widened=unit.widened, thresholds=thresholds)
         unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
     for unit in units:
         unit.stats = None  # what else is asked of them takes equal inputs
@@ -601,27 +542,10 @@ def _no_measure(unit: Unit) -> bool:
     return TABLES in (first.kind or "").lower() and two_dtypes
 
 
-def _usage_by_forward(
-    unit: Unit, number: int, together: JudgedFamily | None, forwards: ByForward, routed: bool,
-    thresholds: Thresholds,
-) -> dict[PromptStep, float]:  # fmt: skip
-    """How much of its limit each forward of what the truth judges uses. ``number``: of the unit in
-    its family."""
-    assert unit.stats is not None
-    if together is not None:
-        judged = forwards_of(together, number, unit.widened)
-        return {place: blame.limit_usage for place, blame in judged.items()}
-    by_place = lone_usages(unit.stats, forwards, routed, unit.widened, thresholds)
-    return {
-        place: max(excess, 1 / max(excess, 1e-300)) / limit
-        for place, (excess, _, limit) in by_place.items()
-    }
-
-
 def _limits(families: Sequence[Sequence[Unit]]) -> dict[Level, float]:
     """By level, the deviate of an outlier among all that are looked at."""
     counts: dict[Level, int] = {"site": 0, "forward": 0, "row": 0}
-    for stats in (stats for family in families if len(family) >= 3 for stats in _stats_of(family)):
+    for stats in (stats for family in families for stats in _stats_of(family)):
         counts["site"] += 1
         counts["forward"] += len(stats.forwards)
         counts["row"] += stats.num_rows

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from divergence.analyses.blocks.sides import judge_family, questions, shared_by_all
+from divergence.analyses.blocks.sides import BlocksBeside, judge_family, questions, shared_by_all
 from divergence.comparison.judge import limit_of
 from divergence.comparison.measure.truth import TruthSamples, stats_of
 from divergence.comparison.results import SiteResult
@@ -55,27 +55,19 @@ class Block:
         return stats_of(samples)
 
 
-def judged(blocks, *, swap=False, routed=False):
+def judged(blocks, *, swap=False, routed=False, beside=None):
     family = [block.stats(swap=swap) for block in blocks]
     counts = {"site": 1, "forward": len(family[0].forwards), "row": family[0].num_rows}
     limits = {level: limit_of(len(family) * count) for level, count in counts.items()}
-    return judge_family(family, limits, routed, THRESHOLDS)
+    return judge_family(family, limits, routed, THRESHOLDS, beside)
 
 
 def asked(bad, others, *, swap=False, routed=False, **options):
-    blocks = [bad, *others]
-    together = judged(blocks, swap=swap, routed=routed) if others else None
-    family = [bad.stats(swap=swap)] if together is None else together.stats
-    return questions(
-        family[0],
-        family[1:],
-        judged=together,
-        forwards={},
-        lone_w=options.pop("lone_w", None),
-        routed=routed,
-        widened=options.pop("widened", 1.0),
-        thresholds=THRESHOLDS,
-    )
+    beside = None if others else BlocksBeside(options.pop("w", 1.0), options.pop("forwards", {}))
+    together = judged([bad, *others], swap=swap, routed=routed, beside=beside)
+    widened = options.pop("widened", 1.0)
+    assert not options
+    return questions(together, 0, routed=routed, widened=widened, thresholds=THRESHOLDS)
 
 
 def blamed(*args, **options):
@@ -155,10 +147,10 @@ def test_one_wrong_step_shows_and_is_named():
 
 def test_a_site_without_siblings_is_held_to_the_blocks():
     """Four times off is allowed to it, and the kernels' own W counts."""
-    assert blamed(Block(8, coarse=2.0), [], lone_w=2.0) is None
+    assert blamed(Block(8, coarse=2.0), [], w=2.0) is None
     bad = Block(9)
     bad.sides[1] = bad.sides[1] + 10 * FLOOR * torch.randn(bad.truth.shape).double()
-    assert blamed(bad, [], lone_w=1.0).side == "candidate"
+    assert blamed(bad, [], w=1.0).side == "candidate"
 
 
 @pytest.mark.parametrize("blocks", [20.0, 0.05])
@@ -169,10 +161,7 @@ def test_blocks_that_are_all_wrong_blame_no_site_without_siblings(blocks, steps)
     equal.sides = [equal.sides[0]] * 2
     at_blocks = dict.fromkeys(alike.stats().forwards, blocks)
     for block in (alike, equal):
-        found = questions(
-            block.stats(), [], judged=None, lone_w=blocks, forwards=at_blocks,
-            routed=False, widened=1.0, thresholds=THRESHOLDS,
-        )  # fmt: skip
+        found = asked(block, [], w=blocks, forwards=at_blocks)
         assert max(one.limit_usage for one in found) < 0.75
 
 

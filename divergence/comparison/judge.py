@@ -20,7 +20,7 @@ own x over all rows, against their median. The variance of each is
     + σ², the larger of σ0 and of what the others are apart (1.4826 × their median deviation)
 
 σ0 is what healthy kernels differ by beyond chance (``Thresholds.site_spread`` and its like). All
-observations of a comparison share one chance of a false alarm, a third for each level.
+observations of a comparison share one chance of a false alarm, a quarter for each level.
 
 A mean of many rows, as a scale error is, needs no ratio: x is that mean itself, candidate less
 reference, a normal number of known variance (``linear``).
@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Level = Literal["site", "forward", "row"]
+Level = Literal["site", "forward", "row", "channel"]
 
 RATE = 1e-4
 """The chance that a healthy comparison has a false alarm of this question, over all it looks at."""
@@ -77,7 +77,7 @@ def outliers(
     where there are no others of its kind; it is taken as exact."""
     num_members, num_columns = x.shape
     if control is not None:
-        off = x - control
+        off = np.clip(x - control, -700.0, 700.0)  # of an exact side it is without bound
         of_columns = max(sigma0, _deviation(off - _medians(off, 1)[:, None]))
         none = np.zeros(num_columns)
         far = reach(limit, own + of_columns**2)
@@ -185,9 +185,9 @@ def _straight(limit: float, variance: Floats) -> Floats:
 
 @functools.lru_cache(maxsize=256)
 def limit_of(num_observations: int) -> float:
-    """The deviate beyond which one of so many is an outlier, on either side, at a third of RATE
+    """The deviate beyond which one of so many is an outlier, on either side, at a quarter of RATE
     (Bonferroni: whether they depend on each other or not)."""
-    return -NormalDist().inv_cdf(RATE / 6 / max(1, num_observations))
+    return -NormalDist().inv_cdf(RATE / 8 / max(1, num_observations))
 
 
 def _numbers_of(variance: Floats) -> Floats:

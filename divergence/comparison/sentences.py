@@ -136,8 +136,8 @@ SENTENCES: Mapping[str, str] = {
         "the other blocks {control:.2f} × (limit {limit:.1f} ×)"
     ),
     "channel_off": (
-        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s in one "
-        "channel; in the other blocks {control:.2f} × (limit {limit:.1f} ×)"
+        "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s in "
+        "channel {channel}; in the other blocks {control:.2f} × (limit {limit:.1f} ×)"
     ),
     "gain_off": (
         "{site} ({phase}): the {what} is scaled by {factor:.6g} in {side:letter}[[ in prompt "

@@ -107,6 +107,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same in one forward of one prompt."""
     row_spread: float = 0.2
     """The same of one row."""
+    channel_spread: float = 0.2
+    """The same of one channel over all rows."""
     lone_spread: float = 0.3
     """The same of a site without siblings, beside the block outputs' median W."""
     truth_systematic: float = 4.0
@@ -116,8 +118,6 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     side's arithmetic is coarser."""
     truth_confirm: float = 1.5
     """By how much two errors of one size may differ: from there on one is the larger."""
-    truth_channel: float = 4.0
-    """One channel's error over the other side's."""
     truth_least: float = 0.25
     """Share of a family's typical error that is added to both errors, so that two tiny ones make no
     large ratio."""

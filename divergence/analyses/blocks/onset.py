@@ -328,7 +328,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
             forward=blame.at.phase,
         )  # fmt: skip
     if blame.why == "channel":
-        return fact("channel_off", **values)
+        return fact("channel_off", **values, channel=blame.channel)
     own = other = None
     if truth is not None:
         errors = (truth.reference_error, truth.candidate_error)

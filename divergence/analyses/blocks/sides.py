@@ -32,7 +32,7 @@ from divergence.comparison.measure.truth import (
     TruthStats,
     stats_of,
 )
-from divergence.numerics.floor import ALLOWED, Thresholds, spread
+from divergence.numerics.floor import Thresholds, spread
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class JudgedFamily:
     """Of the first member."""
     is_few: Sequence[bool]
     """Has the forward of a place few rows, of which nothing is to be told?"""
+    channels: JudgedTable | None
     gains: list[JudgedGains]
 
 
@@ -175,6 +176,9 @@ def judge_family(
         rows,
         replace(first, place=place, places=places, results=results),
         few,
+        _judge_channels(
+            family, limits["channel"], None if beside is None else typical[0].tolist(), thresholds
+        ),
         list(_judge_gains(family, limits)),
     )
 
@@ -198,7 +202,6 @@ def questions(
     shown, as a factor >= 1.
     """
     mine = judged.stats[member]
-    siblings = [stats for stats in judged.stats if stats is not mine]
     assert mine.first is not None
     blames = [_blame_of(judged.sites, member, 0, "typical", mine.first, widened)]
     if TABLES not in mine.kind.lower():
@@ -208,9 +211,10 @@ def questions(
     blames += sorted(answers.values(), key=lambda blame: -blame.limit_usage)[:1]
     blames += _rows_of(judged, member, widened)
     # one forward's only row is no outlier among its like: a rerouted token fills the channels
-    if not (routed and mine.first.step):
-        room = thresholds.truth_channel * widened
-        blames += _excess(mine, siblings, "channel", room, spread(mine.num_rows))
+    if judged.channels is not None and not (routed and mine.first.step):
+        channel = _farthest(judged.channels, member)
+        blame = _blame_of(judged.channels, member, channel, "channel", mine.first, widened)
+        blames.append(replace(blame, channel=channel))
     blames += _gains_of(judged, member, widened)
     return _narrowed(blames, judged, member, thresholds)
 
@@ -263,17 +267,20 @@ def forwards_of(judged: JudgedFamily, member: int, widened: float) -> dict[Promp
     }  # fmt: skip
 
 
+def _farthest(table: JudgedTable, member: int) -> int:
+    """The column in which a member uses most of its limit by an error of its own."""
+    x, control, reach = (each[member] for each in (table.x, table.control, table.reach))
+    own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
+    with np.errstate(invalid="ignore"):
+        usage = np.where(own, np.abs(x - control) / reach, 0.0)
+    return int(np.nan_to_num(usage).argmax())
+
+
 def _rows_of(judged: JudgedFamily, member: int, widened: float) -> list[Blame]:
     """The row that stands out most."""
     if judged.rows is None:
         return []
-    x, control, reach = (
-        each[member] for each in (judged.rows.x, judged.rows.control, judged.rows.reach)
-    )
-    own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
-    with np.errstate(invalid="ignore"):
-        usage = np.where(own, np.abs(x - control) / reach, 0.0)
-    top = int(np.nan_to_num(usage).argmax())
+    top = _farthest(judged.rows, member)
     why: Why = "sink" if judged.errors.sink[top] else "token"
     at = of_place(judged.stats[member], judged.places[int(judged.errors.place[top])])
     return [_blame_of(judged.rows, member, top, why, at, widened)]
@@ -317,19 +324,24 @@ def least_of(family: Sequence[TruthStats], thresholds: Thresholds) -> float:
     return max(_LEAST_FAMILY, thresholds.truth_least * usual)
 
 
-def _excess(
-    mine: TruthStats, siblings: list[TruthStats], why: Why, limit: float, chance: float
-) -> list[Blame]:
-    """``chance``: what few numbers do by themselves; the siblings' own excess shows it as well.
-    Siblings excuse nothing beyond the largest threshold that there may be: what is wrong in all of
-    them at one token is no rounding."""
-    blames: list[Blame] = []
-    for side, (value, at) in mine.peak.get(why, {}).items():
-        others = [o.peak[why][side][0] for o in siblings if side in o.peak.get(why, {})]
-        usual = min(statistics.median(others), ALLOWED[1] / limit) if others else 0.0
-        control = max(chance, usual)
-        blames.append(Blame(side, why, value, control, limit, at))
-    return sorted(blames, key=lambda blame: -blame.limit_usage)[:1]
+def _judge_channels(
+    family: Sequence[TruthStats],
+    limit: float,
+    usual: Sequence[float] | None,
+    thresholds: Thresholds,
+) -> JudgedTable | None:
+    """Each channel over all rows. ``usual``: of a site without siblings, the log W that is held
+    against it."""
+    channels = [each.channels for each in family if each.channels is not None]
+    if len({each.energy.shape for each in channels}) != 1 or len(channels) < len(family):
+        return None
+    judged = [
+        observed(each.energy, np.full(each.energy.shape, each.num_rows), each.least)
+        for each in channels
+    ]
+    x, own = (np.stack(arrays) for arrays in zip(*judged, strict=True))
+    control = None if usual is None else _excused(x, np.array(usual)[:, None])
+    return outliers(x, own, thresholds.channel_spread, limit, control=control)
 
 
 def _judge_gains(
@@ -544,11 +556,12 @@ def _no_measure(unit: Unit) -> bool:
 
 def _limits(families: Sequence[Sequence[Unit]]) -> dict[Level, float]:
     """By level, the deviate of an outlier among all that are looked at."""
-    counts: dict[Level, int] = {"site": 0, "forward": 0, "row": 0}
+    counts: dict[Level, int] = {"site": 0, "forward": 0, "row": 0, "channel": 0}
     for stats in (stats for family in families for stats in _stats_of(family)):
         counts["site"] += 1
         counts["forward"] += len(stats.forwards)
         counts["row"] += stats.num_rows
+        counts["channel"] += 0 if stats.channels is None else stats.channels.energy.shape[1]
     return {level: limit_of(count) for level, count in counts.items()}
 
 

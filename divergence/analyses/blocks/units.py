@@ -147,6 +147,8 @@ class Blame:
     scaled: Literal["output", "update"] | None = None
     """Of a gain: what is scaled, by ``factor``."""
     factor: float = 1.0
+    channel: int | None = None
+    """Of a channel's error: which."""
 
     @property
     def limit_usage(self) -> float:

@@ -717,7 +717,7 @@ class Measurer:
         b = pieces.tensor(self._candidate, pair.candidate)
         if is_repeated(pair.reference, pair.candidate):
             a, b = repeated(a, b)
-        if not (a.is_floating_point() and a.shape == b.shape):
+        if not (a.is_floating_point() and a.shape == b.shape and a.numel()):
             return None
         own = pair.reference if true_record.shape == pair.reference.record.shape else pair.candidate
         truth = pieces.rows_of(run.read(true_record), own)

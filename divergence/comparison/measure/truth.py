@@ -250,6 +250,8 @@ if TYPE_CHECKING:
 
 
 SIDES: tuple[Side, Side] = ("reference", "candidate")
+_LEAST_SIDE = 1e-3
+"""Of a side that is exact in every channel: its least error over the other's."""
 LEAST_LONE = 0.25
 
 
@@ -301,12 +303,21 @@ class RowErrors:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelErrors:
+    """The errors of each channel of one site and phase. ``energy`` (2, D): each side's squared
+    error over ``num_rows``; ``least`` (D,): within which two errors are alike."""
+
+    energy: np.ndarray
+    least: np.ndarray
+    num_rows: int
+
+
 @dataclass(slots=True)
 class TruthStats:
     """How one site stands to the truth, all rows of a phase together, and forward by forward.
 
-    ``typical``: each side's median row error in floor units of the rounding model; ``peak``: by
-    question and side, the largest excess of that side over the other, and where; ``gains``:
+    ``typical``: each side's median row error in floor units of the rounding model; ``gains``:
     [(mean difference, its standard error), …] over the stream and over the update, with
     each side's own mean.
     """
@@ -314,9 +325,8 @@ class TruthStats:
     kind: str
     num_values: int
     num_rows: int
-    num_columns: int
     typical: dict[Side, float]
-    peak: dict[str, dict[Side, tuple[float, SiteResult]]] = field(default_factory=dict)
+    channels: ChannelErrors | None = None
     gains: list[dict[str, float]] = field(default_factory=list)
     gains_at: dict[PromptStep, list[dict[str, float]]] = field(default_factory=dict)
     """The same of each forward, where there are several."""
@@ -346,19 +356,10 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
         kind=forwards[0][0].kind or "",
         num_values=ENOUGH if is_norm(forwards[0][0].site) else len(rows.norm) * last,
         num_rows=int(rows.usual.sum()),
-        num_columns=last,
         typical=typical,
         first=min((entry[0] for entry in forwards), key=_order),
     )
-    for mine, other in (SIDES, SIDES[::-1]):
-        usual_other = max(typical[other], LEAST_LONE)
-        excess = rows.errors[mine] / np.hypot(rows.errors[other], usual_other)
-        for why, keep in (("token", rows.usual), ("sink", rows.sink)):
-            if keep.any():
-                top = int(np.where(keep, excess, -math.inf).argmax())
-                result = forwards[int(rows.forward[top])][0]
-                stats.peak.setdefault(why, {})[mine] = (float(excess[top]), result)
-    _channels(stats, samples.channels, rows)
+    stats.channels = _channel_errors(samples.channels, rows)
     stats.alike = rows.alike(rows.usual)[0]
     _by_forward(stats, forwards, rows)
     stats.rows = _row_errors(forwards, rows)
@@ -381,10 +382,12 @@ def _row_errors(forwards: _Forwards, rows: _Rows) -> RowErrors:
                     + against.row_index)  # fmt: skip
     with np.errstate(over="ignore"):
         energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
+    of_sides = np.stack([rows.numbers[side] for side in SIDES])
+    if is_norm(forwards[0][0].site):  # one number, of many
+        of_sides = np.full_like(of_sides, ENOUGH)
     return RowErrors(
         np.concatenate(keys), np.concatenate(numbers), list(places), list(places.values()),
-        energy,
-        np.stack([rows.numbers[side] for side in SIDES]), rows.sink,
+        energy, of_sides, rows.sink,
     )  # fmt: skip
 
 
@@ -474,33 +477,35 @@ def _order(result: SiteResult) -> tuple[int, int, int]:
     return (result.sample, result.step, result.order)
 
 
-def _channels(stats: TruthStats, channels: ChannelSums, rows: _Rows) -> None:
-    """√(one side's squared error in a channel over the other's there plus what the other makes in
-    any channel: its mean one's, or its typical row error's share by size where that is more.
-    Rounding goes with the values: a massive activation holds nearly all of its row's error.
+def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
+    """None where nothing is to be told of one channel.
 
     Of each forward the channel's largest row is left out, of forwards of one row the largest: one
-    bad token is no bad channel, and prompts that begin alike have the same bad token."""
+    bad token is no bad channel, and prompts that begin alike have the same bad token. Two errors
+    are alike within the mean channel's, or the typical row error's share by size where that is
+    more, of the side where it is less: rounding goes with the values, and a massive activation
+    holds nearly all of its row's error."""
     if channels.is_mixed:
-        return  # attention weights: their last axis is the tokens seen so far
-    sums = channels.total
-    if int((~rows.sink).sum()) < MIN_ROWS or sums.shape[1] < 2:
-        return
-    for mine, other in ((0, 1), (1, 0)):
-        whole = float(sums[other].mean())
-        if whole <= 0:
-            continue
-        errors = rows.sides[SIDES[other]] / np.maximum(rows.norm, 1e-300)
+        return None  # attention weights: their last axis is the tokens seen so far
+    sums, count = channels.total, int((~rows.sink).sum())
+    if count < MIN_ROWS or sums.shape[1] < 2 or not sums[:2].any():
+        return None
+    largest = channels.largest_of_long
+    if channels.num_alone >= MIN_ROWS:
+        largest = largest + channels.largest_alone
+    least = []
+    for number, side in enumerate(SIDES):
         # of a row that should be zero the error is without bound: then the mean channel is held to
+        errors = _median((rows.sides[side] / np.maximum(rows.norm, 1e-300))[~rows.sink])
         with np.errstate(all="ignore"):
-            share = np.nan_to_num(np.square(np.float64(_median(errors[~rows.sink]))) * sums[3])
-        largest = channels.largest_of_long[mine]
-        if channels.num_alone >= MIN_ROWS:
-            largest = largest + channels.largest_alone[mine]
-        excess = (sums[mine] - largest) / (sums[other] + np.maximum(share, whole))
-        assert stats.first is not None
-        top = math.sqrt(max(0.0, float(excess.max())))
-        stats.peak.setdefault("channel", {})[SIDES[mine]] = (top, stats.first)
+            share = np.nan_to_num(np.square(np.float64(errors)) * sums[3])
+        least.append(np.maximum(share, sums[number].mean()))
+    exact = np.maximum(*(each.max() for each in least)) * _LEAST_SIDE**2
+    return ChannelErrors(
+        energy=np.maximum(sums[:2] - largest, 0.0),
+        least=np.sqrt(np.maximum(np.minimum(*least), max(exact, 1e-300))),
+        num_rows=count,
+    )
 
 
 def _gains(stats: TruthStats, rows: _Rows) -> None:

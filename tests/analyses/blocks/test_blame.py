@@ -58,6 +58,7 @@ class Block:
 def judged(blocks, *, swap=False, routed=False, beside=None):
     family = [block.stats(swap=swap) for block in blocks]
     counts = {"site": 1, "forward": len(family[0].forwards), "row": family[0].num_rows}
+    counts["channel"] = COLUMNS
     limits = {level: limit_of(len(family) * count) for level, count in counts.items()}
     return judge_family(family, limits, routed, THRESHOLDS, beside)
 

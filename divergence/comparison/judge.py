@@ -13,7 +13,8 @@ members × columns, columns being forwards or rows. Median polish (Tukey 1977) f
 x = μ + member + column + rest. What makes a block hard or a token hard troubles both sides alike
 and is not in x; what makes one side's kernels coarser is in μ; what troubles one token in all
 blocks is in its column. Judged are the rest of each cell and the columns' effects; and the members'
-own x over all rows, against their median. The variance of each is
+own x over all rows, against their median. A member's effect that stands out itself excuses none of
+its cells. The variance of each is
 
     its own, 1/n + 1/n² for two sides of n numbers (¼ Var log F(n, n))
     + its control's: π/2 · the others' typical variance / how many they are
@@ -88,13 +89,17 @@ def outliers(
     if num_columns > 1:
         control_variance = control_variance + _CONTROL * by_member[:, None] / (num_columns - 1)
     sigma = np.full(num_members, max(sigma0, _deviation(rest)))
-    if num_columns == 1:  # of few members, one that stands out moves the others' deviation
-        apart = [np.delete(members, number) for number in range(num_members)]
-        sigma = np.array([max(sigma0, _deviation(y - np.median(y))) for y in apart])
-        members = np.zeros(num_members)
+    beyond = _straight if linear else reach
+    # of few members, one that stands out moves the others' deviation
+    apart = [np.delete(members, number) for number in range(num_members)]
+    of_members = np.array([max(sigma0, _deviation(y - np.median(y))) for y in apart])
+    if num_columns == 1:
+        sigma, members = of_members, np.zeros(num_members)
+    else:  # what is off in most of its columns does not excuse itself in the others
+        chance = _CONTROL * by_member / num_columns + np.square(of_members)
+        members = np.where(np.abs(members) > beyond(limit, chance), 0.0, members)
     variance = own + control_variance + np.square(sigma)[:, None]
     column_sigma = max(sigma0, _deviation(columns))
-    beyond = _straight if linear else reach
     return JudgedTable(
         x=x, control=usual + members[:, None] + columns[None, :], reach=beyond(limit, variance),
         column=columns,

@@ -23,7 +23,7 @@ Nothing of this is looked at where nothing is beyond its limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from divergence.comparison.align.pieces import Pair, Pieces, repeated, same_positions
 from divergence.comparison.decide import check, confidence_of
 from divergence.comparison.result import Report
-from divergence.comparison.results import Finding, SiteKey
+from divergence.comparison.results import Finding, SiteKey, SiteResult, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import format_named
@@ -136,6 +136,7 @@ def freed(measured: Measured, report: Report) -> Freed | None:
         return None
     forms = [form for look in (_constant_of_rows, _turned_tables)
              if (form := look(measured, sites)) is not None]  # fmt: skip
+    forms += _taken_back(measured, report)
     if not forms:
         return None
     changed = {place: held for form in forms for place, held in form.changed.items()}
@@ -406,3 +407,152 @@ def _tensors(pieces: Pieces, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     a = pieces.tensor(pieces.reference, pair.reference).double()
     b = pieces.tensor(pieces.candidate, pair.candidate).double()
     return same_positions(a, pair.reference.record, b, pair.candidate.record)
+
+
+# Channels in another order, with other signs or of another size, which a module takes back.
+
+_LEAST_ROWS = 8
+"""Fewer rows tell no order of channels."""
+_SEEN_BACK = 10.0
+"""What is taken back was so many times as large, before, as what differs behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The candidate's channels: ``factor * signs * a[:, order]``."""
+
+    order: torch.Tensor
+    signs: torch.Tensor
+    factor: float
+
+    def taken_off(self, b: torch.Tensor) -> torch.Tensor:
+        """The candidate's tensor as if it had the reference's channels."""
+        rows = b.double().reshape(*b.shape[:2], -1)
+        back = rows.new_empty(rows.shape)
+        back[..., self.order] = rows * self.signs / self.factor
+        return back.reshape(b.shape)
+
+
+def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
+    """Of each part of a block (its attention, its MLP) in which sites are beyond their limit, where
+    all of them have the reference's channels in another order, with other signs or of another size,
+    and the part takes that back: a module is given it and gives what the other side's gives; or the
+    keys have the queries' signs and the reciprocal of their factor."""
+    anchored = [site for site in report.sites if site.pass_ == "anchored" and site.block]
+    flagged: dict[str, list[SiteResult]] = {}
+    for site in anchored:
+        if site.flagged:
+            assert site.block is not None
+            inside = module_of(site.site).removeprefix(site.block).removeprefix(".")
+            flagged.setdefault(f"{site.block}.{inside.partition('.')[0]}", []).append(site)
+    for part, results in flagged.items():
+        sites = list(dict.fromkeys(s.site for s in sorted(results, key=order_of)))
+        maps = {site: _map_of(measured, site) for site in sites}
+        if any(found is None for found in maps.values()):
+            continue
+        known = {site: found for site, found in maps.items() if found is not None}
+        last = sites[-1]
+        by = module_of(last)
+        if not (last == f"{by}:in" and _gives_the_same(last, f"{by}:out", anchored)):
+            by = f"{part}.o_proj"
+            if not (
+                _cancel(measured.reference.manifest.model.config, part, known)
+                and _gives_the_same(sites[0], f"{by}:in", anchored)
+            ):
+                continue
+            by = part
+        names = {measured.rename(site): site for site in sites}
+        changed = {
+            record.coordinates: (record, known[names[record.site]].taken_off(
+                measured.candidate.read(record)))
+            for record in measured.candidate.records
+            if record.site in names and measured.candidate.has_bytes(record)
+        }  # fmt: skip
+        first = known[sites[0]]
+        moved = first.order != first.order.sort().values
+        yield _Form(
+            fact(
+                "taken_back", sites=sites, module=by, moved=int(moved.sum()),
+                signs=int((first.signs < 0).sum()), channels=len(first.signs),
+                factor=None if first.factor == 1.0 else first.factor,
+            ),
+            changed,
+        )  # fmt: skip
+
+
+def _gives_the_same(before: str, behind: str, sites: Sequence[SiteResult]) -> bool:
+    """Is what comes ``behind`` measured and within its limit, and does the difference ``before`` it
+    not reach it? What is nothing but zeros tells nothing."""
+    given = [site for site in sites if site.site == before]
+    given_on = [site for site in sites if site.site == behind]
+    if not given_on or any(s.flagged or s.ratio is None or not s.reference_norm for s in given_on):
+        return False
+    apart = min(site.rel_l2 or 0.0 for site in given)
+    return apart > _SEEN_BACK * max(site.rel_l2 or 0.0 for site in given_on)
+
+
+def _map_of(measured: Measured, site: str) -> _Map | None:
+    """How the candidate's channels at a site come from the reference's, in all anchored rows."""
+    import torch
+
+    pieces = Pieces(measured.reference, measured.candidate)
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in _float_pairs(measured):
+        if pair.pass_ != "anchored" or pair.reference.record.site != site:
+            continue
+        a, b = _tensors(pieces, pair)
+        if a.ndim < 3 or a.shape != b.shape:
+            return None
+        a, b = (side.reshape(-1, math.prod(side.shape[2:])) for side in (a, b))
+        mask = pieces.row_mask(pair.reference, pair.reference.record.shape)
+        if mask is not None and len(mask) == len(a):
+            a, b = a[mask], b[mask]
+        rows.append((a, b))
+    if not rows or len({a.shape[1] for a, _ in rows}) > 1:
+        return None
+    a, b = (torch.cat(side) for side in zip(*rows, strict=True))
+    if len(a) < _LEAST_ROWS or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return None
+    sizes = a.norm(dim=0), b.norm(dim=0)
+    if not bool((sizes[0] > 0).all() and (sizes[1] > 0).all()):
+        return None
+    alike = (a / sizes[0]).T @ (b / sizes[1])  # (C, C): A's channels against B's
+    own = alike.diagonal()
+    order = torch.arange(len(own))
+    if not bool((own.abs() > EXPLAINS).all()):
+        order = alike.abs().argmax(0)
+        if len(order.unique()) < len(order):
+            return None
+        own = alike[order, torch.arange(len(order))]
+    signs = own.sign()
+    matched = a[:, order] * signs
+    factor = float((matched * b).sum() / matched.square().sum())
+    if abs(factor - 1) < 1 / 256:  # what rounding may make of none
+        factor = 1.0
+    rest, apart = (b - factor * matched).square().sum(), (b - a).square().sum()
+    if not factor > 0 or not bool(rest <= (1 - EXPLAINS) * apart):
+        return None
+    return _Map(order, signs, factor)
+
+
+def _cancel(config: Mapping[str, object], part: str, maps: Mapping[str, _Map]) -> bool:
+    """Have the queries and keys of an attention, alone, the same signs in each head, and factors
+    whose product is 1?"""
+    import torch
+
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if not isinstance(heads, int) or not set(maps) == {f"{part}.{n}_proj:out" for n in "qk"}:
+        return False
+    kv_heads = kv_heads if isinstance(kv_heads, int) else heads
+    q, k = maps[f"{part}.q_proj:out"], maps[f"{part}.k_proj:out"]
+    if any(bool((m.order != torch.arange(len(m.order))).any()) for m in (q, k)):
+        return False
+    if len(q.signs) % heads or len(k.signs) % kv_heads or heads % kv_heads:
+        return False
+    of_q, of_k = q.signs.reshape(heads, -1), k.signs.reshape(kv_heads, -1)
+    if of_q.shape[1] != of_k.shape[1]:
+        return False
+    return (
+        bool((of_q == of_k.repeat_interleave(heads // kv_heads, 0)).all())
+        and abs(q.factor * k.factor - 1) < 1 / 256
+    )

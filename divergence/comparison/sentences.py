@@ -171,6 +171,11 @@ SENTENCES: Mapping[str, str] = {
         "[[ (positions {offsets:list} further on)]]: it cancels between queries and keys, and "
         "nothing that follows depends on it"
     ),
+    "taken_back": (
+        "{sites:names 2}: the channels of the other side[[ with {signs} of "
+        "{channels} signs turned]][[ in another order ({moved} of {channels} moved)]][[ times "
+        "{factor:.4g}]], and {module} takes it back: what it gives differs by rounding alone"
+    ),
     "angles_round": (
         "at other positions float32 rounds the angles otherwise, by up to {rounding:.1e}, and the "
         "free runs part by {rel_l2:.1e}: no more than that makes of them"

@@ -239,3 +239,101 @@ def test_tables_that_queries_and_keys_do_not_share_are_a_fault(runs, tmp_path):
     report = report_of(runs(), tmp_path, prepare)
     assert report.verdict.kind in ("localized", "systematic")
     assert report.verdict.side == "candidate"
+
+
+def turned(model, factor=1.0, keys=True, every=True):
+    """Signs of channels that rotate together, of the queries and the keys, and a factor."""
+    for layer in model.model.layers[: None if every else 1]:
+        attention = layer.self_attn
+        half = torch.tensor([1.0, -1.0]).repeat(attention.head_dim // 4)
+        signs = torch.cat((half, half))
+
+        def change(module, args, out, signs=signs, factor=1.0):
+            return out * signs.repeat(out.shape[-1] // len(signs)).to(out.dtype) * factor
+
+        attention.q_proj.register_forward_hook(functools.partial(change, factor=factor))
+        if keys:
+            attention.k_proj.register_forward_hook(functools.partial(change, factor=1 / factor))
+
+
+def reordered(model, back=True):
+    """Neurons of every MLP in another order, and the next matrix's columns with them."""
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        order = torch.randperm(mlp.up_proj.out_features, generator=torch.Generator().manual_seed(0))
+        for part in (mlp.up_proj, mlp.gate_proj):
+            part.register_forward_hook(lambda module, args, out: out[..., order])
+        if back:
+            inverse = order.argsort()
+            own = mlp.down_proj.forward
+            mlp.down_proj.forward = lambda x, own=own: own(x[..., inverse])
+
+
+def folded(model, back=True):
+    """What enters the MLP's last matrix is half as large, which that makes up for."""
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.up_proj.register_forward_hook(lambda module, args, out: out * 0.5)
+        if back:
+            own = mlp.down_proj.forward
+            mlp.down_proj.forward = lambda x, own=own: own(x * 2)
+
+
+TAKEN_BACK = {
+    "signs of queries and keys": turned,
+    "a factor of the queries taken off the keys": functools.partial(turned, factor=8.0),
+    "one block's signs": functools.partial(turned, every=False),
+    "neurons in another order": reordered,
+    "half of what a matrix doubles": folded,
+}
+NOT_TAKEN_BACK = {
+    "signs of queries": functools.partial(turned, keys=False),
+    "neurons in another order": functools.partial(reordered, back=False),
+    "half": functools.partial(folded, back=False),
+    "a small factor": lambda model: [
+        layer.self_attn.q_proj.register_forward_hook(lambda module, args, out: out * 1.02)
+        for layer in model.model.layers
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory, tiny_model):
+    """``inner(dtype)`` → a run that holds what is inside the blocks."""
+    made = {}
+
+    def make(dtype):
+        if dtype not in made:
+            made[dtype] = capture(
+                tiny_model("llama"), out=tmp_path_factory.mktemp("a") / "a", prompts=PROMPTS,
+                max_new_tokens=3, dtype=dtype, probe=False, truth="full", store="full", sites="modules",
+            )  # fmt: skip
+        return made[dtype]
+
+    return make
+
+
+BOTH_DTYPES = ("neurons in another order", "a small factor")
+
+
+def with_dtypes(names):
+    return [(name, "float32") for name in names] + [
+        (name, "bfloat16") for name in names if name in BOTH_DTYPES
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(TAKEN_BACK))
+def test_channels_that_the_next_module_takes_back_are_no_fault(inner, tmp_path, name, dtype):
+    """Signs, an order, a factor: inside the block much differs, and behind it nothing does."""
+    report = report_of(inner(dtype), tmp_path, TAKEN_BACK[name])
+    assert report.verdict.kind == "within_floor" and report.verdict.side in ("neither", None)
+    assert "takes it back" in report.verdict.summary
+    assert not any(site.flagged for site in report.sites)
+
+
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(NOT_TAKEN_BACK))
+def test_channels_that_nothing_takes_back_are_a_fault(inner, tmp_path, name, dtype):
+    """The same changes, where the next module computes with them."""
+    report = report_of(inner(dtype), tmp_path, NOT_TAKEN_BACK[name])
+    assert report.verdict.kind in ("localized", "systematic")
+    assert report.verdict.side == "candidate"

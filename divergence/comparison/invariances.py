@@ -541,7 +541,7 @@ def _cancel(config: Mapping[str, object], part: str, maps: Mapping[str, _Map]) -
     import torch
 
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if not isinstance(heads, int) or not set(maps) == {f"{part}.{n}_proj:out" for n in "qk"}:
+    if not isinstance(heads, int) or set(maps) != {f"{part}.{n}_proj:out" for n in "qk"}:
         return False
     kv_heads = kv_heads if isinstance(kv_heads, int) else heads
     q, k = maps[f"{part}.q_proj:out"], maps[f"{part}.k_proj:out"]

@@ -259,14 +259,13 @@ def turned(model, factor=1.0, keys=True, every=True):
 def reordered(model, back=True):
     """Neurons of every MLP in another order, and the next matrix's columns with them."""
     for layer in model.model.layers:
-        mlp = layer.mlp
-        order = torch.randperm(mlp.up_proj.out_features, generator=torch.Generator().manual_seed(0))
+        mlp, rng = layer.mlp, torch.Generator().manual_seed(0)
+        order = torch.randperm(mlp.up_proj.out_features, generator=rng)
         for part in (mlp.up_proj, mlp.gate_proj):
-            part.register_forward_hook(lambda module, args, out: out[..., order])
+            part.register_forward_hook(lambda module, args, out, order=order: out[..., order])
         if back:
-            inverse = order.argsort()
-            own = mlp.down_proj.forward
-            mlp.down_proj.forward = lambda x, own=own: own(x[..., inverse])
+            own, inverse = mlp.down_proj.forward, order.argsort()
+            mlp.down_proj.forward = lambda x, own=own, inverse=inverse: own(x[..., inverse])
 
 
 def folded(model, back=True):
@@ -306,7 +305,8 @@ def inner(tmp_path_factory, tiny_model):
         if dtype not in made:
             made[dtype] = capture(
                 tiny_model("llama"), out=tmp_path_factory.mktemp("a") / "a", prompts=PROMPTS,
-                max_new_tokens=3, dtype=dtype, probe=False, truth="full", store="full", sites="modules",
+                max_new_tokens=3, dtype=dtype, probe=False, truth="full", store="full",
+                sites="modules",
             )  # fmt: skip
         return made[dtype]
 

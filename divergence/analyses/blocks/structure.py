@@ -140,8 +140,9 @@ def _vector(x: Difference) -> tuple[float, Fact] | None:
     if times is not None and abs(abs(times) - 1) < 1 - EXPLAINS:
         cause = "twice" if times > 0 else "left_out"
     return share, fact(
-        "blocks.vector", share=share, site=x.site, num=len(x.d), parameter=name, times=times
-    )
+        "blocks.vector", share=share, site=x.site, num=len(x.d), parameter=name, times=times,
+        cause=cause,
+    )  # fmt: skip
 
 
 def _constants(x: Difference) -> tuple[float, Fact] | None:

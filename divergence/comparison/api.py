@@ -175,7 +175,11 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     for answer in answers.values():
         parts.update(answer.parts)
     sites = [
-        replaced(site, flagged=True) if site.key in decision.flags else site
+        replaced(
+            site, flagged=True, limit_usage=_beyond(site.limit_usage), usage=_beyond(site.usage)
+        )
+        if site.key in decision.flags
+        else site
         for site in parts["sites"]
     ]
     measured = replace(measured, sites=sites)
@@ -215,6 +219,11 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         audit=parts.get("audit"),
         replicas=parts.get("replicas", []),
     )
+
+
+def _beyond(usage: float | None) -> float | None:
+    """The share of a limit that is told of what is flagged for something else than that limit."""
+    return None if usage is None else max(1.0, usage)
 
 
 def _of_one_run(report: Report) -> Report:

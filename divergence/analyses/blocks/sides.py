@@ -33,7 +33,7 @@ from divergence.comparison.measure.truth import (
     TruthStats,
     stats_of,
 )
-from divergence.numerics.floor import ALLOWED, Thresholds, spread
+from divergence.numerics.floor import ALLOWED, Thresholds, share_from_nothing, spread
 from divergence.run.site import PHASES
 from divergence.words import Side
 
@@ -497,10 +497,13 @@ def blame_units(
             answers.sort(key=lambda answer: answer.why not in _WHOLE)
             suspected = {look.place for look in unit.beyond}
             usage = _usage_by_forward(unit, number, together, forwards, is_routed, thresholds)
-            usage |= {at: max(blame.limit_usage, usage.get(at, 0.0)) for at, blame in far.items()}
             for look in unit.looks:
-                look.usage = usage.get(look.place, look.usage)
+                if look.place in usage:
+                    look.usage, look.from_nothing = usage[look.place]
+                if look.place in far:
+                    look.usage = max(far[look.place].limit_usage, usage.get(look.place, (0.0,))[0])
             unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
+            unit.from_nothing = max((answer.share_used for answer in answers), default=0.0)
             unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
             if unit.blame is None and unit.why is not None:
                 beside = _beside_truth(unit, is_routed) or _beside_floor(unit, suspected)
@@ -594,17 +597,18 @@ def _no_measure(unit: Unit) -> bool:
 def _usage_by_forward(
     unit: Unit, number: int, together: JudgedFamily | None, forwards: Controls, routed: bool,
     thresholds: Thresholds,
-) -> dict[PromptStep, float]:  # fmt: skip
-    """How much of its limit each forward of what the truth judges uses. ``number``: of the unit in
-    its family."""
+) -> dict[PromptStep, tuple[float, float]]:  # fmt: skip
+    """How much of its limit each forward of what the truth judges uses, and the share from nothing
+    on. ``number``: of the unit in its family."""
     assert unit.stats is not None
     if together is not None:
         judged = forwards_of(together, number, unit.widened)
-        return {place: blame.limit_usage for place, blame in judged.items()}
+        return {place: (blame.limit_usage, blame.share_used) for place, blame in judged.items()}
     by_place = lone_usages(unit.stats, forwards, routed, unit.widened, thresholds)
     return {
-        place: max(excess, 1 / max(excess, 1e-300)) / limit
+        place: (times / limit, share_from_nothing(times, limit))
         for place, (excess, _, limit) in by_place.items()
+        if (times := max(excess, 1 / max(excess, 1e-300)))
     }
 
 

@@ -99,9 +99,11 @@ class Freed:
         if verdict.kind == "identical":
             headline = [fact("rest_is_equal")]
             verdict = replace(verdict, kind="within_floor")
+        evidence = [*verdict.evidence, *self.facts]
         if verdict.kind in _QUIET:
             headline = [*headline, fact("no_output_depends", what=self.facts)]
-        told = replace(verdict, headline=headline, evidence=[*self.facts, *verdict.evidence])
+            evidence = [*self.facts, *verdict.evidence]
+        told = replace(verdict, headline=headline, evidence=evidence)
         own = {site.key: site for site in before.sites}
         judged = ("floor", "ratio", "ratio_max", "ratio_sink", "prompts", "limit", "limit_usage",
                   "usage", "flagged", "truth")  # fmt: skip
@@ -165,24 +167,25 @@ def _constant_of_rows(measured: Measured, sites: set[str]) -> _Form | None:
     if not own & sites:
         return None
     pieces = Pieces(measured.reference, measured.candidate)
-    changed: Changed = {}
+    pairs = [pair for pair in _float_pairs(measured) if pair.reference.record.site in own]
     squared = explained = largest = 0.0
-    for pair in _float_pairs(measured):
-        record = pair.candidate.record
-        if pair.reference.record.site not in own:
-            continue
+    for pair in pairs:
         a, b = _tensors(pieces, pair)
         if a.shape != b.shape or a.ndim < 2:
             return None
         constants, sums = _row_constants(a, b)
         squared, explained = squared + sums[0], explained + sums[1]
-        largest = max(largest, float(constants.abs().max()) if constants.numel() else 0.0)
-        whole = changed.get(record.coordinates, (record, None))[1]
-        if whole is None:
-            whole = measured.candidate.read(record).double()
-        changed[record.coordinates] = record, _less(whole, pair, constants)
+        largest = max(largest, float(constants.abs().max()))
     if not squared or explained < EXPLAINS * squared:
         return None
+    changed: Changed = {}
+    for pair in pairs:
+        record = pair.candidate.record
+        _, whole = changed.get(record.coordinates, (record, None))
+        if whole is None:
+            whole = measured.candidate.read(record).double()
+        constants, _ = _row_constants(*_tensors(pieces, pair))
+        changed[record.coordinates] = record, _less(whole, pair, constants)
     for record, partner in _escalated(measured, own):
         a, b = partner.double(), measured.candidate.read(record).double()
         if a.shape == b.shape:

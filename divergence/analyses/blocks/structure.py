@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from divergence.comparison.judge import Floats
     from divergence.run.manifest import Manifest, ParameterNote
 
-_MOST_NUMBERS = 1 << 26
-"""What is larger is looked at in its first rows alone."""
+_MOST_NUMBERS = 1 << 23
+"""Of a larger site the first rows are looked at: 200 MB."""
 _FEW = 4
 """Fewer rows show no vector that they share, and no order."""
 _GROWS = 2.0
@@ -322,7 +322,7 @@ def _difference(measured: Measured, unit: Unit) -> Difference | None:
             place = pair.reference.sample, pair.candidate.record.step
             forwards.setdefault(place, []).append(pair)
     for (_, step), pairs in forwards.items():
-        if numbers > _MOST_NUMBERS:
+        if numbers >= _MOST_NUMBERS:
             break
         tensors = []
         for pair in pairs:
@@ -341,19 +341,22 @@ def _difference(measured: Measured, unit: Unit) -> Difference | None:
         shape = (*tensors[0][0].shape[:2], 1)
         if len(pairs) < len(sites) or any(x.shape[:2] != shape[:2] for x, *_ in tensors):
             return None
-        numbers += sum(x.numel() for x, *_ in tensors)
+        num_columns = sum(math.prod(x.shape[2:]) for x, *_ in tensors)
+        num_rows = min(math.prod(shape), max(1, (_MOST_NUMBERS - numbers) // num_columns))
+        numbers += num_rows * num_columns
         columns = [
-            torch.cat([side.double().reshape(math.prod(shape), -1) for side in sides], 1).numpy()
+            torch.cat([side.flatten(0, 1)[:num_rows].flatten(1).double() for side in sides], 1)
             for sides in zip(*tensors, strict=True)
         ]
-        kept = np.isfinite(columns[0]).all(1) & np.isfinite(columns[1]).all(1)
+        kept = columns[0].isfinite().all(1) & columns[1].isfinite().all(1)
         mask = pieces.row_mask(pairs[0].reference, shape)
         if mask is not None:
-            kept &= mask.numpy()
-        rows = [pieces.locate(pairs[0].reference, shape, row) for row in range(math.prod(shape))]
+            kept &= mask[:num_rows]
+        rows = [pieces.locate(pairs[0].reference, shape, row) for row in range(num_rows)]
         known = np.array([[-1 if n is None else n for n in row] for row in rows], float)
         beyond = [not some or usages.get((int(n), step), 0.0) > 1 for n in known[:, 0]]
-        parts.append(tuple(column[kept] for column in (*columns, known, np.array(beyond))))
+        together = (*(column.numpy() for column in columns), known, np.array(beyond))
+        parts.append(tuple(column[kept.numpy()] for column in together))
     if len({part[0].shape[1] for part in parts}) != 1:
         return None
     ours, theirs, base, where, off = (np.concatenate(each) for each in zip(*parts, strict=True))

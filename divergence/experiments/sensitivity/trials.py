@@ -254,7 +254,11 @@ class SensitivityTrials:
             ]  # fmt: skip
         known = measured.truth_samples
         truth_samples = known and known.with_changed(measurer.judge.truth_samples)
-        return self.verdict_of(replace(measured, sites=sites, truth_samples=truth_samples))
+        # the tensors of the pairs are those without the fault, and show nothing of its structure
+        alignment = replace(measured.alignment, pairs=[])
+        return self.verdict_of(
+            replace(measured, sites=sites, truth_samples=truth_samples, alignment=alignment)
+        )
 
     def verdict_of(self, measured: Measured) -> Verdict:
         """What the blocks, the ends and the tokens say together. The ends and the tokens are those

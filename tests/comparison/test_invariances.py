@@ -82,6 +82,53 @@ def test_a_constant_of_each_row_of_logits_is_no_fault(runs, tmp_path, name, dtyp
     assert there.rel_l2 > 1e-3 and there.limit_usage < 1
 
 
+def test_a_constant_behind_the_head_is_no_fault(runs, tmp_path):
+    """Also where the code between the head and what the model returns adds it."""
+
+    def prepare(model):
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def centred(*args, **kwargs):
+            out = forward(*args, **kwargs)
+            out.logits = out.logits - out.logits.mean(-1, keepdim=True)
+            return out
+
+        model.forward = centred
+
+    report = report_of(runs(), tmp_path, prepare)
+    assert report.verdict.kind == "within_floor", report.verdict
+    assert "one constant a row" in report.verdict.summary
+
+
+def test_a_constant_of_each_row_of_scores_is_no_fault(tiny_model, tmp_path):
+    """An attention that shifts its scores, where its operators were recorded."""
+    softmax = torch.nn.functional.softmax
+    a = capture(
+        tiny_model("llama"), out=tmp_path / "a", prompts=PROMPTS, dtype="float32", probe=False,
+        attn_implementation="eager", sites=["blocks", "ops@model.layers.1"], truth="full",
+    )  # fmt: skip
+
+    def prepare(model):
+        attention = model.model.layers[1].self_attn
+        forward = attention.forward
+
+        @functools.wraps(forward)
+        def shifted(*args, **kwargs):
+            torch.nn.functional.softmax = lambda x, *more, **how: softmax(
+                x + 0.3713 + x[..., :1], *more, **how
+            )
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                torch.nn.functional.softmax = softmax
+
+        attention.forward = shifted
+
+    verdict = report_of(a, tmp_path, prepare).verdict
+    assert verdict.kind == "within_floor" and verdict.side in ("neither", None)
+
+
 def one_logit_more(logits):
     logits = logits + 3.0
     logits[..., 77] += 0.05

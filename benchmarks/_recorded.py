@@ -272,6 +272,17 @@ class ReplayedRun(Run):
 
 
 @contextlib.contextmanager
+def without_tensors() -> Iterator[None]:
+    """Within it, nothing looks at the tensors of an onset: no recording keeps them. What is told of
+    them names no other place or side."""
+    with (
+        mock.patch("divergence.analyses.blocks.onset.structures_at", lambda measured, unit: []),
+        mock.patch("divergence.comparison.invariances.freed", lambda measured, report: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def without_truth() -> Iterator[None]:
     """Within it, the truth that a run carries is not seen."""
     with mock.patch("divergence.run.reader.own_truth", lambda run: None):
@@ -371,6 +382,7 @@ class Recording:
 
         with (
             without_truth() if asked.way == "none" else contextlib.nullcontext(),
+            without_tensors(),
             mock.patch("divergence.run.reader.Run", ReplayedRun),
             pipeline.measured_by(recorded),
         ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace as replaced
 
@@ -26,7 +27,14 @@ from divergence.comparison.analysis import (
     without_sites,
 )
 from divergence.comparison.decide import decide, explained, of_one_run
-from divergence.comparison.measure.runs import measure, measured_where_asked, opened, opened_truth
+from divergence.comparison.measure.runs import (
+    measure,
+    measure_pairs,
+    measured_by,
+    measured_where_asked,
+    opened,
+    opened_truth,
+)
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import Coverage, Finding, PreflightLine
@@ -109,11 +117,19 @@ def compare(
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
-    measured = measure_runs(
-        a, b, lines, names=names, truth=truth, floor=floor, thresholds=thresholds,
-        progress=progress,
-    )  # fmt: skip
+    judge: dict[str, Any] = {
+        "names": names, "truth": truth, "floor": floor, "thresholds": thresholds,
+    }  # fmt: skip
+    measured = measure_runs(a, b, lines, **judge, progress=progress)
     report = report_on(measured)
+    if report.verdict.kind in ("localized", "systematic", "drift"):
+        from divergence.comparison.invariances import freed
+
+        free = freed(measured, report)
+        if free is not None:
+            with measured_by(measure_pairs):  # it lies in the memory of this process
+                measured = measure_runs(a, free.candidate, lines, **judge)
+            report = free.report(report, report_on(measured), thresholds)
     if floor:
         from divergence.comparison.trusted import widening_notes
 
@@ -159,7 +175,11 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     for answer in answers.values():
         parts.update(answer.parts)
     sites = [
-        replaced(site, flagged=True) if site.key in decision.flags else site
+        replaced(
+            site, flagged=True, limit_usage=_beyond(site.limit_usage), usage=_beyond(site.usage)
+        )
+        if site.key in decision.flags
+        else site
         for site in parts["sites"]
     ]
     measured = replace(measured, sites=sites)
@@ -199,6 +219,11 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         audit=parts.get("audit"),
         replicas=parts.get("replicas", []),
     )
+
+
+def _beyond(usage: float | None) -> float | None:
+    """The share of a limit that is told of what is flagged for something else than that limit."""
+    return None if usage is None else max(1.0, usage)
 
 
 def _of_one_run(report: Report) -> Report:

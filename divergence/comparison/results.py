@@ -433,7 +433,8 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     """The ``ratio`` beyond which the judge flags this site's typical token."""
     limit_usage: float | None = None
     """The largest share of any limit that this site uses, over all its samples and steps of a
-    phase; over 1 is beyond the limit."""
+    phase: 0 where the sides do not differ, 1 or more where it is flagged, and beyond 1 how many
+    times the limit. Of a ratio of errors it is the share of the logarithm."""
     truth: TruthDiff | None = None
     """Both sides against a float64 run, where one was given."""
     of: Side | None = None

@@ -159,6 +159,28 @@ SENTENCES: Mapping[str, str] = {
         "{within:yes=they|no=the runs} differ, but nothing that rounds was compared"
     ),
     "most_not_compared": ("most was not compared: {why}; what was differs by rounding alone"),
+    # what differs and no output depends on
+    "no_output_depends": "; {what:list ; }",
+    "rest_is_equal": "all else is equal bit for bit",
+    "logits_shifted": (
+        "the logits ({site}) differ by one constant a row, up to {largest:.3g}: softmax takes it "
+        "away, and no probability depends on it[[ (KL at most {kl:.1e} nats)]]"
+    ),
+    "tables_turned": (
+        "the rotary tables ({site}) are turned by one angle for all tokens of {samples:some prompt}"
+        "[[ (positions {offsets:list} further on)]]: it cancels between queries and keys, and "
+        "nothing that follows depends on it"
+    ),
+    "taken_back": (
+        "{sites:names 2}: the channels of the other side[[ with {signs} of "
+        "{channels} signs turned]][[ in another order ({moved} of {channels} moved)]][[ times "
+        "{factor:.4g}]], and {module} takes it back: what it gives differs by rounding alone"
+    ),
+    "angles_round": (
+        "at other positions float32 rounds the angles otherwise, by up to {rounding:.1e}, and the "
+        "free runs part by {rel_l2:.1e}: no more than that makes of them"
+    ),
+    "angles_round_more": "the free runs part by what rounds angles at other positions",
     "hidden_below_floor": (
         "what is smaller than this dtype's floor stays invisible {within:yes=unless made in "
         "float32|no=without an escalated pass}{next:yes=: see next|no=, which takes a B that one "

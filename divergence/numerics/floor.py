@@ -210,6 +210,14 @@ def check_range(value: float, allowed: tuple[float, float], *, where: str) -> No
         )
 
 
+def share_from_nothing(ratio: float, limit: float) -> float:
+    """How much of its limit a ratio of two errors uses: 0 where they are the same, 1 at the limit,
+    in between as their logarithms are; beyond it, how many times it is the limit."""
+    if ratio >= limit or limit <= 1:
+        return ratio / limit
+    return math.log(ratio) / math.log(limit) if ratio > 1 else 0.0
+
+
 @functools.lru_cache(maxsize=4096)
 def spread(num_values: int, *, num_looks: int = 1) -> float:
     """By how much the relative error of few numbers may exceed that of many, by chance alone.

@@ -255,7 +255,7 @@ def _prompt_lines(report: Report) -> list[Line]:
     from divergence.analyses.blocks.show import prompt_usage
 
     rows = prompt_usage(report)
-    if len(rows) < 2 or report.verdict.kind == "identical":
+    if len(rows) < 2 or report.verdict.kind == "identical" or not rows[0][0]:
         return []
     if rows[0][0] < 1.1 * rows[-1][0]:
         return [prose("prompts", f"all {len(rows)} alike: {_used(rows[0][0])} of the limit")]

@@ -368,24 +368,28 @@ def _with_limits(
         many = len(unit.looks) > 1
         for result in unit.results:
             fields[id(result)] = {
-                "limit": unit.limit, "limit_usage": unit.limit_usage,
-                "usage": 0.0 if many else unit.limit_usage,
+                "limit": unit.limit, "limit_usage": unit.share_used,
+                "usage": 0.0 if many else unit.share_used,
             }  # fmt: skip
         for look in unit.looks if many else ():
             mine = fields[id(look.result)]
-            mine["usage"] = max(mine["usage"], look.usage)
+            mine["usage"] = max(mine["usage"], look.share_used)
             mine["prompts"] = [
-                msgspec.structs.replace(row, usage=look.usage) if row.sample == look.sample else row
+                msgspec.structs.replace(row, usage=look.share_used)
+                if row.sample == look.sample
+                else row
                 for row in mine.get("prompts", look.result.prompts)
             ]
     for unit in flagged:
         for result in unit.results:
             mine, beyond = fields[id(result)], _is_beyond(unit, result)
             mine["flagged"] = beyond
+            if beyond:  # by all forwards together, perhaps, of which each is within its own limit
+                mine["usage"] = max(mine["usage"], 1.0)
             if beyond and _one_token(unit):  # of no look: its prompt uses as much all the same
-                mine["usage"] = unit.limit_usage
+                mine["usage"] = unit.share_used
                 mine["prompts"] = [
-                    msgspec.structs.replace(prompt, usage=unit.limit_usage)
+                    msgspec.structs.replace(prompt, usage=unit.share_used)
                     if prompt.sample == result.worst_sample else prompt
                     for prompt in mine.get("prompts", result.prompts)
                 ]  # fmt: skip

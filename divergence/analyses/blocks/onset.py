@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from divergence.analyses.blocks.structure import layer_type_of, structures_at
 from divergence.analyses.blocks.suspects import (
     Escalation,
     Family,
@@ -41,7 +42,9 @@ def made_at(
     table = None if family is None else _table_behind(measured, family, flagged)
     if table is not None:
         first, family = table, None
-    evidence = [unit_evidence(first)]
+    evidence = [unit_evidence(first), *structures_at(measured, first)]
+    layers = layer_type_of(measured, units, flagged)
+    evidence += [] if layers is None else [layers]
     if table is not None:
         evidence.append(fact("blocks_read_table"))
     if not measured.anchored:

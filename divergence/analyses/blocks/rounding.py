@@ -210,7 +210,7 @@ def within_rounding(
     against_truth = [unit for unit in judged if unit.stats is not None]
     evidence = [_largest(judged)]
     if against_truth:
-        closest = max(against_truth, key=lambda unit: unit.limit_usage)
+        closest = max(against_truth, key=lambda unit: unit.share_used)
         evidence.append(
             fact(
                 "blocks.judged_against",
@@ -218,7 +218,7 @@ def within_rounding(
                 num_judged=len(against_truth),
                 site=closest.site,
                 phase=closest.phase,
-                limit_usage=closest.limit_usage,
+                limit_usage=closest.share_used,
             )
         )
     evidence += [

@@ -97,6 +97,38 @@ SENTENCES: Mapping[str, str] = {
     "no_float32_here": ("no float32 check {ranks:yes=of several ranks|no=between two dtypes}"),
     "no_float32": "no float32 check (capture --escalate)",
     "not_in_float32": "{side:letter} was not seen in float32 (capture --escalate)",
+    # the structure of a difference
+    "factor": (
+        "B's {update:yes=update|no=output} of {site} is {factor:.4g} × A's: one factor is "
+        "{share:share} of the squared difference"
+    ),
+    "vocabulary_row": (
+        "{share:share} of the squared difference at {site} is that of token {number} alone"
+    ),
+    "channel": (
+        "{share:share} of the squared difference at {site} is in channel {number} of {total} alone"
+    ),
+    "head": (
+        "{share:share} of the squared difference at {site} is in head {number} of {total} alone"
+    ),
+    "layer_type": (
+        "beyond their limit are the {num} blocks {type:odd=of odd number|even=of even number|"
+        "*=of type {type}}, and no other of {total}"
+    ),
+    "vector": (
+        "one vector, the same at all {num} tokens, is {share:share} of the squared difference at "
+        "{site}[[: {times:+.3g} × {parameter}]]{cause:twice=, as where that is added twice|"
+        "left_out=, as where that is left out|*=}"
+    ),
+    "row_constants": (
+        "one constant in all channels of a token, up to {largest:.3g}, is {share:share} of the "
+        "squared difference at {site}"
+    ),
+    "growing": (
+        "the difference at {site} grows with the position[[ from token {token} on]], as what is "
+        "multiplied by it ({share:share} of it)"
+    ),
+    "beginning": "the difference at {site} begins at token {token}: before it only rounding",
     # drift
     "seen_in_free_run": "seen in the free run alone",
     "in_free_pass": "free pass, prompt {sample}, step {step}, {site}",

@@ -460,11 +460,14 @@ def blame_units(
             answers.sort(key=lambda answer: answer.why not in _WHOLE)
             suspected = {look.place for look in unit.beyond}
             shown = forwards_of(own, member, unit.widened)
-            usage = {place: blame.limit_usage for place, blame in shown.items()}
-            usage |= {at: max(blame.limit_usage, usage.get(at, 0.0)) for at, blame in far.items()}
+            usage = {place: (blame.limit_usage, blame.share_used) for place, blame in shown.items()}
             for look in unit.looks:
-                look.usage = usage.get(look.place, look.usage)
+                if look.place in usage:
+                    look.usage, look.from_nothing = usage[look.place]
+                if look.place in far:
+                    look.usage = max(far[look.place].limit_usage, usage.get(look.place, (0.0,))[0])
             unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
+            unit.from_nothing = max((answer.share_used for answer in answers), default=0.0)
             unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
             if unit.blame is None and unit.why is not None:
                 beside = _beside_truth(unit, is_routed) or _beside_floor(unit, suspected)

@@ -13,7 +13,14 @@ import numpy as np
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.judge import limit_of, observed, outliers
 from divergence.comparison.results import SiteResult, num_rows, order_of
-from divergence.numerics.floor import ALLOWED, ENOUGH, THRESHOLDS, Thresholds, spread
+from divergence.numerics.floor import (
+    ALLOWED,
+    ENOUGH,
+    THRESHOLDS,
+    Thresholds,
+    share_from_nothing,
+    spread,
+)
 from divergence.numerics.formats import format_named
 from divergence.run.site import (
     BACKWARD,
@@ -68,10 +75,19 @@ class Look:
     limit: float = 0.0
     usage: float = 0.0
     between: float = 0.0
+    from_nothing: float | None = None
+    """``usage`` as ``share_from_nothing`` has it, where that is another number."""
 
     @property
     def place(self) -> PromptStep:
         return self.sample, self.result.step
+
+    @property
+    def share_used(self) -> float:
+        """Of its limit, as it is told: 0 where nothing is off."""
+        if self.usage > 1 or self.from_nothing is None:
+            return self.usage
+        return min(1.0, self.from_nothing)
 
 
 def looks_of(results: Iterable[SiteResult]) -> list[Look]:
@@ -156,6 +172,16 @@ class Blame:
             return math.inf
         return self.value / self.control / self.limit
 
+    @property
+    def share_used(self) -> float:
+        """``limit_usage`` as it is told of the difference of the two sides. What both are off by
+        is no difference, until it is beyond its limit."""
+        if self.why == "gain" or self.limit_usage > 1:
+            return self.limit_usage
+        if self.why == "both":
+            return 0.0
+        return share_from_nothing(self.value / self.control, self.limit)
+
 
 @dataclass(slots=True)
 class Unit:
@@ -193,8 +219,17 @@ class Unit:
     """The largest share of any limit that is used; over 1 is beyond the limit."""
     between: float = 0.0
     """The same over the limits on the two sides' difference, which need no truth."""
+    from_nothing: float | None = None
+    """``limit_usage`` as ``share_from_nothing`` has it, where a truth was asked."""
     looks: list[Look] = field(default_factory=list)
     """Each forward of each prompt by itself."""
+
+    @property
+    def share_used(self) -> float:
+        """Of its limit, as it is told: 0 where nothing is off, 1 or more where it is flagged."""
+        used = self.limit_usage
+        share = used if used > 1 or self.from_nothing is None else self.from_nothing
+        return share if self.why is None else max(1.0, share)
 
     @property
     def margin(self) -> float:

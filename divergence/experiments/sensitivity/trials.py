@@ -25,9 +25,9 @@ from divergence.experiments.result import Confirmation, FaultSize
 from divergence.facts import Fact, fact, sentence, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.recording.plant import FORWARDS, parse_plant
-from divergence.run.manifest import digest_tensor
+from divergence.run.overlay import Overlay
 from divergence.run.reader import Run
-from divergence.run.record import Coordinates, Record
+from divergence.run.record import Record
 from divergence.run.site import did_you_mean, module_of
 from divergence.run.trust import recorded_attention
 from divergence.words import Progress
@@ -168,30 +168,6 @@ def faults_named(names: Sequence[str]) -> list[SizedFault]:
 # the blocks.
 
 
-class Overlay(Run):
-    """``base`` with other tensors at some of its records. ``records`` lists the changed ones
-    alone; ``find`` and ``read`` know all."""
-
-    def __init__(self, base: Run, changed: Iterable[tuple[Record, torch.Tensor]]) -> None:
-        self._base = base
-        self._changed: dict[Coordinates, torch.Tensor] = {}
-        records = []
-        for record, tensor in changed:
-            assert tuple(tensor.shape) == record.shape, record.site
-            records.append(msgspec.structs.replace(record, xxh3=digest_tensor(tensor)))
-            self._changed[record.coordinates] = tensor
-        super().__init__(base.path, base.manifest, records)
-
-    def find(self, coordinates: Coordinates) -> Record | None:
-        """The record at (pass, sample, step, site): the changed one where there is one."""
-        return super().find(coordinates) or self._base.find(coordinates)
-
-    def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
-        """The record's tensor as it is here."""
-        tensor = self._changed.get(record.coordinates)
-        return self._base.read(record, verify=verify) if tensor is None else tensor
-
-
 _SEEN = ("localized", "nonfinite")
 
 
@@ -278,7 +254,11 @@ class SensitivityTrials:
             measurer.judge.truth_samples.take(samples)
         known = measured.truth_samples
         truth_samples = known and known.with_changed(measurer.judge.truth_samples)
-        return self.verdict_of(replace(measured, sites=sites, truth_samples=truth_samples))
+        # the tensors of the pairs are those without the fault, and show nothing of its structure
+        alignment = replace(measured.alignment, pairs=[])
+        return self.verdict_of(
+            replace(measured, sites=sites, truth_samples=truth_samples, alignment=alignment)
+        )
 
     def verdict_of(self, measured: Measured) -> Verdict:
         """What the blocks, the ends and the tokens say together. The ends and the tokens are those

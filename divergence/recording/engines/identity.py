@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 import torch
 
 from divergence.numerics.formats import format_named, format_of
+from divergence.numerics.signs import signs
 from divergence.recording.code import code_notes, quantization_of
 from divergence.recording.engines.load import LoadedModel, weights_of
 from divergence.run.manifest import (
@@ -76,28 +77,20 @@ def _sums(tensor: torch.Tensor) -> tuple[float, list[float]]:
     """The norm, and the sums with signs, in one product a piece."""
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
-    columns = _signs(rows.shape[1], 2, tensor.device).to(wide)
+    columns = signs(rows.shape[1], 2 * NUM_SUMS, tensor.device).to(wide)
     columns = torch.cat([columns, torch.ones_like(columns[:, :1])], 1)
     totals = torch.zeros(3 * NUM_SUMS, dtype=torch.float64)
     square = 0.0
     step = max(1, _MOST_AT_ONCE // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
         part = rows[start : start + step].to(wide)
-        signs = _signs(len(part), 2, tensor.device, start).to(wide)
+        by_place = signs(len(part), 2 * NUM_SUMS, tensor.device, start).to(wide)
         square += float(torch.linalg.vector_norm(part)) ** 2
         by_column, by_both, total = (part @ columns).split([NUM_SUMS, NUM_SUMS, 1], 1)
-        by_row, by_both = total * signs[:, :NUM_SUMS], by_both * signs[:, NUM_SUMS:]
+        by_row = total * by_place[:, :NUM_SUMS]
+        by_both = by_both * by_place[:, NUM_SUMS:]
         totals += torch.cat([by_column.sum(0), by_row.sum(0), by_both.sum(0)]).cpu().double()
     return square**0.5, totals.tolist()
-
-
-def _signs(count: int, kinds: int, device: torch.device, start: int = 0) -> torch.Tensor:
-    """(count, kinds · NUM_SUMS) of -1 and 1, by place alone (splitmix64's first rounds)."""
-    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64) * -0x61C8864680B583EB
-    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
-    mixed = mixed ^ (mixed >> 27)
-    bits = mixed[:, None] >> torch.arange(20, 20 + kinds * NUM_SUMS)
-    return ((bits & 1) * 2 - 1).to(device=device, dtype=torch.float32)
 
 
 def _levels(tensor: torch.Tensor) -> int | None:

@@ -1,0 +1,403 @@
+"""The structure of a difference at the onset, where it is plain.
+
+Looked at are the tensors of the onset alone, d = b - a in the rows that are beyond their limit. A
+structure is what a cause leaves behind: one vector added to all tokens (a bias that is added twice
+or left out), one factor, one constant a row, one channel, head or row of the vocabulary; and in
+the order of tokens, an error that begins at a token, or grows from there (a window, positions).
+It is named where it explains at least ``EXPLAINS`` of the squared difference, in its own numbers
+and in rounding's: each number over what rounding moves a number of its size by, so that massive
+channels and sinks, where rounding itself is largest, are none. Rounding alone has no structure.
+
+Of what a difference is made of, and of where it is, one each is named: the one with the fewest
+numbers of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from divergence.analyses.blocks.units import TABLES
+from divergence.comparison.align.pieces import Pair, Pieces, same_positions
+from divergence.comparison.invariances import EXPLAINS
+from divergence.comparison.measure.truth import inputs_of
+from divergence.facts import Fact, fact
+from divergence.numerics.signs import signs
+from divergence.run.manifest import NUM_SUMS
+from divergence.run.site import module_of
+
+if TYPE_CHECKING:
+    from divergence.analyses.blocks.units import Unit
+    from divergence.comparison.analysis import Measured
+    from divergence.comparison.judge import Floats
+    from divergence.run.manifest import Manifest, ParameterNote
+
+_MOST_NUMBERS = 1 << 23
+"""Of a larger site the first rows are looked at: 200 MB."""
+_FEW = 4
+"""Fewer rows show no vector that they share, and no order."""
+_GROWS = 2.0
+"""A difference grows with the position where its last third is so many times its first."""
+_BEGINS = 100.0
+"""It begins at a token whose squared error, as of all that follow, is so many times each before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``a``, ``d`` (N, C): the reference, and the candidate less it. ``base``: the block's input.
+    ``prompt``, ``position``, ``tokens`` (N,): of each row, -1 where it is not known. ``beyond``
+    (N,): is the row of a forward beyond its limit? ``heads``: that the channels are divided into.
+    ``vocabulary``: are the channels tokens? ``parameters``: of the block, or else the module."""
+
+    site: str
+    kind: str
+    block: str | None
+    a: Floats
+    d: Floats
+    base: Floats | None
+    prompt: Floats
+    position: Floats
+    beyond: np.ndarray
+    tokens: np.ndarray
+    heads: int | None
+    vocabulary: bool
+    parameters: Mapping[str, ParameterNote]
+
+    def rows(self, kept: np.ndarray) -> Difference:
+        """Some of its rows."""
+        changes = {
+            name: values[kept]
+            for name in ("a", "d", "base", "prompt", "position", "beyond", "tokens")
+            if (values := getattr(self, name)) is not None
+        }
+        return replace(self, **changes)
+
+
+Structure = Callable[[Difference], tuple[float, Fact] | None]
+"""(the share of the squared difference that it explains, what it is), where it may be asked."""
+
+
+def structures_at(measured: Measured, unit: Unit) -> list[Fact]:
+    """What is plain of the difference at a unit: of what it is made, and where it is."""
+    whole = _difference(measured, unit)
+    if whole is None:
+        return []
+    facts = []
+    for seen, table in ((whole.rows(whole.beyond), VALUES), (whole, PLACES)):
+        for structure in table:
+            answer = structure(seen)
+            if answer is not None and answer[0] >= EXPLAINS:
+                facts.append(answer[1])
+                break
+    return facts
+
+
+# Of what a difference is made.
+
+
+def _factor(x: Difference) -> tuple[float, Fact] | None:
+    """b = f a: one factor on the output."""
+    share, factor = _of_multiple(x.d, x.a)
+    return share, fact("blocks.factor", share=share, site=x.site, factor=1 + factor, update=False)
+
+
+def _update_factor(x: Difference) -> tuple[float, Fact] | None:
+    """b - in = f (a - in): one factor on what a block adds."""
+    if x.base is None:
+        return None
+    share, factor = _of_multiple(x.d, x.a - x.base)
+    return share, fact("blocks.factor", share=share, site=x.block, factor=1 + factor, update=True)
+
+
+def _column(x: Difference) -> tuple[float, Fact] | None:
+    """One channel; of logits, one row of the vocabulary."""
+    share, column = _largest_part(x, x.d.shape[1])
+    code = "blocks.vocabulary_row" if x.vocabulary else "blocks.channel"
+    return share, fact(code, share=share, site=x.site, number=column, total=x.d.shape[1])
+
+
+def _head(x: Difference) -> tuple[float, Fact] | None:
+    """One head's channels."""
+    if x.heads is None or x.heads < 2 or x.d.shape[1] % x.heads:
+        return None
+    share, head = _largest_part(x, x.heads)
+    return share, fact("blocks.head", share=share, site=x.site, number=head, total=x.heads)
+
+
+def _vector(x: Difference) -> tuple[float, Fact] | None:
+    """d = 1 cᵀ: one vector at all tokens, and the parameter that it is a multiple of."""
+    if len(x.d) < _FEW:
+        return None
+    mean = x.d.mean(0)
+    share = len(x.d) * _square(mean) / _square(x.d)
+    name, times = _parameter_like(x, mean) if share >= EXPLAINS else (None, None)
+    cause = None
+    if times is not None and abs(abs(times) - 1) < 1 - EXPLAINS:
+        cause = "twice" if times > 0 else "left_out"
+    return share, fact(
+        "blocks.vector", share=share, site=x.site, num=len(x.d), parameter=name, times=times,
+        cause=cause,
+    )  # fmt: skip
+
+
+def _constants(x: Difference) -> tuple[float, Fact] | None:
+    """d = c 1ᵀ: one constant in all channels of a row."""
+    if x.d.shape[1] < _FEW:
+        return None
+    means = x.d.mean(1)
+    share = x.d.shape[1] * _square(means) / _square(x.d)
+    return share, fact(
+        "blocks.row_constants", share=share, site=x.site, largest=float(np.abs(means).max())
+    )
+
+
+VALUES: tuple[Structure, ...] = (_factor, _update_factor, _column, _head, _constants, _vector)
+
+
+# Where it is.
+
+
+def _token_id(x: Difference) -> tuple[float, Fact] | None:
+    """All rows of one token id, of a table that is looked up by it."""
+    if "Embedding" not in x.kind or (x.tokens < 0).any() or len(set(x.tokens)) < 2:
+        return None
+    energy = _row_energy(x)
+    by_id = {number: float(energy[x.tokens == number].sum()) for number in set(x.tokens)}
+    top = max(by_id, key=lambda number: by_id[number])
+    share = float(by_id[top] / energy.sum())
+    return share, fact(
+        "blocks.vocabulary_row", share=share, site=x.site, number=int(top), total=len(by_id)
+    )
+
+
+def _growing(x: Difference) -> tuple[float, Fact] | None:
+    """In proportion to the distance from a token on: what is multiplied by the position is off."""
+    sizes = _by_position(x)
+    if sizes is None:
+        return None
+    size = np.sqrt(sizes)
+    first = int(np.flatnonzero(sizes * _BEGINS > sizes.max())[0])
+    best = 0.0, 0
+    for begin in {0, max(0, first - 1)}:
+        line = np.maximum(0.0, np.arange(len(size)) - begin)
+        share = float(size @ line) ** 2 / float((size @ size) * (line @ line) or math.inf)
+        best = max(best, (share, begin))
+    third = len(size[best[1] :]) // 3
+    tail = size[best[1] :]
+    if third < 1 or tail[-third:].mean() < _GROWS * max(tail[:third].mean(), 1e-300):
+        return None
+    share = best[0]
+    return share, fact("blocks.growing", share=share, site=x.site, token=best[1] or None)
+
+
+def _beginning(x: Difference) -> tuple[float, Fact] | None:
+    """From a token on, and before it nothing but rounding."""
+    sizes = _by_position(x)
+    if sizes is None:
+        return None
+    for begin in range(1, len(sizes) - 1):
+        before, behind = sizes[:begin].max(), sizes[begin:]
+        clear = behind > _BEGINS * before
+        if clear[0] and clear.mean() >= EXPLAINS:
+            share = float(behind.sum() / sizes.sum())
+            return share, fact("blocks.beginning", share=share, site=x.site, token=begin)
+    return None
+
+
+PLACES: tuple[Structure, ...] = (_token_id, _growing, _beginning)
+
+
+def layer_type_of(
+    measured: Measured, units: Sequence[Unit], flagged: Sequence[Unit]
+) -> Fact | None:
+    """That the blocks beyond their limit are those of one type of layer, or every second one, and
+    no other is."""
+    blocks = {unit.results[0].block for unit in units} - {None}
+    off = {unit.results[0].block for unit in flagged} - {None}
+    numbers = {block: block.rpartition(".")[2] for block in blocks if block is not None}
+    if not all(map(str.isdigit, numbers.values())) or not 2 <= len(off) <= len(blocks) - 2:
+        return None
+    types = measured.reference.manifest.model.config.get("layer_types")
+    listed = types if isinstance(types, list) else []
+    kinds: dict[str, set[str | None]] = {}
+    for block, number in numbers.items():
+        if int(number) < len(listed):
+            kinds.setdefault(str(listed[int(number)]), set()).add(block)
+        kinds.setdefault("odd" if int(number) % 2 else "even", set()).add(block)
+    for name, members in kinds.items():
+        if members == off:
+            return fact("blocks.layer_type", type=name, num=len(off), total=len(blocks))
+    return None
+
+
+def _square(values: Floats) -> float:
+    return float(np.square(values).sum()) or 1e-300
+
+
+def _of_multiple(d: Floats, a: Floats) -> tuple[float, float]:
+    """(the share that a multiple of ``a`` explains of ``d``, the multiple)."""
+    along = float((d * a).sum())
+    return along**2 / (_square(d) * _square(a)), along / _square(a)
+
+
+def _weighed(x: Difference) -> Floats:
+    """Squared differences over what rounding moves a number of that channel by."""
+    usual = np.sqrt(np.square(x.a).mean(0))
+    least = float(np.median(usual)) or 1.0
+    weighed: Floats = np.square(x.d / np.maximum(usual, least))
+    return weighed
+
+
+def _largest_part(x: Difference, count: int) -> tuple[float, int]:
+    """(the share of the largest of so many equal parts of the channels, its number)."""
+    shares = []
+    for energy in (np.square(x.d), _weighed(x)):
+        parts = energy.sum(0).reshape(count, -1).sum(1)
+        shares.append(parts / (parts.sum() or 1e-300))
+    top = int(shares[0].argmax())
+    return float(min(share[top] for share in shares)), top
+
+
+def _row_energy(x: Difference) -> Floats:
+    """(N,): the squared error of each row, relative to it."""
+    energy: Floats = np.square(x.d).sum(1) / np.maximum(np.square(x.a).sum(1), 1e-300)
+    return energy
+
+
+def _by_position(x: Difference) -> Floats | None:
+    """(T,): the mean squared relative error of the rows at each position from 0 on, of the prompts
+    that are beyond their limit; None where positions are not known or few."""
+    known = (x.position >= 0) & np.isin(x.prompt, np.unique(x.prompt[x.beyond]))
+    if known.sum() < 2 * _FEW:
+        return None
+    position, energy = x.position[known].astype(int), _row_energy(x)[known]
+    count = np.bincount(position)
+    length = int(np.argmin(count > 0)) if (count == 0).any() else len(count)
+    if length < 2 * _FEW:
+        return None
+    sums = np.bincount(position, energy)[:length] / count[:length]
+    return sums if sums.sum() > 0 else None
+
+
+def _parameter_like(x: Difference, vector: Floats) -> tuple[str | None, float | None]:
+    """The parameter, of the onset's block or module, of which ``vector`` is a multiple, by the sums
+    with signs that were recorded of it; and the multiple."""
+    by_place = signs(len(vector), NUM_SUMS, torch.device("cpu")).double().numpy()
+    own, size = vector @ by_place, math.sqrt(_square(vector))
+    best: tuple[float, str | None, float | None] = (1 - EXPLAINS, None, None)
+    for name, note in x.parameters.items():
+        if note.shape != [len(vector)] or not note.norm:
+            continue
+        sums = np.array(note.sums[NUM_SUMS : 2 * NUM_SUMS])
+        times = math.copysign(size / note.norm, float(own @ sums))
+        apart = float(np.abs(own - times * sums).max()) / size
+        best = min(best, (apart, name, times), key=lambda entry: entry[0])
+    return best[1:]
+
+
+# The tensors of the onset.
+
+
+def _difference(measured: Measured, unit: Unit) -> Difference | None:
+    """All rows of the unit's site in its pass, prefill and decode; None where not both sides are at
+    hand."""
+    a, b = measured.reference, measured.candidate
+    first, manifest = unit.results[0], a.manifest
+    pieces = Pieces(a, b, inputs_of(a, b))
+    usages = {look.place: look.usage for look in unit.looks}
+    some = any(usage > 1 for usage in usages.values())
+    parts: list[tuple[Floats, ...]] = []
+    numbers = 0
+    sites = [unit.site]
+    if TABLES in (first.kind or "").lower():  # cosine and sine: a point on a circle
+        sites = [f"{module_of(unit.site)}:{port}" for port in ("out", "out.1")]
+    forwards: dict[tuple[int, int], list[Pair]] = {}
+    for pair in measured.alignment.pairs:
+        if pair.pass_ == unit.pass_ and pair.reference.record.site in sites:
+            place = pair.reference.sample, pair.candidate.record.step
+            forwards.setdefault(place, []).append(pair)
+    for (_, step), pairs in forwards.items():
+        if numbers >= _MOST_NUMBERS:
+            break
+        tensors = []
+        for pair in pairs:
+            piece, other = pair.reference, pair.candidate
+            if not (a.has_bytes(piece.record) and b.has_bytes(other.record)):
+                return None
+            x, y = same_positions(
+                pieces.tensor(a, piece), piece.record, pieces.tensor(b, other), other.record
+            )
+            entering = pieces.base(pair) if first.role == "block" else None
+            if entering is None or entering.shape != x.shape:
+                entering = torch.full((1,), math.nan).expand(x.shape)
+            if x.shape != y.shape or x.ndim < 3 or not x.is_floating_point():
+                return None
+            tensors.append((x, y, entering))
+        shape = (*tensors[0][0].shape[:2], 1)
+        if len(pairs) < len(sites) or any(x.shape[:2] != shape[:2] for x, *_ in tensors):
+            return None
+        num_columns = sum(math.prod(x.shape[2:]) for x, *_ in tensors)
+        num_rows = min(math.prod(shape), max(1, (_MOST_NUMBERS - numbers) // num_columns))
+        numbers += num_rows * num_columns
+        columns = [
+            torch.cat([side.flatten(0, 1)[:num_rows].flatten(1).double() for side in sides], 1)
+            for sides in zip(*tensors, strict=True)
+        ]
+        kept = columns[0].isfinite().all(1) & columns[1].isfinite().all(1)
+        mask = pieces.row_mask(pairs[0].reference, shape)
+        if mask is not None:
+            kept &= mask[:num_rows]
+        rows = [pieces.locate(pairs[0].reference, shape, row) for row in range(num_rows)]
+        known = np.array([[-1 if n is None else n for n in row] for row in rows], float)
+        beyond = [not some or usages.get((int(n), step), 0.0) > 1 for n in known[:, 0]]
+        together = (*(column.numpy() for column in columns), known, np.array(beyond))
+        parts.append(tuple(column[kept.numpy()] for column in together))
+    if len({part[0].shape[1] for part in parts}) != 1:
+        return None
+    ours, theirs, base, where, off = (np.concatenate(each) for each in zip(*parts, strict=True))
+    if not len(ours) or np.array_equal(ours, theirs):
+        return None
+    home = f"{first.block or module_of(unit.site)}."
+    logits = next((r for r in a.records if r.site == manifest.plan.logits_site), None)
+    return Difference(
+        site=unit.site, kind=first.kind or "", block=first.block, a=ours, d=theirs - ours,
+        base=None if np.isnan(base).any() else base, prompt=where[:, 0], position=where[:, 1],
+        beyond=off, tokens=_token_ids(manifest, where), heads=_num_heads(manifest, unit.site),
+        vocabulary=first.block is None and logits is not None and logits.shape[-1] == ours.shape[1],
+        parameters={
+            name: note for name, note in manifest.model.parameters.items() if name.startswith(home)
+        },
+    )  # fmt: skip
+
+
+def _token_ids(manifest: Manifest, place: Floats) -> np.ndarray:
+    """(N,): the token at each (prompt, position); -1 where it is not known."""
+    ids = []
+    for sample, position in place.astype(int).tolist():
+        known = manifest.tokens.samples[sample] if sample >= 0 else None
+        line = [] if known is None else [*known.prompt_ids, *known.generated_ids]
+        ids.append(line[position] if 0 <= position < len(line) else -1)
+    return np.array(ids)
+
+
+def _num_heads(manifest: Manifest, site: str) -> int | None:
+    """Of what an attention's projections give and its last one is given."""
+    path, _, port = site.partition(":")
+    name, config = path.rpartition(".")[2], manifest.model.config
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    if (name, port) in (("k_proj", "out"), ("v_proj", "out")):
+        heads = config.get("num_key_value_heads", heads)
+    is_divided = (name, port) in _DIVIDED
+    return heads if is_divided and isinstance(heads, int) else None
+
+
+_DIVIDED = {
+    *((name, "out") for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")),
+    *((name, "in") for name in ("o_proj", "out_proj")),
+}
+"""Where an attention's channels are heads, one after another."""

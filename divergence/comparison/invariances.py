@@ -1,0 +1,561 @@
+"""Differences that the output does not depend on, taken off before they are judged.
+
+A difference of two correct programs is not always rounding. Some quantities are free:
+
+- a constant added to a row's logits: softmax(z + c) = softmax(z). Logits that are centred, that are
+  log-probabilities already, or that a bias of one size moves, give the same probabilities.
+- one angle a channel in which the rotary tables of all tokens of a prompt are turned: with
+  R(θ) the rotation, R(θ_q + φ)ᵀ R(θ_k + φ) = R(θ_k - θ_q), so attention sees differences of
+  positions alone. Prompts whose positions begin at another number compute the same model.
+- a sign, a factor or an order of the channels that one module of a block gives and the next one
+  takes back: heads or neurons in another order with the next matrix's columns in that order, a
+  factor of the queries that is taken off the keys.
+
+Whether a difference is of such a form is measured, and by itself excuses nothing. What the form
+explains is taken off the candidate, and everything is measured and judged again: only where then
+nothing is beyond rounding at these places, the rest of the difference included, and where the free
+runs end together, does the output not depend on it. A factor alone is no such form: it must be seen
+to be taken back, in equal inputs, by a module that gets it and gives what the other side gives.
+
+Nothing of this is looked at where nothing is beyond its limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from divergence.comparison.align.pieces import Pair, Pieces, repeated, same_positions
+from divergence.comparison.decide import check, confidence_of
+from divergence.comparison.result import Report
+from divergence.comparison.results import Finding, SiteKey, SiteResult, order_of
+from divergence.facts import Fact, fact
+from divergence.numerics.floor import Thresholds
+from divergence.numerics.formats import format_named
+from divergence.run.overlay import Overlay
+from divergence.run.site import module_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.comparison.analysis import Measured
+    from divergence.run.reader import Run
+    from divergence.run.record import Coordinates, Record
+
+EXPLAINS = 0.9
+"""A form is named where it explains so much of the squared difference."""
+_QUIET = ("identical", "within_floor", "undetermined")
+
+Changed = dict["Coordinates", tuple["Record", "torch.Tensor"]]
+"""Records of the candidate, and what they hold without what the output does not depend on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What differs, ``changed`` without it, and what is left there and is not judged."""
+
+    fact: Fact
+    changed: Changed
+    rounding: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """``candidate`` without the differences that ``facts`` tell, which stood at ``places``."""
+
+    candidate: Run
+    facts: list[Fact]
+    places: frozenset[Coordinates]
+    rounding: float = 0.0
+    """How far angles are off that float32 rounds at other positions, relative to the tables."""
+
+    def report(self, before: Report, after: Report, thresholds: Thresholds) -> Report:
+        """``after``, which is of the candidate without them, with what differs told; or ``before``,
+        where what is left there is no rounding."""
+        verdict = after.verdict
+        onset = verdict.onset
+        sites = {place[3] for place in self.places}
+        if onset is not None and onset.site in sites:
+            return before
+        headline = list(verdict.headline)
+        if verdict.kind == "drift":
+            end = max(
+                (site.token_rel_l2_max or 0.0 for site in after.sites
+                 if site.pass_ == "free" and site.role in ("block", "trunk")), default=0.0,
+            )  # fmt: skip
+            if not end <= thresholds.free_gain * self.rounding:
+                return before
+            checks = [check("anchored", True), check("free_runs", False, fact("angles_round_more"))]
+            headline = [fact("only_rounding", sure=True)]
+            rounds = fact("angles_round", rounding=self.rounding, rel_l2=end)
+            verdict = replace(
+                verdict, kind="within_floor", headline=headline, side=None, checks=checks,
+                confidence=confidence_of(checks), evidence=[rounds], commands=[],
+            )  # fmt: skip
+        if verdict.kind == "identical":
+            headline = [fact("rest_is_equal")]
+            verdict = replace(verdict, kind="within_floor")
+        evidence = [*verdict.evidence, *self.facts]
+        if verdict.kind in _QUIET:
+            headline = [*headline, fact("no_output_depends", what=self.facts)]
+            evidence = [*self.facts, *verdict.evidence]
+        told = replace(verdict, headline=headline, evidence=evidence)
+        own = {site.key: site for site in before.sites}
+        judged = ("floor", "ratio", "ratio_max", "ratio_sink", "prompts", "limit", "limit_usage",
+                  "usage", "flagged", "truth")  # fmt: skip
+        return replace(
+            after,
+            verdict=told,
+            reference=before.reference,
+            candidate=before.candidate,
+            sites=[
+                replace(own[site.key], **{name: getattr(site, name) for name in judged})
+                if site.key in own and self._is_changed(site.key)
+                else site
+                for site in after.sites
+            ],
+            findings=[
+                *(f for f in after.findings if f.claim != "drift" or verdict.kind not in _QUIET),
+                Finding(claim="context", role="context", evidence=self.facts),
+            ],
+        )  # fmt: skip
+
+    def _is_changed(self, key: SiteKey) -> bool:
+        pass_, _, sample, step, site = key
+        return (pass_, sample, step, site) in self.places
+
+
+def freed(measured: Measured, report: Report) -> Freed | None:
+    """The candidate without what no output depends on, where what is flagged has such a form."""
+    sites = {site.site for site in report.sites if site.flagged}
+    if report.verdict.onset is not None:
+        sites.add(report.verdict.onset.site)
+    if report.verdict.kind not in ("localized", "systematic", "drift"):
+        return None
+    forms = [form for look in (_constant_of_rows, _turned_tables)
+             if (form := look(measured, sites)) is not None]  # fmt: skip
+    forms += _taken_back(measured, report)
+    if not forms:
+        return None
+    changed = {place: held for form in forms for place, held in form.changed.items()}
+    names = {pair.candidate.record.coordinates: pair for pair in measured.alignment.pairs}
+    places = {
+        (pair.pass_, pair.reference.sample, pair.candidate.record.step, pair.reference.record.site)
+        for coordinates in changed
+        if (pair := names.get(coordinates)) is not None
+    }
+    return Freed(
+        candidate=Overlay(measured.candidate, changed.values(), whole=True),
+        facts=[form.fact for form in forms],
+        places=frozenset({*places, *changed}),
+        rounding=max(form.rounding for form in forms),
+    )
+
+
+# A constant of each row of logits.
+
+
+def _constant_of_rows(measured: Measured, sites: set[str]) -> _Form | None:
+    """Where the logits differ by one constant a row. The logits are what the model gives, and
+    what a module outside the blocks gives that is handed on unchanged on both sides: what is
+    capped or scaled behind it is no softmax's input."""
+    own = _logits(measured)
+    if not own & sites:
+        return None
+    pieces = Pieces(measured.reference, measured.candidate)
+    pairs = [pair for pair in _float_pairs(measured) if pair.reference.record.site in own]
+    squared = explained = largest = 0.0
+    for pair in pairs:
+        a, b = _tensors(pieces, pair)
+        if a.shape != b.shape or a.ndim < 2:
+            return None
+        constants, sums = _row_constants(a, b)
+        squared, explained = squared + sums[0], explained + sums[1]
+        largest = max(largest, float(constants.abs().max()))
+    if not squared or explained < EXPLAINS * squared:
+        return None
+    changed: Changed = {}
+    for pair in pairs:
+        record = pair.candidate.record
+        _, whole = changed.get(record.coordinates, (record, None))
+        if whole is None:
+            whole = measured.candidate.read(record).double()
+        constants, _ = _row_constants(*_tensors(pieces, pair))
+        changed[record.coordinates] = record, _less(whole, pair, constants)
+    for record, partner in _escalated(measured, own):
+        a, b = partner.double(), measured.candidate.read(record).double()
+        if a.shape == b.shape:
+            changed[record.coordinates] = record, b - _row_constants(a, b)[0]
+    site = measured.reference.manifest.plan.logits_site
+    kl = [s.logits.kl_max for s in measured.sites if s.logits is not None and s.pass_ == "free"]
+    shifted = fact("logits_shifted", site=site, largest=largest, kl=max(kl, default=None))
+    return _Form(shifted, changed)
+
+
+def _logits(measured: Measured) -> set[str]:
+    """The sites that hold the logits: the run's, and those outside the blocks that hold the very
+    same numbers on both sides, in every forward."""
+    a, b, rename = measured.reference, measured.candidate, measured.rename
+    site = a.manifest.plan.logits_site
+    if site is None or b.manifest.plan.logits_site != rename(site):
+        return set()
+    notes = a.manifest.plan.modules
+    trunk = {
+        record.site for record in a.records
+        if record.pass_ == "free" and record.site.endswith(":out")
+        and (note := notes.get(module_of(record.site))) is not None and note.role == "trunk"
+    }  # fmt: skip
+    forwards = [(r.sample, r.step) for r in a.records if (r.pass_, r.site) == ("free", site)]
+    return {site} | {
+        other
+        for other in trunk - {site}
+        if forwards and all(
+            _holds(run, ("free", *forward, own), ("free", *forward, logits))
+            for run, own, logits in ((a, other, site), (b, rename(other), rename(site)))
+            for forward in forwards
+        )
+    }  # fmt: skip
+
+
+def _holds(run: Run, place: Coordinates, other: Coordinates) -> bool:
+    """Are the values at both places the same, whatever their dtype?"""
+    import torch
+
+    first, second = run.find(place), run.find(other)
+    if first is None or second is None or first.shape != second.shape:
+        return False
+    if first.xxh3 is not None and (first.xxh3, first.dtype) == (second.xxh3, second.dtype):
+        return True
+    if not (run.has_bytes(first) and run.has_bytes(second)):
+        return False
+    return torch.equal(run.read(first).double(), run.read(second).double())
+
+
+def _row_constants(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tuple[float, float]]:
+    """(of each row the mean of b - a (…, 1), (Σ(b - a)², what the means explain of it)), over what
+    is finite on both sides."""
+    import torch
+
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    apart = torch.where(finite, b - a, 0.0)
+    count = finite.sum(-1, keepdim=True)
+    constants = apart.sum(-1, keepdim=True) / count.clamp(min=1)
+    return constants, (float(apart.square().sum()), float((constants.square() * count).sum()))
+
+
+def _less(whole: torch.Tensor, pair: Pair, constants: torch.Tensor) -> torch.Tensor:
+    """``whole`` less the constants of the rows that the pair is of."""
+    piece, rest = pair.candidate, whole.clone()
+    positions, others = piece.record.positions, pair.reference.record.positions
+    if piece.row is None and positions is None and others is not None:
+        rest[:, list(others)] -= constants
+    elif piece.row is None:
+        rest -= constants
+    else:
+        rest[piece.row : piece.row + 1, piece.left : piece.right] -= constants
+    return rest
+
+
+def _escalated(measured: Measured, sites: set[str]) -> Iterator[tuple[Record, torch.Tensor]]:
+    """The candidate's escalated records at these sites, with what each is held against."""
+    truth = None if measured.truth is None else measured.truth.run
+    names = {measured.rename(site): site for site in sites}
+    for record in measured.candidate.records:
+        if record.pass_ != "escalated" or record.site not in names:
+            continue
+        place = record.sample, record.step, names[record.site]
+        for run, pass_ in ((truth, "anchored"), (measured.reference, "escalated")):
+            partner = None if run is None else run.find((pass_, *place))
+            if run is not None and partner is not None and run.has_bytes(partner):
+                yield record, run.read(partner)
+                break
+
+
+# Rotary tables, turned by one angle a channel.
+
+
+def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
+    """Where cosine and sine are those of the other side, turned by one angle for all tokens of a
+    prompt, in all its forwards. The candidate gets the reference's then, also where a block is
+    given them; so what the blocks do in the free pass is judged as of equal tables."""
+    tables = {
+        site.site.rpartition(":")[0] for site in measured.sites
+        if site.site in sites and "rotary" in (site.kind or "").lower()
+    }  # fmt: skip
+    ports = ("out", "out.1")
+    pairs = {
+        (pair.pass_, record.sample, record.step, record.site): pair
+        for pair in _float_pairs(measured)
+        if (record := pair.reference.record).site.rpartition(":")[0] in tables
+    }
+    if not pairs or any(pair.reference.row is not None for pair in pairs.values()):
+        return None
+    unit = max(format_named(p.candidate.record.dtype).unit_roundoff for p in pairs.values())
+    by_content: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}
+    offsets: dict[int, float] = {}
+    rounding = 0.0
+    for module in tables:
+        forwards = sorted({place[:3] for place in pairs if place[3].startswith(f"{module}:")})
+        for pass_, sample in sorted({forward[:2] for forward in forwards}):
+            rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for forward in forwards:
+                if forward[:2] != (pass_, sample):
+                    continue
+                both = [pairs.get((*forward, f"{module}:{port}")) for port in ports]
+                if None in both:
+                    return None
+                rows.append(_complex_rows(measured, [pair for pair in both if pair is not None]))
+            members = measured.reference.manifest.tokens.group_of(sample) or [sample]
+            for number, member in enumerate(members):
+                turned = _turned(number, rows, unit)
+                if turned is None:
+                    return None
+                offset, rest = turned
+                offsets[member] = max(offset, offsets.get(member, offset), key=abs)
+                rounding = max(rounding, rest)
+    for pair in pairs.values():
+        record = pair.candidate.record
+        tensor = measured.reference.read(pair.reference.record)
+        by_content[record.xxh3, record.shape] = tensor
+    changed = {
+        record.coordinates: (record, by_content[record.xxh3, record.shape])
+        for record in measured.candidate.records
+        if record.xxh3 is not None and (record.xxh3, record.shape) in by_content
+    }
+    further = {sample: offset for sample, offset in offsets.items() if offset}
+    if not further:
+        return None
+    whole = all(abs(offset - round(offset)) < _WHOLE for offset in further.values())
+    told = fact(
+        "tables_turned", site=f"{min(tables)}:out", samples=sorted(further),
+        total=len(measured.reference.manifest.tokens.samples),
+        offsets=[round(further[sample]) for sample in sorted(further)] if whole else None,
+    )  # fmt: skip
+    return _Form(told, changed, rounding)
+
+
+_WHOLE = 0.05
+"""Positions: a shift is said in whole ones where it is so near to them."""
+
+
+def _complex_rows(measured: Measured, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos + i sin of both sides (B, T, D), in complex128; nan at pads."""
+    import torch
+
+    sides = []
+    for name in ("reference", "candidate"):
+        run = getattr(measured, name)
+        parts = [run.read(getattr(pair, name).record).double() for pair in pairs]
+        sides.append(torch.complex(*parts))
+    a, b = repeated(*sides)
+    record = pairs[0].reference.record
+    pads = measured.reference.manifest.tokens.pads(record.sample) if record.step == 0 else None
+    if pads is not None and a.ndim == 3 and pads.shape == a.shape[:2]:
+        a = torch.where(pads[..., None], math.nan, a)
+    return a, b
+
+
+def _turned(
+    number: int, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], unit: float
+) -> tuple[float, float] | None:
+    """(by how many positions the candidate's table of a prompt is turned on, 0.0 for not at all;
+    what is left, relative to it). None where it is anything else than turned. ``number``: its row
+    of the batch; ``unit``: the unit roundoff of the tables."""
+    import torch
+
+    pieces = []
+    for a, b in rows:
+        if a.ndim != 3:
+            return None
+        row = number if a.shape[0] > 1 else 0
+        if row >= a.shape[0]:
+            return None
+        kept = ~a[row].isnan().any(-1)
+        pieces.append((a[row][kept], b[row][kept]))
+    a, b = (torch.cat(side) for side in zip(*pieces, strict=True))
+    if len(a) < 2 or not bool(torch.isfinite(torch.view_as_real(b)).all()):
+        return None
+    turn = (a.conj() * b).sum(0) / a.abs().square().sum(0).clamp(min=1e-300)  # (D,)
+    turn = turn / turn.abs().clamp(min=1e-300)
+    step = (a[:-1].conj() * a[1:]).angle().median(0).values  # an angle a position
+    slow = step.abs().argsort()[: max(1, len(step) // 4)]
+    slow = slow[step[slow].abs() > 0]
+    offset = float((turn.angle()[slow] / step[slow]).median()) if len(slow) else 0.0
+    # an angle is a product that float32 rounds: by position times u, on either side
+    room = 4 * unit + 4 * format_named("float32").unit_roundoff * (len(a) + abs(offset))
+    rest = float(((b - a * turn).abs() / a.abs().clamp(min=1e-300)).max())
+    if not rest <= room:
+        return None
+    return (offset if bool((turn - 1).abs().max() > room) else 0.0), rest
+
+
+def _float_pairs(measured: Measured) -> Iterator[Pair]:
+    """Pairs of floats of which both sides have their bytes."""
+    for pair in measured.alignment.pairs:
+        records = pair.reference.record, pair.candidate.record
+        if (
+            all(format_named(record.dtype).kind == "float" for record in records)
+            and measured.reference.has_bytes(records[0])
+            and measured.candidate.has_bytes(records[1])
+        ):
+            yield pair
+
+
+def _tensors(pieces: Pieces, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in float64, in the rows that both have."""
+    a = pieces.tensor(pieces.reference, pair.reference).double()
+    b = pieces.tensor(pieces.candidate, pair.candidate).double()
+    return same_positions(a, pair.reference.record, b, pair.candidate.record)
+
+
+# Channels in another order, with other signs or of another size, which a module takes back.
+
+_LEAST_ROWS = 8
+"""Fewer rows tell no order of channels."""
+_SEEN_BACK = 10.0
+"""What is taken back was so many times as large, before, as what differs behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The candidate's channels: ``factor * signs * a[:, order]``."""
+
+    order: torch.Tensor
+    signs: torch.Tensor
+    factor: float
+
+    def taken_off(self, b: torch.Tensor) -> torch.Tensor:
+        """The candidate's tensor as if it had the reference's channels."""
+        rows = b.double().reshape(*b.shape[:2], -1)
+        back = rows.new_empty(rows.shape)
+        back[..., self.order] = rows * self.signs / self.factor
+        return back.reshape(b.shape)
+
+
+def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
+    """Of each part of a block (its attention, its MLP) in which sites are beyond their limit, where
+    all of them have the reference's channels in another order, with other signs or of another size,
+    and the part takes that back: a module is given it and gives what the other side's gives; or the
+    keys have the queries' signs and the reciprocal of their factor."""
+    anchored = [site for site in report.sites if site.pass_ == "anchored" and site.block]
+    flagged: dict[str, list[SiteResult]] = {}
+    for site in anchored:
+        if site.flagged:
+            assert site.block is not None
+            inside = module_of(site.site).removeprefix(site.block).removeprefix(".")
+            flagged.setdefault(f"{site.block}.{inside.partition('.')[0]}", []).append(site)
+    for part, results in flagged.items():
+        sites = list(dict.fromkeys(s.site for s in sorted(results, key=order_of)))
+        maps = {site: _map_of(measured, site) for site in sites}
+        if any(found is None for found in maps.values()):
+            continue
+        known = {site: found for site, found in maps.items() if found is not None}
+        last = sites[-1]
+        by = module_of(last)
+        if not (last == f"{by}:in" and _gives_the_same(last, f"{by}:out", anchored)):
+            by = f"{part}.o_proj"
+            if not (
+                _cancel(measured.reference.manifest.model.config, part, known)
+                and _gives_the_same(sites[0], f"{by}:in", anchored)
+            ):
+                continue
+            by = part
+        names = {measured.rename(site): site for site in sites}
+        changed = {
+            record.coordinates: (record, known[names[record.site]].taken_off(
+                measured.candidate.read(record)))
+            for record in measured.candidate.records
+            if record.site in names and measured.candidate.has_bytes(record)
+        }  # fmt: skip
+        first = known[sites[0]]
+        moved = first.order != first.order.sort().values
+        yield _Form(
+            fact(
+                "taken_back", sites=sites, module=by, moved=int(moved.sum()),
+                signs=int((first.signs < 0).sum()), channels=len(first.signs),
+                factor=None if first.factor == 1.0 else first.factor,
+            ),
+            changed,
+        )  # fmt: skip
+
+
+def _gives_the_same(before: str, behind: str, sites: Sequence[SiteResult]) -> bool:
+    """Is what comes ``behind`` measured and within its limit, and does the difference ``before`` it
+    not reach it? What is nothing but zeros tells nothing."""
+    given = [site for site in sites if site.site == before]
+    given_on = [site for site in sites if site.site == behind]
+    if not given_on or any(s.flagged or s.ratio is None or not s.reference_norm for s in given_on):
+        return False
+    apart = min(site.rel_l2 or 0.0 for site in given)
+    return apart > _SEEN_BACK * max(site.rel_l2 or 0.0 for site in given_on)
+
+
+def _map_of(measured: Measured, site: str) -> _Map | None:
+    """How the candidate's channels at a site come from the reference's, in all anchored rows."""
+    import torch
+
+    pieces = Pieces(measured.reference, measured.candidate)
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in _float_pairs(measured):
+        if pair.pass_ != "anchored" or pair.reference.record.site != site:
+            continue
+        a, b = _tensors(pieces, pair)
+        if a.ndim < 3 or a.shape != b.shape:
+            return None
+        a, b = (side.reshape(-1, math.prod(side.shape[2:])) for side in (a, b))
+        mask = pieces.row_mask(pair.reference, pair.reference.record.shape)
+        if mask is not None and len(mask) == len(a):
+            a, b = a[mask], b[mask]
+        rows.append((a, b))
+    if not rows or len({a.shape[1] for a, _ in rows}) > 1:
+        return None
+    a, b = (torch.cat(side) for side in zip(*rows, strict=True))
+    if len(a) < _LEAST_ROWS or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return None
+    sizes = a.norm(dim=0), b.norm(dim=0)
+    if not bool((sizes[0] > 0).all() and (sizes[1] > 0).all()):
+        return None
+    alike = (a / sizes[0]).T @ (b / sizes[1])  # (C, C): A's channels against B's
+    own = alike.diagonal()
+    order = torch.arange(len(own))
+    if not bool((own.abs() > EXPLAINS).all()):
+        order = alike.abs().argmax(0)
+        if len(order.unique()) < len(order):
+            return None
+        own = alike[order, torch.arange(len(order))]
+    signs = own.sign()
+    matched = a[:, order] * signs
+    factor = float((matched * b).sum() / matched.square().sum())
+    if abs(factor - 1) < 1 / 256:  # what rounding may make of none
+        factor = 1.0
+    rest, apart = (b - factor * matched).square().sum(), (b - a).square().sum()
+    if not factor > 0 or not bool(rest <= (1 - EXPLAINS) * apart):
+        return None
+    return _Map(order, signs, factor)
+
+
+def _cancel(config: Mapping[str, object], part: str, maps: Mapping[str, _Map]) -> bool:
+    """Have the queries and keys of an attention, alone, the same signs in each head, and factors
+    whose product is 1?"""
+    import torch
+
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if not isinstance(heads, int) or set(maps) != {f"{part}.{n}_proj:out" for n in "qk"}:
+        return False
+    kv_heads = kv_heads if isinstance(kv_heads, int) else heads
+    q, k = maps[f"{part}.q_proj:out"], maps[f"{part}.k_proj:out"]
+    if any(bool((m.order != torch.arange(len(m.order))).any()) for m in (q, k)):
+        return False
+    if len(q.signs) % heads or len(k.signs) % kv_heads or heads % kv_heads:
+        return False
+    of_q, of_k = q.signs.reshape(heads, -1), k.signs.reshape(kv_heads, -1)
+    if of_q.shape[1] != of_k.shape[1]:
+        return False
+    return (
+        bool((of_q == of_k.repeat_interleave(heads // kv_heads, 0)).all())
+        and abs(q.factor * k.factor - 1) < 1 / 256
+    )

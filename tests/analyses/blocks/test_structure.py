@@ -1,0 +1,169 @@
+"""What is plain of the difference at an onset is named; rounding alone has no structure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from divergence.analyses.blocks.structure import PLACES, VALUES, Difference
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+
+BLOCK = "model.layers.1"
+PROMPTS = [
+    "A bridge is built twice: once on paper, where every beam is exact, and once in steel.",
+    "Hello there",
+]
+CODES = ("factor", "vocabulary_row", "channel", "head", "vector", "row_constants", "growing",
+         "beginning", "layer_type")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_model):
+    """``runs(family, dtype)`` → a run that holds what is inside the blocks."""
+    made = {}
+
+    def make(family="llama", dtype="float32"):
+        if (family, dtype) not in made:
+            made[family, dtype] = capture(
+                tiny_model(family, num_blocks=5), out=tmp_path_factory.mktemp("a") / "a",
+                prompts=PROMPTS, max_new_tokens=3, dtype=dtype, probe=False, truth="full",
+                store="full", sites="modules",
+            )  # fmt: skip
+        return made[family, dtype]
+
+    return make
+
+
+def hooked(name, change):
+    def prepare(model):
+        model.get_submodule(name).register_forward_hook(lambda module, args, out: change(out))
+
+    return prepare
+
+
+def into(name, change):
+    def prepare(model):
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args: change(*args))
+
+    return prepare
+
+
+def one_head(out):
+    out = out.clone()
+    out[..., 16:32] *= 1.3
+    return out
+
+
+def one_channel(out):
+    out = out.clone()
+    out[..., 5] += 0.1
+    return out
+
+
+def at(number, out):
+    out = out.clone()
+    out[..., number] += 0.3
+    return out
+
+
+def every_second_block(model):
+    for layer in model.model.layers[1::2]:
+        layer.mlp.register_forward_hook(lambda module, args, out: out * 1.1)
+
+
+def bias(times):
+    def prepare(model):
+        module = model.transformer.h[1].mlp.c_proj
+        module.register_forward_hook(lambda module, args, out: out + times * module.bias)
+
+    return prepare
+
+
+def faster(model):
+    forward = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: forward(x, position_ids * 1.001)
+
+
+CASES = {
+    "a factor": ("llama", hooked(f"{BLOCK}.mlp.up_proj", lambda out: out * 0.5),
+                 "blocks.factor", {"factor": 0.5, "update": False}),
+    "a bias twice": ("gpt2", bias(1.0), "blocks.vector",
+                     {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": 1.0,
+                      "cause": "twice"}),
+    "a bias left out": ("gpt2", bias(-1.0), "blocks.vector",
+                        {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": -1.0,
+                         "cause": "left_out"}),
+    "half a bias": ("gpt2", bias(-0.5), "blocks.vector",
+                    {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": -0.5,
+                     "cause": None}),
+    "any vector": ("llama", hooked(f"{BLOCK}.mlp.down_proj",
+                                   lambda out: out + torch.linspace(-0.1, 0.1, out.shape[-1])),
+                   "blocks.vector", {"parameter": None}),
+    "a constant a row": ("llama", hooked(f"{BLOCK}.mlp.down_proj",
+                                         lambda out: out + out[..., :1]),
+                         "blocks.row_constants", {}),
+    "a head": ("llama", hooked(f"{BLOCK}.self_attn.q_proj", one_head),
+               "blocks.head", {"number": 1}),
+    "a channel": ("llama", hooked(f"{BLOCK}.mlp.down_proj", one_channel),
+                  "blocks.channel", {"number": 5}),
+    "a row of the vocabulary": ("llama", hooked("lm_head", lambda out: at(77, out)),
+                                "blocks.vocabulary_row", {"number": 77}),
+    "growing": ("llama", faster, "blocks.growing", {"token": None}),
+    "beginning": ("llama", hooked(f"{BLOCK}.self_attn.o_proj", lambda out: out * (
+        1 + 0.1 * (torch.arange(out.shape[1])[:, None] >= 7)) if out.shape[1] > 8 else out),
+        "blocks.beginning", {"token": 7}),
+    "every second block": ("llama", every_second_block, "blocks.layer_type",
+                           {"type": "odd"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_structure_of_a_difference_is_named_at_its_onset(runs, tmp_path, name):
+    """With the numbers that tell the cause."""
+    family, prepare, code, values = CASES[name]
+    a = runs(family)
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    named = {item.code: item for item in verdict.evidence}
+    assert code in named, verdict.evidence
+    for key, value in values.items():
+        expected = pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+        assert named[code][key] == expected
+
+
+@pytest.mark.parametrize("coarse", [1.0, 30.0])
+@pytest.mark.parametrize("kind", ["plain", "massive channel", "sink token", "one row"])
+def test_rounding_alone_has_no_structure(kind, coarse):
+    """Where rounding is largest, in a massive channel or at a sink, is no structure of a cause."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        a = rng.standard_normal((1 if kind == "one row" else 48, 64))
+        if kind == "massive channel":
+            a[:, 7] *= 1000
+        if kind == "sink token":
+            a[0] *= 1000
+        d = coarse * 2**-8 * a * rng.standard_normal(a.shape)
+        count = np.arange(len(a))
+        difference = Difference(
+            site="model.layers.1.self_attn.o_proj:in", kind="Linear", block=BLOCK, a=a, d=d,
+            base=a + rng.standard_normal(a.shape), prompt=np.zeros(len(a)),
+            position=count.astype(float), beyond=np.ones(len(a), bool), tokens=count % 7, heads=4,
+            vocabulary=False, parameters={},
+        )  # fmt: skip
+        for structure in (*VALUES, *PLACES):
+            answer = structure(difference)
+            assert answer is None or answer[0] < 0.9, answer
+
+
+def test_a_healthy_pair_is_not_looked_at(runs, tmp_path):
+    """No structure is told of runs that differ by rounding alone."""
+    a = runs(dtype="bfloat16")
+
+    def prepare(model):
+        hooked(f"{BLOCK}.mlp.down_proj", lambda out: out + out.abs() * 2**-8)(model)
+
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+    verdict = compare(a, b).verdict
+    assert verdict.kind == "within_floor", verdict
+    assert not {f"blocks.{code}" for code in CODES} & {item.code for item in verdict.evidence}

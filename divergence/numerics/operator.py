@@ -40,12 +40,12 @@ class Masked:
 @dataclass(frozen=True, slots=True)
 class OperatorErrors:
     """Relative to the rows' ‖R‖, of a gradient's small rows to the median one's: (T,) float64.
-    ``floor``: of the coarser of both sides' dtypes that the reference stores; ``numbers``: (2, T) of
-    how many numbers each side's error is made; ``column_*``: (D,) sums of squared relative errors,
-    ``column_fourth``: (2, D) of fourth powers; ``num_nonfinite``: elements that are nan or inf on that side
-    alone; ``over_1_ulp``: share of elements more than one ulp from R, on each side; ``rows``: (T,)
-    numbers of these rows among all of them (those of R = 0, or masked altogether, have none), whose
-    axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,) elements of each that were not
+    ``floor``: of the coarser of both sides' dtypes that the reference stores; ``numbers``: (2, T)
+    of how many numbers each side's error is made; ``column_*``: (D,) sums of squared relative
+    errors, ``column_fourth``: (2, D) of fourth powers; ``num_nonfinite``: elements that are nan or
+    inf on that side alone; ``over_1_ulp``: share of elements more than one ulp from R, on each
+    side; ``rows``: (T,) numbers of these rows among all of them (those of R = 0, or masked
+    altogether, have none), whose axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,) elements of each that were not
     masked; ``masked``: what one side alone masks."""
 
     reference: torch.Tensor

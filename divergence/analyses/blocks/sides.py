@@ -687,8 +687,9 @@ def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> Farther | No
     least = least_of(family_stats, thresholds)
     middle = statistics.median(stats.w(least) for stats in family_stats)
     times = max(middle, 1 / max(middle, 1e-300))
-    errors = [(stats.rows.energy, stats.rows.numbers) for stats in family_stats if stats.rows is not None]
-    limit = thresholds.truth_standout * math.exp(min(common(errors, least), 50.0))
+    rows = [stats.rows for stats in family_stats if stats.rows is not None]
+    chance = common([(each.energy, each.numbers) for each in rows], least)
+    limit = thresholds.truth_standout * math.exp(min(chance, 50.0))
     if times <= limit * max(unit.widened for unit in family):
         return None
     return Farther("candidate" if middle > 1 else "reference", times, least)

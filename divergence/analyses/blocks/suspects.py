@@ -184,7 +184,7 @@ def find_family(
 
 
 def _counts(unit: Unit) -> bool:
-    """May a unit be off as its kind is? In a free pass one bad token is off in all blocks behind."""
+    """May a unit be off as its kind is? In a free pass one bad token is off in all that follows."""
     return unit.pass_ != "free" or unit.why in _WHOLE
 
 

@@ -45,8 +45,8 @@ class OperatorErrors:
     errors, ``column_fourth``: (2, D) of fourth powers; ``num_nonfinite``: elements that are nan or
     inf on that side alone; ``over_1_ulp``: share of elements more than one ulp from R, on each
     side; ``rows``: (T,) numbers of these rows among all of them (those of R = 0, or masked
-    altogether, have none), whose axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,) elements of each that were not
-    masked; ``masked``: what one side alone masks."""
+    altogether, have none), whose axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,)
+    elements of each that were not masked; ``masked``: what one side alone masks."""
 
     reference: torch.Tensor
     candidate: torch.Tensor

@@ -460,6 +460,8 @@ def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
 # ``Thresholds.operator_roundings`` the side that rounds so often is named.
 
 _ENOUGH_ROWS = 16
+_ENOUGH_NUMBERS = 16
+"""A row whose error is made of fewer may be small by chance."""
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 """d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
 _ADDITIVE = ("aten.add", "aten.sub", "aten.masked_fill", "aten.where")
@@ -732,9 +734,8 @@ def _excess_of_size(pooled: _Pooled, limit: float) -> _Excess:
     """The same of rows by their size, small ones held against the median one: where a row's error
     is that of one number (a massive activation's), the same row of the other side tells nothing,
     and where that number is small by chance, neither does the row's own size."""
-    scale = (pooled.norm / pooled.norm.median()).clamp_max(1.0)
     squares = torch.stack([pooled.reference, pooled.candidate]).square() - pooled.floor.square()
-    squares = squares.clamp_min(0.0) * scale.square()
+    squares = squares.clamp_min(0.0) * _sizes(pooled.norm).square()
     parts = _Parts.of(squares, pooled.floor, pooled.rows.numbers)
     excess: _Excess = {}
     for side, (times, usage) in _excess_of_largest(parts, limit).items():
@@ -745,6 +746,11 @@ def _excess_of_size(pooled: _Pooled, limit: float) -> _Excess:
     return excess
 
 
+def _sizes(norm: torch.Tensor) -> torch.Tensor:
+    """Of rows (T,): how small each is beside the median one, at most 1."""
+    return (norm / norm.median()).clamp_max(1.0)
+
+
 def _side(candidate: bool) -> Side:
     return "candidate" if candidate else "reference"
 
@@ -753,14 +759,16 @@ def _against_each_other(
     result: OperatorResult, pooled: _Pooled, carried: float, thresholds: Thresholds
 ) -> OperatorResult:
     """Without a truth: by how much the relative difference grows over what correct code makes of
-    what came in, ``carried``. No side is named."""
+    what came in, ``carried``, by size where few numbers make a row's. No side is named."""
     if any(pooled.nonfinite):
         return replace(result, limit_usage=math.inf, why="nonfinite", verdict="differs")
     if result.floor is None or result.difference is None:  # no row is left
         return result
     base = math.hypot(math.sqrt(2) * result.floor, carried)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
-    usage = result.difference / base / limit if base > 0 else 0.0
+    few = pooled.rows.numbers[1] < _ENOUGH_NUMBERS
+    difference = pooled.between.where(~few, pooled.between * _sizes(pooled.norm))
+    usage = float(difference.square().mean().sqrt()) / base / limit if base > 0 else 0.0
     if usage > 1:
         return replace(result, limit_usage=usage, verdict="differs", why="typical")
     return replace(result, limit_usage=usage, verdict="fine", why=None)

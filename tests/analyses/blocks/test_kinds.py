@@ -89,9 +89,7 @@ def sums_in_bfloat16(model):
         (sums_in_bfloat16, "float32", None, True),
     ],
 )
-def test_a_kind_that_is_off_alike_is_named_as_one(
-    fault, dtype, window, with_truth, pair, tmp_path
-):
+def test_a_kind_that_is_off_alike_is_named_as_one(fault, dtype, window, with_truth, pair, tmp_path):
     """The first to pass its limit is not named alone."""
     a, true = pair(dtype, window)
     b = capture(like=a, out=tmp_path / "b", prepare=fault, probe=False)

@@ -50,14 +50,14 @@ def made_at(
     evidence += escalation.beside(first)
     everywhere = is_everywhere(first, escalation)
     if family is None:
-        side = first.side
+        side = first.side or _side(flagged)
         by = side if side in ("reference", "candidate") else None
         seems = not measured.anchored or first.pass_ == "free"
         before = first.first.block if made_before(measured, first) else None
         headline = [
             fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
             *([] if everywhere else _scope(first, named=by is not None)),
-            *_elsewhere(flagged, first),
+            *([] if table is not None else _elsewhere(flagged, first)),
         ]
         evidence += _others(flagged, first)
     else:

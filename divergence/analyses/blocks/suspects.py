@@ -213,7 +213,7 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], thresholds: Thresholds) -> list[
             usages = [look.typical / limits[look.place] for look in looks]
             return statistics.median(usages) if usages else 0.0
 
-        return [other for other in kin if usage(other) > 1 / near]
+        return [unit, *(other for other in kin if other is not unit and usage(other) > 1 / near)]
     if unit.blame.value > thresholds.truth_systematic * unit.blame.control:
         return []
     from divergence.analyses.blocks.sides import farther_side
@@ -229,7 +229,7 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], thresholds: Thresholds) -> list[
         middle = statistics.median(ratios) if ratios else other.stats.w(farther.least)
         return middle if farther.side == "candidate" else 1 / max(middle, 1e-300)
 
-    return [other for other in kin if w(other) > near]
+    return [unit, *(other for other in kin if other is not unit and w(other) > near)]
 
 
 _WHOLE = ("typical", "both", "gain", "forward")

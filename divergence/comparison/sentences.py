@@ -54,6 +54,7 @@ SENTENCES: Mapping[str, str] = {
         "the error {seems:yes=seems to be made|no=is made} at {site}[[ or before it in {before}]]"
         "[[, by {by:letter}]]"
     ),
+    "made_elsewhere": "; {num:1=another|*=others} in {places:names 4}[[, by {by:letter}]]",
     "scope": (
         "{comma:yes=,|no=}{alone:yes=|no= seen}[[ in {parts:list  and }]]"
         "[[ from decode step {since} on]]"
@@ -92,6 +93,10 @@ SENTENCES: Mapping[str, str] = {
     ),
     "family_beyond": (
         "{num_flagged} of {total} {name} are beyond their limit, the least by {least:.1f} ×"
+    ),
+    "family_alike": (
+        "{num_flagged} of {total} {name} {num_flagged:1=is beyond its|*=are beyond their} limit, "
+        "and {num} are off by the same measure: {least:.1f} to {most:.1f} floors"
     ),
     "also_beyond": "also beyond the limit: {places:names 4}",
     "last_that_passes": "the last site before it in this block that passes: {site}",

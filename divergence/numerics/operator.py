@@ -40,20 +40,23 @@ class Masked:
 @dataclass(frozen=True, slots=True)
 class OperatorErrors:
     """Relative to the rows' ‖R‖, of a gradient's small rows to the median one's: (T,) float64.
-    ``floor``: of the coarser of both sides' dtypes that the reference stores; ``column_*``: (D,)
-    sums of squared relative errors; ``num_nonfinite``: elements that are nan or inf on that side
-    alone; ``over_1_ulp``: share of elements more than one ulp from R, on each side; ``rows``: (T,)
-    numbers of these rows among all of them (those of R = 0, or masked altogether, have none), whose
-    axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,) elements of each that were not
-    masked; ``masked``: what one side alone masks."""
+    ``floor``: of the coarser of both sides' dtypes that the reference stores; ``numbers``: (2, T)
+    of how many numbers each side's error is made; ``column_*``: (D,) sums of squared relative
+    errors, ``column_fourth``: (2, D) of fourth powers; ``num_nonfinite``: elements that are nan or
+    inf on that side alone; ``over_1_ulp``: share of elements more than one ulp from R, on each
+    side; ``rows``: (T,) numbers of these rows among all of them (those of R = 0, or masked
+    altogether, have none), whose axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,)
+    elements of each that were not masked; ``masked``: what one side alone masks."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
     between: torch.Tensor
     floor: torch.Tensor
+    numbers: torch.Tensor
     column_reference: torch.Tensor
     column_candidate: torch.Tensor
     column_floor: torch.Tensor
+    column_fourth: torch.Tensor
     num_nonfinite: tuple[int, int]
     over_1_ulp: tuple[float, float]
     rows: torch.Tensor
@@ -111,9 +114,11 @@ def measure_operator(
             candidate=none,
             between=none,
             floor=none,
+            numbers=none.reshape(2, 0),
             column_reference=none,
             column_candidate=none,
             column_floor=none,
+            column_fourth=none.reshape(2, 0),
             num_nonfinite=counts,
             over_1_ulp=(0.0, 0.0),
             rows=none.long(),
@@ -137,9 +142,11 @@ def measure_operator(
         candidate=db.norm(dim=1),
         between=((x - y) / norm).norm(dim=1),
         floor=floor,
+        numbers=torch.stack([numbers_of(e.square().sum(1), e.pow(4).sum(1)) for e in (da, db)]),
         column_reference=da[wide].square().sum(0),
         column_candidate=db[wide].square().sum(0),
         column_floor=own[wide].square().sum(0) + int(wide.sum()) * rounding**2 / r.shape[1],
+        column_fourth=torch.stack([error[wide].pow(4).sum(0) for error in (da, db)]),
         num_nonfinite=counts,
         over_1_ulp=(_over(x, r, a.dtype), _over(y, r, b.dtype)),
         rows=kept.nonzero().flatten(),
@@ -148,6 +155,13 @@ def measure_operator(
         counts=num_kept,
         masked=others,
     )
+
+
+def numbers_of(squares: torch.Tensor, fourth: torch.Tensor) -> torch.Tensor:
+    """Of how many numbers errors are made, from the sums of their squares and fourth powers. Of n
+    normal numbers the participation ratio (Σe²)² / Σe⁴ is (n + 2) / 3 on average."""
+    ratio = squares.square() / fourth.clamp_min(torch.finfo(fourth.dtype).tiny)
+    return (3 * ratio - 2).clamp_min(1.0)
 
 
 def _masked_alone(

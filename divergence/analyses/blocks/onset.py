@@ -36,7 +36,7 @@ def made_at(
     measured: Measured, units: list[Unit], flagged: list[Unit], escalation: Escalation
 ) -> Finding:
     """An error beyond the limit, at one site or at most of a kind."""
-    family = find_family(units, flagged)
+    family = find_family(units, flagged, measured.thresholds)
     alike = _alike(family.members[0], flagged) if family else flagged
     first = min(alike, key=lambda u: order_of(u.first))
     table = None if family is None else _table_behind(measured, family, flagged)
@@ -53,20 +53,23 @@ def made_at(
     evidence += escalation.beside(first)
     everywhere = is_everywhere(first, escalation)
     if family is None:
-        side = _side(flagged)
+        side = first.side or _side(flagged)
         by = side if side in ("reference", "candidate") else None
         seems = not measured.anchored or first.pass_ == "free"
         before = first.first.block if made_before(measured, first) else None
         headline = [
             fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
             *([] if everywhere else _scope(first, named=by is not None)),
+            *([] if table is not None else _elsewhere(flagged, first)),
         ]
         evidence += _others(flagged, first)
     else:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
-        off, cause = _who_and_why(family, len(alike), units, flagged)
+        off, cause = _who_and_why(family, max(len(alike), len(family.members)), units, flagged)
         scope = None if everywhere else only_in(*alike)
+        if scope is not None and not scope["alone"] and len(alike) < len(family.members):
+            scope = None  # its members are off there, too, within their limits
         if scope is not None:
             if scope["alone"]:
                 cause = fact("cause_special")
@@ -115,7 +118,7 @@ def _who_and_why(
 def below_floor(measured: Measured, escalation: Escalation) -> Finding:
     """Nothing beyond the floor of the runs' dtype, but something in float32."""
     flagged = escalation.flagged
-    family = find_family(escalation.units, flagged)
+    family = find_family(escalation.units, flagged, measured.thresholds)
     first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
     side = escalation.side
     by = side if side in ("reference", "candidate") else None
@@ -178,11 +181,34 @@ def _side(flagged: list[Unit]) -> SideOrBoth | None:
 
 
 def _family_evidence(family: Family) -> Fact:
-    low = min(unit.margin for unit in family.members)
+    beyond = [unit for unit in family.members if unit.why is not None]
+    if len(beyond) < len(family.members):
+        sizes = [unit.typical for unit in family.members]
+        return fact(
+            "family_alike", num_flagged=len(beyond), num=len(family.members), total=family.num_all,
+            name=family.name, least=min(sizes), most=max(sizes),
+        )  # fmt: skip
+    low = min(unit.margin for unit in beyond)
     return fact(
         "family_beyond", num_flagged=len(family.members), total=family.num_all, name=family.name,
         least=low,
     )  # fmt: skip
+
+
+def _elsewhere(flagged: list[Unit], first: Unit) -> list[Fact]:
+    """The other blocks in which an error is made, where each was given equal inputs, by side."""
+    blocks: dict[SideOrBoth | None, dict[str, None]] = {}
+    for unit in flagged:
+        block = unit.results[0].block
+        if block not in (None, first.results[0].block) and unit.pass_ != "free":
+            blocks.setdefault(unit.side, {})[str(block)] = None
+    return [
+        fact(
+            "made_elsewhere", num=len(places), places=list(places),
+            by=None if by in (first.side, "both") else by,
+        )
+        for by, places in blocks.items()
+    ]  # fmt: skip
 
 
 def _others(flagged: list[Unit], first: Unit) -> list[Fact]:

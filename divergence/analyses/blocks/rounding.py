@@ -402,30 +402,16 @@ def find_standouts(
                 unit in excused and times > thresholds.truth_confirm
             ):
                 standouts.append(StandOut(unit, times))
-        standouts += [] if two_dtypes else _all_of(family, thresholds)
+        farther = None
+        if not two_dtypes and any(unit.stats is not None for unit in family):
+            from divergence.analyses.blocks.sides import farther_side
+
+            farther = farther_side(family, thresholds)
+        if farther is not None:
+            first = min(family, key=lambda unit: order_of(unit.first))
+            standouts.append(StandOut(first, farther.times, farther.side))
     standouts.sort(key=lambda standout: order_of(standout.unit.first))
     named: dict[str | None, StandOut] = {}
     for standout in standouts:
         named.setdefault(standout.unit.results[0].block, standout)
     return list(named.values())
-
-
-def _all_of(family: Sequence[Unit], thresholds: Thresholds) -> list[StandOut]:
-    """One side is farther from the truth in all of a kind."""
-    stats = [unit.stats for unit in family if unit.stats is not None]
-    if len(stats) < max(3, len(family)):
-        return []
-    from divergence.analyses.blocks.sides import least_of
-    from divergence.comparison.judge import common
-
-    least = least_of(stats, thresholds)
-    middle = statistics.median(stat.w(least) for stat in stats)
-    times = max(middle, 1 / max(middle, 1e-300))
-    chance = common(
-        [(stat.rows.energy, stat.rows.numbers) for stat in stats if stat.rows is not None], least
-    )
-    limit = thresholds.truth_standout * math.exp(min(chance, 50.0))
-    if times <= limit * max(unit.widened for unit in family):
-        return []
-    first = min(family, key=lambda unit: order_of(unit.first))
-    return [StandOut(first, times, "candidate" if middle > 1 else "reference")]

@@ -23,7 +23,7 @@ from divergence.analyses.blocks.units import (
     one_step,
 )
 from divergence.comparison.align.pieces import PromptStep
-from divergence.comparison.judge import JudgedTable, Level, limit_of, observed, outliers
+from divergence.comparison.judge import JudgedTable, Level, common, limit_of, observed, outliers
 from divergence.comparison.measure.truth import (
     LEAST_LONE,
     SIDES,
@@ -616,6 +616,33 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
                 if forward is not None:
                     own = forward.w(least) if middle > 1 else 1 / max(forward.w(least), 1e-300)
                     look.usage = max(look.usage, own / limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Farther:
+    """``side`` is ``times`` as far from the truth as the other in all of a kind, by their median;
+    ``least``: what is added to both errors."""
+
+    side: Side
+    times: float
+    least: float
+
+
+def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> Farther | None:
+    """The side that is farther from the truth in all of a kind, by more than other kernels and
+    chance make; None where there is none, or not all were judged."""
+    family_stats = _stats_of(family)
+    if len(family_stats) < max(3, len(family)):
+        return None
+    least = least_of(family_stats, thresholds)
+    middle = statistics.median(stats.w(least) for stats in family_stats)
+    times = max(middle, 1 / max(middle, 1e-300))
+    rows = [stats.rows for stats in family_stats if stats.rows is not None]
+    chance = common([(each.energy, each.numbers) for each in rows], least)
+    limit = thresholds.truth_standout * math.exp(min(chance, 50.0))
+    if times <= limit * max(unit.widened for unit in family):
+        return None
+    return Farther("candidate" if middle > 1 else "reference", times, least)
 
 
 def _blame_columns(family: list[Unit], together: JudgedFamily) -> None:

@@ -13,10 +13,12 @@ Most of a kind beyond their limits is a *family*: a kernel or a setting, not a l
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from divergence.analyses.blocks.units import TABLES, Unit, build_units, flag
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.preflight.code import truth_tells
 from divergence.comparison.results import SiteResult, order_of
@@ -128,33 +130,88 @@ class Family:
     num_all: int
 
 
-def find_family(units: list[Unit], flagged: list[Unit]) -> Family | None:
-    """The kind of the onset, where more than half of at least three of its kind are flagged.
+def find_family(
+    units: Sequence[Unit], flagged: Sequence[Unit], thresholds: Thresholds
+) -> Family | None:
+    """The kind of the onset, where more than half of at least three of its kind are flagged, or off
+    by the same measure as a flagged one.
 
     What follows a bad module inside a block is off as well, so the first kind in execution
     order counts. Where every place of its class is off, the class is named alone.
     """
-    typical = [unit for unit in flagged if unit.kind[0] == "block" and unit.why in _WHOLE]
-    typical.sort(key=lambda unit: order_of(unit.first))
-    for unit in typical:
+    judged = [unit for unit in flagged if unit.kind[0] == "block" and _counts(unit)]
+    judged.sort(key=lambda unit: order_of(unit.first))
+    for unit in judged:
+        kin = [other for other in units if other.kind == unit.kind]
+        if len(kin) < _LEAST:
+            continue
+        places = places_of(unit)
         members = [
             other
-            for other in typical
+            for other in judged
             if other.kind == unit.kind and other.side in (None, unit.side)  # two faults are no kind
-        ]
-        if unit.why == "forward":  # of some forwards: the others must be off in one of these
-            places = {look.place for look in unit.beyond}
-            members = [o for o in members if places & {look.place for look in o.beyond}]
-        total = sum(other.kind == unit.kind for other in units)
-        if total >= _LEAST and len(members) > total / 2:
-            return Family(_name(unit, units, typical), members, total)
+            and places & places_of(other)
+        ]  # fmt: skip
+        if 2 * len(members) <= len(kin):
+            members = _off_alike(unit, kin, thresholds)
+        if 2 * len(members) > len(kin):
+            return Family(_name(unit, units, judged), members, len(kin))
     return None
+
+
+def _counts(unit: Unit) -> bool:
+    """May a unit be off as its kind is? In a free pass one bad token is off in all that follows."""
+    return unit.pass_ != "free" or unit.why in _WHOLE
+
+
+def places_of(unit: Unit) -> set[PromptStep]:
+    """The forwards in which a flagged unit is off: all, where it is so by its typical token."""
+    if unit.why in ("forward", "token", "sink"):
+        beyond = {look.place for look in unit.beyond}
+        return beyond or {(unit.first.sample, unit.first.step)}
+    return {look.place for look in unit.looks}
+
+
+def _off_alike(unit: Unit, kin: Sequence[Unit], thresholds: Thresholds) -> list[Unit]:
+    """Those of a kind that are off as a flagged one of them is, although within their own limits:
+    it is the first to pass, and not what is wrong. None where it stands out from them by itself."""
+    if unit.why not in ("typical", "forward"):
+        return []
+    near, places = thresholds.truth_confirm, places_of(unit)
+    if unit.blame is None:
+        # a limit that its siblings set is far above them: near to it is nobody but it
+
+        def usage(other: Unit) -> float:
+            if unit.why == "typical":
+                return other.typical / unit.limit
+            limits = {look.place: look.limit for look in unit.beyond}
+            looks = [look for look in other.looks if look.place in limits]
+            usages = [look.typical / limits[look.place] for look in looks]
+            return statistics.median(usages) if usages else 0.0
+
+        return [unit, *(other for other in kin if other is not unit and usage(other) > 1 / near)]
+    if unit.blame.value > thresholds.truth_systematic * unit.blame.control:
+        return []
+    from divergence.analyses.blocks.sides import farther_side
+
+    farther = farther_side(kin, thresholds)
+    if farther is None or farther.side != unit.side or farther.times <= near:
+        return []
+
+    def w(other: Unit) -> float:
+        assert other.stats is not None  # of all or of none
+        forwards = [other.stats.forwards[place] for place in places & other.stats.forwards.keys()]
+        ratios = [forward.w(farther.least) for forward in forwards]
+        middle = statistics.median(ratios) if ratios else other.stats.w(farther.least)
+        return middle if farther.side == "candidate" else 1 / max(middle, 1e-300)
+
+    return [unit, *(other for other in kin if other is not unit and w(other) > near)]
 
 
 _WHOLE = ("typical", "both", "gain", "forward")
 
 
-def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str | Fact:
+def _name(unit: Unit, units: Sequence[Unit], judged: Sequence[Unit]) -> str | Fact:
     """A family's name: its class, or one place of it; for what enters a module, the module around
     it, whose own code lies between."""
     _, path, port, kind, *_ = unit.kind
@@ -169,7 +226,7 @@ def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str | Fact:
             return fact("blocks.kind_entering", kind=outer, place=where, module=place)
         return fact("blocks.kind_input", kind=kind, place=place)
     sources = _sources(unit, units)
-    if len({u.kind[1] for u in sources}) > 1 and all(u in typical for u in sources):
+    if len({u.kind[1] for u in sources}) > 1 and all(u in judged for u in sources):
         if kind in _MATMULS:
             dtype = unit.results[0].candidate_dtype
             return fact("blocks.kind_products", kind=kind, dtype=dtype)
@@ -177,7 +234,7 @@ def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str | Fact:
     return fact("blocks.kind_at", kind=kind, place=place)
 
 
-def _sources(unit: Unit, units: list[Unit]) -> list[Unit]:
+def _sources(unit: Unit, units: Sequence[Unit]) -> list[Unit]:
     """Outputs of the same class in the same phase whose module was entered by what passes, or
     which are much farther off than what entered, and the unit's own family. What is merely
     fed by something bad says nothing of its own."""

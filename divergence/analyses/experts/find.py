@@ -1,5 +1,8 @@
 """Experts: routers that choose otherwise than rounding may, and what tokens that are far off share.
 
+A router in a coarser dtype than the other side's is one, too, be its error as small as rounding: of
+the same scores other tokens are near a tie.
+
 One expert of many that is wrong shows in the tokens that were sent to it, and in no other. So where
 all tokens beyond the limit share an expert, it is named; tokens that went there and are fine
 speak against it and are counted. Rerouted tokens (comparison.experts) are in none of the counts.
@@ -12,17 +15,21 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
+from divergence.comparison.decide import check
 from divergence.comparison.experts import (
     Routes,
     Unexplained,
+    choices_in,
     logits_decide,
     route_key,
     routed_blocks,
     same_experts,
 )
+from divergence.comparison.measure.truth import SIDES
 from divergence.comparison.results import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
-from divergence.numerics.formats import format_named
+from divergence.numerics.formats import Format, format_named
+from divergence.run.reader import Run
 from divergence.run.site import module_of
 from divergence.words import Side
 
@@ -32,10 +39,11 @@ _FEW = 10
 
 def find(measured: Measured) -> AnalysisResult:
     """The first choice of experts that rounding does not explain: its router is where the error
-    comes in, whatever the experts make of it."""
+    comes in, whatever the experts make of it. Else the first router that one side computes in a
+    coarser dtype than the other, in runs of one dtype."""
     choices = sorted(measured.routes.unexplained.values(), key=lambda pair: order_of(pair[0]))
     if not choices:
-        return AnalysisResult()
+        return AnalysisResult(findings=_coarse_routers(measured))
     behind, first = choices[0]
     router = first.router or first.site
     seen = max(
@@ -84,6 +92,74 @@ def find(measured: Measured) -> AnalysisResult:
             )
         ]
     )
+
+
+def _coarse_routers(measured: Measured) -> list[Finding]:
+    """In runs of one dtype. Where that has 16 bits, the rounding before a router hides that of its
+    logits; the numbers show whether they are float32's or that dtype's."""
+    runs = measured.reference, measured.candidate
+    usual = format_named(runs[0].manifest.model.dtype)
+    if runs[1].manifest.model.dtype != usual.name:
+        return []
+    routers = {
+        record.site
+        for (kind, *_), records in choices_in(runs[0]).items() if kind == "logits"
+        for record in records
+    }  # fmt: skip
+    judged: set[str] = set()
+    coarse: list[tuple[SiteResult, list[Format]]] = []
+    for site in sorted(measured.sites, key=order_of):
+        if site.pass_ != "anchored" or site.identical or site.site not in routers - judged:
+            continue
+        judged.add(site.site)
+        forms = [
+            _format_of_numbers(run, (site.pass_, site.sample, site.step, name), dtype, usual)
+            for run, name, dtype in (
+                (runs[0], site.site, site.reference_dtype),
+                (runs[1], site.candidate_site or site.site, site.candidate_dtype),
+            )
+        ]
+        if forms[0].mantissa_bits != forms[1].mantissa_bits:
+            coarse.append((site, forms))
+    if not coarse:
+        return []
+    first, forms = coarse[0]
+    narrow = int(forms[1].mantissa_bits < forms[0].mantissa_bits)
+    side, other = SIDES[narrow], SIDES[1 - narrow]
+    many = len(coarse) >= 3 and 2 * len(coarse) > len(routers)
+    headline = fact(
+        "experts.router_coarse", router=module_of(first.site), num=len(coarse) if many else None,
+        num_routed=len(routers), side=side, dtype=forms[narrow].name, other=other,
+        other_dtype=forms[1 - narrow].name,
+    )  # fmt: skip
+    return [
+        Finding(
+            claim="error_everywhere_of_kind" if many else "error_made_here",
+            kind="systematic" if many else "localized",
+            headline=[headline],
+            onset=onset_at(first),
+            place=order_of(first),
+            equal_inputs=True,
+            side=side if measured.truth is not None and side == "candidate" else None,
+            rests_on=[check("clear", False, fact("experts.hidden"))],
+            commands=measured.advice.look_at(first.site),
+            flags=[site.key for site, _ in coarse],
+        )
+    ]
+
+
+def _format_of_numbers(
+    run: Run, place: tuple[str, int, int, str], dtype: str, usual: Format
+) -> Format:
+    """Of which format a result's numbers are: that in which they are recorded, or the run's where
+    all of them are of that."""
+    recorded = format_named(dtype)
+    record = run.find(place) or run.find(("free", *place[1:]))  # whose inputs anchored it
+    if recorded.mantissa_bits <= usual.mantissa_bits or record is None or not run.has_bytes(record):
+        return recorded
+    values = run.read(record)
+    exact = bool((values == values.to(usual.torch_dtype).to(values.dtype)).all())
+    return usual if exact else recorded
 
 
 def _side(measured: Measured, behind: SiteResult, choice: Unexplained) -> Side | None:

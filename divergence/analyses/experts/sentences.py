@@ -14,6 +14,12 @@ SENTENCES: Mapping[str, str] = {
         "{num} of {num_routed} routers, from {router} on, send tokens to other experts than "
         "rounding explains"
     ),
+    "router_coarse": (
+        "[[{num} of {num_routed} routers, from ]]{router}{num:none=|*= on,} "
+        "{num:none=computes|*=compute} in {dtype} in {side:letter}, in {other_dtype} in "
+        "{other:letter}"
+    ),
+    "hidden": "what it makes of the scores is no more than rounding",
     "sent_elsewhere": (
         "{num_different} of {num_compared} tokens went to other experts, far from any tie: the "
         "first is token {token} of prompt {sample}, step {step}, to [{reference:list}] in A and "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -39,6 +40,7 @@ from divergence.comparison.calls import (
     operator_passes,
     rerouted_in,
 )
+from divergence.comparison.judge import limit_of, observed, reach
 from divergence.comparison.results import (
     OperatorResult,
     OtherInput,
@@ -50,7 +52,12 @@ from divergence.comparison.results import (
 from divergence.facts import fact, sentence
 from divergence.numerics.floor import Thresholds, rare_ratio
 from divergence.numerics.formats import format_named
-from divergence.numerics.operator import OperatorErrors, measure_operator, slices_of
+from divergence.numerics.operator import (
+    OperatorErrors,
+    measure_operator,
+    numbers_of,
+    slices_of,
+)
 from divergence.run.manifest import NO_TENSOR
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -453,7 +460,8 @@ def distance_of(x: torch.Tensor, y: torch.Tensor) -> float:
 # ``Thresholds.operator_roundings`` the side that rounds so often is named.
 
 _ENOUGH_ROWS = 16
-_ENOUGH_COLUMNS = 16
+_ENOUGH_NUMBERS = 16
+"""A row whose error is made of fewer may be small by chance."""
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 """d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
 _ADDITIVE = ("aten.add", "aten.sub", "aten.masked_fill", "aten.where")
@@ -469,21 +477,47 @@ class Size:
     errors: dict[Forward, OperatorErrors]
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Rows or columns (N,): each side's error with the floor in quadrature, ``floor``, and of how
+    many numbers each side's error is made, ``numbers`` (2, N)."""
+
+    reference: torch.Tensor
+    candidate: torch.Tensor
+    floor: torch.Tensor
+    numbers: torch.Tensor
+
+    @classmethod
+    def of(cls, squares: torch.Tensor, floor: torch.Tensor, numbers: torch.Tensor) -> _Parts:
+        """``squares`` (2, N): each side's, without the floor."""
+        reference, candidate = (squares + floor.square()).sqrt()
+        return cls(reference, candidate, floor, numbers)
+
+    def limits(self, limit: float) -> torch.Tensor:
+        """(N,): how many times the other side's a side's error may be: ``limit``, or what chance
+        makes of so few numbers (comparison.judge)."""
+        squares = torch.stack([self.reference, self.candidate]).square() - self.floor.square()
+        energy = (squares / self.floor.square()).clamp_min(0.0)
+        _, variance = observed(energy.numpy(), self.numbers.numpy(), 1.0)
+        chance = np.exp(np.minimum(reach(limit_of(len(self.floor)), variance), 300.0))
+        return torch.from_numpy(np.maximum(limit, chance))
+
+
 @dataclass(slots=True)
 class _Pooled:
     """All forwards of a unit: per row (T,), each side's error with the floor in quadrature.
-    ``wide``: rows of enough numbers to be looked at alone (masked scores are short at first)."""
+    ``norm``: (T,), ‖R‖; ``rows``, ``columns``: as they are looked at one by one."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
     between: torch.Tensor
     floor: torch.Tensor
+    norm: torch.Tensor
     raw: tuple[float, float]
-    columns: tuple[torch.Tensor, torch.Tensor] | None
+    rows: _Parts
+    columns: _Parts | None
     slices: list[torch.Tensor]
-    wide: torch.Tensor
     num_values: int
-    num_columns: int
     nonfinite: tuple[int, int]
     over_1_ulp: tuple[float, float]
 
@@ -562,19 +596,24 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
     measured = [errors for _, _, errors in unit.forwards if errors is not None]
     if not measured:
         return None
-    reference, candidate, between, floor = (
+    reference, candidate, between, floor, norm = (
         torch.cat([getattr(errors, name) for errors in measured])
-        for name in ("reference", "candidate", "between", "floor")
+        for name in ("reference", "candidate", "between", "floor", "norm")
     )
     finite = [errors for errors in measured if len(errors.reference)]  # the others have no columns
     widths = {len(errors.column_floor) for errors in finite}
+    counts = torch.cat([errors.counts for errors in measured])
+    numbers = torch.cat([errors.numbers for errors in measured], dim=1).minimum(counts)
+    rows = _Parts.of(torch.stack([reference, candidate]).square(), floor, numbers)
     columns = None
     if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
-        base = sum(errors.column_floor for errors in finite)
-        columns = tuple(
-            (sum(getattr(errors, f"column_{side}") for errors in finite) + base).sqrt()
+        squares = torch.stack([
+            sum((getattr(errors, f"column_{side}") for errors in finite), torch.zeros(1))
             for side in ("reference", "candidate")
-        )
+        ])  # fmt: skip
+        fourth = sum((errors.column_fourth for errors in finite), torch.zeros(1))
+        base = sum((errors.column_floor for errors in finite), torch.zeros(1)).sqrt()
+        columns = _Parts.of(squares, base, numbers_of(squares, fourth).clamp_max(len(reference)))
     weight = max(1, sum(len(errors.reference) for errors in measured))
 
     def median(rows: torch.Tensor) -> float:
@@ -587,16 +626,16 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         return sum(errors.over_1_ulp[side] * len(errors.reference) for errors in measured) / weight
 
     return _Pooled(
-        reference=torch.hypot(reference, floor),
-        candidate=torch.hypot(candidate, floor),
+        reference=rows.reference,
+        candidate=rows.candidate,
         between=between,
         floor=floor,
+        norm=norm,
         raw=(median(reference), median(candidate)),
+        rows=rows,
         columns=columns,
-        wide=torch.cat([errors.counts for errors in measured]) >= _ENOUGH_COLUMNS,
         slices=slices_of(finite, least=_ENOUGH_ROWS),
         num_values=sum(len(e.reference) * len(e.column_floor) for e in finite),
-        num_columns=min(widths, default=0),
         nonfinite=(num_nonfinite(0), num_nonfinite(1)),
         over_1_ulp=(over_1_ulp(0), over_1_ulp(1)),
     )
@@ -617,25 +656,27 @@ def _against_truth(
         return replace(result, limit_usage=math.inf, why="nonfinite", verdict=verdict)
     if not len(pooled.floor):
         return result
-    excess = _excess_of_largest if result.phase == "backward" else _excess
-    wider = rare_ratio(pooled.num_values)
+    wider = rare_ratio(_num_together(pooled.rows))
     a, b = (_typical(rows) for rows in (pooled.reference, pooled.candidate))
     w, peak = b / a, 1.0
     asked: list[tuple[float, Question, Side]] = []  # (share of the limit, why, side)
     asked.append((max(w, 1 / w) / (thresholds.operator * wider), "typical", _side(b > a)))
-    if bool(pooled.wide.any()):  # the error of few numbers says little of a row
-        rows = excess(pooled.reference[pooled.wide], pooled.candidate[pooled.wide])
-        asked += [(rows[s] / (thresholds.operator_row * wider), "row", s) for s in rows]
-        peak = max(rows.values())
+    parts: list[tuple[_Parts, Question, float]] = [(pooled.rows, "row", thresholds.operator_row)]
     if pooled.columns is not None:
-        columns = excess(*pooled.columns)
-        limit = thresholds.operator_column * rare_ratio(len(pooled.floor))
-        asked += [(columns[s] / limit, "column", s) for s in columns]
-        peak = max(peak, *columns.values())
+        parts.append((pooled.columns, "column", thresholds.operator_column))
+    for part, why, limit in parts:
+        excess = _excess(part, limit) if result.phase != "backward" else {}
+        for side, (times, usage) in (excess or _excess_of_largest(part, limit * wider)).items():
+            asked.append((usage, why, side))
+            peak = max(peak, times)
+    if result.phase != "backward":
+        for side, (times, usage) in _excess_of_size(pooled, thresholds.operator_row).items():
+            asked.append((usage, "row", side))
+            peak = max(peak, times) if usage > 1 else peak
     for members in pooled.slices:
         ours, theirs = (_typical(side[members]) for side in (pooled.reference, pooled.candidate))
         times = max(ours / theirs, theirs / ours)
-        limit = thresholds.operator_column * rare_ratio(len(members) * pooled.num_columns)
+        limit = thresholds.operator_column * rare_ratio(_num_together(pooled.rows, members))
         asked.append((times / limit, "slice", _side(theirs > ours)))
         peak = max(peak, times)
     usage, why, side = max(asked)
@@ -655,20 +696,59 @@ def _typical(rows: torch.Tensor) -> float:
     return float(rows.square().mean().sqrt() if few else rows.median())
 
 
-def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[Side, float]:
-    """Each side's largest error over the other side's there (or its median, if larger)."""
-    return {
-        "candidate": float((candidate / reference.clamp_min(reference.median())).max()),
-        "reference": float((reference / candidate.clamp_min(candidate.median())).max()),
-    }
+def _num_together(rows: _Parts, members: torch.Tensor | None = None) -> int:
+    """Of how many numbers the errors of rows are made, at least, of all or of some of them."""
+    numbers = rows.numbers if members is None else rows.numbers[:, members]
+    return max(1, round(float(numbers.sum(1).min().nan_to_num(1.0))))
 
 
-def _excess_of_largest(reference: torch.Tensor, candidate: torch.Tensor) -> dict[Side, float]:
+_Excess = dict[Side, tuple[float, float]]
+"""By side the largest of its errors over the other's, and the largest share of a limit that one
+uses."""
+
+
+def _excess(parts: _Parts, limit: float) -> _Excess:
+    """Each side's errors over the other side's there (or its median, if larger)."""
+    limits = parts.limits(limit)
+    excess: _Excess = {}
+    sides: tuple[tuple[Side, torch.Tensor, torch.Tensor], ...] = (
+        ("candidate", parts.candidate, parts.reference),
+        ("reference", parts.reference, parts.candidate),
+    )
+    for side, own, other in sides:
+        times = own / other.clamp_min(other.median())
+        top = int((times / limits).argmax())
+        excess[side] = float(times[top]), float(times[top] / limits[top])
+    return excess
+
+
+def _excess_of_largest(parts: _Parts, limit: float) -> _Excess:
     """Each side's largest error over the other's largest. Of a gradient a row's error may come of
     one number, a sum whose terms cancel (as in a norm's backward): then rows differ so much by
     chance that a row tells nothing beside the same row of the other side."""
-    largest = float(reference.max()), float(candidate.max())
-    return {"candidate": largest[1] / largest[0], "reference": largest[0] / largest[1]}
+    times = float(parts.candidate.max() / parts.reference.max())
+    return {"candidate": (times, times / limit), "reference": (1 / times, 1 / times / limit)}
+
+
+def _excess_of_size(pooled: _Pooled, limit: float) -> _Excess:
+    """The same of rows by their size, small ones held against the median one: where a row's error
+    is that of one number (a massive activation's), the same row of the other side tells nothing,
+    and where that number is small by chance, neither does the row's own size."""
+    squares = torch.stack([pooled.reference, pooled.candidate]).square() - pooled.floor.square()
+    squares = squares.clamp_min(0.0) * _sizes(pooled.norm).square()
+    parts = _Parts.of(squares, pooled.floor, pooled.rows.numbers)
+    excess: _Excess = {}
+    for side, (times, usage) in _excess_of_largest(parts, limit).items():
+        other = squares[0 if side == "candidate" else 1]
+        numbers = pooled.rows.numbers[0 if side == "candidate" else 1]
+        together = other.sum().square() / (other.square() / numbers).sum().clamp_min(1e-300)
+        excess[side] = times, usage / rare_ratio(max(1, round(float(together.nan_to_num(1.0)))))
+    return excess
+
+
+def _sizes(norm: torch.Tensor) -> torch.Tensor:
+    """Of rows (T,): how small each is beside the median one, at most 1."""
+    return (norm / norm.median()).clamp_max(1.0)
 
 
 def _side(candidate: bool) -> Side:
@@ -679,14 +759,16 @@ def _against_each_other(
     result: OperatorResult, pooled: _Pooled, carried: float, thresholds: Thresholds
 ) -> OperatorResult:
     """Without a truth: by how much the relative difference grows over what correct code makes of
-    what came in, ``carried``. No side is named."""
+    what came in, ``carried``, by size where few numbers make a row's. No side is named."""
     if any(pooled.nonfinite):
         return replace(result, limit_usage=math.inf, why="nonfinite", verdict="differs")
     if result.floor is None or result.difference is None:  # no row is left
         return result
     base = math.hypot(math.sqrt(2) * result.floor, carried)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
-    usage = result.difference / base / limit if base > 0 else 0.0
+    few = pooled.rows.numbers[1] < _ENOUGH_NUMBERS
+    difference = pooled.between.where(~few, pooled.between * _sizes(pooled.norm))
+    usage = float(difference.square().mean().sqrt()) / base / limit if base > 0 else 0.0
     if usage > 1:
         return replace(result, limit_usage=usage, verdict="differs", why="typical")
     return replace(result, limit_usage=usage, verdict="fine", why=None)

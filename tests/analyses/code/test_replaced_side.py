@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
+import torch
 
 from divergence.comparison.api import compare
 from divergence.recording.api import capture, truth
@@ -47,5 +50,58 @@ def test_the_side_is_told_however_many_are_replaced(pair, tmp_path, case):
     """What stays as it was is no replacement, be it most instances of the class or one."""
     a, true = pair
     b = capture(like=a, out=tmp_path / "b", prepare=replaced(*CASES[case]), probe=False)
+    verdict = compare(a, b, truth=true).verdict
+    assert (verdict.side, verdict.confidence) == ("candidate", "high")
+
+
+class Scaled(torch.nn.Linear):
+    """Stands in for a Linear, as a fused or a quantised one does."""
+
+    def forward(self, x):
+        return super().forward(x) * 1.1
+
+
+def scaled(module, x):
+    return torch.nn.functional.linear(x, module.weight) * 1.1
+
+
+def by_hook(model, name, module):
+    module.register_forward_hook(lambda module, args, result: result * 1.1)
+
+
+def by_method(model, name, module):
+    module.forward = types.MethodType(scaled, module)
+
+
+def by_class(model, name, module):
+    module.__class__ = Scaled
+
+
+def by_another_module(model, name, module):
+    other = Scaled(module.in_features, module.out_features, bias=False)
+    other.weight = module.weight
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, other)
+
+
+CHOSEN = {
+    "most": lambda name: name != "lm_head",
+    "few": lambda name: name.endswith("layers.2.mlp.down_proj"),
+    "all": lambda name: True,
+}
+
+
+@pytest.mark.parametrize("how", [by_hook, by_method, by_class, by_another_module])
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_the_side_is_told_however_they_are_replaced(how, chosen, pair, tmp_path):
+    """By a hook, a method, a class or a module, on few, most or all instances."""
+    a, true = pair
+
+    def prepare(model):
+        for name, module in list(model.named_modules()):
+            if type(module) is torch.nn.Linear and CHOSEN[chosen](name):
+                how(model, name, module)
+
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
     verdict = compare(a, b, truth=true).verdict
     assert (verdict.side, verdict.confidence) == ("candidate", "high")

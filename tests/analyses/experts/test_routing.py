@@ -61,9 +61,15 @@ def without(module, forward, field, value, *args):
         setattr(module, field, before)
 
 
-def deepseek(folder, field, value):
-    """Runs of a small DeepSeek with a trained bias in its routers, of one whose routers have
-    ``field`` = ``value``, and the first's truth."""
+def with_product(module, forward, product, *args):
+    """What the router makes with another product of its input and its matrix."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", product)
+        return forward(*args)
+
+
+def deepseek(folder, dtype="float32", **options):
+    """A run of a small DeepSeek with a trained bias in its routers."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
         vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
@@ -78,8 +84,28 @@ def deepseek(folder, field, value):
             buffer.normal_(0, 0.2)
     model.save_pretrained(folder / "model")
     prompts = [[(7 * i * i + 3 * i + n * 11) % 500 + 6 for i in range(24)] for n in range(2)]
-    a = capture(str(folder / "model"), out=folder / "a", prompts=prompts, max_new_tokens=2,
-                dtype="float32", probe=False)  # fmt: skip
+    return capture(str(folder / "model"), out=folder / "a", prompts=prompts, max_new_tokens=2,
+                   dtype=dtype, probe=False, **options)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def deepseek_in(tmp_path_factory):
+    """``deepseek_in(dtype)``: such a run, which carries no truth, and its truth."""
+    made = {}
+
+    def make(dtype):
+        if dtype not in made:
+            folder = tmp_path_factory.mktemp("deepseek")
+            a = deepseek(folder, dtype, truth="no")
+            made[dtype] = a, make_truth(a, out=folder / "truth")
+        return made[dtype]
+
+    return make
+
+
+def deepseek_with(folder, field, value):
+    """Such a run, one whose routers have ``field`` = ``value``, and the first's truth."""
+    a = deepseek(folder)
 
     def prepare(loaded):
         for name, module in loaded.named_modules():
@@ -447,12 +473,59 @@ def test_a_router_without_its_groups_or_its_bias_is_the_onset(field, value, tmp_
     """DeepSeek chooses among the experts of the best groups, with a bias: forgetting either sends
     tokens far from any tie elsewhere, in every block. That a side follows its logits says nothing
     of it; the truth names it."""
-    a, b, truth = deepseek(tmp_path, field, value)
+    a, b, truth = deepseek_with(tmp_path, field, value)
     assert compare(a, b, force=True).verdict.side is None
     verdict = compare(a, b, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("systematic", "candidate")
     assert verdict.onset.site == "model.layers.1.mlp.gate:out"
     assert "3 of 3 routers" in verdict.summary
+
+
+def in_bfloat16(x, weight):
+    return x.bfloat16() @ weight.bfloat16().T
+
+
+def in_8_bits(x, weight):
+    """Partial sums of 16 terms are stored in 8 bits."""
+    total = torch.zeros(*x.shape[:-1], len(weight))
+    for terms in torch.arange(x.shape[-1]).split(16):
+        total += x[..., terms].float() @ weight[:, terms].float().T
+        total = total.to(torch.float8_e4m3fn).float()
+    return total.to(x.dtype)
+
+
+PRODUCTS = {
+    "bfloat16": in_bfloat16,
+    "bfloat16, stored in float32": lambda x, weight: in_bfloat16(x, weight).to(x.dtype),
+    "8 bits": in_8_bits,
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize(("dtype", "chosen"), [("bfloat16", 3), ("bfloat16", 1), ("float32", 3)])
+def test_a_router_in_a_coarser_dtype_is_the_onset(product, dtype, chosen, deepseek_in, tmp_path):
+    """DeepSeek computes its routers in float32 whatever the model's dtype. In bfloat16 they are
+    within the rounding of what comes in, and other tokens are near a tie all the same."""
+    a, true = deepseek_in(dtype)
+
+    def prepare(model):
+        for layer in model.model.layers[1 : 1 + chosen]:
+            gate = layer.mlp.gate
+            gate.forward = partial(with_product, gate, gate.forward, PRODUCTS[product])
+
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+    for truth in (None, true):
+        verdict = compare(a, b, truth=truth).verdict
+        assert verdict.kind == ("systematic" if chosen == 3 else "localized")
+        assert verdict.onset.site == "model.layers.1.mlp.gate:out"
+        assert verdict.side == (None if truth is None else "candidate")
+
+
+def test_a_router_that_both_sides_compute_alike_is_none(deepseek_in, tmp_path):
+    """Other kernels of attention move the logits, which are float32's on both sides."""
+    a, true = deepseek_in("bfloat16")
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="eager", probe=False)
+    assert compare(a, b, truth=true).verdict.kind in ("within_floor", "identical")
 
 
 def test_where_most_tokens_went_elsewhere_nothing_is_said_to_be_right(recorded, tmp_path):

@@ -451,9 +451,9 @@ def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
     for part, results in flagged.items():
         sites = list(dict.fromkeys(s.site for s in sorted(results, key=order_of)))
         maps = {site: _map_of(measured, site) for site in sites}
-        if any(found is None for found in maps.values()):
+        if any(channels is None for channels in maps.values()):
             continue
-        known = {site: found for site, found in maps.items() if found is not None}
+        known = {site: channels for site, channels in maps.items() if channels is not None}
         last = sites[-1]
         by = module_of(last)
         if not (last == f"{by}:in" and _gives_the_same(last, f"{by}:out", anchored)):

@@ -48,7 +48,7 @@ _BEGINS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class OnsetRows:
     """``a``, ``d`` (N, C): the reference, and the candidate less it. ``base``: the block's input.
     ``prompt``, ``position``, ``tokens`` (N,): of each row, -1 where it is not known. ``beyond``
     (N,): is the row of a forward beyond its limit? ``heads``: that the channels are divided into.
@@ -68,7 +68,7 @@ class Difference:
     vocabulary: bool
     parameters: Mapping[str, ParameterNote]
 
-    def rows(self, kept: np.ndarray) -> Difference:
+    def rows(self, kept: np.ndarray) -> OnsetRows:
         """Some of its rows."""
         changes = {
             name: values[kept]
@@ -78,7 +78,7 @@ class Difference:
         return replace(self, **changes)
 
 
-Structure = Callable[[Difference], tuple[float, Fact] | None]
+Structure = Callable[[OnsetRows], tuple[float, Fact] | None]
 """(the share of the squared difference that it explains, what it is), where it may be asked."""
 
 
@@ -100,13 +100,13 @@ def structures_at(measured: Measured, unit: Unit) -> list[Fact]:
 # Of what a difference is made.
 
 
-def _factor(x: Difference) -> tuple[float, Fact] | None:
+def _factor(x: OnsetRows) -> tuple[float, Fact] | None:
     """b = f a: one factor on the output."""
     share, factor = _of_multiple(x.d, x.a)
     return share, fact("blocks.factor", share=share, site=x.site, factor=1 + factor, update=False)
 
 
-def _update_factor(x: Difference) -> tuple[float, Fact] | None:
+def _update_factor(x: OnsetRows) -> tuple[float, Fact] | None:
     """b - in = f (a - in): one factor on what a block adds."""
     if x.base is None:
         return None
@@ -114,14 +114,14 @@ def _update_factor(x: Difference) -> tuple[float, Fact] | None:
     return share, fact("blocks.factor", share=share, site=x.block, factor=1 + factor, update=True)
 
 
-def _column(x: Difference) -> tuple[float, Fact] | None:
+def _column(x: OnsetRows) -> tuple[float, Fact] | None:
     """One channel; of logits, one row of the vocabulary."""
     share, column = _largest_part(x, x.d.shape[1])
     code = "blocks.vocabulary_row" if x.vocabulary else "blocks.channel"
     return share, fact(code, share=share, site=x.site, number=column, total=x.d.shape[1])
 
 
-def _head(x: Difference) -> tuple[float, Fact] | None:
+def _head(x: OnsetRows) -> tuple[float, Fact] | None:
     """One head's channels."""
     if x.heads is None or x.heads < 2 or x.d.shape[1] % x.heads:
         return None
@@ -129,7 +129,7 @@ def _head(x: Difference) -> tuple[float, Fact] | None:
     return share, fact("blocks.head", share=share, site=x.site, number=head, total=x.heads)
 
 
-def _vector(x: Difference) -> tuple[float, Fact] | None:
+def _vector(x: OnsetRows) -> tuple[float, Fact] | None:
     """d = 1 cᵀ: one vector at all tokens, and the parameter that it is a multiple of."""
     if len(x.d) < _FEW:
         return None
@@ -145,7 +145,7 @@ def _vector(x: Difference) -> tuple[float, Fact] | None:
     )  # fmt: skip
 
 
-def _constants(x: Difference) -> tuple[float, Fact] | None:
+def _constants(x: OnsetRows) -> tuple[float, Fact] | None:
     """d = c 1ᵀ: one constant in all channels of a row."""
     if x.d.shape[1] < _FEW:
         return None
@@ -162,7 +162,7 @@ VALUES: tuple[Structure, ...] = (_factor, _update_factor, _column, _head, _const
 # Where it is.
 
 
-def _token_id(x: Difference) -> tuple[float, Fact] | None:
+def _token_id(x: OnsetRows) -> tuple[float, Fact] | None:
     """All rows of one token id, of a table that is looked up by it."""
     if "Embedding" not in x.kind or (x.tokens < 0).any() or len(set(x.tokens)) < 2:
         return None
@@ -175,7 +175,7 @@ def _token_id(x: Difference) -> tuple[float, Fact] | None:
     )
 
 
-def _growing(x: Difference) -> tuple[float, Fact] | None:
+def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
     """In proportion to the distance from a token on: what is multiplied by the position is off."""
     sizes = _by_position(x)
     if sizes is None:
@@ -195,7 +195,7 @@ def _growing(x: Difference) -> tuple[float, Fact] | None:
     return share, fact("blocks.growing", share=share, site=x.site, token=best[1] or None)
 
 
-def _beginning(x: Difference) -> tuple[float, Fact] | None:
+def _beginning(x: OnsetRows) -> tuple[float, Fact] | None:
     """From a token on, and before it nothing but rounding."""
     sizes = _by_position(x)
     if sizes is None:
@@ -245,7 +245,7 @@ def _of_multiple(d: Floats, a: Floats) -> tuple[float, float]:
     return along**2 / (_square(d) * _square(a)), along / _square(a)
 
 
-def _weighed(x: Difference) -> Floats:
+def _weighed(x: OnsetRows) -> Floats:
     """Squared differences over what rounding moves a number of that channel by."""
     usual = np.sqrt(np.square(x.a).mean(0))
     least = float(np.median(usual)) or 1.0
@@ -253,7 +253,7 @@ def _weighed(x: Difference) -> Floats:
     return weighed
 
 
-def _largest_part(x: Difference, count: int) -> tuple[float, int]:
+def _largest_part(x: OnsetRows, count: int) -> tuple[float, int]:
     """(the share of the largest of so many equal parts of the channels, its number)."""
     shares = []
     for energy in (np.square(x.d), _weighed(x)):
@@ -263,13 +263,13 @@ def _largest_part(x: Difference, count: int) -> tuple[float, int]:
     return float(min(share[top] for share in shares)), top
 
 
-def _row_energy(x: Difference) -> Floats:
+def _row_energy(x: OnsetRows) -> Floats:
     """(N,): the squared error of each row, relative to it."""
     energy: Floats = np.square(x.d).sum(1) / np.maximum(np.square(x.a).sum(1), 1e-300)
     return energy
 
 
-def _by_position(x: Difference) -> Floats | None:
+def _by_position(x: OnsetRows) -> Floats | None:
     """(T,): the mean squared relative error of the rows at each position from 0 on, of the prompts
     that are beyond their limit; None where positions are not known or few."""
     known = (x.position >= 0) & np.isin(x.prompt, np.unique(x.prompt[x.beyond]))
@@ -284,7 +284,7 @@ def _by_position(x: Difference) -> Floats | None:
     return sums if sums.sum() > 0 else None
 
 
-def _parameter_like(x: Difference, vector: Floats) -> tuple[str | None, float | None]:
+def _parameter_like(x: OnsetRows, vector: Floats) -> tuple[str | None, float | None]:
     """The parameter, of the onset's block or module, of which ``vector`` is a multiple, by the sums
     with signs that were recorded of it; and the multiple."""
     by_place = signs(len(vector), NUM_SUMS, torch.device("cpu")).double().numpy()
@@ -303,7 +303,7 @@ def _parameter_like(x: Difference, vector: Floats) -> tuple[str | None, float | 
 # The tensors of the onset.
 
 
-def _difference(measured: Measured, unit: Unit) -> Difference | None:
+def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
     """All rows of the unit's site in its pass, prefill and decode; None where not both sides are at
     hand."""
     a, b = measured.reference, measured.candidate
@@ -333,10 +333,10 @@ def _difference(measured: Measured, unit: Unit) -> Difference | None:
                 pieces.tensor(a, piece), piece.record, pieces.tensor(b, other), other.record
             )
             entering = pieces.base(pair) if first.role == "block" else None
-            if entering is None or entering.shape != x.shape:
-                entering = torch.full((1,), math.nan).expand(x.shape)
             if x.shape != y.shape or x.ndim < 3 or not x.is_floating_point():
                 return None
+            if entering is None or entering.shape != x.shape:
+                entering = torch.full((1,), math.nan).expand(x.shape)
             tensors.append((x, y, entering))
         shape = (*tensors[0][0].shape[:2], 1)
         if len(pairs) < len(sites) or any(x.shape[:2] != shape[:2] for x, *_ in tensors):
@@ -364,7 +364,7 @@ def _difference(measured: Measured, unit: Unit) -> Difference | None:
         return None
     home = f"{first.block or module_of(unit.site)}."
     logits = next((r for r in a.records if r.site == manifest.plan.logits_site), None)
-    return Difference(
+    return OnsetRows(
         site=unit.site, kind=first.kind or "", block=first.block, a=ours, d=theirs - ours,
         base=None if np.isnan(base).any() else base, prompt=where[:, 0], position=where[:, 1],
         beyond=off, tokens=_token_ids(manifest, where), heads=_num_heads(manifest, unit.site),

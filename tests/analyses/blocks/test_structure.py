@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.analyses.blocks.structure import PLACES, VALUES, Difference
+from divergence.analyses.blocks.structure import PLACES, VALUES, OnsetRows
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 
@@ -145,7 +145,7 @@ def test_rounding_alone_has_no_structure(kind, coarse):
             a[0] *= 1000
         d = coarse * 2**-8 * a * rng.standard_normal(a.shape)
         count = np.arange(len(a))
-        difference = Difference(
+        difference = OnsetRows(
             site="model.layers.1.self_attn.o_proj:in", kind="Linear", block=BLOCK, a=a, d=d,
             base=a + rng.standard_normal(a.shape), prompt=np.zeros(len(a)),
             position=count.astype(float), beyond=np.ones(len(a), bool), tokens=count % 7, heads=4,

@@ -88,7 +88,7 @@ HEALTHY = {"attn_implementation": "sdpa", "threads": 1}
         ("bfloat16", [FAULT], [], "localized", None, 3),  # within what rounding may make
         ("bfloat16", [FAULT], None, "localized", None, 3),
         ("float32", [FAULT], [FAULT], "identical", "both", 3),
-        ("bfloat16", [FAR], ["model.layers.1.mlp:out=scale:1.5"], "localized", "both", 1),
+        ("bfloat16", [FAR], ["model.layers.1.mlp:out=scale:1.5"], "localized", "candidate", 1),
     ],
 )
 def test_it_names_the_side(captured, tmp_path, dtype, on_a, on_b, kind, side, block):

@@ -31,7 +31,7 @@ from divergence import capture, compare, localize, truth
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError
 from divergence.experiments.result import Localization
-from divergence.report.experiments import localization_lines
+from divergence.report.localization import localization_lines
 
 __all__ = [
     "CLASSES", "GRADES", "Answer", "Case", "Grade", "Runs", "grades_of", "overall", "play",

@@ -33,7 +33,7 @@ from transformers import (  # noqa: E402
 import divergence  # noqa: E402
 from divergence.layout import print_lines  # noqa: E402
 from divergence.recording.engines import tiny  # noqa: E402
-from divergence.report.experiments import localization_lines  # noqa: E402
+from divergence.report.localization import localization_lines  # noqa: E402
 
 STEPS, EVERY = 400, 100
 PROMPTS = ["the model of a machine", "one step of training", "every gradient has a place"]

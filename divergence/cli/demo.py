@@ -203,7 +203,7 @@ def _compare(a: Path, b: Path, title: str, *, quiet: bool) -> Any:
 def _localize(plan: _Plan, a: Path, b: Path, out: Path, title: str, *, quiet: bool) -> Any:
     from divergence.experiments.localization.localize import localize
     from divergence.layout import print_lines
-    from divergence.report.experiments import localization_lines
+    from divergence.report.localization import localization_lines
 
     words = ["divergence", "localize", str(a), str(b), "-o", str(out), *plan.code, "--force"]
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")

@@ -243,7 +243,7 @@ def localize(
         raise UsageError("there is no directory to write to", hint="-o DIR")
     check_output(html, what="page")
     from divergence.experiments.localization.localize import localize
-    from divergence.report.experiments import localization_lines
+    from divergence.report.localization import localization_lines
 
     with progress_bars(quiet=output.silent) as progress:
         result = localize(reference, candidate, out=out, progress=progress, **options)

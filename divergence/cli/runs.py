@@ -92,7 +92,7 @@ def repro(
     from divergence.comparison.result import strict_json
     from divergence.layout import print_lines
     from divergence.ops.reproducer import repro as call
-    from divergence.report.experiments import reproducer_lines
+    from divergence.report.localization import reproducer_lines
 
     with progress_bars(quiet=output.silent) as progress:
         made = call(run, site=site, out=out, progress=progress, **options)

@@ -263,7 +263,8 @@ def _less(whole: torch.Tensor, pair: Pair, constants: torch.Tensor) -> torch.Ten
 def _escalated(measured: Measured, sites: set[str]) -> Iterator[tuple[Record, torch.Tensor]]:
     """The candidate's escalated records at these sites, with what each is held against."""
     truth = None if measured.truth is None else measured.truth.run
-    names = {measured.rename(site): site for site in sites}
+    site_of = measured.rename
+    names = {site_of(site): site for site in sites}
     for record in measured.candidate.records:
         if record.pass_ != "escalated" or record.site not in names:
             continue
@@ -292,7 +293,9 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
         for pair in _float_pairs(measured)
         if (record := pair.reference.record).site.rpartition(":")[0] in tables
     }
-    if not pairs or any(pair.reference.row is not None for pair in pairs.values()):
+    rows_of_batches = {piece.row for pair in pairs.values()
+                       for piece in (pair.reference, pair.candidate)} - {None}  # fmt: skip
+    if not pairs or rows_of_batches:
         return None
     unit = max(format_named(p.candidate.record.dtype).unit_roundoff for p in pairs.values())
     by_content: dict[tuple[str | None, tuple[int, ...]], torch.Tensor] = {}
@@ -464,7 +467,8 @@ def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
             ):
                 continue
             by = part
-        names = {measured.rename(site): site for site in sites}
+        site_of = measured.rename
+        names = {site_of(site): site for site in sites}
         changed = {
             record.coordinates: (record, known[names[record.site]].taken_off(
                 measured.candidate.read(record)))

@@ -35,7 +35,7 @@ def test_answers(invoke, pair):
 def test_thresholds_come_from_a_policy(invoke, pair, tmp_path):
     """Limits ten times as wide see only larger faults."""
     (tmp_path / "wide.toml").write_text(
-        "[thresholds]\ntypical = 60.0\nsibling = 40.0\ntoken = 120.0\n"
+        "[thresholds]\ntypical = 60.0\nratio_spread = 2.0\ntoken = 120.0\n"
     )
     ask = ("sensitivity", "a", "--candidate", "b", "--faults", "noise", "--blocks", "0", "--json")
     sizes = [

@@ -365,9 +365,9 @@ def _judge_gains(
             values = np.full((4, len(family), len(columns)), math.nan)
             for member, each in enumerate(family):
                 for column, place in enumerate(columns):
-                    found = each.gains if place is None else each.gains_at.get(place, ())
-                    if len(found) > number:
-                        gain = found[number]
+                    gains = each.gains if place is None else each.gains_at.get(place, ())
+                    if len(gains) > number:
+                        gain = gains[number]
                         common = gain["common"] * typical if place is None else 0.0
                         values[:, member, column] = (
                             gain["reference"], gain["candidate"], gain["error"], common

@@ -32,9 +32,9 @@ from divergence.html.parts import (
     table,
 )
 from divergence.layout import Line, count, share, times
-from divergence.report import experiments as localized
 from divergence.report import experiments as selfchecks
 from divergence.report import experiments as sensitivities
+from divergence.report import localization as localized
 from divergence.report import matrix as matrices
 from divergence.report.page.whole import frame, next_commands, opening, page, printed
 from divergence.words import letter

@@ -13,7 +13,7 @@ from divergence.errors import RunExistsError, UsageError
 from divergence.experiments.localization.localize import localize
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.report.experiments import localization_lines
+from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"

@@ -8,7 +8,7 @@ import torch
 from divergence.comparison.api import compare
 from divergence.experiments.localization.localize import localize
 from divergence.recording.api import capture, truth
-from divergence.report.experiments import localization_lines
+from divergence.report.localization import localization_lines
 
 MIDDLE = "model.layers.1"
 

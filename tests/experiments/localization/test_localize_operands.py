@@ -8,7 +8,7 @@ import pytest
 
 from divergence.experiments.localization.localize import localize
 from divergence.recording.api import capture
-from divergence.report.experiments import localization_lines
+from divergence.report.localization import localization_lines
 
 BLOCK = "model.layers.1"
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import divergence
-from divergence.report.experiments import localization_lines
+from divergence.report.localization import localization_lines
 from divergence.run.site import BACKWARD
 from tests.models.wrong_kernels import wrong_kernels
 

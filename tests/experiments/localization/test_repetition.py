@@ -19,7 +19,7 @@ from divergence.facts import worded
 from divergence.numerics.summaries import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.report.experiments import localization_lines
+from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
 from tests.digests import without_digests
 

@@ -1,0 +1,221 @@
+"""What localize prints on one page, the operator first, then its proof; and what repro prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from divergence.analyses.operators.show import show as operator_lines
+from divergence.experiments.result import (
+    Level,
+    Localization,
+)
+from divergence.facts import sentence_behind
+from divergence.layout import (
+    BLANK,
+    Line,
+    heading,
+    line,
+    prose,
+    times,
+)
+from divergence.run.command import quoted_words
+from divergence.words import HEADLINES, letter
+
+_PLACED = "with the other side's result in its place"
+
+
+def localization_lines(
+    result: Localization, *, answer_only: bool = False, verbose: bool = False
+) -> list[Line]:
+    """``answer_only``: without the descent and the table."""
+    lines = _answer(result)
+    if answer_only:
+        return lines
+    lines += [BLANK, heading("descent")]
+    lines += [_level(level, named=result.side is not None) for level in result.levels]
+    lines += [*proof_lines(result), BLANK]
+    if result.report is not None:
+        evidence = result.report.verdict.evidence
+        told = [item for level in result.levels for item in level.because]
+        shown = [item for item in evidence if item not in told]
+        if shown:
+            lines.append(heading("why"))
+            lines += [prose("  -", item.text, width=4) for item in shown]
+            lines.append(BLANK)
+        lines += operator_lines(result.report, all_sites=verbose)
+    lines += [
+        prose("A", result.reference),
+        prose("B", result.candidate),
+        *([] if result.truth is None else [prose("truth", result.truth)]),
+        prose("runs in", result.out),
+    ]
+    return lines + _next(result)
+
+
+def _answer(result: Localization) -> list[Line]:
+    operator = result.operator
+    if operator is None:
+        deepest = next((v for v in reversed(result.levels) if v.site is not None), None)
+        stopped = deepest is None or result.commands or result.refused
+        word = "STOPPED" if stopped else "LOCALIZED"
+        by = f", by {letter(result.side)}" if result.side else ""
+        where = "" if deepest is None else f"at {deepest.level} {deepest.site}{by}: "
+        where = "" if result.refused else where
+        there = f"; run there: {result.commands[0]}" if result.refused and result.commands else ""
+        style = "bold yellow" if word == "STOPPED" else "bold red"
+        answer = line((f"{word}: ", style), f"{where}{result.stopped}{there}")
+        return [answer if there else answer._replace(hang=2)]  # a command is not folded
+    assert result.report is not None
+    verdict = result.report.verdict
+    if result.contradiction:
+        lines = [
+            line(("CONTRADICTION: ", "bold yellow"),
+                 f"the levels blame different sides: {result.contradiction}; no side is named"),
+            prose("confidence", verdict.confidence),
+        ]  # fmt: skip
+    else:
+        lines = [line(("LOCALIZED: ", "bold red"), verdict.summary)._replace(hang=2)]
+    if result.doubt:
+        lines.append(prose("side", f"not named: {result.doubt}"))
+    elif result.code:
+        apart = f"the sides differ from {result.code} on, in float64 as well"
+        lines.append(prose("side", f"{letter(result.side)}, by A's code; {apart}"))
+    if operator.called_at:
+        lines.append(prose("called at", operator.called_at))
+    lines.append(prose("operator", _called(result)))
+    check = result.causal
+    if check is not None:
+        rest = "everything after it is" if check.num_after else "the block's output is"
+        off = f"{', '.join(check.still[:3])} still {'is' if len(check.still) == 1 else 'are'} off"
+        told = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
+        lines.append(prose("proven", told))
+    elif result.side is not None:
+        unmet = (str(repetition) for repetition in result.repetitions if not repetition.met)
+        untried = next(unmet, f"that takes {letter(result.side)}'s machine")
+        lines.append(prose("proven", f"not tried: {untried}"))
+    return lines
+
+
+def _called(result: Localization) -> str:
+    operator = result.operator
+    assert operator is not None
+    shape = "x".join(map(str, operator.shape)) or "scalar"
+    dtypes = dict.fromkeys((operator.reference_dtype, operator.candidate_dtype))
+    names = dict.fromkeys((operator.operator, operator.candidate_operator))
+    return f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"
+
+
+def _level(level: Level, *, named: bool) -> Line:
+    if level.site is None:
+        said = HEADLINES.get(level.verdict, level.verdict)
+        return prose(f"  {level.level}", f"nothing stands out ({said})", width=12)
+    by = ""
+    if level.side in ("reference", "candidate"):
+        by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"
+    # the site stands before it already
+    module = level.site.partition(":")[0]
+    why = "".join(sentence_behind(item, module) for item in level.because) or level.why
+    return prose(f"  {level.level}", f"{level.site}{by}" + (f": {why}" if why else ""), width=12)
+
+
+def _repeated(result: Localization) -> list[Line]:
+    """Which runs that were captured again have the bits of the run they stand for."""
+    equal = [repetition.run for repetition in result.repetitions if repetition.how == "bits"]
+    texts = [f"bit for bit: {', '.join(equal)}"] if equal else []
+    texts += [
+        str(repetition) + (f" ({repetition.reason})" if repetition.reason else "")
+        for repetition in result.repetitions
+        if repetition.how != "bits"
+    ]
+    return [prose("  repeated", text, width=12) for text in texts]
+
+
+def proof_lines(result: Localization) -> list[Line]:
+    """What was captured again, the causal check, each side's operator by itself, the reproducer."""
+    lines = _repeated(result)
+    if result.causal is not None and result.causal.num_after:
+        usages = result.causal.largest_limit_usage, result.causal.before
+        after, before = (times(u) if math.isfinite(u) else "not finite" for u in usages)
+        lines.append(
+            prose(
+                "  cause",
+                "after the substitution, the largest share of a limit behind it is "
+                f"{after} (before {before})",
+                width=12,
+            )
+        )
+    if result.alone:
+        parts = [
+            f"{letter(own.side)} {times(own.times)} of an ideal one's error" for own in result.alone
+        ]
+        text = f"on its own inputs, against float64: {', '.join(parts)}"
+        if result.is_right_alone:
+            given = _given(result)
+            name = result.operator.operator if result.operator is not None else "the operator"
+            text += f"; {name} is correct on both sides"
+            text += f", but {given}" if given else ""
+        lines.append(prose("  alone", text, width=12))
+    if result.repro is not None:
+        lines.append(prose("  reproducer", f"{result.repro} (report.md is a bug report)", width=14))
+    if result.repro_other is not None:
+        lines.append(prose("  and", f"{result.repro_other} (the other side's call)", width=14))
+    return lines
+
+
+def _given(result: Localization) -> str:
+    """Which operands differ and by how much, and the line that calls it; empty where that is not
+    recorded."""
+    first = result.operator
+    assert first is not None
+    called = f": {first.called_at}" if first.called_at else ""
+    parts = [
+        f"B is given {operand.argument}={operand.candidate} where A is given "
+        f"{operand.reference}{called}"
+        for operand in first.other_operands
+    ]
+    if first.fed_by and not parts:
+        parts = [
+            f"its input comes from {first.fed_by[-1]}, which only {letter(first.fed_by_side)} calls"
+        ]
+    for operand in result.given[:2]:
+        if operand.difference is None:
+            continue
+        whence = dict.fromkeys((operand.reference, operand.candidate))
+        by = f"{operand.difference:.2g} (from {' / '.join(whence)})"
+        parts.append(f"its operand {operand.argument} differs by {by}")
+    return "; ".join(parts)
+
+
+def _next(result: Localization) -> list[Line]:
+    if not result.commands:
+        return []
+    return [
+        BLANK,
+        heading("next"),
+        *(line(f"  {command}") for command in result.commands),
+        *(
+            []
+            if any(replace(item, note=None) == result.continuation for item in result.elsewhere)
+            else [line(f"  {result.again}   # goes on from there")]
+        ),
+    ]
+
+
+_TOLD = {
+    "repro.py": "runs it: torch and safetensors alone",
+    "inputs.safetensors": "its inputs, bit by bit",
+    "expected.safetensors": "what the run recorded",
+    "truth.safetensors": "the same in float64",
+    "report.md": "the text of a bug report",
+}
+
+
+def reproducer_lines(path: str, title: str, files: Sequence[str]) -> list[Line]:
+    """The finding, the folder's files, and the command that runs it."""
+    script = f"{path}/repro.py" if not path.startswith("-") else f"./{path}/repro.py"
+    lines = [line(("written", "bold green"), f" {path}"), prose("finding", title)]
+    lines += [prose(f"  {name}", _TOLD[name], width=24) for name in files]
+    return [*lines, BLANK, heading("next"), line("  " + quoted_words(["python", script]))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 Progress = Callable[[str, int, int | None, str], None]
@@ -109,15 +109,6 @@ def markdown_code(text: str) -> str:
 
 
 _LONG = 9999.5
-
-
-def some_of(what: str, numbers: Collection[int], total: int, *, alone: bool = False) -> str:
-    """``prompts 1, 2 (of 3)``; ``alone``: a single number is so in words, too."""
-    shown = [str(number) for number in sorted(numbers)]
-    if len(shown) == 1:
-        return f"{what} {shown[0]}{' alone' if alone else ''} (of {total})"
-    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
-    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
 
 
 def figure(value: float, digits: int = 1) -> str:

@@ -49,9 +49,6 @@ from divergence.run.record import Placement
 
 Values = Literal["random", "cancelling", "outlier", "subnormal", "integers", "rank_coded"]
 
-ROUNDED = ("random", "cancelling", "outlier", "subnormal")
-"""Values whose sums are rounded; of the others every sum is exact."""
-
 _SUBNORMAL_EXPONENT = {"float64": -1030, "float32": -130, "bfloat16": -130, "float16": -18}
 
 

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 # A family's W itself beyond ``truth_systematic`` blames a side for all of it.
 
 _LEAST_FAMILY = 0.05
+_SHARED = 0.5
+"""Of the rounding that all rows of a block may share: how much differs between its forwards."""
 
 ByForward = Mapping[PromptStep, float]
 """Of each forward the control."""
@@ -349,8 +351,8 @@ def _judge_gains(
 ) -> Iterator[JudgedGains]:
     """Scale errors of the output, and of what a block adds: of all rows, then of each forward.
 
-    Of all rows together a few dominant channels may be rounded the same way at every token, which
-    the rows' own spread does not show; in one forward beside the others of its block that cancels.
+    A few dominant channels may be rounded the same way at every token, which the rows' own spread
+    does not show; in one forward beside the others of its block some of that cancels.
     """
     typical = statistics.median(max(each.typical.values()) for each in family)
     levels: tuple[Level, ...] = ("site", "forward")
@@ -368,7 +370,7 @@ def _judge_gains(
                     gains = each.gains if place is None else each.gains_at.get(place, ())
                     if len(gains) > number:
                         gain = gains[number]
-                        common = gain["common"] * typical if place is None else 0.0
+                        common = gain["common"] * typical * (1.0 if place is None else _SHARED)
                         values[:, member, column] = (
                             gain["reference"], gain["candidate"], gain["error"], common
                         )  # fmt: skip

@@ -250,6 +250,7 @@ if TYPE_CHECKING:
 
 
 SIDES: tuple[Side, Side] = ("reference", "candidate")
+_HARD = 2.0
 _LEAST_SIDE = 1e-3
 """Of a side that is exact in every channel: its least error over the other's."""
 LEAST_LONE = 0.25
@@ -382,13 +383,24 @@ def _row_errors(forwards: _Forwards, rows: _Rows) -> RowErrors:
                     + against.row_index)  # fmt: skip
     with np.errstate(over="ignore"):
         energy = np.stack([np.square(rows.errors[side]) for side in SIDES])
-    of_sides = np.stack([rows.numbers[side] for side in SIDES])
+    of_sides = _numbers_of(energy, np.stack([rows.numbers[side] for side in SIDES]), rows.usual)
     if is_norm(forwards[0][0].site):  # one number, of many
         of_sides = np.full_like(of_sides, ENOUGH)
     return RowErrors(
         np.concatenate(keys), np.concatenate(numbers), list(places), list(places.values()),
         energy, of_sides, rows.sink,
     )  # fmt: skip
+
+
+def _numbers_of(energy: np.ndarray, numbers: np.ndarray, usual: np.ndarray) -> np.ndarray:
+    """(2, R): of how many numbers an error is made. ``numbers``: as its columns show. What makes a
+    row hard on both sides enlarges the rounding of a few numbers, as sharp attention does that of
+    its scores: so what both have beyond ``_HARD`` times the usual error counts as one number."""
+    of_both = energy.min(axis=0)
+    with np.errstate(all="ignore"):
+        enlarged = np.maximum(of_both - _HARD**2 * _median(of_both[usual]), 0.0) / energy
+        enlarged = np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)
+        return np.asarray(1 / (np.square(1 - enlarged) / numbers + np.square(enlarged)))
 
 
 class _Rows:

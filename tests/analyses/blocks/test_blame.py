@@ -263,3 +263,16 @@ def test_one_token_that_every_block_gets_wrong_shows(swap):
     assert {(blame.side, blame.why) for blame in blames} == {
         ("reference" if swap else "candidate", "token")
     }
+
+
+def test_rows_that_are_hard_on_both_sides_blame_nobody():
+    """Sharp attention enlarges the rounding of a few scores: one number by which a whole row is
+    off, another one on each side. A row that is as far off on one side alone is its fault."""
+    hard, alone = Block(14), Block(15)
+    direction = torch.randn(COLUMNS, generator=torch.Generator().manual_seed(3)).double()
+    for side, sizes in enumerate(([17, 14, 13, 12], [6, 5, 4, 4])):
+        for row, size in enumerate(sizes):
+            hard.sides[side][:, row] += size * FLOOR * direction
+    assert blamed(hard, healthy()) is None
+    alone.sides[1][:, 0] += 17 * FLOOR * direction
+    assert (blamed(alone, healthy()).side, blamed(alone, healthy()).why) == ("candidate", "token")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 EXPLAINS = 0.9
 """A form is named where it explains so much of the squared difference."""
-_QUIET = ("identical", "within_floor", "undetermined")
+_QUIET = ("identical", "within_floor")
 
 Changed = dict["Coordinates", tuple["Record", "torch.Tensor"]]
 """Records of the candidate, and what they hold without what the output does not depend on."""
@@ -209,16 +209,19 @@ def _logits(measured: Measured) -> set[str]:
         if record.pass_ == "free" and record.site.endswith(":out")
         and (note := notes.get(module_of(record.site))) is not None and note.role == "trunk"
     }  # fmt: skip
-    forwards = [(r.sample, r.step) for r in a.records if (r.pass_, r.site) == ("free", site)]
     return {site} | {
         other
         for other in trunk - {site}
-        if forwards and all(
-            _holds(run, ("free", *forward, own), ("free", *forward, logits))
-            for run, own, logits in ((a, other, site), (b, rename(other), rename(site)))
-            for forward in forwards
-        )
-    }  # fmt: skip
+        if _hands_on(a, other, site) and _hands_on(b, rename(other), rename(site))
+    }
+
+
+def _hands_on(run: Run, site: str, logits: str) -> bool:
+    """Does a site hold the logits in every forward? Of a batch there is one for all its prompts."""
+    forwards = [(r.sample, r.step) for r in run.records if (r.pass_, r.site) == ("free", logits)]
+    return bool(forwards) and all(
+        _holds(run, ("free", *forward, site), ("free", *forward, logits)) for forward in forwards
+    )
 
 
 def _holds(run: Run, place: Coordinates, other: Coordinates) -> bool:

@@ -34,8 +34,9 @@ def runs(tmp_path_factory, tiny_model):
     return make
 
 
-def report_of(a, tmp_path, prepare):
-    return compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False))
+def report_of(a, tmp_path, prepare, **options):
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False, **options)
+    return compare(a, b)
 
 
 def with_logits(change):
@@ -80,6 +81,12 @@ def test_a_constant_of_each_row_of_logits_is_no_fault(runs, tmp_path, name, dtyp
     assert not any(site.flagged for site in report.sites)
     there = next(s for s in report.sites if s.site == "lm_head:out" and s.pass_ == "anchored")
     assert there.rel_l2 > 1e-3 and there.limit_usage < 1
+
+
+def test_a_constant_is_no_fault_in_a_batch(runs, tmp_path):
+    """The candidate runs in one forward the prompts that the reference ran one by one."""
+    verdict = report_of(runs(), tmp_path, with_logits(a_bias_of_one_size), batch=True).verdict
+    assert (verdict.kind, verdict.side) == ("within_floor", "neither"), verdict
 
 
 def test_a_constant_behind_the_head_is_no_fault(runs, tmp_path):

@@ -412,7 +412,7 @@ def _gains_of(judged: JudgedFamily, member: int, widened: float) -> list[Blame]:
 
 # Sides: which side of a unit is wrong, by the truth.
 #
-# Each side's own error is held against the siblings' (blocks.blame). A difference of the two sides
+# Each side's own error is held against the siblings' (blocks.sides). A difference of the two sides
 # counts only where one of them is the farther from what is right: two equally good answers may
 # differ. What all of a kind shares no comparison among them would show: their own median is held
 # against its limit, over all forwards and in each.

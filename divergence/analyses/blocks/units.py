@@ -141,7 +141,7 @@ Kind = tuple[str, str, str, str | None, str, str] | tuple[str, str, str, str | N
 phase): units that are alike."""
 
 Why = Literal["typical", "forward", "token", "sink", "channel", "gain", "both"]
-"""The questions that a truth is asked (blocks.blame)."""
+"""The questions that a truth is asked (blocks.sides)."""
 
 TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
 
@@ -207,7 +207,7 @@ class Unit:
     worst_limit: float = 0.0
     """Limit of ``worst`` and ``sink``."""
     why: str | None = None
-    """The limit that was exceeded, or what the truth blames (blocks.blame); None where the unit is
+    """The limit that was exceeded, or what the truth blames (blocks.sides); None where the unit is
     within all limits."""
     widened: float = 1.0
     """Factor on all limits, from what trusted runs have shown."""

@@ -2,7 +2,7 @@
 
 The seam for judging: a Floor turns the rows of pairs into ratios (error made here over floor).
 ModelFloor uses the rounding model of numerics.floor. With a truth, errors against it are judged as
-well (blocks.blame), in units of the same model.
+well (blocks.sides), in units of the same model.
 
 A row that is zero on the reference's side alone has an infinite relative error, and may still be
 next to nothing. It is held against the median row of its tensor. What lies below the format's

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # It must repeat the run whose inputs anchor the comparison: only then did every block of
 # all three runs get the same input. Operators that were replayed are judged by a replay in
 # float64 of the same run and pass, and by nothing else. TruthSamples gather, site by site and phase
-# by phase, how far each side is from it: blocks.blame judges them.
+# by phase, how far each side is from it: blocks.sides judges them.
 
 
 class Truth:
@@ -240,7 +240,7 @@ class SamplesBySite:
 
 # TruthStats: how one site stands to the truth, over all rows of a phase and forward by forward.
 #
-# Each side's errors are in floors of the rounding model. blocks.blame asks questions of them.
+# Each side's errors are in floors of the rounding model. blocks.sides asks questions of them.
 
 if TYPE_CHECKING:
     from divergence.numerics.pairs import AgainstTruth

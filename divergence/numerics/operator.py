@@ -27,6 +27,9 @@ _WIDE = 16
 times its own size, as scores of a first token are."""
 
 
+Columns = tuple[torch.Tensor, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Masked:
     """Numbers that one side alone masks. ``by``: how many each side does, ``wrong``: on how many of
@@ -41,8 +44,9 @@ class Masked:
 class OperatorErrors:
     """Relative to the rows' ‖R‖, of a gradient's small rows to the median one's: (T,) float64.
     ``floor``: of the coarser of both sides' dtypes that the reference stores; ``numbers``: (2, T)
-    of how many numbers each side's error is made; ``column_*``: (D,) sums of squared relative
-    errors, ``column_fourth``: (2, D) of fourth powers; ``num_nonfinite``: elements that are nan or
+    of how many numbers each side's error is made; ``columns``: (D,) sums of R² over how
+    many rows, of all forwards so far; ``column_*``: (D,) sums of squared relative errors,
+    ``column_fourth``: (2, D) of fourth powers; ``num_nonfinite``: elements that are nan or
     inf on that side alone; ``over_1_ulp``: share of elements more than one ulp from R, on each
     side; ``rows``: (T,) numbers of these rows among all of them (those of R = 0, or masked
     altogether, have none), whose axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,)
@@ -53,6 +57,7 @@ class OperatorErrors:
     between: torch.Tensor
     floor: torch.Tensor
     numbers: torch.Tensor
+    columns: Columns
     column_reference: torch.Tensor
     column_candidate: torch.Tensor
     column_floor: torch.Tensor
@@ -76,7 +81,7 @@ def sum_rounding(num_terms: int) -> float:
 
 def measure_operator(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, *, num_terms: int = 1,
-    of_gradient: bool = False,
+    of_gradient: bool = False, before: Columns | None = None,
 ) -> OperatorErrors | None:  # fmt: skip
     """None where nothing finite is left. All have equally many numbers, in the same order.
 
@@ -84,13 +89,15 @@ def measure_operator(
     (the gradient of a softmax by its scores is g·y less a mean of it, and 0 for the first token),
     and where they do the row is small and the rounding of its terms is not.
 
+    ``before``: of the forwards before, which tell as well what is usual in a column.
+
     Without a truth R = a: the reference's error is then 0, and the store error is not measured
     but 0.41 u, that of a uniform rounding error (numerics.floor)."""
     if a.numel() == 0:
         return None
-    columns = a.shape[-1] if a.ndim else 1
+    width = a.shape[-1] if a.ndim else 1
     exact = a if truth is None else truth
-    x, y, r = (t.reshape(-1, columns).to(torch.float64) for t in (a, b, exact))
+    x, y, r = (t.reshape(-1, width).to(torch.float64) for t in (a, b, exact))
     limits = [_largest(t.dtype) for t in (a, b)]
     masked = (x.abs() >= limits[0] / 2) & (y.abs() >= limits[1] / 2) & (x.sign() == y.sign())
     masked |= ~r.isfinite() & (x.isfinite() == y.isfinite())
@@ -115,6 +122,7 @@ def measure_operator(
             between=none,
             floor=none,
             numbers=none.reshape(2, 0),
+            columns=before or (none, 0),
             column_reference=none,
             column_candidate=none,
             column_floor=none,
@@ -136,13 +144,18 @@ def measure_operator(
     floor = torch.hypot(own.norm(dim=1), torch.tensor(rounding, dtype=torch.float64))
     da, db = (x - r) / norm, (y - r) / norm
     num_kept = (~away).sum(1)[kept]
-    wide = num_kept >= min(_WIDE, columns)
+    columns = r.square().sum(0), len(r)
+    if before is not None and len(before[0]) == r.shape[1]:
+        columns = columns[0] + before[0], columns[1] + before[1]
+    usual = columns[0] / columns[1]
+    wide = num_kept >= min(_WIDE, width)
     return OperatorErrors(
         reference=da.norm(dim=1),
         candidate=db.norm(dim=1),
         between=((x - y) / norm).norm(dim=1),
         floor=floor,
-        numbers=torch.stack([numbers_of(e.square().sum(1), e.pow(4).sum(1)) for e in (da, db)]),
+        numbers=torch.stack([_numbers_at_least(error, r, usual) for error in (da, db)]),
+        columns=columns,
         column_reference=da[wide].square().sum(0),
         column_candidate=db[wide].square().sum(0),
         column_floor=own[wide].square().sum(0) + int(wide.sum()) * rounding**2 / r.shape[1],
@@ -162,6 +175,18 @@ def numbers_of(squares: torch.Tensor, fourth: torch.Tensor) -> torch.Tensor:
     normal numbers the participation ratio (Σe²)² / Σe⁴ is (n + 2) / 3 on average."""
     ratio = squares.square() / fourth.clamp_min(torch.finfo(fourth.dtype).tiny)
     return (3 * ratio - 2).clamp_min(1.0)
+
+
+def _numbers_at_least(
+    error: torch.Tensor, values: torch.Tensor, usual: torch.Tensor
+) -> torch.Tensor:
+    """(T,): of how many numbers a row's error is made, and at least of how many it is where each
+    number is off in proportion to its size, or to that which is ``usual`` in its column, (D,)
+    squared: a large number may be small in one row by chance, and its error is not. So an error in
+    a few of many like numbers is no chance."""
+    sizes = values.square().maximum(usual)
+    least = numbers_of(sizes.sum(1), sizes.square().sum(1))
+    return numbers_of(error.square().sum(1), error.pow(4).sum(1)).maximum(least)
 
 
 def _masked_alone(

@@ -140,3 +140,24 @@ def test_a_small_row_of_a_gradient_is_held_against_the_median_row():
     plain = measure_operator(truth, truth + noise, truth)
     assert plain.candidate.max().item() == pytest.approx(1.0)
     assert len(plain.candidate) == 4
+
+
+def test_an_error_in_a_few_of_many_like_numbers_is_as_many():
+    """Rounding is in proportion to the numbers: what it leaves alone in most is no chance."""
+    torch.manual_seed(0)
+    truth = torch.randn(8, 64, dtype=torch.float64).sign()
+    off = truth.clone()
+    off[:, :3] *= 1.01
+    assert (measure_operator(truth, off, truth).numbers[1] >= 64).all()
+    large = truth.clone()
+    large[:, 7] *= 1e4
+    off = large.clone()
+    off[:, 7] *= 1.01
+    assert (measure_operator(large, off, large).numbers[1] < 2).all()
+    small = large[:1].clone()  # of one row, in which the large number is small
+    small[:, 7] /= 1e4
+    off = small.clone()
+    off[:, 7] += 1
+    known = measure_operator(large, large, large)
+    assert measure_operator(small, off, small, before=known.columns).numbers[1] < 2
+    assert measure_operator(small, off, small).numbers[1] >= 64

@@ -53,6 +53,7 @@ from divergence.facts import fact, sentence
 from divergence.numerics.floor import Thresholds, rare_ratio
 from divergence.numerics.formats import format_named
 from divergence.numerics.operator import (
+    Columns,
     OperatorErrors,
     measure_operator,
     numbers_of,
@@ -80,7 +81,8 @@ class OperatorUnit:
     order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
     feed it, also through calls without a partner. ``own``: what each side's region adds by itself
     (operators.products). ``padded``: a forward has pads. ``untold``: pads may be among what
-    differs, and the axes do not tell which they are."""
+    differs, and the axes do not tell which they are. ``columns``: what is usual in each column of
+    the result, in a decode step as in the prefill (numerics.operator)."""
 
     match: Match
     phase: str
@@ -95,6 +97,7 @@ class OperatorUnit:
     own: tuple[RegionError, RegionError] | None = None
     padded: bool = False
     untold: bool = False
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,8 @@ def measure_operators(
                     (forward, match, _of_operand(unit, region, a, b, rights, pads))
                 )
                 continue
-            _measure(unit, forward, match, a, b, rights, routings, pads)
+            prefill = units.get((*key[:2], "prefill"), unit)
+            _measure(unit, prefill, forward, match, a, b, rights, routings, pads)
             if region is not None:
                 _add_own(unit, region, a, b)
             if not replays:
@@ -304,6 +308,7 @@ def _argument(item: OtherInput | OtherOperand) -> tuple[str | None, str]:
 
 def _measure(
     unit: OperatorUnit,
+    prefill: OperatorUnit,
     forward: Forward,
     match: Match,
     a: Run,
@@ -348,7 +353,9 @@ def _measure(
                 errors = measure_operator(
                     p, q, exact, num_terms=num_terms(match.reference),
                     of_gradient=unit.phase == "backward",
+                    before=prefill.columns,
                 )  # fmt: skip
+                prefill.columns = prefill.columns if errors is None else errors.columns
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))
 

@@ -153,7 +153,7 @@ class Taking:
     with the truth that its reference carries, and without any, too.
 
     ``anchor``: the run that both sides repeat, where the reference is such a repetition: it is the
-    one that carries a truth, and that a user compares B with.
+    one that carries a truth.
     """
 
     def __init__(
@@ -205,10 +205,10 @@ class Taking:
         user = pair.a if self.anchor is None else Run.open(self.anchor)
         asked = pair.recorder.recording.asked
         if asked and not pair.options:
-            for way, reference in (("carried", user), ("none", pair.a)):
+            for way, truth in (("carried", user if self.anchor else None), ("none", None)):
                 if not any(each.way == way for each in asked):
                     with contextlib.suppress(DivergenceError):
-                        pair.recorder.compare(way, reference, pair.b)
+                        pair.recorder.compare(way, pair.a, pair.b, truth)
         bits = num_bytes = 0
         if asked:
             file = self.store.file("recordings", self._kind, key)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from divergence._version import __version__
 from divergence.comparison.decide import decide
 from divergence.comparison.result import Report, summary_of
-from divergence.comparison.results import Finding, PreflightLine, Verdict
+from divergence.comparison.results import Finding, PreflightLine, Verdict, Visible
 from divergence.facts import Fact
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.contents import call_passes
@@ -116,6 +116,7 @@ class Parts(TypedDict, total=False):
     """Fields of the Report, by name: an analysis fills its own."""
 
     sites: list[SiteResult]
+    visible: Visible | None
     tokens: TokensResult | None
     operators: OperatorsResult | None
     audit: AuditResult | None

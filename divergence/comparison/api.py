@@ -213,6 +213,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         ),
         sites=sites,
         not_exercised=unreached,
+        visible=parts.get("visible"),
         remarks=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[claim for claim in (*findings, *explanations) if claim.says_something],
         operators=parts.get("operators"),

@@ -29,6 +29,7 @@ from divergence.comparison.results import (
     TokensResult,
     Unexercised,
     Verdict,
+    Visible,
 )
 from divergence.errors import UsageError
 from divergence.facts import Fact, Worded
@@ -123,6 +124,8 @@ class Report(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     """The same in words."""
     not_exercised: list[Unexercised] = []
     """What no prompt reached on the reference."""
+    visible: Visible | None = None
+    """How small an error would have been seen; None where no block was judged."""
     operators: OperatorsResult | None = None
     """None unless both sides recorded operators."""
     audit: AuditResult | None = None

@@ -326,6 +326,20 @@ class PromptRatio(msgspec.Struct, frozen=True, kw_only=True):
     """The largest share of any limit that this prompt uses here; over 1 is beyond the limit."""
 
 
+class Visible(msgspec.Struct, frozen=True, kw_only=True):
+    """The smallest errors that a comparison would have flagged in the middle block: relative L2 of
+    the block's output. None where that is not asked, or so few numbers convict nothing."""
+
+    block: float
+    """At all tokens."""
+    forward: float | None = None
+    """In one prompt or decode step of several."""
+    token: float | None = None
+    """In one token, of that token's row."""
+    channel: float | None = None
+    """In one channel of all tokens."""
+
+
 class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     """One compared pair of tensors: a = reference, b = candidate, d = a - b.
 

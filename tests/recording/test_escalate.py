@@ -11,7 +11,6 @@ from torch import nn
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.report.summary import smallest_visible
 from divergence.run.reader import Run, without_passes
 
 BLOCK = "model.layers.1"
@@ -217,7 +216,7 @@ def test_both_sides_escalated_are_sure(own, tmp_path):
     assert lacking[0]["side"] == "reference"
     assert "--escalate" in verdict.next[0]
     assert f"--like {own.path}" in verdict.next[0]
-    seen, hidden = (smallest_visible(compare(a, b)) for a in (own, unseen))
+    seen, hidden = (compare(a, b).visible.block for a in (own, unseen))
     assert seen < 2**-16 < 2**-8 < hidden
 
 

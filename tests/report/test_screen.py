@@ -10,7 +10,8 @@ from divergence.gate.result import Blessing
 from divergence.layout import fold
 from divergence.report.checking import blessing_lines
 from divergence.report.screen import WIDTH, screen_lines, settings_lines
-from divergence.report.summary import report_lines, smallest_visible
+from divergence.comparison.results import Visible
+from divergence.report.summary import report_lines
 from divergence.run.command import command
 from divergence.words import HEADLINES
 
@@ -52,16 +53,13 @@ def test_the_worst_rows_and_one_command(reports):
     assert sum(one.startswith("  divergence ") for one in text) == min(1, len(report.verdict.next))
 
 
-def test_what_could_not_be_seen_is_the_limit_of_the_middle_block(reports):
+def test_what_could_not_be_seen_is_said_by_level(reports):
     report = reports.make_report()
-    assert smallest_visible(report) is None
-    sites = [
-        msgspec.structs.replace(site, role="block", limit=2.0, floor=floor)
-        for site, floor in zip(report.sites, (1e-3, 2e-3, 3e-3, 4e-3), strict=True)
-    ]
-    seen = msgspec.structs.replace(report, sites=sites)
-    assert smallest_visible(seen) == pytest.approx(5e-3)
-    assert any("below about 0.5" in one for one in _text(seen))
+    assert not any("below about" in one for one in _text(report))
+    seen = msgspec.structs.replace(report, visible=Visible(block=5e-3, forward=0.02))
+    text = " ".join(" ".join(_text(seen)).split())
+    assert "of a block below about 0.50% of its output, of one prompt or step" in text
+    assert "below 2.0%; a single token alone is not judged" in text
 
 
 def test_where_no_side_is_told_the_screen_says_what_tells_it(reports):
@@ -111,11 +109,7 @@ def test_steps_that_one_run_lacks_do_not_disagree(reports, missing, said):
 
 def test_the_whole_report_keeps_what_could_not_be_seen(reports):
     """It stands on the first screen, and behind -v."""
-    report = reports.make_report()
-    sites = [
-        msgspec.structs.replace(site, role="block", limit=2.0, floor=1e-3) for site in report.sites
-    ]
-    seen = msgspec.structs.replace(report, sites=sites)
+    seen = msgspec.structs.replace(reports.make_report(), visible=Visible(block=2e-3))
     for lines in (screen_lines(seen), report_lines(seen, verbose=True)):
         assert sum(item.text.startswith("not seen") for item in lines) == 1
 

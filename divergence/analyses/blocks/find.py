@@ -24,6 +24,7 @@ from divergence.analyses.blocks.suspects import (
     next_commands,
 )
 from divergence.analyses.blocks.units import Unit, build_units, flag
+from divergence.analyses.blocks.visible import visible_of
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, NonfiniteCount, SiteResult, onset_at, order_of
@@ -196,7 +197,11 @@ def find(measured: Measured) -> AnalysisResult:
     sites = _with_limits(measured.sites, [*judged.units, *escalation.units],
                          [*judged.flagged, *escalation.flagged])  # fmt: skip
     findings = _claims(dataclasses.replace(measured, sites=sites), judged, escalation)
-    return AnalysisResult(findings=[*findings, _context(measured, judged)], parts={"sites": sites})
+    seen = visible_of(escalation.units if escalation.complete else [], measured.routed)
+    seen = seen or visible_of(judged.units, measured.routed)
+    return AnalysisResult(
+        findings=[*findings, _context(measured, judged)], parts={"sites": sites, "visible": seen}
+    )
 
 
 def judge_units(measured: Measured) -> JudgedUnits:

@@ -22,6 +22,7 @@ from divergence.analyses.blocks.units import (
     medians,
     one_step,
 )
+from divergence.analyses.blocks.visible import of_tables
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.judge import JudgedTable, Level, common, limit_of, observed, outliers
 from divergence.comparison.measure.truth import (
@@ -454,6 +455,8 @@ def blame_units(
             own, member = together, number
             if own is None:
                 own, member = judge_family([unit.stats], limits, is_routed, thresholds, blocks), 0
+            if unit.results[0].role == "block":
+                unit.visible = of_tables(unit, own, member, routed=is_routed)
             answers = questions(
                 own, member, routed=is_routed, widened=unit.widened, thresholds=thresholds
             )

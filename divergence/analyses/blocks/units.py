@@ -35,7 +35,7 @@ from divergence.run.site import (
 from divergence.words import SideOrBoth
 
 if TYPE_CHECKING:
-    from divergence.comparison.judge import Floats
+    from divergence.comparison.judge import Floats, Level
     from divergence.comparison.measure.truth import TruthStats
 
 
@@ -223,6 +223,8 @@ class Unit:
     """``limit_usage`` as ``share_from_nothing`` has it, where a truth was asked."""
     looks: list[Look] = field(default_factory=list)
     """Each forward of each prompt by itself."""
+    visible: dict[Level, float] = field(default_factory=dict)
+    """Of a block, by level, the smallest error that the truth would have shown (blocks.visible)."""
 
     @property
     def share_used(self) -> float:

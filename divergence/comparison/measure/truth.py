@@ -307,11 +307,13 @@ class RowErrors:
 @dataclass(frozen=True, slots=True)
 class ChannelErrors:
     """The errors of each channel of one site and phase. ``energy`` (2, D): each side's squared
-    error over ``num_rows``; ``least`` (D,): within which two errors are alike."""
+    error over ``num_rows``; ``least`` (D,): within which two errors are alike; ``total``: ΣR² of
+    all of them."""
 
     energy: np.ndarray
     least: np.ndarray
     num_rows: int
+    total: float
 
 
 @dataclass(slots=True)
@@ -517,6 +519,7 @@ def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
         energy=np.maximum(sums[:2] - largest, 0.0),
         least=np.sqrt(np.maximum(np.minimum(*least), max(exact, 1e-300))),
         num_rows=count,
+        total=float(sums[3].sum()),
     )
 
 

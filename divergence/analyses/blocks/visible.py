@@ -1,0 +1,91 @@
+"""What would have been seen: the smallest error of a block that is beyond its limit, by level."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from divergence.analyses.blocks.units import Unit
+from divergence.comparison.results import Visible
+
+if TYPE_CHECKING:
+    from divergence.analyses.blocks.sides import JudgedFamily
+    from divergence.comparison.judge import Floats, JudgedTable, Level
+
+Sizes = dict["Level", float]
+"""By level, relative L2 of the block's output."""
+
+
+def visible_of(units: Sequence[Unit], routed: frozenset[str]) -> Visible | None:
+    """Of the middle block, the larger one of prefill and decode; None where there is no block."""
+    by_phase: dict[str, list[Sizes]] = {}
+    for unit in units:
+        if unit.results[0].role == "block":
+            sizes = unit.visible or _of_limits(unit, routed=unit.results[0].block in routed)
+            by_phase.setdefault(unit.phase, []).append(sizes)
+    levels: dict[str, float] = {}
+    for members in by_phase.values():
+        for level in dict.fromkeys(level for sizes in members for level in sizes):
+            known = [sizes[level] for sizes in members if level in sizes]
+            levels[level] = max(levels.get(level, 0.0), statistics.median(known))
+    finite = {level: size for level, size in levels.items() if size < 1}
+    if "site" not in finite:
+        return None
+    return Visible(
+        block=finite["site"], forward=finite.get("forward"), token=finite.get("row"),
+        channel=finite.get("channel"),
+    )  # fmt: skip
+
+
+def _of_limits(unit: Unit, *, routed: bool) -> Sizes:
+    """Without a truth: what the two sides may differ by."""
+    floor = _floor(unit)
+    sizes: Sizes = {"site": unit.limit * floor}
+    looks = [look.limit * (look.result.floor or floor) for look in unit.looks if look.limit]
+    if looks:
+        sizes["forward"] = statistics.median(looks)
+    if not routed:
+        sizes["row"] = unit.worst_limit * floor
+    return sizes
+
+
+def of_tables(unit: Unit, judged: JudgedFamily, member: int, *, routed: bool) -> Sizes:
+    """With one: what an error of B, beside the rounding that it has as A has it, would have to be
+    for W to stand out. A site without siblings, and tables that were not made, say nothing."""
+    stats, floor = judged.stats[member], _floor(unit)
+    if stats.rows is None:
+        return {}
+    rows = stats.rows.only(judged.errors.key)
+    energy = rows.energy[0]
+    whole = stats.typical["reference"] ** 2 if routed else float(stats.rows.energy[0].mean())
+    sizes: Sizes = {"site": floor * _size(judged.sites, member, np.array([whole]), judged.least)}
+    if judged.forwards is not None:
+        count = np.bincount(judged.errors.place, minlength=len(judged.places))
+        by_place = np.bincount(judged.errors.place, energy, len(judged.places)) / count
+        sizes["forward"] = floor * _size(judged.forwards, member, by_place, judged.least)
+    if judged.rows is not None:
+        sizes["row"] = floor * _size(judged.rows, member, energy, judged.least)
+    channels = stats.channels
+    if judged.channels is not None and channels is not None and channels.total > 0:
+        size = _size(judged.channels, member, channels.energy[0], channels.least)
+        sizes["channel"] = size / math.sqrt(channels.total)
+    return sizes
+
+
+def _size(table: JudgedTable, member: int, energy: Floats, least: float | Floats) -> float:
+    """The typical column's: f² = (e² + least²) (exp 2x - exp 2x0), x where it stands out, x0 where
+    it is. Infinite where so few numbers convict nothing."""
+    control, reach = table.control[member], table.reach[member]
+    stands_out = np.maximum(control + reach, reach / 2)
+    with np.errstate(all="ignore"):
+        grown = np.exp(2 * np.minimum(stands_out, 300.0)) - np.exp(2 * np.minimum(control, 300.0))
+        size = np.sqrt((energy + np.square(least)) * grown)
+        return float(np.nanmedian(np.where(stands_out < 300.0, size, math.inf)))
+
+
+def _floor(unit: Unit) -> float:
+    return statistics.median(result.floor or 0.0 for result in unit.results)

@@ -1,0 +1,89 @@
+"""What is said not to be seen is true: an error somewhat larger is found, at its block and level."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from benchmarks._recorded import without_truth
+from divergence.comparison.api import compare
+from divergence.comparison.results import Visible
+from divergence.recording.api import capture
+from divergence.report.summary import unseen
+
+BLOCK = "model.layers.2"
+PROMPTS = [[(13 * n + 7 * k) % 300 + 3 for k in range(count)] for n, count in enumerate((12, 20))]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model, tmp_path_factory):
+    """``pair(dtype)``: a run and its healthy partner."""
+    made = {}
+
+    def make(dtype):
+        if dtype not in made:
+            folder = tmp_path_factory.mktemp("visible")
+            a = capture(
+                str(tiny_model("llama", num_blocks=5)), out=folder / "a", prompts=PROMPTS,
+                max_new_tokens=4, dtype=dtype, probe=False, truth="full",
+            )  # fmt: skip
+            made[dtype] = a, capture(
+                like=a, out=folder / "b", attn_implementation="sdpa", probe=False
+            )
+        return made[dtype]
+
+    return make
+
+
+def off(level, size):
+    """A change of the block's output: an error of that size in each row it concerns."""
+
+    def prepare(model):
+        draw = torch.Generator().manual_seed(1)
+
+        def changed(module, args, output):
+            y = output.double()
+            error = torch.randn(y.shape, generator=draw, dtype=torch.float64)
+            error *= size * y.norm(dim=-1, keepdim=True) / error.norm(dim=-1, keepdim=True)
+            if level == "forward":
+                error *= y.shape[-2] == len(PROMPTS[1])
+            if level == "token":
+                error[..., torch.arange(y.shape[-2]) != 9, :] = 0
+            return (y + error).to(output.dtype)
+
+        model.get_submodule(BLOCK).register_forward_hook(changed)
+
+    return prepare
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("truth", [True, False])
+@pytest.mark.parametrize("level", ["block", "forward", "token"])
+def test_what_is_larger_is_found_and_what_is_far_smaller_is_not(
+    level, truth, dtype, pair, tmp_path
+):
+    a, b = pair(dtype)
+    known = contextlib.nullcontext() if truth else without_truth()
+    with known:
+        seen = compare(a, b).visible
+        assert isinstance(seen, Visible)
+        assert seen.block < min(seen.forward, seen.token)
+        for size, place in ((2 * getattr(seen, level), BLOCK), (seen.block / 5, None)):
+            bad = capture(
+                like=a, out=tmp_path / str(place), prepare=off(level, size), probe=False,
+                attn_implementation="sdpa",
+            )  # fmt: skip
+            verdict = compare(a, bad).verdict
+            assert (verdict.onset and verdict.onset.block) == place
+
+
+def test_each_level_is_said_where_nothing_is_found(pair):
+    a, b = pair("float32")
+    report = compare(a, b)
+    text = unseen(report)[0]
+    assert text.startswith("errors of a block below about ")
+    assert all(f"of one {what} below" in text for what in ("prompt or step", "token", "channel"))
+    with without_truth():
+        assert compare(a, b).visible.channel is None

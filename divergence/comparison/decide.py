@@ -5,6 +5,8 @@
 2. A rank that disagrees with its replicas is named where it comes first, or nothing else is wrong.
 3. An operator makes the place more precise, or convicts where the blocks are quiet. Where it blames
    the other side in the same block, the evidence contradicts itself, and no side is named.
+   A drift in forwards of which every part, given equal inputs, only rounds is no fault: the model
+   enlarges rounding. It is evidence then, and confidence is medium.
 4. What explains the verdict stands in its evidence. It changes neither kind nor onset.
 5. The confidence is computed from the checks of all that the verdict rests on, never chosen: high
    where every check was met; medium where one was not made, or failed; low where a failed one is
@@ -109,12 +111,17 @@ class Decision:
 def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ()) -> Decision:
     """One verdict of all findings. ``preflight``: settings that differ, or that were overridden."""
     convicting = [f for f in findings if f.role == "convicts" and f.claim != "replicas_disagree"]
+    enlarged = _enlarged(convicting)
+    convicting = [finding for finding in convicting if finding not in enlarged]
     first = min(convicting, key=lambda f: _rank(f, convicting), default=None)
     verdict, place, flags = None, None, frozenset[SiteKey]()
     if first is not None:
         verdict = _verdict_of(first)
         if first.claim not in _NOT_MEASURED:
             verdict = _with(verdict, *_all(findings, "hints"), *_all(findings, "context"))
+        if enlarged and first.claim == "within_rounding":
+            verdict = _with(verdict, *(fact("enlarged", what=f.headline) for f in enlarged))
+            verdict = _unsure(verdict, check("free_runs", False, fact("free_runs_part")))
         if first.claim not in _ALONE:
             verdict = _with(verdict, *(item for f in convicting for item in f.beside))
         place = (not first.equal_inputs, *(first.place or _FIRST))
@@ -156,6 +163,20 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
         else:
             evidence += finding.evidence
     return replace(verdict, evidence=evidence)
+
+
+def _enlarged(findings: Sequence[Finding]) -> list[Finding]:
+    """What is seen at the end of free forwards of which every part is known to only round."""
+    only_rounds = {
+        sample: steps for f in findings if f.claim == "within_rounding"
+        for sample, steps in f.only_rounds.items()
+    }  # fmt: skip
+    enlarged = []
+    for finding in findings:
+        sample, step = finding.accumulated_at or (-1, 0)
+        if step < only_rounds.get(sample, 0):
+            enlarged.append(finding)
+    return enlarged
 
 
 def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:

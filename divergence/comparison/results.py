@@ -151,6 +151,10 @@ class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """(sample, step, order) of the claim. Orders findings in time."""
     step: int | None = None
     """The forward in which a claim without an onset was seen."""
+    accumulated_at: tuple[int, int] | None = None
+    """(sample, step) of a free run at whose end this was seen: rounding may have been enlarged."""
+    only_rounds: dict[int, int] = {}
+    """Of how many first forwards of a sample every part was given equal inputs, and only rounds."""
     equal_inputs: bool = False
     """Was it seen in a pass in which both sides got the same inputs (anchored or escalated)?"""
     side: SideBothOrNeither | None = None

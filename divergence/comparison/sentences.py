@@ -41,6 +41,11 @@ SENTENCES: Mapping[str, str] = {
         "a run compared with itself proves nothing[[, but that its ranks agree on the {num_held} "
         "tensors that several hold]]{far:yes=; it is far from the truth|no=}"
     ),
+    "enlarged": (
+        "{what}; each block only rounds where it is given equal inputs, so it is the model that "
+        "enlarges rounding"
+    ),
+    "free_runs_part": "the free runs part by more than the blocks make together",
     "not_exercised": " (not exercised: {modules:names 2})",
     "unexercised_module": "{name}, {percent:.2g}% of the parameters",
     "unexercised_experts": "{size} of {of} experts of {name}",

@@ -319,3 +319,23 @@ def test_schemes_of_one_name_are_told_apart(one, other, said):
     line = PreflightLine(check="quantization", status="differs", reference=one, candidate=other)
     verdict = decide([finding("within_rounding")], [line]).verdict
     assert verdict.summary.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("at", "only_rounds", "kind"),
+    [((1, 2), {0: 9, 1: 3}, "within_floor"), ((1, 3), {1: 3}, "drift"), (None, {0: 9}, "drift")],
+)
+def test_a_drift_where_every_part_only_rounds_is_the_models_own(at, only_rounds, kind):
+    """The last parts of free runs enlarge rounding: it is said, and confidence is medium."""
+    quiet = Finding(
+        claim="within_rounding", kind="within_floor", headline=[plain("only rounding")],
+        only_rounds=only_rounds, side="neither",
+    )  # fmt: skip
+    drift = Finding(
+        claim="drift", kind="drift", headline=[plain("a token flips")], accumulated_at=at,
+        rests_on=[check("anchored", False, plain("seen in free runs"))],
+    )  # fmt: skip
+    verdict = decide([quiet, drift]).verdict
+    assert verdict.kind == kind
+    assert [item.code for item in verdict.evidence].count("enlarged") == (kind != "drift")
+    assert verdict.confidence == ("low" if kind == "drift" else "medium")

@@ -13,7 +13,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -23,7 +23,7 @@ from divergence.analyses.blocks.suspects import (
     escalated_units,
     next_commands,
 )
-from divergence.analyses.blocks.units import Unit, build_units, flag
+from divergence.analyses.blocks.units import Unit, build_units, flag, is_whole, stacks_of
 from divergence.analyses.blocks.visible import visible_of
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
@@ -32,9 +32,6 @@ from divergence.facts import Fact, fact
 from divergence.run.contents import is_mask
 from divergence.run.site import module_of
 from divergence.words import Side, SideOrBoth
-
-if TYPE_CHECKING:
-    from divergence.analyses.blocks.rounding import Drift
 
 # Nan and inf: the first place where a result is no number, and which side it is on.
 #
@@ -266,27 +263,30 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
     return _not_beyond(measured, judged, escalation)
 
 
-def _is_enlarged(measured: Measured, drift: Drift) -> bool:
-    """Is a drift what the model itself makes of rounding? So it is where every block of every
-    forward until then was given equal inputs, and made no error beyond rounding, neither there nor
-    in the free runs, in which it is allowed to enlarge what comes in."""
-    if not drift.accumulated or not measured.anchored:
-        return False
-    outputs = [
-        site for site in measured.sites
-        if site.role == "block" and site.sample == drift.sample and ":out" in site.site
-    ]  # fmt: skip
-    seen = {
-        pass_: {(site.step, site.site) for site in outputs if site.pass_ == pass_}
-        for pass_ in ("free", "anchored")
-    }
-    steps = {step for step, _ in seen["anchored"]}
-    if not steps.issuperset(range(drift.step + 1)):
-        return False
-    if any(place not in seen["anchored"] for place in seen["free"] if place[0] <= drift.step):
-        return False
+def _only_rounds(measured: Measured) -> dict[int, int]:
+    """By sample, of how many first forwards every block, and what stands beside them, was given
+    equal inputs. None where one makes an error beyond rounding in the free runs, in which it is
+    allowed to enlarge what comes in, and that of a single token by any factor; the anchored pass is
+    known to only round."""
     free = build_units(measured.sites, "free")
-    return not flag(free, routed=measured.routed, thresholds=measured.thresholds)
+    flagged = flag(free, routed=measured.routed, thresholds=measured.thresholds)
+    if any(unit.why not in ("token", "sink") for unit in flagged):
+        return {}
+    seen: dict[str, set[tuple[int, int, str]]] = {"free": set(), "anchored": set()}
+    stacks = stacks_of(measured.sites)
+    for site in measured.sites:
+        made = site.role in ("block", "trunk") and not is_whole(module_of(site.site), stacks)
+        if made and site.pass_ in seen and ":out" in site.site:
+            seen[site.pass_].add((site.sample, site.step, site.site))
+    lacking = seen["free"] - seen["anchored"]
+    steps: dict[int, int] = {}
+    for sample in {place[0] for place in seen["anchored"]}:
+        known = {step for first, step, _ in seen["anchored"] if first == sample}
+        known -= {step for first, step, _ in lacking if first == sample}
+        count = next(step for step in range(len(known) + 1) if step not in known)
+        members = measured.reference.manifest.tokens.group_of(sample) or [sample]
+        steps |= dict.fromkeys(members, count)
+    return steps
 
 
 def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> list[Finding]:
@@ -310,14 +310,15 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
         coded=measured.reference.manifest.quantizes_activations,
         rerouted=lambda sample, step: measured.experts and _rerouted(measured, sample, step),
     )
-    enlarged = drift if drift is not None and _is_enlarged(measured, drift) else None
+    flips = [] if measured.tokens is None else measured.tokens.differences
+    at_ends = drift is not None or any(flip.judgement == "fault" for flip in flips)
     findings = [
         within_rounding(
             measured, judged.units, judged.excused, judged.unanchored, escalation, standouts,
-            enlarged,
+            _only_rounds(measured) if at_ends and measured.anchored else {},
         )
     ]  # fmt: skip
-    if drift is not None and enlarged is None:
+    if drift is not None:
         findings.append(
             Finding(
                 claim="drift",
@@ -325,6 +326,7 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
                 headline=[drift.headline],
                 rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"))],
                 step=drift.step,
+                accumulated_at=(drift.sample, drift.step) if drift.accumulated else None,
                 side=drift.side,
                 evidence=[drift.evidence],
                 commands=next_commands(measured, None, escalation),

@@ -179,9 +179,9 @@ def within_rounding(
     unanchored: list[int],
     escalation: Escalation,
     standouts: list[StandOut],
-    enlarged: Drift | None = None,
+    only_rounds: dict[int, int],
 ) -> Finding:
-    """``enlarged``: a drift that the model itself makes of rounding."""
+    """``only_rounds``: see Finding."""
     judged = [unit for unit in units if unit.results]
     unmeasured = [site for site in measured.sites if site.is_unmeasured]
     reason: Fact | None = None
@@ -226,15 +226,6 @@ def within_rounding(
         for unit in excused[:3]
     ]
     evidence += escalation.healthy()
-    if enlarged is not None:
-        where = enlarged.evidence.values
-        evidence.append(
-            fact(
-                "blocks.enlarged", site=where["site"], sample=enlarged.sample, step=enlarged.step,
-                ratio=enlarged.headline["ratio"] or enlarged.headline["times"],
-                side=enlarged.side,
-            )
-        )  # fmt: skip
     if measured.narrow and sure and not escalation.judged:
         can_escalate = bool(measured.advice.escalate())
         if can_escalate or measured.advice.divided:
@@ -248,7 +239,6 @@ def within_rounding(
         check("measured", not unmeasured, fact("blocks.not_kept")),
         check("truth", truth_tells, _no_truth(measured, by_truth, estimated), made=by_truth),
         check("no_standout", not standouts, _what_stands_out(standouts)),
-        check("free_runs", enlarged is None, fact("blocks.free_runs_part")),
         check("floor_trusted", not measured.widened_beyond, fact("blocks.floor_beyond")),
     ]
     if measured.narrow:
@@ -263,6 +253,7 @@ def within_rounding(
         kind="within_floor",
         headline=[fact("only_rounding", sure=sure), *_coarser(standouts)],
         rests_on=checks,
+        only_rounds=only_rounds,
         side="neither" if healthy else None,
         evidence=evidence,
         commands=_next(measured, standouts, escalation),

@@ -140,13 +140,6 @@ SENTENCES: Mapping[str, str] = {
         "no single block is beyond the floor, but the error grows to {rel_l2:.1e} at {site}, "
         "{ratio:figure} × what the blocks{behind:yes= and what follows them|no=} make together"
     ),
-    "enlarged": (
-        "the free runs part: at {site} (prompt {sample}, step {step}) "
-        "{side:none=the error is {ratio:figure} × what the blocks make together|"
-        "*={side:letter} is {ratio:figure} × as far from the truth as the other}; each block only "
-        "rounds where it is given equal inputs, so it is the model that enlarges rounding"
-    ),
-    "free_runs_part": "the free runs part by more than the blocks make together",
     "grows_behind": (
         "no single block is beyond its limit, but the error grows at {site}, behind the blocks, by "
         "{ratio:figure} × what came in and rounding explain"

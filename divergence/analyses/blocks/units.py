@@ -271,7 +271,7 @@ class Unit:
 def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
     """Units of a pass in execution order; only judged floating-point sites."""
     results = list(results)
-    stacks = {result.block.rpartition(".")[0] for result in results if result.block is not None}
+    stacks = stacks_of(results)
     units: dict[tuple[str, str], Unit] = {}
     for result in results:
         if result.pass_ != pass_ or result.ratio is None:
@@ -284,7 +284,7 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
             continue  # what comes in is judged where it goes out
         if result.block is not None and ".experts." in result.site[len(result.block) :]:
             continue  # rows are whatever tokens were sent there; judged where they come together
-        if pass_ == "free" and _whole(module_of(result.site), stacks):
+        if pass_ == "free" and is_whole(module_of(result.site), stacks):
             continue  # the model, or a whole stack of it: what it inherits is everything
         phase = result.phase
         unit = units.setdefault(
@@ -532,7 +532,13 @@ def medians(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
     return {key: statistics.median(them) for key, them in by_key.items() if len(them) >= 3}
 
 
-def _whole(path: str, stacks: set[str]) -> bool:
+def stacks_of(results: Iterable[SiteResult]) -> set[str]:
+    """Paths of the lists of blocks."""
+    return {result.block.rpartition(".")[0] for result in results if result.block is not None}
+
+
+def is_whole(path: str, stacks: set[str]) -> bool:
+    """Is it the model, or holds it a whole stack?"""
     return path == ROOT or any(stack.startswith(path + ".") for stack in stacks)
 
 

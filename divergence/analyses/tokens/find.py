@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, SiteResult, TokenDifference, TokensResult
@@ -41,7 +42,7 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     findings = [Finding(claim="context", role="context", evidence=_token_evidence(tokens))]
     fault = _token_fault(tokens)
     if fault is not None and tokens is not None:
-        headline, evidence, step = fault
+        headline, evidence, at = fault
         farther: Side | None = None  # of two sides the one whose distance is not the floor
         if tokens.floor_side is not None:
             farther = "candidate" if tokens.floor_side == "reference" else "reference"
@@ -51,7 +52,8 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
                 kind="drift",
                 headline=[headline],
                 rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))],
-                step=step,
+                step=None if at is None else at[1],
+                accumulated_at=at,
                 side=farther,
                 evidence=[evidence],
             )
@@ -66,15 +68,15 @@ def _beyond_kl(tokens: TokensResult) -> bool:
     return tokens.kl_ratio > tokens.kl_limit
 
 
-def _token_fault(tokens: TokensResult | None) -> tuple[Fact, Fact, int | None] | None:
-    """(what no rounding explains, its evidence, the step of one token), where tokens or
+def _token_fault(tokens: TokensResult | None) -> tuple[Fact, Fact, PromptStep | None] | None:
+    """(what no rounding explains, its evidence, the place of one token), where tokens or
     distributions show it."""
     if tokens is None:
         return None
     fault = next((flip for flip in tokens.differences if flip.judgement == "fault"), None)
     if fault is not None:
         headline = fact("tokens.flips", sample=fault.sample, step=fault.step, z=fault.z)
-        return headline, _flip_evidence(fault), fault.step
+        return headline, _flip_evidence(fault), (fault.sample, fault.step)
     if tokens.kl_ratio is not None and _beyond_kl(tokens):
         return fact("tokens.far_apart", ratio=tokens.kl_ratio), _kl_evidence(tokens)[0], None
     return None

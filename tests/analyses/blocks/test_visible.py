@@ -29,8 +29,9 @@ def pair(tiny_model, tmp_path_factory):
                 str(tiny_model("llama", num_blocks=5)), out=folder / "a", prompts=PROMPTS,
                 max_new_tokens=4, dtype=dtype, probe=False, truth="full",
             )  # fmt: skip
-            made[dtype] = a, capture(
-                like=a, out=folder / "b", attn_implementation="sdpa", probe=False
+            made[dtype] = (
+                a,
+                capture(like=a, out=folder / "b", attn_implementation="sdpa", probe=False),
             )
         return made[dtype]
 

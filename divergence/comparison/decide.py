@@ -171,12 +171,10 @@ def _enlarged(findings: Sequence[Finding]) -> list[Finding]:
         sample: steps for f in findings if f.claim == "within_rounding"
         for sample, steps in f.only_rounds.items()
     }  # fmt: skip
-    enlarged = []
-    for finding in findings:
-        sample, step = finding.accumulated_at or (-1, 0)
-        if step < only_rounds.get(sample, 0):
-            enlarged.append(finding)
-    return enlarged
+    return [
+        f for f in findings
+        if f.accumulated_at and all(step < only_rounds.get(at, 0) for at, step in f.accumulated_at)
+    ]  # fmt: skip
 
 
 def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -151,17 +150,11 @@ def _pooled(energy: Floats, count: Floats, groups: npt.NDArray[np.intp]) -> tupl
     return total / rows, np.maximum(np.nan_to_num(numbers, nan=1.0, posinf=1.0), 1.0)
 
 
-def common(errors: Sequence[tuple[Floats, Floats]], least: float) -> float:
-    """By how much chance may move what the members of a family have in common, log of their median
-    W: of each its rows' (energy, numbers), (2, R)."""
-    variances = []
-    for energy, numbers in errors:
-        groups = np.zeros(energy.shape[-1], np.intp)
-        variances.append(float(observed(energy, numbers, least, groups, typical=True)[1][0]))
-    if not variances:
+def reach_of_median(own: Floats) -> float:
+    """By how much chance may move the median of independent observations, of such variance each."""
+    if not len(own):
         return math.inf
-    typical = _CONTROL * float(np.median(variances)) / len(variances)
-    return float(reach(limit_of(1), np.array([typical]))[0])
+    return float(reach(limit_of(1), _CONTROL * np.median(own, axis=0) / len(own)).item())
 
 
 def deviates(x: Floats, variance: Floats) -> Floats:

@@ -151,8 +151,9 @@ class Finding(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """(sample, step, order) of the claim. Orders findings in time."""
     step: int | None = None
     """The forward in which a claim without an onset was seen."""
-    accumulated_at: tuple[int, int] | None = None
-    """(sample, step) of a free run at whose end this was seen: rounding may have been enlarged."""
+    accumulated_at: list[tuple[int, int]] = []
+    """(sample, step) of the free forwards at whose ends this was seen: rounding may have been
+    enlarged."""
     only_rounds: dict[int, int] = {}
     """Of how many first forwards of a sample every part was given equal inputs, and only rounds."""
     equal_inputs: bool = False
@@ -1083,6 +1084,9 @@ class TokenDifference(msgspec.Struct, frozen=True, kw_only=True):
     * ``difference``, without that: z = margin / (√2 · rms of the two sides' own difference in this
       row). A faulty difference makes every flip look small, so this is never judged.
     """
+    z_farther: float | None = None
+    """The same by the other side's own error. Where that is small, the error is spread over all
+    logits of the row, as enlarged rounding is."""
     judgement: Literal["tie", "fault"] | None = None
     """``tie``: rounding may flip it. ``fault``: rounding does not; judged over ``floor`` alone.
     None between the two, or where it was not judged (tokens.flips)."""

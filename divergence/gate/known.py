@@ -18,7 +18,7 @@ import datetime
 
 import msgspec
 
-from divergence.analyses.blocks.rounding import find_drift
+from divergence.analyses.blocks.rounding import find_drifts
 from divergence.comparison.result import Report
 from divergence.comparison.results import SiteResult
 from divergence.facts import Fact, fact
@@ -79,8 +79,8 @@ def _why_not(
         return fact("gate.ends_elsewhere", site=onset.site)
     if any(check.num_different for check in report.replicas):
         return fact("gate.ranks_disagree")
-    drift = find_drift(_with_known_errors(report.sites, flagged), policy.thresholds)
-    return None if drift is None else fact("gate.drifts_beside", what=drift.headline)
+    drifts = find_drifts(_with_known_errors(report.sites, flagged), policy.thresholds)
+    return fact("gate.drifts_beside", what=drifts[0].headline) if drifts else None
 
 
 def _with_known_errors(sites: list[SiteResult], flagged: list[SiteResult]) -> list[SiteResult]:

@@ -57,7 +57,7 @@ class OperatorErrors:
     between: torch.Tensor
     floor: torch.Tensor
     numbers: torch.Tensor
-    columns: Columns
+    columns: Columns | None
     column_reference: torch.Tensor
     column_candidate: torch.Tensor
     column_floor: torch.Tensor
@@ -81,7 +81,7 @@ def sum_rounding(num_terms: int) -> float:
 
 def measure_operator(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, *, num_terms: int = 1,
-    of_gradient: bool = False, before: Columns | None = None,
+    of_gradient: bool = False, cancels: bool = False, before: Columns | None = None,
 ) -> OperatorErrors | None:  # fmt: skip
     """None where nothing finite is left. All have equally many numbers, in the same order.
 
@@ -89,6 +89,7 @@ def measure_operator(
     (the gradient of a softmax by its scores is g·y less a mean of it, and 0 for the first token),
     and where they do the row is small and the rounding of its terms is not.
 
+    ``cancels``: large terms may be gone from a result, and their errors not.
     ``before``: of the forwards before, which tell as well what is usual in a column.
 
     Without a truth R = a: the reference's error is then 0, and the store error is not measured
@@ -154,7 +155,12 @@ def measure_operator(
         candidate=db.norm(dim=1),
         between=((x - y) / norm).norm(dim=1),
         floor=floor,
-        numbers=torch.stack([_numbers_at_least(error, r, usual) for error in (da, db)]),
+        numbers=torch.stack(
+            [
+                _numbers(error) if cancels else _numbers_at_least(error, r, usual)
+                for error in (da, db)
+            ]
+        ),
         columns=columns,
         column_reference=da[wide].square().sum(0),
         column_candidate=db[wide].square().sum(0),
@@ -184,9 +190,11 @@ def _numbers_at_least(
     number is off in proportion to its size, or to that which is ``usual`` in its column, (D,)
     squared: a large number may be small in one row by chance, and its error is not. So an error in
     a few of many like numbers is no chance."""
-    sizes = values.square().maximum(usual)
-    least = numbers_of(sizes.sum(1), sizes.square().sum(1))
-    return numbers_of(error.square().sum(1), error.pow(4).sum(1)).maximum(least)
+    return _numbers(error).maximum(_numbers(values.square().maximum(usual).sqrt()))
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    return numbers_of(values.square().sum(1), values.pow(4).sum(1))
 
 
 def _masked_alone(

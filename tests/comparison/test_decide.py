@@ -323,7 +323,12 @@ def test_schemes_of_one_name_are_told_apart(one, other, said):
 
 @pytest.mark.parametrize(
     ("at", "only_rounds", "kind"),
-    [((1, 2), {0: 9, 1: 3}, "within_floor"), ((1, 3), {1: 3}, "drift"), (None, {0: 9}, "drift")],
+    [
+        ([(1, 2)], {0: 9, 1: 3}, "within_floor"),
+        ([(1, 3)], {1: 3}, "drift"),
+        ([(0, 2), (1, 3)], {0: 9, 1: 3}, "drift"),
+        ([], {0: 9}, "drift"),
+    ],
 )
 def test_a_drift_where_every_part_only_rounds_is_the_models_own(at, only_rounds, kind):
     """The last parts of free runs enlarge rounding: it is said, and confidence is medium."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from divergence.comparison.results import PreflightLine, TokensResult
+from divergence.comparison.results import PreflightLine, TokensResult, Visible
 from divergence.gate.result import Blessing
 from divergence.layout import fold
 from divergence.report.checking import blessing_lines
 from divergence.report.screen import WIDTH, screen_lines, settings_lines
-from divergence.comparison.results import Visible
 from divergence.report.summary import report_lines
 from divergence.run.command import command
 from divergence.words import HEADLINES

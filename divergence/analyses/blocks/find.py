@@ -195,7 +195,8 @@ def find(measured: Measured) -> AnalysisResult:
                          [*judged.flagged, *escalation.flagged])  # fmt: skip
     findings = _claims(dataclasses.replace(measured, sites=sites), judged, escalation)
     seen = visible_of(escalation.units if escalation.complete else [], measured.routed)
-    seen = seen or visible_of(judged.units, measured.routed)
+    main = [unit for unit in judged.units if unit.pass_ != "free" or not measured.anchored]
+    seen = seen or visible_of(main, measured.routed)
     return AnalysisResult(
         findings=[*findings, _context(measured, judged)], parts={"sites": sites, "visible": seen}
     )
@@ -266,26 +267,30 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
 def _only_rounds(measured: Measured) -> dict[int, int]:
     """By sample, of how many first forwards every block, and what stands beside them, was given
     equal inputs. None where one makes an error beyond rounding in the free runs, in which it is
-    allowed to enlarge what comes in, and that of a single token by any factor; the anchored pass is
+    allowed to enlarge what comes in, and that of a single token once more; the anchored pass is
     known to only round."""
     free = build_units(measured.sites, "free")
-    flagged = flag(free, routed=measured.routed, thresholds=measured.thresholds)
-    if any(unit.why not in ("token", "sink") for unit in flagged):
-        return {}
+    for unit in flag(free, routed=measured.routed, thresholds=measured.thresholds):
+        of_token = unit.why in ("token", "sink")
+        if not of_token or unit.limit_usage > measured.thresholds.free_gain:
+            return {}
     seen: dict[str, set[tuple[int, int, str]]] = {"free": set(), "anchored": set()}
     stacks = stacks_of(measured.sites)
     for site in measured.sites:
         made = site.role in ("block", "trunk") and not is_whole(module_of(site.site), stacks)
-        if made and site.pass_ in seen and ":out" in site.site:
+        known = site.pass_ == "free" or not site.is_unmeasured
+        if made and known and site.pass_ in seen and ":out" in site.site:
             seen[site.pass_].add((site.sample, site.step, site.site))
     lacking = seen["free"] - seen["anchored"]
+    of_a, of_b = (run.manifest.tokens for run in (measured.reference, measured.candidate))
+    together = of_a.groups == of_b.groups  # else each prompt has results of its own
     steps: dict[int, int] = {}
     for sample in {place[0] for place in seen["anchored"]}:
-        known = {step for first, step, _ in seen["anchored"] if first == sample}
-        known -= {step for first, step, _ in lacking if first == sample}
-        count = next(step for step in range(len(known) + 1) if step not in known)
-        members = measured.reference.manifest.tokens.group_of(sample) or [sample]
-        steps |= dict.fromkeys(members, count)
+        sound = {step for first, step, _ in seen["anchored"] if first == sample}
+        sound -= {step for first, step, _ in lacking if first == sample}
+        count = next(step for step in range(len(sound) + 1) if step not in sound)
+        members = of_a.group_of(sample) if together else []
+        steps |= dict.fromkeys(members or [sample], count)
     return steps
 
 
@@ -293,7 +298,7 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
     """What differs by no more than rounding at every place, and is perhaps too much together."""
     from divergence.analyses.blocks.rounding import (
         evidence_of,
-        find_drift,
+        find_drifts,
         find_standouts,
         within_rounding,
     )
@@ -302,7 +307,7 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
     standouts = find_standouts(
         judged.units, judged.excused, measured.thresholds, two_dtypes=two_dtypes
     )
-    drift = find_drift(
+    drifts = find_drifts(
         measured.sites,
         measured.thresholds,
         two_dtypes=two_dtypes,
@@ -311,27 +316,27 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
         rerouted=lambda sample, step: measured.experts and _rerouted(measured, sample, step),
     )
     flips = [] if measured.tokens is None else measured.tokens.differences
-    at_ends = drift is not None or any(flip.judgement == "fault" for flip in flips)
+    at_ends = drifts or any(flip.judgement == "fault" for flip in flips)
     findings = [
         within_rounding(
             measured, judged.units, judged.excused, judged.unanchored, escalation, standouts,
             _only_rounds(measured) if at_ends and measured.anchored else {},
         )
     ]  # fmt: skip
-    if drift is not None:
-        findings.append(
-            Finding(
-                claim="drift",
-                kind="drift",
-                headline=[drift.headline],
-                rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"))],
-                step=drift.step,
-                accumulated_at=(drift.sample, drift.step) if drift.accumulated else None,
-                side=drift.side,
-                evidence=[drift.evidence],
-                commands=next_commands(measured, None, escalation),
-            )
+    findings += [
+        Finding(
+            claim="drift",
+            kind="drift",
+            headline=[drift.headline],
+            rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"))],
+            step=drift.step,
+            accumulated_at=drift.places if drift.accumulated else [],
+            side=drift.side,
+            evidence=[drift.evidence],
+            commands=next_commands(measured, None, escalation),
         )
+        for drift in drifts
+    ]
     if standouts:
         findings.append(Finding(claim="stands_out", role="hints", evidence=evidence_of(standouts)))
     return findings

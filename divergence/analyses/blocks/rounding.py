@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from divergence.analyses.blocks.suspects import Escalation, next_commands
 from divergence.analyses.blocks.units import Unit, families_of, num_values, numbers_alike
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, SiteResult, allowed_errors, main_path, order_of
@@ -39,8 +40,8 @@ _ONE_ROW = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """``side``: the farther from the truth, where there is one. ``accumulated``: over the blocks;
-    else it is made behind them."""
+    """The first place. ``side``: the farther from the truth, where there is one. ``accumulated``:
+    over the blocks; else it is made behind them."""
 
     headline: Fact
     evidence: Fact
@@ -48,9 +49,11 @@ class Drift:
     step: int
     side: Side | None = None
     accumulated: bool = True
+    places: list[PromptStep] = field(default_factory=list)
+    """All forwards with one of this kind."""
 
 
-def find_drift(
+def find_drifts(
     sites: Sequence[SiteResult],
     thresholds: Thresholds,
     *,
@@ -58,13 +61,16 @@ def find_drift(
     routed: bool = False,
     coded: bool = False,
     rerouted: Callable[[int, int], bool] = lambda sample, step: False,
-) -> Drift | None:
-    """With a truth: one side's free run is much farther from it than the other's. Without, and
+) -> list[Drift]:
+    """The accumulated ones and those behind the blocks, each with its first place.
+
+    With a truth: one side's free run is much farther from it than the other's. Without, and
     where the runs are of ``two_dtypes``, so that one is farther off by rounding: the error at the
     end is more than the blocks may make together. ``routed``: blocks choose experts.
     ``coded``: activations become codes. ``rerouted``: of a prompt and step, did a free run send a
     token to other experts than another did?"""
     allowed = allowed_errors(sites)
+    kinds: dict[bool, Drift] = {}
     for place, path in sorted(main_path(sites).items()):
         if sum(site.role == "block" for site in path) < 2:
             continue
@@ -81,8 +87,9 @@ def find_drift(
                 drift = None
             drift = drift or _behind_blocks(site, thresholds)
             if drift is not None:
-                return drift
-    return None
+                kinds.setdefault(drift.accumulated, drift).places.append(place)
+                break
+    return list(kinds.values())
 
 
 def _num_rows(site: SiteResult) -> int:
@@ -399,8 +406,9 @@ def find_standouts(
 
             farther = farther_side(family, thresholds)
         if farther is not None:
+            side, times = farther
             first = min(family, key=lambda unit: order_of(unit.first))
-            standouts.append(StandOut(first, farther.times, farther.side))
+            standouts.append(StandOut(first, times, side))
     standouts.sort(key=lambda standout: order_of(standout.unit.first))
     named: dict[str | None, StandOut] = {}
     for standout in standouts:

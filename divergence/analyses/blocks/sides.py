@@ -24,7 +24,14 @@ from divergence.analyses.blocks.units import (
 )
 from divergence.analyses.blocks.visible import of_tables
 from divergence.comparison.align.pieces import PromptStep
-from divergence.comparison.judge import JudgedTable, Level, common, limit_of, observed, outliers
+from divergence.comparison.judge import (
+    JudgedTable,
+    Level,
+    limit_of,
+    observed,
+    outliers,
+    reach_of_median,
+)
 from divergence.comparison.measure.truth import (
     LEAST_LONE,
     SIDES,
@@ -68,10 +75,10 @@ ByForward = Mapping[PromptStep, float]
 
 @dataclass(frozen=True, slots=True)
 class BlocksBeside:
-    """What a site without siblings is held against: the blocks' median W, and that of each
+    """What a site without siblings is held against: the blocks' median log W, and that of each
     forward."""
 
-    w: float = 1.0
+    x: float = 0.0
     forwards: ByForward = field(default_factory=dict)
 
 
@@ -101,7 +108,12 @@ class JudgedFamily:
     sites: JudgedTable
     typical: Sequence[float]
     """Of each member the median row's x."""
+    usual: float
+    """Their median; ``usual_reach``: by how much chance may move that."""
+    usual_reach: float
     places: list[PromptStep]
+    typical_at: Floats
+    """(M, K): the same of each place."""
     forwards: JudgedTable | None
     rows: JudgedTable | None
     errors: RowErrors
@@ -110,6 +122,13 @@ class JudgedFamily:
     """Has the forward of a place few rows, of which nothing is to be told?"""
     channels: JudgedTable | None
     gains: list[JudgedGains]
+
+    def x_at(self, member: int, place: PromptStep) -> float | None:
+        """The median row's in one forward; None where it is not known of all members."""
+        if place not in self.places:
+            return None
+        x = float(self.typical_at[member, self.places.index(place)])
+        return x if math.isfinite(x) else None
 
 
 def judge_family(
@@ -140,7 +159,7 @@ def judge_family(
     spreads = thresholds.site_spread, thresholds.forward_spread, thresholds.row_spread
     if beside is not None:
         spreads = (thresholds.lone_spread,) * 3
-    typical = whole(True)[0]
+    typical, of_typical = whole(True)
     first = together[0]
     held, place = np.unique(first.place, return_inverse=True)
     places, results = ([each[n] for n in held] for each in (first.places, first.results))
@@ -158,13 +177,13 @@ def judge_family(
         sigma = spreads[("site", "forward", "row").index(level)]
         return outliers(x, own, sigma, limits[level], control=control)
 
-    blocks = np.log([max(1e-300, 1.0 if beside is None else beside.w)])
+    blocks = np.array([0.0 if beside is None else beside.x])
     sites, forwards, rows = judged("site", whole(routed), blocks), None, None
     if len(places) > 1:
         usual = blocks.repeat(len(places))
         if beside is not None:
             few = [few or at not in beside.forwards for few, at in zip(few, places, strict=True)]
-            usual = np.log([max(1e-300, beside.forwards.get(at, 1.0)) for at in places])
+            usual = np.array([beside.forwards.get(at, 0.0) for at in places])
         by_place = observed(energy, numbers, least, place, typical=routed)
         forwards = judged("forward", by_place, usual)
     if not routed and (counts > 1).any():
@@ -174,7 +193,10 @@ def judge_family(
         least,
         sites,
         typical[:, 0].tolist(),
+        float(np.median(typical)),
+        reach_of_median(of_typical),
         places,
+        observed(energy, numbers, least, place, typical=True)[0],
         forwards,
         rows,
         replace(first, place=place, places=places, results=results),
@@ -437,30 +459,46 @@ def blame_units(
             judged.append(unit)
     _name_sides([unit for unit in judged if unit.pass_ == "free"], routed, thresholds)
     judged = [unit for unit in judged if unit.pass_ != "free"]
-    at_blocks = _block_forwards(judged, thresholds)
-    block_w = _block_w(judged, thresholds)
     families = families_of(judged)
     limits = _limits(families)
+
+    def judge_together(family: Sequence[Unit]) -> None:
+        is_routed = any(unit.results[0].block in routed for unit in family)
+        together = judge_family(_stats_of(family), limits, is_routed, thresholds)
+        for number, unit in enumerate(family):
+            unit.judged = together, number
+
+    blocks: list[tuple[Unit, JudgedFamily, int]] = []
+    for family in families:
+        if not block_outputs(family):
+            continue
+        if len(family) >= 3:
+            judge_together(family)
+        for unit, stats in zip(family, _stats_of(family), strict=True):
+            alone = unit.judged or (
+                judge_family([stats], limits, False, thresholds, BlocksBeside()),
+                0,
+            )
+            blocks.append((unit, *alone))
+    blocks_beside = _blocks_beside(blocks)
     excused: list[Unit] = []
     for family in families:
-        kind = family[0].pass_, family[0].phase
         is_routed = any(unit.results[0].block in routed for unit in family)
-        together = None
-        if len(family) >= 3:
-            together = judge_family(_stats_of(family), limits, is_routed, thresholds)
-        blocks = BlocksBeside(block_w.get(kind, 1.0), at_blocks.get(kind, {}))
-        for number, unit in enumerate(family):
-            others = _stats_of(other for other in family if other is not unit)
+        if len(family) >= 3 and family[0].judged is None:
+            judge_together(family)
+        for unit in family:
             assert unit.stats is not None
-            own, member = together, number
-            if own is None:
-                own, member = judge_family([unit.stats], limits, is_routed, thresholds, blocks), 0
+            if unit.judged is None:
+                control = blocks_beside.get((unit.pass_, unit.phase), BlocksBeside())
+                lone = judge_family([unit.stats], limits, is_routed, thresholds, control)
+                unit.judged = lone, 0
+            own, member = unit.judged
             if unit.results[0].role == "block":
                 unit.visible = of_tables(unit, own, member, routed=is_routed)
             answers = questions(
                 own, member, routed=is_routed, widened=unit.widened, thresholds=thresholds
             )
-            far = _far_forwards(unit, others, thresholds)
+            far = _far_forwards(unit, thresholds)
             answers += far.values()
             answers.sort(key=lambda answer: answer.why not in _WHOLE)
             suspected = {look.place for look in unit.beyond}
@@ -489,9 +527,16 @@ def blame_units(
             if unit.why is None:
                 for look in unit.looks:
                     look.usage = min(look.usage, 1.0)
-        _blame_family(family, thresholds)
-        if together is not None and not is_routed:
-            _blame_columns(family, together)
+        if len(family) >= 3:
+            _blame_family(family, thresholds)
+            if not is_routed:
+                _blame_columns(family)
+        for unit in family:  # what is asked later needs no table of rows
+            assert unit.judged is not None
+            unit.judged = (
+                replace(unit.judged[0], rows=None, channels=None, gains=[]),
+                unit.judged[1],
+            )
     return excused
 
 
@@ -573,24 +618,21 @@ def _limits(families: Sequence[Sequence[Unit]]) -> dict[Level, float]:
     return {level: limit_of(count) for level, count in counts.items()}
 
 
-def _far_forwards(
-    unit: Unit, others: list[TruthStats], thresholds: Thresholds
-) -> dict[PromptStep, Blame]:
+def _far_forwards(unit: Unit, thresholds: Thresholds) -> dict[PromptStep, Blame]:
     """Forwards in which the sides differ by more than rounding, and one is farther from the truth
     than any healthy kernel, however its siblings fare: they may have the same fault there."""
-    assert unit.stats is not None
-    least = least_of([unit.stats, *others] if len(others) >= 2 else [], thresholds)
+    assert unit.stats is not None and unit.judged is not None
+    judged, member = unit.judged
     far: dict[PromptStep, Blame] = {}
     for look in unit.beyond:
-        forward = unit.stats.forwards.get(look.place)
-        if forward is None:
+        forward, x = unit.stats.forwards.get(look.place), judged.x_at(member, look.place)
+        if forward is None or x is None:
             continue
-        w = max(forward.w(least), 1e-300)
         width = spread(forward.num_values, num_looks=len(unit.looks))
-        side: Side = "candidate" if w > 1 else "reference"
         blame = Blame(
-            side, "forward", max(w, 1 / w), 1.0, thresholds.truth_systematic * width * unit.widened,
-            forward.result, "others", look.place,
+            _side(x), "forward", math.exp(min(abs(x), 700.0)), 1.0,
+            thresholds.truth_systematic * width * unit.widened, forward.result, "others",
+            look.place,
         )  # fmt: skip
         if blame.limit_usage > 1:
             far[look.place] = blame
@@ -599,62 +641,50 @@ def _far_forwards(
 
 def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     """All of one kind: their own median W, which no comparison among them would show."""
-    if len(family) < 3:
-        return
-    family_stats = _stats_of(family)
-    least = least_of(family_stats, thresholds)
-    ratios = [stats.w(least) for stats in family_stats]
-    middle = statistics.median(ratios)
+    assert family[0].judged is not None
+    together = family[0].judged[0]
     limit = thresholds.truth_systematic
-    if max(middle, 1 / middle) <= limit * max(unit.widened for unit in family):
+    if abs(together.usual) <= math.log(limit * max(unit.widened for unit in family)):
         return
-    side: Side = "candidate" if middle > 1 else "reference"
-    for unit, ratio in zip(family, ratios, strict=True):
-        value = ratio if middle > 1 else 1 / ratio
+    sign = 1 if together.usual > 0 else -1
+    for member, unit in enumerate(family):
+        value = math.exp(min(sign * together.typical[member], 700.0))
         if value > limit / thresholds.truth_confirm:
-            unit.blame = Blame(side, "typical", value, 1.0, limit, unit.results[0], "all")
+            unit.blame = Blame(
+                _side(together.usual), "typical", value, 1.0, limit, unit.results[0], "all"
+            )
             unit.why = "typical"
             unit.limit_usage = max(unit.limit_usage, value / limit)
-            assert unit.stats is not None
             for look in unit.looks:  # beside its siblings, which are as wrong, it shows nothing
-                forward = unit.stats.forwards.get(look.place)
-                if forward is not None:
-                    own = forward.w(least) if middle > 1 else 1 / max(forward.w(least), 1e-300)
-                    look.usage = max(look.usage, own / limit)
+                x = together.x_at(member, look.place)
+                if x is not None:
+                    look.usage = max(look.usage, math.exp(min(sign * x, 700.0)) / limit)
 
 
-@dataclass(frozen=True, slots=True)
-class Farther:
-    """``side`` is ``times`` as far from the truth as the other in all of a kind, by their median;
-    ``least``: what is added to both errors."""
-
-    side: Side
-    times: float
-    least: float
+def _side(x: float) -> Side:
+    return "candidate" if x > 0 else "reference"
 
 
-def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> Farther | None:
-    """The side that is farther from the truth in all of a kind, by more than other kernels and
-    chance make; None where there is none, or not all were judged."""
-    family_stats = _stats_of(family)
-    if len(family_stats) < max(3, len(family)):
+def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> tuple[Side, float] | None:
+    """(side, times): the side that is so many times as far from the truth as the other in all of a
+    kind, by their median, and by more than other kernels and chance make; None where there is none,
+    or not all were judged."""
+    judged = [unit.judged for unit in family if unit.judged is not None]
+    if len(judged) < max(3, len(family)):
         return None
-    least = least_of(family_stats, thresholds)
-    middle = statistics.median(stats.w(least) for stats in family_stats)
-    times = max(middle, 1 / max(middle, 1e-300))
-    rows = [stats.rows for stats in family_stats if stats.rows is not None]
-    chance = common([(each.energy, each.numbers) for each in rows], least)
-    limit = thresholds.truth_standout * math.exp(min(chance, 50.0))
-    if times <= limit * max(unit.widened for unit in family):
+    together = judged[0][0]
+    limit = math.log(thresholds.truth_standout * max(unit.widened for unit in family))
+    if abs(together.usual) <= limit + together.usual_reach:
         return None
-    return Farther("candidate" if middle > 1 else "reference", times, least)
+    return _side(together.usual), math.exp(min(abs(together.usual), 700.0))
 
 
-def _blame_columns(family: list[Unit], together: JudgedFamily) -> None:
+def _blame_columns(family: list[Unit]) -> None:
     """What all of one kind have in common in one forward, then in one row, blames those of them
     that are not blamed for more."""
+    assert family[0].judged is not None
     widened = max(unit.widened for unit in family)
-    for shared in shared_by_all(together, widened):
+    for shared in shared_by_all(family[0].judged[0], widened):
         for unit, blame in zip(family, shared, strict=True):
             if unit.why is not None or blame is None:
                 continue
@@ -665,32 +695,19 @@ def _blame_columns(family: list[Unit], together: JudgedFamily) -> None:
                     look.usage = max(look.usage, unit.limit_usage)
 
 
-def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[tuple[str, str], float]:
-    """By pass and phase, the median W of the blocks' outputs."""
-    by_kind = _of_blocks(units)
-    return medians(
-        (kind, stats.w(least_of(blocks, thresholds)))
-        for kind, blocks in by_kind.items()
-        for stats in blocks
-    )
-
-
-def _block_forwards(
-    units: list[Unit], thresholds: Thresholds
-) -> dict[tuple[str, str], dict[PromptStep, float]]:
-    """The same for each forward."""
+def _blocks_beside(
+    blocks: Sequence[tuple[Unit, JudgedFamily, int]],
+) -> dict[tuple[str, str], BlocksBeside]:
+    """By pass and phase, the median W of the blocks' outputs, and of each forward."""
+    sites: dict[tuple[str, str], list[float]] = {}
+    forwards: dict[tuple[str, str], list[tuple[PromptStep, float]]] = {}
+    for unit, judged, member in blocks:
+        kind = unit.pass_, unit.phase
+        sites.setdefault(kind, []).append(judged.typical[member])
+        places = ((place, judged.x_at(member, place)) for place in judged.places)
+        forwards.setdefault(kind, []).extend((at, x) for at, x in places if x is not None)
     return {
-        kind: medians(
-            (at, forward.w(least_of(blocks, thresholds)))
-            for stats in blocks for at, forward in stats.forwards.items()
-        )
-        for kind, blocks in _of_blocks(units).items()
-    }  # fmt: skip
-
-
-def _of_blocks(units: list[Unit]) -> dict[tuple[str, str], list[TruthStats]]:
-    by_kind: dict[tuple[str, str], list[TruthStats]] = {}
-    for unit in block_outputs(units):
-        if unit.stats is not None:
-            by_kind.setdefault((unit.pass_, unit.phase), []).append(unit.stats)
-    return by_kind
+        kind: BlocksBeside(statistics.median(values), medians(forwards[kind]))
+        for kind, values in sites.items()
+        if len(values) >= 3
+    }

@@ -13,6 +13,7 @@ Most of a kind beyond their limits is a *family*: a kernel or a setting, not a l
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -194,18 +195,18 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], thresholds: Thresholds) -> list[
         return []
     from divergence.analyses.blocks.sides import farther_side
 
-    farther = farther_side(kin, thresholds)
-    if farther is None or farther.side != unit.side or farther.times <= near:
+    side, times = farther_side(kin, thresholds) or (None, 0.0)
+    if side != unit.side or times <= near:
         return []
 
-    def w(other: Unit) -> float:
-        assert other.stats is not None  # of all or of none
-        forwards = [other.stats.forwards[place] for place in places & other.stats.forwards.keys()]
-        ratios = [forward.w(farther.least) for forward in forwards]
-        middle = statistics.median(ratios) if ratios else other.stats.w(farther.least)
-        return middle if farther.side == "candidate" else 1 / max(middle, 1e-300)
+    def x(other: Unit) -> float:
+        assert other.judged is not None  # of all or of none
+        judged, member = other.judged
+        known = [x for place in places if (x := judged.x_at(member, place)) is not None]
+        middle = statistics.median(known) if known else judged.typical[member]
+        return middle if side == "candidate" else -middle
 
-    return [unit, *(other for other in kin if other is not unit and w(other) > near)]
+    return [unit, *(other for other in kin if other is not unit and x(other) > math.log(near))]
 
 
 _WHOLE = ("typical", "both", "gain", "forward")

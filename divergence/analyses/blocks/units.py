@@ -35,6 +35,7 @@ from divergence.run.site import (
 from divergence.words import SideOrBoth
 
 if TYPE_CHECKING:
+    from divergence.analyses.blocks.sides import JudgedFamily
     from divergence.comparison.judge import Floats, Level
     from divergence.comparison.measure.truth import TruthStats
 
@@ -213,6 +214,8 @@ class Unit:
     """Factor on all limits, from what trusted runs have shown."""
     stats: TruthStats | None = None
     """The site against the truth, where one was given."""
+    judged: tuple[JudgedFamily, int] | None = None
+    """All of its kind against the truth, and which of them it is (blocks.sides)."""
     blame: Blame | None = None
     """What the truth blames, if anything."""
     limit_usage: float = 0.0

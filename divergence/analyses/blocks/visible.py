@@ -59,32 +59,46 @@ def of_tables(unit: Unit, judged: JudgedFamily, member: int, *, routed: bool) ->
     stats, floor = judged.stats[member], _floor(unit)
     if stats.rows is None:
         return {}
-    rows = stats.rows.only(judged.errors.key)
-    energy = rows.energy[0]
-    whole = stats.typical["reference"] ** 2 if routed else float(stats.rows.energy[0].mean())
-    sizes: Sizes = {"site": floor * _size(judged.sites, member, np.array([whole]), judged.least)}
+    middle = np.median if routed else np.mean
+
+    def size(table: JudgedTable, energy: Floats, least: float | Floats) -> Floats:
+        return _sizes(table, member, energy, least, unit.widened)
+
+    energy = stats.rows.only(judged.errors.key).energy[0]
+    whole = np.array([middle(stats.rows.energy[0])])
+    sizes: Sizes = {"site": floor * _typical(size(judged.sites, whole, judged.least))}
     if judged.forwards is not None:
-        count = np.bincount(judged.errors.place, minlength=len(judged.places))
-        by_place = np.bincount(judged.errors.place, energy, len(judged.places)) / count
-        sizes["forward"] = floor * _size(judged.forwards, member, by_place, judged.least)
+        rows = [energy[judged.errors.place == number] for number in range(len(judged.places))]
+        by_place = np.array([middle(each) for each in rows])
+        asked = size(judged.forwards, by_place, judged.least)[~np.array(judged.is_few)]
+        if len(asked):
+            sizes["forward"] = floor * _typical(asked)
     if judged.rows is not None:
-        sizes["row"] = floor * _size(judged.rows, member, energy, judged.least)
+        sizes["row"] = floor * _typical(size(judged.rows, energy, judged.least))
     channels = stats.channels
-    if judged.channels is not None and channels is not None and channels.total > 0:
-        size = _size(judged.channels, member, channels.energy[0], channels.least)
-        sizes["channel"] = size / math.sqrt(channels.total)
+    known = channels is not None and channels.total > 0 and not (routed and unit.results[0].step)
+    if judged.channels is not None and channels is not None and known:
+        sizes["channel"] = _typical(
+            size(judged.channels, channels.energy[0], channels.least)
+        ) / math.sqrt(channels.total)
     return sizes
 
 
-def _size(table: JudgedTable, member: int, energy: Floats, least: float | Floats) -> float:
-    """The typical column's: f² = (e² + least²) (exp 2x - exp 2x0), x where it stands out, x0 where
-    it is. Infinite where so few numbers convict nothing."""
-    control, reach = table.control[member], table.reach[member]
+def _typical(sizes: Floats) -> float:
+    return float(np.nanmedian(sizes))
+
+
+def _sizes(
+    table: JudgedTable, member: int, energy: Floats, least: float | Floats, widened: float
+) -> Floats:
+    """Of each column f² = (e² + least²) (exp 2x - exp 2x0), x where it stands out, x0 where it is.
+    Infinite where so few numbers convict nothing."""
+    control, reach = table.control[member], table.reach[member] + math.log(widened)
     stands_out = np.maximum(control + reach, reach / 2)
     with np.errstate(all="ignore"):
         grown = np.exp(2 * np.minimum(stands_out, 300.0)) - np.exp(2 * np.minimum(control, 300.0))
         size = np.sqrt((energy + np.square(least)) * grown)
-        return float(np.nanmedian(np.where(stands_out < 300.0, size, math.inf)))
+        return np.where(stands_out < 300.0, size, math.inf)
 
 
 def _floor(unit: Unit) -> float:

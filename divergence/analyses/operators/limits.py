@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -353,9 +354,11 @@ def _measure(
                 errors = measure_operator(
                     p, q, exact, num_terms=num_terms(match.reference),
                     of_gradient=unit.phase == "backward",
-                    before=prefill.columns,
+                    cancels=match.reference.name in _CANCELLING, before=prefill.columns,
                 )  # fmt: skip
-                prefill.columns = prefill.columns if errors is None else errors.columns
+                if errors is not None:
+                    prefill.columns = errors.columns
+                    errors = dataclasses.replace(errors, columns=None)
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))
 
@@ -472,6 +475,7 @@ _ENOUGH_NUMBERS = 16
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 """d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
 _ADDITIVE = ("aten.add", "aten.sub", "aten.masked_fill", "aten.where")
+_CANCELLING = (*_ADDITIVE, "aten.sum", "aten.mean", "aten.cumsum", "aten.var")
 """What went in may cancel, or a mask take the large numbers out of a row: the relative difference
 of what is left is larger, the absolute one is not."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from divergence.comparison.align.pieces import PromptStep
+from divergence.analyses.tokens.measure import TIE
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, SiteResult, TokenDifference, TokensResult
@@ -40,24 +40,33 @@ def _widened(tokens: TokensResult | None, sites: Sequence[SiteResult]) -> Tokens
 def findings_of(tokens: TokensResult | None) -> list[Finding]:
     """What is to be said of the tokens, and whether that is a fault."""
     findings = [Finding(claim="context", role="context", evidence=_token_evidence(tokens))]
-    fault = _token_fault(tokens)
-    if fault is not None and tokens is not None:
-        headline, evidence, at = fault
-        farther: Side | None = None  # of two sides the one whose distance is not the floor
-        if tokens.floor_side is not None:
-            farther = "candidate" if tokens.floor_side == "reference" else "reference"
-        findings.append(
-            Finding(
-                claim="drift",
-                kind="drift",
-                headline=[headline],
-                rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))],
-                step=None if at is None else at[1],
-                accumulated_at=at,
-                side=farther,
-                evidence=[evidence],
-            )
+    if tokens is None:
+        return findings
+    farther: Side | None = None  # of two sides the one whose distance is not the floor
+    if tokens.floor_side is not None:
+        farther = "candidate" if tokens.floor_side == "reference" else "reference"
+
+    def drift(headline: Fact, evidence: Fact, flips: Sequence[TokenDifference] = ()) -> Finding:
+        spread = all(flip.z_farther is not None and flip.z_farther <= TIE for flip in flips)
+        return Finding(
+            claim="drift",
+            kind="drift",
+            headline=[headline],
+            rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))],
+            step=flips[0].step if flips else None,
+            accumulated_at=[(flip.sample, flip.step) for flip in flips] if spread else [],
+            side=farther,
+            evidence=[evidence],
         )
+
+    faults = [flip for flip in tokens.differences if flip.judgement == "fault"]
+    if faults:
+        first = faults[0]
+        headline = fact("tokens.flips", sample=first.sample, step=first.step, z=first.z)
+        findings.append(drift(headline, _flip_evidence(first), faults))
+    if _beyond_kl(tokens):
+        headline = fact("tokens.far_apart", ratio=tokens.kl_ratio)
+        findings.append(drift(headline, _kl_evidence(tokens)[0]))
     return findings
 
 
@@ -66,20 +75,6 @@ def _beyond_kl(tokens: TokensResult) -> bool:
     if tokens.kl_ratio is None or tokens.kl_limit is None:
         return False
     return tokens.kl_ratio > tokens.kl_limit
-
-
-def _token_fault(tokens: TokensResult | None) -> tuple[Fact, Fact, PromptStep | None] | None:
-    """(what no rounding explains, its evidence, the place of one token), where tokens or
-    distributions show it."""
-    if tokens is None:
-        return None
-    fault = next((flip for flip in tokens.differences if flip.judgement == "fault"), None)
-    if fault is not None:
-        headline = fact("tokens.flips", sample=fault.sample, step=fault.step, z=fault.z)
-        return headline, _flip_evidence(fault), (fault.sample, fault.step)
-    if tokens.kl_ratio is not None and _beyond_kl(tokens):
-        return fact("tokens.far_apart", ratio=tokens.kl_ratio), _kl_evidence(tokens)[0], None
-    return None
 
 
 def _token_evidence(tokens: TokensResult | None) -> list[Fact]:

@@ -105,11 +105,12 @@ def difference_at(
         return _judge_by_model(difference, row_a, row_b, allowed)
     chosen = truth.manifest.tokens.samples[sample].chosen_ids
     choice = _choice(chosen[step], true_logits, texts) if step < len(chosen) else None
-    mine = row_b if floor_side == "candidate" else row_a
+    mine, farther = (row_b, row_a) if floor_side == "candidate" else (row_a, row_b)
     return _judge_flip(
         msgspec.structs.replace(difference, truth_choice=choice),
         true_logits,
         mine,
+        farther,
         thresholds=thresholds,
     )
 
@@ -170,10 +171,12 @@ def _judge_flip(
     flip: TokenDifference,
     truth: torch.Tensor,
     floor: torch.Tensor | None,
+    farther: torch.Tensor | None,
     *,
     thresholds: Thresholds,
 ) -> TokenDifference:
-    """Judge a flip by the truth's row of logits and that of the side which shows the floor."""
+    """Judge a flip by the truth's row of logits and those of the side which shows the floor and of
+    the other."""
     ids = (flip.reference.id, flip.candidate.id)
     if max(ids) >= truth.shape[-1]:
         return flip
@@ -183,7 +186,8 @@ def _judge_flip(
     if z is None:
         return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")
     judgement = "tie" if z <= TIE else "fault" if z > thresholds.flip else None
-    return msgspec.structs.replace(flip, z=z, z_of="floor", judgement=judgement)
+    own = _deviations(abs(reference - candidate), farther, truth)
+    return msgspec.structs.replace(flip, z=z, z_of="floor", z_farther=own, judgement=judgement)
 
 
 # Tokens: where the two sides' greedy choices part, and by how much.

@@ -270,10 +270,6 @@ class ForwardStats:
     """Where one side's error is not measured: is it certain that it is about as large as the
     other's, if it is not larger, in the typical row and in the one that differs most?"""
 
-    def w(self, least: float) -> float:
-        a, b = (math.hypot(self.typical[side], least) for side in SIDES)
-        return b / a if a > 0 else 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class RowErrors:
@@ -338,10 +334,6 @@ class TruthStats:
     """As that of the forwards, of the typical row."""
     forwards: dict[PromptStep, ForwardStats] = field(default_factory=dict)
     rows: RowErrors | None = None
-
-    def w(self, least: float) -> float:
-        a, b = (math.hypot(self.typical[side], least) for side in SIDES)
-        return b / a if a > 0 else 1.0
 
 
 def stats_of(samples: TruthSamples) -> TruthStats | None:

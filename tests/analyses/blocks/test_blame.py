@@ -64,7 +64,14 @@ def judged(blocks, *, swap=False, routed=False, beside=None):
 
 
 def asked(bad, others, *, swap=False, routed=False, **options):
-    beside = None if others else BlocksBeside(options.pop("w", 1.0), options.pop("forwards", {}))
+    beside = (
+        None
+        if others
+        else BlocksBeside(
+            math.log(options.pop("w", 1.0)),
+            {at: math.log(w) for at, w in options.pop("forwards", {}).items()},
+        )
+    )
     together = judged([bad, *others], swap=swap, routed=routed, beside=beside)
     widened = options.pop("widened", 1.0)
     assert not options

@@ -1,4 +1,4 @@
-"""What is said not to be seen is true: an error somewhat larger is found, at its block and level."""
+"""What is said not to be seen is true: an error somewhat larger is found, at its block."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 
 import divergence.recording.engines.sessions as capture_api
 from divergence.analyses.blocks.find import find
-from divergence.analyses.blocks.rounding import find_drift
+from divergence.analyses.blocks.rounding import find_drifts
 from divergence.analyses.ends.find import misfit_in
 from divergence.comparison.align.pieces import logits_row
 from divergence.comparison.api import compare
@@ -438,14 +438,13 @@ def test_drift_behind_the_blocks(run):
         )
         for site in report.sites
     ]  # fmt: skip
-    found = find_drift(sites, THRESHOLDS)
-    assert found is not None
+    (found,) = find_drifts(sites, THRESHOLDS)
     assert "at .:out" in sentence(found.headline)
     assert "prompt 1, step 2" in sentence(found.evidence)
-    assert find_drift(report.sites, THRESHOLDS, routed=True) is None  # one token, any expert
+    assert find_drifts(report.sites, THRESHOLDS, routed=True) == []  # one token, any expert
     for place, told in (((1, 2), False), ((1, 1), True)):  # tokens of it went to other experts
-        apart = find_drift(sites, THRESHOLDS, rerouted=lambda *here, place=place: here == place)
-        assert (apart is not None) == told
+        apart = find_drifts(sites, THRESHOLDS, rerouted=lambda *here, place=place: here == place)
+        assert bool(apart) == told
 
 
 @pytest.mark.parametrize(

@@ -43,22 +43,34 @@ def visible_of(units: Sequence[Unit], routed: frozenset[str]) -> Visible | None:
 
 def _of_limits(unit: Unit, *, routed: bool) -> Sizes:
     """Without a truth: what the two sides may differ by."""
-    floor = _floor(unit)
+    floors = [result.floor for result in unit.results if result.floor]  # of equal ones it is 0
+    if not floors:
+        return {}
+    floor = statistics.median(floors)
     sizes: Sizes = {"site": unit.limit * floor}
     looks = [look.limit * (look.result.floor or floor) for look in unit.looks if look.limit]
     if looks:
         sizes["forward"] = statistics.median(looks)
     if not routed:
         sizes["row"] = unit.worst_limit * floor
+    return _narrowed(sizes)
+
+
+def _narrowed(sizes: Sizes) -> Sizes:
+    """What is seen in one row is so where it is in all of a forward, or of a block."""
+    for level, narrower in (("forward", "row"), ("site", "forward"), ("site", "row")):
+        if level in sizes and narrower in sizes:
+            sizes[level] = min(sizes[level], sizes[narrower])
     return sizes
 
 
 def of_tables(unit: Unit, judged: JudgedFamily, member: int, *, routed: bool) -> Sizes:
     """With one: what an error of B, beside the rounding that it has as A has it, would have to be
     for W to stand out. A site without siblings, and tables that were not made, say nothing."""
-    stats, floor = judged.stats[member], _floor(unit)
+    stats = judged.stats[member]
     if stats.rows is None:
         return {}
+    floor = stats.floor
     middle = np.median if routed else np.mean
 
     def size(table: JudgedTable, energy: Floats, least: float | Floats) -> Floats:
@@ -81,7 +93,7 @@ def of_tables(unit: Unit, judged: JudgedFamily, member: int, *, routed: bool) ->
         sizes["channel"] = _typical(
             size(judged.channels, channels.energy[0], channels.least)
         ) / math.sqrt(channels.total)
-    return sizes
+    return _narrowed(sizes)
 
 
 def _typical(sizes: Floats) -> float:
@@ -99,7 +111,3 @@ def _sizes(
         grown = np.exp(2 * np.minimum(stands_out, 300.0)) - np.exp(2 * np.minimum(control, 300.0))
         size = np.sqrt((energy + np.square(least)) * grown)
         return np.where(stands_out < 300.0, size, math.inf)
-
-
-def _floor(unit: Unit) -> float:
-    return statistics.median(result.floor or 0.0 for result in unit.results)

@@ -325,6 +325,8 @@ class TruthStats:
     num_values: int
     num_rows: int
     typical: dict[Side, float]
+    floor: float
+    """Of the median row, relative to it."""
     channels: ChannelErrors | None = None
     gains: list[dict[str, float]] = field(default_factory=list)
     gains_at: dict[PromptStep, list[dict[str, float]]] = field(default_factory=dict)
@@ -352,6 +354,7 @@ def stats_of(samples: TruthSamples) -> TruthStats | None:
         num_values=ENOUGH if is_norm(forwards[0][0].site) else len(rows.norm) * last,
         num_rows=int(rows.usual.sum()),
         typical=typical,
+        floor=_median(rows.floor),
         first=min((entry[0] for entry in forwards), key=_order),
     )
     stats.channels = _channel_errors(samples.channels, rows)

@@ -23,8 +23,14 @@ from divergence.analyses.blocks.suspects import (
     escalated_units,
     next_commands,
 )
-from divergence.analyses.blocks.units import Unit, build_units, flag, is_whole, stacks_of
-from divergence.analyses.blocks.visible import visible_of
+from divergence.analyses.blocks.units import (
+    Unit,
+    build_units,
+    flag,
+    is_whole,
+    stacks_of,
+    visible_of,
+)
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
 from divergence.comparison.decide import check
 from divergence.comparison.results import Finding, NonfiniteCount, SiteResult, onset_at, order_of

@@ -15,14 +15,17 @@ from divergence.analyses.blocks.units import (
     FEW_ROWS,
     TABLES,
     Blame,
+    JudgedFamily,
+    JudgedGains,
     Unit,
     Why,
     block_outputs,
     families_of,
+    log_ratio,
     medians,
+    narrowed,
     one_step,
 )
-from divergence.analyses.blocks.visible import of_tables
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.judge import (
     JudgedTable,
@@ -35,7 +38,6 @@ from divergence.comparison.judge import (
 from divergence.comparison.measure.truth import (
     LEAST_LONE,
     SIDES,
-    RowErrors,
     SamplesBySite,
     TruthStats,
     stats_of,
@@ -80,55 +82,6 @@ class BlocksBeside:
 
     x: float = 0.0
     forwards: ByForward = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedGains:
-    """The scale errors of one kind: ``table`` (M, K), of all rows (K = 1) or of each forward."""
-
-    of: Literal["output", "update"]
-    table: JudgedTable
-    limit: float
-    """The deviate of an outlier."""
-    places: list[PromptStep | None]
-    sides: Floats
-    """(2, M, K): each side's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedFamily:
-    """The sites of one kind, judged together; the places and rows are those that all of them have.
-
-    ``rows``: None where a row may be elsewhere by rounding (experts), and where each forward has
-    but one.
-    """
-
-    stats: list[TruthStats]
-    least: float
-    sites: JudgedTable
-    typical: Sequence[float]
-    """Of each member the median row's x."""
-    usual: float
-    """Their median; ``usual_reach``: by how much chance may move that."""
-    usual_reach: float
-    places: list[PromptStep]
-    typical_at: Floats
-    """(M, K): the same of each place."""
-    forwards: JudgedTable | None
-    rows: JudgedTable | None
-    errors: RowErrors
-    """Of the first member."""
-    is_few: Sequence[bool]
-    """Has the forward of a place few rows, of which nothing is to be told?"""
-    channels: JudgedTable | None
-    gains: list[JudgedGains]
-
-    def x_at(self, member: int, place: PromptStep) -> float | None:
-        """The median row's in one forward; None where it is not known of all members."""
-        if place not in self.places:
-            return None
-        x = float(self.typical_at[member, self.places.index(place)])
-        return x if math.isfinite(x) else None
 
 
 def judge_family(
@@ -193,10 +146,9 @@ def judge_family(
         least,
         sites,
         typical[:, 0].tolist(),
-        float(np.median(typical)),
+        statistics.median(log_ratio(each.typical, least) or 0.0 for each in family),
         reach_of_median(of_typical),
         places,
-        observed(energy, numbers, least, place, typical=True)[0],
         forwards,
         rows,
         replace(first, place=place, places=places, results=results),
@@ -339,6 +291,60 @@ def shared_by_all(judged: JudgedFamily, widened: float) -> Iterator[list[Blame |
                 blame = Blame(side, why, value, 1.0, limit, at, "all", place)
                 blames.append(blame if excess > reach[column] / 2 else None)
             yield blames
+
+
+# What would have been seen: the smallest error of a block that would be beyond its limit, by level.
+
+
+def _visible_sizes(
+    unit: Unit, judged: JudgedFamily, member: int, *, routed: bool
+) -> dict[Level, float]:
+    """With one: what an error of B, beside the rounding that it has as A has it, would have to be
+    for W to stand out. A site without siblings, and tables that were not made, say nothing."""
+    stats = judged.stats[member]
+    if stats.rows is None:
+        return {}
+    floor = stats.floor
+    middle = np.median if routed else np.mean
+
+    def size(table: JudgedTable, energy: Floats, least: float | Floats) -> Floats:
+        return _sizes_seen(table, member, energy, least, unit.widened)
+
+    energy = stats.rows.only(judged.errors.key).energy[0]
+    whole = np.array([middle(stats.rows.energy[0])])
+    sizes: dict[Level, float] = {"site": floor * _middle(size(judged.sites, whole, judged.least))}
+    if judged.forwards is not None:
+        rows = [energy[judged.errors.place == number] for number in range(len(judged.places))]
+        by_place = np.array([middle(each) for each in rows])
+        asked = size(judged.forwards, by_place, judged.least)[~np.array(judged.is_few)]
+        if len(asked):
+            sizes["forward"] = floor * _middle(asked)
+    if judged.rows is not None:
+        sizes["row"] = floor * _middle(size(judged.rows, energy, judged.least))
+    channels = stats.channels
+    known = channels is not None and channels.total > 0 and not (routed and unit.results[0].step)
+    if judged.channels is not None and channels is not None and known:
+        sizes["channel"] = _middle(
+            size(judged.channels, channels.energy[0], channels.least)
+        ) / math.sqrt(channels.total)
+    return narrowed(sizes)
+
+
+def _middle(sizes: Floats) -> float:
+    return float(np.nanmedian(sizes))
+
+
+def _sizes_seen(
+    table: JudgedTable, member: int, energy: Floats, least: float | Floats, widened: float
+) -> Floats:
+    """Of each column f² = (e² + least²) (exp 2x - exp 2x0), x where it stands out, x0 where it is.
+    Infinite where so few numbers convict nothing."""
+    control, reach = table.control[member], table.reach[member] + math.log(widened)
+    stands_out = np.maximum(control + reach, reach / 2)
+    with np.errstate(all="ignore"):
+        grown = np.exp(2 * np.minimum(stands_out, 300.0)) - np.exp(2 * np.minimum(control, 300.0))
+        size = np.sqrt((energy + np.square(least)) * grown)
+        return np.where(stands_out < 300.0, size, math.inf)
 
 
 def least_of(family: Sequence[TruthStats], thresholds: Thresholds) -> float:
@@ -494,7 +500,7 @@ def blame_units(
                 unit.judged = lone, 0
             own, member = unit.judged
             if unit.results[0].role == "block":
-                unit.visible = of_tables(unit, own, member, routed=is_routed)
+                unit.visible = _visible_sizes(unit, own, member, routed=is_routed)
             answers = questions(
                 own, member, routed=is_routed, widened=unit.widened, thresholds=thresholds
             )
@@ -625,7 +631,7 @@ def _far_forwards(unit: Unit, thresholds: Thresholds) -> dict[PromptStep, Blame]
     judged, member = unit.judged
     far: dict[PromptStep, Blame] = {}
     for look in unit.beyond:
-        forward, x = unit.stats.forwards.get(look.place), judged.x_at(member, look.place)
+        forward, x = unit.stats.forwards.get(look.place), judged.x_of(member, look.place)
         if forward is None or x is None:
             continue
         width = spread(forward.num_values, num_looks=len(unit.looks))
@@ -648,7 +654,7 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
         return
     sign = 1 if together.usual > 0 else -1
     for member, unit in enumerate(family):
-        value = math.exp(min(sign * together.typical[member], 700.0))
+        value = math.exp(min(sign * (together.x_of(member) or 0.0), 700.0))
         if value > limit / thresholds.truth_confirm:
             unit.blame = Blame(
                 _side(together.usual), "typical", value, 1.0, limit, unit.results[0], "all"
@@ -656,7 +662,7 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
             unit.why = "typical"
             unit.limit_usage = max(unit.limit_usage, value / limit)
             for look in unit.looks:  # beside its siblings, which are as wrong, it shows nothing
-                x = together.x_at(member, look.place)
+                x = together.x_of(member, look.place)
                 if x is not None:
                     look.usage = max(look.usage, math.exp(min(sign * x, 700.0)) / limit)
 
@@ -703,8 +709,8 @@ def _blocks_beside(
     forwards: dict[tuple[str, str], list[tuple[PromptStep, float]]] = {}
     for unit, judged, member in blocks:
         kind = unit.pass_, unit.phase
-        sites.setdefault(kind, []).append(judged.typical[member])
-        places = ((place, judged.x_at(member, place)) for place in judged.places)
+        sites.setdefault(kind, []).append(judged.x_of(member) or 0.0)
+        places = ((place, judged.x_of(member, place)) for place in judged.stats[member].forwards)
         forwards.setdefault(kind, []).extend((at, x) for at, x in places if x is not None)
     return {
         kind: BlocksBeside(statistics.median(values), medians(forwards[kind]))

@@ -202,8 +202,8 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], thresholds: Thresholds) -> list[
     def x(other: Unit) -> float:
         assert other.judged is not None  # of all or of none
         judged, member = other.judged
-        known = [x for place in places if (x := judged.x_at(member, place)) is not None]
-        middle = statistics.median(known) if known else judged.typical[member]
+        known = [x for place in places if (x := judged.x_of(member, place)) is not None]
+        middle = statistics.median(known) if known else judged.x_of(member) or 0.0
         return middle if side == "candidate" else -middle
 
     return [unit, *(other for other in kin if other is not unit and x(other) > math.log(near))]

@@ -12,7 +12,7 @@ import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.judge import limit_of, observed, outliers
-from divergence.comparison.results import SiteResult, num_rows, order_of
+from divergence.comparison.results import SiteResult, Visible, num_rows, order_of
 from divergence.numerics.floor import (
     ALLOWED,
     ENOUGH,
@@ -32,12 +32,11 @@ from divergence.run.site import (
     module_of,
     of_parameter,
 )
-from divergence.words import SideOrBoth
+from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:
-    from divergence.analyses.blocks.sides import JudgedFamily
-    from divergence.comparison.judge import Floats, Level
-    from divergence.comparison.measure.truth import TruthStats
+    from divergence.comparison.judge import Floats, JudgedTable, Level
+    from divergence.comparison.measure.truth import RowErrors, TruthStats
 
 
 # Looks: each forward of each prompt at one site, judged by itself.
@@ -184,6 +183,62 @@ class Blame:
         return share_from_nothing(self.value / self.control, self.limit)
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedGains:
+    """The scale errors of one kind: ``table`` (M, K), of all rows (K = 1) or of each forward."""
+
+    of: Literal["output", "update"]
+    table: JudgedTable
+    limit: float
+    """The deviate of an outlier."""
+    places: list[PromptStep | None]
+    sides: Floats
+    """(2, M, K): each side's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedFamily:
+    """The sites of one kind, judged together; the places and rows are those that all of them have.
+
+    ``rows``: None where a row may be elsewhere by rounding (experts), and where each forward has
+    but one.
+    """
+
+    stats: list[TruthStats]
+    least: float
+    sites: JudgedTable
+    typical: Sequence[float]
+    """Of each member the median row's x."""
+    usual: float
+    """Their median ``w``, in log; ``usual_reach``: by how much chance may move that."""
+    usual_reach: float
+    places: list[PromptStep]
+    forwards: JudgedTable | None
+    rows: JudgedTable | None
+    errors: RowErrors
+    """Of the first member."""
+    is_few: Sequence[bool]
+    """Has the forward of a place few rows, of which nothing is to be told?"""
+    channels: JudgedTable | None
+    gains: list[JudgedGains]
+
+    def x_of(self, member: int, place: PromptStep | None = None) -> float | None:
+        """log W of the two sides' median rows, in one forward or in all; None where not known."""
+        stats = self.stats[member]
+        forward = stats if place is None else stats.forwards.get(place)
+        return None if forward is None else log_ratio(forward.typical, self.least)
+
+
+def log_ratio(typical: Mapping[Side, float], least: float) -> float | None:
+    """log W of a candidate's and a reference's error, ``least`` added to both; None where both are
+    without bound, or not known."""
+    a, b = (math.hypot(typical[side], least) for side in ("reference", "candidate"))
+    if not (a + b > 0 and min(a, b) < math.inf):  # nan, too
+        return None
+    ends = (min(max(error, 1e-300), 1e300) for error in (b, a))
+    return math.log(next(ends)) - math.log(next(ends))
+
+
 @dataclass(slots=True)
 class Unit:
     """All results of one site in one pass and phase (run.schema.site.PHASES), judged together."""
@@ -227,7 +282,7 @@ class Unit:
     looks: list[Look] = field(default_factory=list)
     """Each forward of each prompt by itself."""
     visible: dict[Level, float] = field(default_factory=dict)
-    """Of a block, by level, the smallest error that the truth would have shown (blocks.visible)."""
+    """Of a block, by level, the smallest error that the truth would have shown (blocks.sides)."""
 
     @property
     def share_used(self) -> float:
@@ -553,3 +608,47 @@ def _kind(result: SiteResult, phase: str) -> Kind:
         stack = result.block.rpartition(".")[0]
         return ("block", path[len(result.block) :], port, result.kind, phase, stack)
     return ("trunk", path, port, result.kind, phase)
+
+
+def visible_of(units: Sequence[Unit], routed: frozenset[str]) -> Visible | None:
+    """Of the middle block, the larger one of prefill and decode; None where there is no block."""
+    by_phase: dict[str, list[dict[Level, float]]] = {}
+    for unit in units:
+        if unit.results[0].role == "block":
+            sizes = unit.visible or _of_limits(unit, routed=unit.results[0].block in routed)
+            by_phase.setdefault(unit.phase, []).append(sizes)
+    levels: dict[str, float] = {}
+    for members in by_phase.values():
+        for level in dict.fromkeys(level for sizes in members for level in sizes):
+            known = [sizes[level] for sizes in members if level in sizes]
+            levels[level] = max(levels.get(level, 0.0), statistics.median(known))
+    finite = {level: size for level, size in levels.items() if size < 1}
+    if "site" not in finite:
+        return None
+    return Visible(
+        block=finite["site"], forward=finite.get("forward"), token=finite.get("row"),
+        channel=finite.get("channel"),
+    )  # fmt: skip
+
+
+def _of_limits(unit: Unit, *, routed: bool) -> dict[Level, float]:
+    """Without a truth: what the two sides may differ by."""
+    floors = [result.floor for result in unit.results if result.floor]  # of equal ones it is 0
+    if not floors:
+        return {}
+    floor = statistics.median(floors)
+    sizes: dict[Level, float] = {"site": unit.limit * floor}
+    looks = [look.limit * (look.result.floor or floor) for look in unit.looks if look.limit]
+    if looks:
+        sizes["forward"] = statistics.median(looks)
+    if not routed:
+        sizes["row"] = unit.worst_limit * floor
+    return narrowed(sizes)
+
+
+def narrowed(sizes: dict[Level, float]) -> dict[Level, float]:
+    """What is seen in one row is so where it is in all of a forward, or of a block."""
+    for level, narrower in (("forward", "row"), ("site", "forward"), ("site", "row")):
+        if level in sizes and narrower in sizes:
+            sizes[level] = min(sizes[level], sizes[narrower])
+    return sizes

@@ -95,11 +95,14 @@ def find(measured: Measured) -> AnalysisResult:
 
 
 def _coarse_routers(measured: Measured) -> list[Finding]:
-    """In runs of one dtype. Where that has 16 bits, the rounding before a router hides that of its
-    logits; the numbers show whether they are float32's or that dtype's."""
+    """In runs of one dtype, by autocast too. Where that has 16 bits, the rounding before a router
+    hides that of its logits; the numbers show whether they are float32's or that dtype's."""
     runs = measured.reference, measured.candidate
     usual = format_named(runs[0].manifest.model.dtype)
-    if runs[1].manifest.model.dtype != usual.name:
+    of_sides = [
+        (m.model.dtype, m.training and m.training.autocast) for m in (r.manifest for r in runs)
+    ]
+    if of_sides[0] != of_sides[1]:
         return []
     routers = {
         record.site

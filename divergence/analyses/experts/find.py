@@ -99,9 +99,7 @@ def _coarse_routers(measured: Measured) -> list[Finding]:
     hides that of its logits; the numbers show whether they are float32's or that dtype's."""
     runs = measured.reference, measured.candidate
     usual = format_named(runs[0].manifest.model.dtype)
-    of_sides = [
-        (m.model.dtype, m.training and m.training.autocast) for m in (r.manifest for r in runs)
-    ]
+    of_sides = [(m.model.dtype, m.training.autocast) for m in (run.manifest for run in runs)]
     if of_sides[0] != of_sides[1]:
         return []
     routers = {

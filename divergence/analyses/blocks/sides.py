@@ -474,19 +474,10 @@ def blame_units(
         for number, unit in enumerate(family):
             unit.judged = together, number
 
-    blocks: list[tuple[Unit, JudgedFamily, int]] = []
     for family in families:
-        if not block_outputs(family):
-            continue
-        if len(family) >= 3:
+        if len(family) >= 3 and block_outputs(family):
             judge_together(family)
-        for unit, stats in zip(family, _stats_of(family), strict=True):
-            alone = unit.judged or (
-                judge_family([stats], limits, False, thresholds, BlocksBeside()),
-                0,
-            )
-            blocks.append((unit, *alone))
-    blocks_beside = _blocks_beside(blocks)
+    blocks_beside = _blocks_beside(judged)
     excused: list[Unit] = []
     for family in families:
         is_routed = any(unit.results[0].block in routed for unit in family)
@@ -701,17 +692,17 @@ def _blame_columns(family: list[Unit]) -> None:
                     look.usage = max(look.usage, unit.limit_usage)
 
 
-def _blocks_beside(
-    blocks: Sequence[tuple[Unit, JudgedFamily, int]],
-) -> dict[tuple[str, str], BlocksBeside]:
+def _blocks_beside(units: list[Unit]) -> dict[tuple[str, str], BlocksBeside]:
     """By pass and phase, the median W of the blocks' outputs, and of each forward."""
     sites: dict[tuple[str, str], list[float]] = {}
     forwards: dict[tuple[str, str], list[tuple[PromptStep, float]]] = {}
-    for unit, judged, member in blocks:
+    for unit in block_outputs(units):
+        assert unit.stats is not None
         kind = unit.pass_, unit.phase
-        sites.setdefault(kind, []).append(judged.x_of(member) or 0.0)
-        places = ((place, judged.x_of(member, place)) for place in judged.stats[member].forwards)
-        forwards.setdefault(kind, []).extend((at, x) for at, x in places if x is not None)
+        least = LEAST_LONE if unit.judged is None else unit.judged[0].least
+        sites.setdefault(kind, []).append(log_ratio(unit.stats.typical, least) or 0.0)
+        by_place = {at: log_ratio(f.typical, least) for at, f in unit.stats.forwards.items()}
+        forwards.setdefault(kind, []).extend((at, x) for at, x in by_place.items() if x is not None)
     return {
         kind: BlocksBeside(statistics.median(values), medians(forwards[kind]))
         for kind, values in sites.items()

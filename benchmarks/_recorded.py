@@ -367,6 +367,10 @@ class Recording:
 
     def replay(self, asked: Asked) -> Answer:
         """The answer to what was asked, from what is recorded."""
+        return answer_of(self.report(asked))
+
+    def report(self, asked: Asked) -> Report:
+        """The whole report, from what is recorded."""
         runs = {}
         for role, number in asked.roles.items():
             path, manifest, records = self.runs[number]
@@ -386,10 +390,10 @@ class Recording:
             mock.patch("divergence.run.reader.Run", ReplayedRun),
             pipeline.measured_by(recorded),
         ):
-            answer = answer_of(compare(runs["a"], runs["b"], truth=runs.get("truth")))
+            report = compare(runs["a"], runs["b"], truth=runs.get("truth"))
         if next(calls, None) is not None:
             raise LookupError("more was measured when it was recorded")
-        return answer
+        return report
 
     def _with_spreads(self, pair: Any, measured: Any) -> Any:
         record, against = pair.reference.record, getattr(measured, "against", None)

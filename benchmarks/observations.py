@@ -3,6 +3,7 @@
     python benchmarks/observations.py record [--seconds 3600] [--kinds ...] [--cases FOLDER]
     python benchmarks/observations.py replay [--kinds ...]
     python benchmarks/observations.py judge [--kinds ...]
+    python benchmarks/observations.py curve
     python benchmarks/observations.py figures
     python benchmarks/observations.py pack [--out benchmarks/observations] [--megabytes 18]
 
@@ -20,7 +21,8 @@ cases; new are models with massive activations, Mamba with a whole pass and the 
 It goes on where it stopped. Kinds take turns by the time that each has had, and the pairs of a kind
 come shuffled, so that a part is a fair sample of all. ``replay`` asks today's judge again, of what
 was kept alone, and prints which answers are not equal, and why. ``judge`` prints what the answers
-of another judge are worth beside those that were recorded. ``figures`` holds the stored rows
+of another judge are worth beside those that were recorded; ``curve`` the share of faults that it
+finds by their size. ``figures`` holds the stored rows
 (of older code) against the answers of now. ``pack`` writes what fits in git: of every fault and a
 third of the healthy pairs the answers and the columns that have a line a pair of tensors.
 """
@@ -28,6 +30,7 @@ third of the healthy pairs the answers and the columns that have a line a pair o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import lzma
 import math
@@ -40,8 +43,10 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,6 +61,7 @@ from benchmarks._pairs import KINDS, LATER, SHARES, Work, operator_key, stored, 
 from benchmarks._recorded import Answer, load
 from benchmarks._taken import Line, Store, Taking, install, read_columns, write_columns
 from divergence.comparison import api
+from divergence.comparison.judge import limit_of
 from divergence.comparison.result import Report
 
 QUIET = ("identical", "within_floor")
@@ -324,6 +330,66 @@ def judge(store: Store, kinds: list[str]) -> None:
         print(f"- {text}")
 
 
+BINS = (0.0, 0.3, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
+"""Sizes of faults, in floors."""
+
+
+def curve(store: Store) -> None:
+    """Sensitivity: the share of recorded faults that is found at the exact block, by size in
+    floors; beside it what the same numbers show a judge that knows the place and asks nothing else,
+    so that no chance of an alarm is spent on other places."""
+    sizes = {trial_key(row): row["size"] for row in stored("localization.jsonl")}
+    hits: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    for line in store.lines("localization"):
+        if not line.num_bytes:
+            continue
+        tables = read_columns(store.file("columns", line.kind, line.key))
+        recording = load(store.file("recordings", line.kind, line.key), tables)
+        place = line.planted["place"]
+        size = sum(sizes[line.key] >= edge for edge in BINS) - 1
+        count = hits[line.planted["dtype"], size]
+        for asked in recording.asked:
+            if asked.why_not is not None:
+                continue
+            onset = recording.report(asked).verdict.onset
+            count[f"{asked.way}: asked"] += 1
+            count[asked.way] += onset is not None and onset.block == place
+            if asked.way == "given":
+                with one_question():
+                    sites = recording.report(asked).sites
+                count["knows"] += any(site.flagged and site.block == place for site in sites)
+    for dtype in sorted({dtype for dtype, _ in hits}):
+        columns = [size for each, size in sorted(hits) if each == dtype]
+        heads = [f"{BINS[size]:g}-{BINS[size + 1]:g}" for size in columns]
+        print(f"\n| {dtype}, size in floors | {' | '.join(heads)} |")
+        print("|---" * (len(columns) + 1) + "|")
+        for name, way in (
+            ("exact block: knows the place", "knows"),
+            ("with a given truth", "given"),
+            ("with the truth that A carries", "carried"),
+            ("without a truth", "none"),
+        ):
+            counts = [hits[dtype, size] for size in columns]
+            totals = [n["given: asked" if way == "knows" else f"{way}: asked"] for n in counts]
+            cells = [
+                f"{100 * count[way] / total:.0f}%" if total else "-"
+                for count, total in zip(counts, totals, strict=True)
+            ]
+            print(f"| {name} | {' | '.join(cells)} |")
+        print(f"| faults | {' | '.join(str(hits[dtype, n]['given: asked']) for n in columns)} |")
+
+
+@contextlib.contextmanager
+def one_question() -> Iterator[None]:
+    """Within it, whatever is judged is judged as if it were all that is asked."""
+    alone = limit_of(1)
+    with (
+        mock.patch("divergence.analyses.blocks.units.limit_of", lambda num: alone),
+        mock.patch("divergence.analyses.blocks.sides.limit_of", lambda num: alone),
+    ):
+        yield
+
+
 def figures(store: Store) -> None:
     """Older code against now, pair by pair: a table, and the pairs whose worth is another."""
     rows = {
@@ -400,7 +466,7 @@ def _told(answer: Answer) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("record", "replay", "judge", "figures", "pack", "case"):
+    for name in ("record", "replay", "judge", "curve", "figures", "pack", "case"):
         command = commands.add_parser(name)
         command.add_argument("--store", type=Path, default=Path(".cache/observations"))
         if name in ("record", "replay", "judge"):
@@ -429,6 +495,8 @@ def main() -> int:
         return 0 if replay(store, options.kinds.split(",")) else 1
     elif options.command == "judge":
         judge(store, options.kinds.split(","))
+    elif options.command == "curve":
+        curve(store)
     elif options.command == "figures":
         figures(store)
     elif options.command == "pack":

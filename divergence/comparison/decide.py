@@ -12,7 +12,9 @@
    where every check was met; medium where one was not made, or failed; low where a failed one is
    what the verdict stands on (no anchored pass, or numbers that are not known). So more evidence
    that agrees can only raise it.
-6. Settings that differ, force, and a run compared with itself qualify any verdict.
+6. Rounding that no recorded difference explains (machine, versions, settings and code are the same)
+   clears neither side.
+7. Settings that differ, force, and a run compared with itself qualify any verdict.
 
 docs/verdicts.md has the same table, and a test holds the two together.
 """
@@ -143,6 +145,12 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
         verdict = Verdict(
             kind="undetermined", headline=[fact("nothing_judged")], confidence="low", checks=checks
         )
+    rounding = first is not None and first.claim == "within_rounding"
+    if rounding and verdict.kind == "within_floor" and {x.status for x in preflight} == {"same"}:
+        verdict = _unsure(
+            verdict, check("explained", False, fact("nothing_differs")),
+            headline=[*verdict.headline, fact("nothing_explains")], side=None,
+        )  # fmt: skip
     return Decision(_qualified(verdict, preflight), flags)
 
 

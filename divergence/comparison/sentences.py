@@ -22,6 +22,11 @@ SENTENCES: Mapping[str, str] = {
     "behind_rank_off": " (behind it {site} is off)",
     "setting": "{check} {reference} / {candidate}",
     "settings_differ": "{settings:list}{beyond:yes=; beyond that, |no=: }",
+    "nothing_explains": "; nothing that is recorded of the two explains it",
+    "nothing_differs": (
+        "same machine, versions, settings and code, and yet other numbers: another kernel or "
+        "library, or a machine that does not repeat itself"
+    ),
     "side_not_known": "the {checks:list  and } of a side are not known",
     "other": "other {checks:list  and }",
     "other_explains_all": "other {checks:list  and }, which may explain everything below",

@@ -90,6 +90,9 @@ class RepeatSink:
     def __init__(self, first: dict[TensorKey, CapturedTensor], result: Repeatability) -> None:
         self._first = first
         self._result = result
+        self._forwards: set[tuple[int, int]] = set()
+        self._begun: dict[int, int] = {}
+        """Of a sample the step in which it began to differ."""
 
     def put(self, item: CapturedTensor, *, sample: int, step: int, site: str, **_: object) -> None:
         if item.reduced is not None:
@@ -100,6 +103,9 @@ class RepeatSink:
             item.digest, item.tensor = digest_tensor(tensor), None
         earlier = self._first.get((sample, step, site))
         self._result.num_compared += 1
+        if sample not in self._begun and (sample, step) not in self._forwards:
+            self._forwards.add((sample, step))
+            self._result.num_forwards += 1
         same = earlier is not None and (
             earlier.fold == item.fold if item.digest is None else earlier.digest == item.digest
         )
@@ -107,6 +113,9 @@ class RepeatSink:
             self._result.num_different += 1
             if self._result.first_difference is None:
                 self._result.first_difference = f"{site} (prompt {sample}, step {step})"
+            if sample not in self._begun:
+                self._begun[sample] = step
+                self._result.begins[site] = self._result.begins.get(site, 0) + 1
 
 
 def run_pass(

@@ -43,8 +43,8 @@ _COMPLEX = {
     torch.float32: torch.complex64,
     torch.float64: torch.complex128,
 }
-SLICE_NUMEL = 1 << 24
-"""A matrix with more elements is widened and multiplied in slices: 128 MiB each in float64."""
+SLICE_NUMEL = 1 << 23
+"""A matrix with more elements is widened and multiplied in slices: 64 MiB each in float64."""
 
 aten = torch.ops.aten
 _MOVES = {

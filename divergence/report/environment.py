@@ -18,6 +18,7 @@ import msgspec
 from divergence.comparison.result import REPORT_SCHEMA_VERSION, Report, strict_json
 from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
 from divergence.experiments.result import Selftest, StepStatus
+from divergence.facts import fact, sentence
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 from divergence.numerics.sums import Estimate
 from divergence.run.command import command_line
@@ -176,7 +177,8 @@ def repeat_lines(repeat: Repeatability) -> list[Line]:
     first = f", first at {repeat.first_difference}" if repeat.first_difference else ""
     differ = f"{repeat.num_different:,} of {repeat.num_compared:,} repeated tensors differ"
     text = f"{repeat.num_runs} runs: " + (differ if repeat.num_different else "all bits equal")
-    return [prose("  repeated", text + first, width=14)]
+    begins = [sentence(fact("preflight.begins", **repeat.beginnings))] if repeat.begins else []
+    return [prose("  repeated", "; ".join([text + first, *begins]), width=14)]
 
 
 TITLES = {

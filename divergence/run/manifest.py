@@ -770,6 +770,20 @@ class Repeatability(_Strict, kw_only=True):
     num_different: Count = 0
     first_difference: str | None = None
     """The first tensor that differed."""
+    num_forwards: Count = 0
+    """Repeated forwards up to the first that differs in each prompt: what comes later inherits."""
+    begins: dict[str, Count] = {}
+    """In how many of them a difference began, by the first site that differed."""
+
+    @property
+    def beginnings(self) -> dict[str, Any]:
+        """``num`` of ``total`` forwards in which a difference began, at which ``places``."""
+        ordered = sorted(self.begins.items(), key=lambda item: -item[1])
+        return {
+            "num": sum(self.begins.values()),
+            "total": self.num_forwards,
+            "places": [f"{site} ({count})" if len(ordered) > 1 else site for site, count in ordered],
+        }
 
 
 class Override(_Strict, kw_only=True):

@@ -102,6 +102,22 @@ def test_every_claim_of_the_table_has_a_kind_here():
     assert set(KINDS) == {claim for claims in PRECEDENCE for claim in claims}
 
 
+@pytest.mark.parametrize("status", ["same", "differs", "unknown"])
+def test_rounding_that_nothing_recorded_explains_clears_neither_side(status):
+    """Same machine, versions, settings and code, and other numbers: what differs is not known."""
+    lines = [
+        PreflightLine(check=name, status="same", reference="x", candidate="x")
+        for name in ("weights", "code", "dtype")
+    ]
+    lines.append(PreflightLine(check="cpu", status=status, reference="x", candidate="y"))
+    verdict = decide([finding("within_rounding", side="neither")], lines).verdict
+    unexplained = status == "same"
+    assert verdict.kind == "within_floor"
+    assert verdict.side == (None if unexplained else "neither")
+    assert verdict.confidence == ("medium" if unexplained else "high")
+    assert ("nothing that is recorded of the two explains it" in verdict.summary) == unexplained
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 9), st.booleans()),

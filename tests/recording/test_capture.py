@@ -164,11 +164,13 @@ def test_a_machine_that_does_not_is_found_out(llama, tmp_path, monkeypatch):
     found = noisy.manifest.repeatability
     assert found.num_different > 0
     assert found.first_difference.startswith("model.norm:out")
+    # the one prompt's first forward differs: what follows may inherit it
+    assert (found.num_forwards, found.begins) == (1, {"model.norm:out": 1})
     calm = capture(str(llama), out=tmp_path / "calm", **options)
     report = compare(calm, noisy)
     line = next(line for line in report.preflight if line.check == "repeatability")
     assert line.status == "differs"
-    assert "model.norm:out" in line.detail
+    assert "it begins in 1 of 1 forwards: model.norm:out" in line.detail
 
 
 def test_a_run_without_block_inputs_cannot_anchor(captured, replay):

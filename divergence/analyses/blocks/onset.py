@@ -87,7 +87,7 @@ def made_at(
         place=order_of(first.first),
         equal_inputs=any(unit.pass_ != "free" for unit in flagged),
         side=side,
-        rests_on=checks_of(first),
+        rests_on=checks_of(first, units),
         evidence=evidence,
         commands=next_commands(measured, first, escalation),
     )
@@ -134,7 +134,7 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         onset=onset_at(first.first),
         place=order_of(first.first),
         equal_inputs=True,
-        rests_on=checks_of(first),
+        rests_on=checks_of(first, escalation.units),
         side=side,
         evidence=[unit_evidence(first), fact("escalated_is_formula"), *_others(flagged, first)],
         commands=next_commands(measured, first, escalation),
@@ -270,12 +270,15 @@ def _is_confined(units: Sequence[Unit]) -> bool:
 
 def only_in(*units: Unit) -> Fact | None:
     """The prompts and steps that alone are off (``alone``), or that are beyond their limits where
-    others are near to theirs; None where all are off. Of one unit, or all of a family."""
+    others are near to theirs; None where all are off, or where it is of all rows together that the
+    units are. Of one unit, or all of a family."""
     usages = _usages(units)
     beyond, everywhere = {place for place, usage in usages.items() if usage > 1}, set(usages)
     if not beyond or beyond == everywhere:
         return None
     alone = _is_confined(units)
+    if not alone and all(unit.why in ("typical", "both", "gain") for unit in units):
+        return None
     samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
     steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
     parts, since = [], None
@@ -368,9 +371,17 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     )  # fmt: skip
 
 
-def checks_of(unit: Unit) -> list[Check]:
-    """Equal inputs, and an error clearly over its limit."""
+def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
+    """Equal inputs, and an error clearly over its limit: twice as large, or one where the others of
+    its kind have none at all."""
+    kin = [u for u in units if u.kind == unit.kind and u.pass_ == unit.pass_ and u is not unit]
+    healthy = [other for other in kin if other.why is None]
+    # the same kernels ran on both sides, so that no other order of additions excuses it
+    only_here = len(healthy) >= max(2, len(kin) / 2) and all(
+        result.identical for other in healthy for result in other.results
+    )
+    clear = unit.margin > 2 or only_here
     return [
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass")),
-        check("clear", unit.margin > 2, fact("not_clear", margin=unit.margin)),
-    ]  # fmt: skip
+        check("clear", clear, fact("not_clear", margin=unit.margin)),
+    ]

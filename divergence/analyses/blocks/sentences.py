@@ -87,6 +87,7 @@ SENTENCES: Mapping[str, str] = {
         "median of the blocks"
     ),
     "farther_everywhere": "{side:letter} is farther from the truth in all blocks",
+    "only_in": "; all of it in {places:names}: the other blocks are equal bit for bit",
     "differs_more": "{place} differs more than the other blocks",
     "error_of_one_side": "no truth (divergence truth), but the float64 error of one side alone",
     "truth_of_full": "the truth judges only what was kept in full",

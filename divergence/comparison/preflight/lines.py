@@ -469,7 +469,9 @@ def _repeatable(a: Manifest, b: Manifest) -> PreflightLine:
     noisy = [m.repeatability for m in (a, b) if m.repeatability.num_different]
     detail = None
     if noisy:
-        detail = fact("preflight.repeats_not", site=noisy[0].first_difference)
+        seen = noisy[0]
+        begins = fact("preflight.begins", **seen.beginnings) if seen.begins else None
+        detail = fact("preflight.repeats_not", site=seen.first_difference, begins=begins)
     return _same("repeatability", say(a), say(b), detail, same=not noisy)
 
 

@@ -31,7 +31,8 @@ SENTENCES: Mapping[str, str] = {
     "switches_otherwise": "set otherwise: {names:names}",
     "switches_refused": "refused: {names:names}",
     "nondeterministic": "nondeterministic operators: {names:names}",
-    "repeats_not": "a machine does not repeat itself, first at {site}",
+    "repeats_not": "a machine does not repeat itself, first at {site}[[; {begins}]]",
+    "begins": "it begins in {num} of {total} forwards: {places:names 3}",
     "completeness": "{complete:yes=complete|no=incomplete ({why:none=killed|*={why}})}",
     "only_what_both_hold": "only what both hold is compared",
     # code

@@ -37,12 +37,12 @@ def test_a_truth_that_agrees_does_not_lower_the_confidence_of_a_fault():
     from divergence.analyses.blocks.units import Blame, Unit
 
     unit = Unit("h.3:out", "anchored", "prefill", ("block",), between=5.0)
-    assert confidence_of(checks_of(unit)) == "high"
+    assert confidence_of(checks_of(unit, [unit])) == "high"
     unit.blame = Blame("candidate", "typical", 3.0, 1.0, 2.5, None)
     assert unit.blame.limit_usage < 2
-    assert confidence_of(checks_of(unit)) == "high"
+    assert confidence_of(checks_of(unit, [unit])) == "high"
     unit.blame = Blame("both", "both", 7.0, 1.0, 6.0, None)
-    assert confidence_of(checks_of(unit)) == "medium"
+    assert confidence_of(checks_of(unit, [unit])) == "medium"
 
 
 @pytest.mark.parametrize("usage", [0.0, 0.8, 3.0])

@@ -46,7 +46,21 @@ def test_a_block_that_differs_more_than_its_siblings_is_noted_within_the_floor(p
     assert told[0].startswith("model.layers.3:out")
     assert "first place to look" in told[0]
     assert verdict.confidence == "medium"
+    assert "all of it in model.layers.3: the other blocks are equal" in verdict.summary
     assert any("--block model.layers.3" in command for command in verdict.next)
+
+
+def test_a_fault_in_the_one_block_that_differs_is_sure_and_in_all_of_its_forwards(pair):
+    """The other blocks are equal bit for bit: no other kernel excuses it, though it is near its
+    limit; and no prompt or step is named where all rows together tell."""
+    root, a, _ = pair
+    plant = "model.layers.3.mlp.down_proj:out=noise:0.08"
+    b = capture(like=a, out=root / "near", device="cpu", plants=[plant])
+    verdict = compare(a, b).verdict
+    assert verdict.onset is not None and verdict.onset.block == "model.layers.3", verdict
+    (margin,) = [finding for finding in verdict.checks if finding.name == "clear"]
+    assert margin.state == "met"
+    assert "seen in" not in verdict.summary and " in step" not in verdict.summary
 
 
 def test_a_healthy_pair_has_no_stand_out(pair):

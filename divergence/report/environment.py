@@ -211,8 +211,8 @@ def arithmetic_lines(facts: Sequence[ArithmeticFact], *, verbose: bool = False) 
     unverified = sum(not fact.verified for fact in facts)
     told = count(len(facts), "fact") + (f", {unverified} unverified" if unverified else "")
     lines = [heading("arithmetic", told + ("" if verbose else " (inspect -v lists all)"))]
-    for probe in dict.fromkeys([*TITLES, *(fact.probe for fact in facts)]):
-        mine = [fact for fact in facts if fact.probe == probe]
+    for probe in dict.fromkeys([*TITLES, *(each.probe for each in facts)]):
+        mine = [each for each in facts if each.probe == probe]
         shown = [fact for fact in mine if verbose or not _usual(fact)]
         if not mine:
             continue

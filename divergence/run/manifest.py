@@ -779,11 +779,8 @@ class Repeatability(_Strict, kw_only=True):
     def beginnings(self) -> dict[str, Any]:
         """``num`` of ``total`` forwards in which a difference began, at which ``places``."""
         ordered = sorted(self.begins.items(), key=lambda item: -item[1])
-        return {
-            "num": sum(self.begins.values()),
-            "total": self.num_forwards,
-            "places": [f"{site} ({count})" if len(ordered) > 1 else site for site, count in ordered],
-        }
+        places = [f"{site} ({count})" if len(ordered) > 1 else site for site, count in ordered]
+        return {"num": sum(self.begins.values()), "total": self.num_forwards, "places": places}
 
 
 class Override(_Strict, kw_only=True):

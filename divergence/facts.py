@@ -138,6 +138,7 @@ FORMATS: dict[str, Callable[[Any, str], str]] = {
     "some": _some,
     "series": _series,
     "decimal": lambda value, _: decimal(value),
+    "factor": lambda value, _: f"{value:.6g}" if abs(value - 1) > 1e-3 else f"1 {value - 1:+.1e}",
     "fixed": lambda value, digits: fixed(value, int(digits or 3)),
     "times": lambda value, _: times(value),
     "share": lambda value, _: share(value),

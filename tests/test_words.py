@@ -25,7 +25,8 @@ PLAIN = frozenset(
     """
 about abs absmax accumulated accumulates activations addition additions adjusted after against
 alike all allow anchor answers architecture argument arguments arithmetic asked assumed asymmetric
-at attn attributes axes backend bandwidth baseline batch batches before below beside better bits
+at attn attributes axes backend bandwidth baseline batch batches before begins below beside better
+bits
 bless budget buffer build bytes cache capability captured causal cause causes changed channel chat
 check checks choice chosen chunk class clause command common compared compiled complete compute
 computed concurrency config confirm conflicting consensus consumer correlation cosine cpu created

@@ -101,7 +101,7 @@ class Freed:
             verdict = replace(verdict, kind="within_floor")
         evidence = [*verdict.evidence, *self.facts]
         if verdict.kind in _QUIET:
-            headline = [*headline, fact("no_output_depends", what=self.facts)]
+            headline = [*headline, fact("no_output_depends", what=_together(self.facts))]
             evidence = [*self.facts, *verdict.evidence]
         told = replace(verdict, headline=headline, evidence=evidence)
         own = {site.key: site for site in before.sites}
@@ -442,6 +442,18 @@ class _Map:
         return back.reshape(b.shape)
 
 
+def _together(facts: Sequence[Fact]) -> list[Fact]:
+    """Facts that tell the same of several places as one, of the first of them."""
+    alike: dict[str, list[Fact]] = {}
+    for each in facts:
+        rest = {k: v for k, v in each.values.items() if k not in ("sites", "site", "module")}
+        alike.setdefault(f"{each.code} {rest}", []).append(each)
+    return [
+        same[0] if len(same) == 1 else same[0].with_values(more=len(same) - 1)
+        for same in alike.values()
+    ]
+
+
 def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
     """Of each part of a block (its attention, its MLP) in which sites are beyond their limit, where
     all of them have the reference's channels in another order, with other signs or of another size,
@@ -482,8 +494,8 @@ def _taken_back(measured: Measured, report: Report) -> Iterator[_Form]:
         moved = first.order != first.order.sort().values
         yield _Form(
             fact(
-                "taken_back", sites=sites, module=by, moved=int(moved.sum()),
-                signs=int((first.signs < 0).sum()), channels=len(first.signs),
+                "taken_back", sites=sites, module=by, moved=int(moved.sum()) or None,
+                signs=int((first.signs < 0).sum()) or None, channels=len(first.signs),
                 factor=None if first.factor == 1.0 else first.factor,
             ),
             changed,

@@ -155,7 +155,7 @@ SENTENCES: Mapping[str, str] = {
         "channel {channel}; in the other blocks {control:.2f} × (limit {limit:.1f} ×)"
     ),
     "gain_off": (
-        "{site} ({phase}): the {what} is scaled by {factor:.6g} in {side:letter}[[ in prompt "
+        "{site} ({phase}): the {what} is scaled by {factor:factor} in {side:letter}[[ in prompt "
         "{sample}{step:0=|*=, step {step}}]], {value:.0f} "
         "standard deviations off the blocks of its kind (limit {limit:.0f})"
     ),
@@ -187,9 +187,10 @@ SENTENCES: Mapping[str, str] = {
         "nothing that follows depends on it"
     ),
     "taken_back": (
-        "{sites:names 2}: the channels of the other side[[ with {signs} of "
-        "{channels} signs turned]][[ in another order ({moved} of {channels} moved)]][[ times "
-        "{factor:.4g}]], and {module} takes it back: what it gives differs by rounding alone"
+        "{sites:names 2}[[ (and {more} places like it)]]: the channels of the other side[[ with "
+        "{signs} of {channels} signs turned]][[ in another order ({moved} of {channels} moved)]]"
+        "[[ times {factor:.4g}]], and {module} takes it back: what it gives differs by rounding "
+        "alone"
     ),
     "angles_round": (
         "at other positions float32 rounds the angles otherwise, by up to {rounding:.1e}, and the "

@@ -69,8 +69,12 @@ def _answer_lines(report: Report) -> list[Line]:
     if commands and "truth" in commands[0].options:
         side = [prose("side", "not known from two runs: the command below tells it")]
     elif tells := [item for item in commands if item.name == "truth"]:
-        first = replace(tells[0], note=None)
-        side = [prose("side", "not known from two runs; a truth tells it:"), _command(first.text)]
+        first, runs = replace(tells[0], note=None), (report.reference.path, report.candidate.path)
+        if first.operands[0] in runs:
+            text = "not known from two runs; a truth tells it:"
+            side = [prose("side", text), _command(first.text)]
+        else:  # of a run that another command makes
+            side = [prose("side", "not known from two runs; the commands below tell it")]
     else:
         side = [prose("side", "not known from two runs")]
     return [*answer, *side, confidence]

@@ -229,11 +229,22 @@ def test_options_for_two_runs_are_refused(whole_run):
             compare(run, **options)
 
 
-@pytest.mark.parametrize("options", [{"whole": False}, {"max_new_tokens": 1}])
-def test_without_a_whole_pass_there_is_nothing_to_compare(options, tiny_model, tmp_path):
+@pytest.mark.parametrize(("name", "options"), [("llama", {"max_new_tokens": 1}), ("bert", {})])
+def test_a_run_without_decode_steps_has_nothing_to_hold_against_itself(
+    name, options, tiny_model, tmp_path
+):
+    """No command is offered that would make no whole pass either."""
+    run = capture(
+        str(tiny_model(name)), out=tmp_path / "a", prompts=["Snow"], whole=True, **options
+    )
+    with pytest.raises(UsageError, match="alone has nothing to compare") as caught:
+        compare(run)
+    assert caught.value.hint == f"give a second run: divergence compare {run.path} OTHER"
+
+
+def test_without_a_whole_pass_there_is_nothing_to_compare(tiny_model, tmp_path):
     """The error prints the two commands that make it possible."""
-    settings = {"prompts": ["Snow"], "max_new_tokens": 3, "whole": True} | options
-    run = capture(str(tiny_model("llama")), out=tmp_path / "a", **settings)
+    run = capture(str(tiny_model("llama")), out=tmp_path / "a", prompts=["Snow"], max_new_tokens=3)
     with pytest.raises(UsageError, match="holds no whole pass") as caught:
         compare(run)
     assert f"divergence capture --like {run.path} -o {run.path}-whole --whole" in caught.value.hint

@@ -404,13 +404,6 @@ def _with_limits(
             mine["flagged"] = beyond
             if beyond:  # by all forwards together, perhaps, of which each is within its own limit
                 mine["usage"] = max(mine["usage"], 1.0)
-            if beyond and _one_token(unit):  # of no look: its prompt uses as much all the same
-                mine["usage"] = unit.share_used
-                mine["prompts"] = [
-                    msgspec.structs.replace(prompt, usage=unit.share_used)
-                    if prompt.sample == result.worst_sample else prompt
-                    for prompt in mine.get("prompts", result.prompts)
-                ]  # fmt: skip
     return [
         msgspec.structs.replace(site, **fields[id(site)]) if id(site) in fields else site
         for site in sites
@@ -427,10 +420,6 @@ def _is_beyond(unit: Unit, result: SiteResult) -> bool:
     return (result.ratio or 0) > unit.limit or (
         unit.why in ("token", "sink") and worst > unit.worst_limit
     )
-
-
-def _one_token(unit: Unit) -> bool:
-    return (unit.why if unit.blame is None else unit.blame.why) in ("token", "sink")
 
 
 def _equal(measured: Measured, flagged: list[Unit]) -> Finding:

@@ -7,6 +7,7 @@ beyond which limit. Where most of its kind are, the claim is about a family (blo
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from divergence.analyses.blocks.suspects import (
     find_family,
     made_before,
     next_commands,
+    places_of,
 )
 from divergence.analyses.blocks.units import TABLES, Blame, Unit
 from divergence.comparison.align.pieces import PromptStep
@@ -25,6 +27,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
 from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
+from divergence.numerics.floor import THRESHOLDS
 from divergence.words import SideOrBoth
 
 _CONFINED = 2.0
@@ -126,7 +129,8 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         headline = [fact("every_off_below", name=family.name)]
     else:
         made = fact("made_at", seems=False, site=first.first.site, before=None, by=by)
-        headline = [made, *_scope(first, named=by is not None), fact("below_floor")]
+        headline = [made, *_scope(first, named=by is not None), *_elsewhere(flagged, first)]
+        headline.append(fact("below_floor"))
     return Finding(
         claim="error_below_floor",
         kind="systematic" if family else "localized",
@@ -183,7 +187,12 @@ def _side(flagged: list[Unit]) -> SideOrBoth | None:
 def _family_evidence(family: Family) -> Fact:
     beyond = [unit for unit in family.members if unit.why is not None]
     if len(beyond) < len(family.members):
-        sizes = [unit.typical for unit in family.members]
+        places = places_of(beyond[0])
+        sizes = [
+            statistics.median([look.typical for look in unit.looks if look.place in places]
+                              or [unit.typical])
+            for unit in family.members
+        ]  # fmt: skip
         return fact(
             "family_alike", num_flagged=len(beyond), num=len(family.members), total=family.num_all,
             name=family.name, least=min(sizes), most=max(sizes),
@@ -236,9 +245,14 @@ def _where(first: Unit, units: list[Unit]) -> list[Fact]:
 
 
 def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
-    """Is it off in decode steps, and its site's prefill is not?"""
+    """Is it off in decode steps, and its site's prefill is not, nor near to it?"""
     same = [u for u in units if u.site == unit.site and u.phase == "prefill"]
-    return unit.phase == "decode" and bool(same) and all(u.why is None for u in same)
+    near = math.log(THRESHOLDS.truth_confirm)
+    for other in same:
+        x = None if other.judged is None else other.judged[0].x_of(other.judged[1])
+        if other.why is not None or (unit.blame is not None and abs(x or 0.0) > near):
+            return False
+    return unit.phase == "decode" and bool(same)
 
 
 def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
@@ -251,7 +265,7 @@ def _usages(units: Sequence[Unit]) -> dict[PromptStep, float]:
     """By forward, the largest share of a limit that one of these units uses there."""
     usages: dict[PromptStep, float] = {}
     for look in (look for unit in units for look in unit.looks):
-        usages[look.place] = max(look.usage, usages.get(look.place, 0.0))
+        usages[look.place] = max(look.usage, look.of_token, usages.get(look.place, 0.0))
     return usages
 
 
@@ -260,23 +274,37 @@ def _is_confined(units: Sequence[Unit]) -> bool:
     above the limit in some."""
     usages, beyond, rest = _usages(units), dict[PromptStep, float](), [0.0]
     for look in (look for unit in units for look in unit.looks):
+        used = max(look.usage, look.of_token)
         if usages[look.place] <= 1:
-            rest.append(max(look.usage, min(look.between, 1.0)))
-        elif look.usage > 1:
-            own = look.between if look.between > 1 else look.usage
+            rest.append(max(used, min(look.between, 1.0)))
+        elif used > 1:
+            own = look.between if look.between > 1 else used
             beyond[look.place] = max(own, beyond.get(look.place, 0.0))
     return 0 < len(beyond) < len(usages) and min(beyond.values()) > _CONFINED * max(rest)
 
 
+def _may_be_elsewhere(unit: Unit) -> bool:
+    """Do the sides differ as much in forwards that are not beyond a limit? Few numbers convict
+    none, the truth may not hold them, and of a batch the worst token of one prompt is known."""
+    of_token = (unit.blame.why if unit.blame else unit.why) in ("token", "sink")
+    beyond: list[float] = []
+    rest = [0.0]
+    for look in unit.looks:
+        size = look.worst if of_token else look.typical
+        off = max(look.usage, look.of_token) > 1
+        (beyond if off else rest).append(math.inf if size is None else size)
+    return min(beyond, default=0.0) <= _CONFINED * max(rest)
+
+
 def only_in(*units: Unit) -> Fact | None:
     """The prompts and steps that alone are off (``alone``), or that are beyond their limits where
-    others are near to theirs; None where all are off, or where it is of all rows together that the
+    others may be off, too; None where all are beyond, or where it is of all rows together that the
     units are. Of one unit, or all of a family."""
     usages = _usages(units)
     beyond, everywhere = {place for place, usage in usages.items() if usage > 1}, set(usages)
     if not beyond or beyond == everywhere:
         return None
-    alone = _is_confined(units)
+    alone = _is_confined(units) and not any(map(_may_be_elsewhere, units))
     if not alone and all(unit.why in ("typical", "both", "gain") for unit in units):
         return None
     samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))

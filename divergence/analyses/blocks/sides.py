@@ -263,12 +263,30 @@ def _rows_of(judged: JudgedFamily, member: int, widened: float) -> list[Blame]:
     return [_blame_of(judged.rows, member, top, why, at, widened)]
 
 
+def _tokens_used(judged: JudgedFamily, member: int, widened: float) -> dict[PromptStep, float]:
+    """By forward, the largest share of a row's limit that a row uses there."""
+    if judged.rows is None:
+        return {}
+    x, control, reach = (
+        each[member] for each in (judged.rows.x, judged.rows.control, judged.rows.reach)
+    )
+    own = (np.abs(x) > reach / 2) & ((x > 0) == (x > control))
+    with np.errstate(all="ignore"):
+        beyond = np.exp(np.minimum(np.abs(x - control) - reach, 300.0)) / widened
+    used = np.nan_to_num(np.where(own, beyond, 0.0))
+    return {
+        place: float(used[judged.errors.place == number].max(initial=0.0))
+        for number, place in enumerate(judged.places)
+    }
+
+
 def shared_by_all(judged: JudgedFamily, widened: float) -> Iterator[list[Blame | None]]:
-    """For each forward, then each row, that stands out beside the others in what all members have
-    in common: of each member its blame, None where it is not off there itself."""
+    """For each forward, then each row and each channel, that stands out beside the others in what
+    all members have in common: of each member its blame, None where it is not off there itself."""
     tables: tuple[tuple[Why, JudgedTable | None], ...] = (
         ("forward", judged.forwards),
         ("token", judged.rows),
+        ("channel", judged.channels),
     )
     for why, table in tables:
         if table is None:
@@ -277,7 +295,7 @@ def shared_by_all(judged: JudgedFamily, widened: float) -> Iterator[list[Blame |
         # the others excuse; they may be what is wrong
         own = (table.usual + table.column > 0) == (table.column > 0)
         for column in np.flatnonzero((np.abs(table.column) > reach) & own).tolist():
-            number = column if why == "forward" else int(judged.errors.place[column])
+            number = int(judged.errors.place[column]) if why == "token" else column
             if why == "forward" and judged.is_few[column]:
                 continue
             sign = 1 if table.column[column] > 0 else -1
@@ -286,9 +304,14 @@ def shared_by_all(judged: JudgedFamily, widened: float) -> Iterator[list[Blame |
             excesses = sign * table.x[:, column] - max(0.0, sign * table.usual)
             blames: list[Blame | None] = []
             for stats, excess in zip(judged.stats, excesses.tolist(), strict=True):
-                place, value = judged.places[number], math.exp(min(excess, 700.0))
-                at = of_place(stats, place)
-                blame = Blame(side, why, value, 1.0, limit, at, "all", place)
+                value = math.exp(min(excess, 700.0))
+                if why == "channel":
+                    assert stats.first is not None
+                    blame = Blame(side, why, value, 1.0, limit, stats.first, "all", channel=column)
+                else:
+                    place = judged.places[number]
+                    at = of_place(stats, place)
+                    blame = Blame(side, why, value, 1.0, limit, at, "all", place)
                 blames.append(blame if excess > reach[column] / 2 else None)
             yield blames
 
@@ -501,7 +524,9 @@ def blame_units(
             suspected = {look.place for look in unit.beyond}
             shown = forwards_of(own, member, unit.widened)
             usage = {place: (blame.limit_usage, blame.share_used) for place, blame in shown.items()}
+            tokens = _tokens_used(own, member, unit.widened)
             for look in unit.looks:
+                look.of_token = tokens.get(look.place, look.of_token)
                 if look.place in usage:
                     look.usage, look.from_nothing = usage[look.place]
                 if look.place in far:
@@ -523,7 +548,7 @@ def blame_units(
                         look.usage = max(look.usage, unit.blame.limit_usage)
             if unit.why is None:
                 for look in unit.looks:
-                    look.usage = min(look.usage, 1.0)
+                    look.usage, look.of_token = min(look.usage, 1.0), min(look.of_token, 1.0)
         if len(family) >= 3:
             _blame_family(family, thresholds)
             if not is_routed:
@@ -677,19 +702,23 @@ def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> tuple[Side, 
 
 
 def _blame_columns(family: list[Unit]) -> None:
-    """What all of one kind have in common in one forward, then in one row, blames those of them
-    that are not blamed for more."""
+    """What all of one kind have in common in one forward, then in one row or one channel, blames
+    those of them that are not blamed for more."""
     assert family[0].judged is not None
     widened = max(unit.widened for unit in family)
     for shared in shared_by_all(family[0].judged[0], widened):
         for unit, blame in zip(family, shared, strict=True):
-            if unit.why is not None or blame is None:
+            if blame is None:
                 continue
-            unit.blame, unit.why = blame, blame.why
-            unit.limit_usage = max(unit.limit_usage, blame.limit_usage, 1.0 + 1e-9)
+            used = max(blame.limit_usage, 1.0 + 1e-9)
             for look in unit.looks:
-                if look.place == blame.place:
-                    look.usage = max(look.usage, unit.limit_usage)
+                if blame.why == "token" and look.place == blame.place:
+                    look.of_token = max(look.of_token, used)
+                elif blame.why == "channel" or look.place == blame.place:
+                    look.usage = max(look.usage, used)
+            if unit.why is None:
+                unit.blame, unit.why = blame, blame.why
+                unit.limit_usage = max(unit.limit_usage, used)
 
 
 def _blocks_beside(units: list[Unit]) -> dict[tuple[str, str], BlocksBeside]:

@@ -191,10 +191,12 @@ def _off_alike(unit: Unit, kin: Sequence[Unit], thresholds: Thresholds) -> list[
             return statistics.median(usages) if usages else 0.0
 
         return [unit, *(other for other in kin if other is not unit and usage(other) > 1 / near)]
-    if unit.blame.value > thresholds.truth_systematic * unit.blame.control:
-        return []
     from divergence.analyses.blocks.sides import farther_side
 
+    blame = unit.blame
+    beside_them = blame.like is None and blame.why != "gain"  # an outlier among its siblings
+    if beside_them and blame.value > thresholds.truth_systematic * blame.control:
+        return []
     side, times = farther_side(kin, thresholds) or (None, 0.0)
     if side != unit.side or times <= near:
         return []

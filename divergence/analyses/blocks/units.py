@@ -77,6 +77,10 @@ class Look:
     between: float = 0.0
     from_nothing: float | None = None
     """``usage`` as ``share_from_nothing`` has it, where that is another number."""
+    worst: float | None = None
+    """Its worst token's ratio; None where that is another prompt's of the batch."""
+    of_token: float = 0.0
+    """The share of a single token's limit that its worst token uses."""
 
     @property
     def place(self) -> PromptStep:
@@ -85,9 +89,9 @@ class Look:
     @property
     def share_used(self) -> float:
         """Of its limit, as it is told: 0 where nothing is off."""
-        if self.usage > 1 or self.from_nothing is None:
-            return self.usage
-        return min(1.0, self.from_nothing)
+        if max(self.usage, self.of_token) > 1:
+            return max(self.usage, self.of_token)
+        return self.usage if self.from_nothing is None else min(1.0, self.from_nothing)
 
 
 def looks_of(results: Iterable[SiteResult]) -> list[Look]:
@@ -96,15 +100,18 @@ def looks_of(results: Iterable[SiteResult]) -> list[Look]:
     for result in results:
         if result.ratio is None:
             continue
-        rows = num_rows(result)
+        rows, worst = num_rows(result), max(result.ratio_max or 0.0, result.ratio_sink or 0.0)
         if not result.prompts:
-            looks.append(Look(result, result.sample, result.ratio, rows))
+            looks.append(Look(result, result.sample, result.ratio, rows, worst=worst))
             continue
         total = sum(prompt.num_rows for prompt in result.prompts)
         looks += [
-            Look(result, prompt.sample, prompt.ratio, prompt.num_rows, prompt.num_rows / total)
+            Look(
+                result, prompt.sample, prompt.ratio, prompt.num_rows, prompt.num_rows / total,
+                worst=worst if prompt.sample == result.worst_sample else None,
+            )
             for prompt in result.prompts
-        ]
+        ]  # fmt: skip
     return looks
 
 
@@ -372,7 +379,7 @@ def flag(
     its siblings (is beyond ``lone`` times that of all blocks' outputs, where it has none, and of a
     parameter's gradient that of the blocks' gradients, if they differ by more: how prompts are
     added up moves them and no output); where one forward of one prompt is or does; or where a
-    single token is beyond both token limits (not in ``routed`` blocks: there, rounding may send a
+    single token is beyond its limit (not in ``routed`` blocks: there, rounding may send a
     token to another expert). Limits are wider where few numbers are judged.
     """
     outputs = block_outputs(units)
@@ -408,10 +415,6 @@ def flag(
                 unit.num_siblings = len(others)
                 unit.control = statistics.median(other.typical for other in others)
                 unit.limit = min(absolute * width, held.sites[number])
-                tokens = statistics.median(other.worst for other in others)
-                # siblings excuse nothing beyond what a threshold may be: that is no rounding
-                room = min(thresholds.token_sibling * tokens, ALLOWED[1])
-                unit.worst_limit = max(thresholds.token, room)
             elif unit.phase in blocks and unit.pass_ != "free":
                 control = max(blocks[unit.phase], _LEAST_BLOCKS)
                 if of_parameter(unit.site):
@@ -433,6 +436,8 @@ def flag(
             if not in_routed:
                 worst = max(unit.worst, unit.sink)
                 unit.limit_usage = max(unit.limit_usage, worst / unit.worst_limit)
+                for look in unit.looks:
+                    look.of_token = (look.worst or 0.0) / unit.worst_limit
             if unit.typical > unit.limit:
                 unit.why = "typical"
             elif unit.beyond:

@@ -57,7 +57,7 @@ class Ratios:
     typical: float
     """The median row's error over its floor."""
     worst: float
-    """The largest row's."""
+    """The largest row's, over no less than the median row's floor."""
     sink: float | None = None
     """The largest sink row's; sinks are in none of the above. None where there is none."""
     members: tuple[tuple[int, float, int], ...] = ()
@@ -136,12 +136,15 @@ class ModelFloor:
             ratio = made / allowed
             sinks = real & (norm > SINK_FACTOR * medians(norm, real)[:, None])  # never half of all
             usual = real & ~sinks
+            # a single row may be small by chance, and its error is not: that of what cancelled
+            least = medians(allowed * norm, usual)[:, None]
+            single = made * norm / np.fmax(allowed * norm, least)
             columns = (
                 one_sided,
                 real.any(axis=1),
                 medians(floor, usual),
                 medians(ratio, usual),
-                np.where(usual, ratio, -math.inf).max(axis=1, initial=-math.inf),
+                np.where(usual, single, -math.inf).max(axis=1, initial=-math.inf),
                 sinks.any(axis=1),
                 np.where(sinks, ratio, -math.inf).max(axis=1, initial=-math.inf),
             )

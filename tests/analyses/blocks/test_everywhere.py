@@ -1,0 +1,182 @@
+"""What is wrong in every block is said to be so, with the forwards, tokens and channels that are
+off, and no first block, prompt or step is named for it alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import DynamicLayer
+
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+
+PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)]
+           for n, count in enumerate((20, 33, 12, 27))]  # fmt: skip
+EVERY = range(6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=256, initializer_range=0.08,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("everywhere") / "model"
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """``reference(dtype, **options)``: A, made once."""
+    made = {}
+
+    def make(dtype, **options):
+        key = dtype, str(options)
+        if key not in made:
+            out = model.parent / f"a{len(made)}"
+            options = {"prompts": PROMPTS, "max_new_tokens": 3, "truth": "full"} | options
+            made[key] = capture(str(model), out=out, dtype=dtype, probe=False, **options)
+        return made[key]
+
+    return make
+
+
+def in_mlp(change, blocks=EVERY):
+    """``prepare``: the MLPs of these blocks give ``change(output)``."""
+
+    def prepare(model):
+        for number in blocks:
+            mlp = model.model.layers[number].mlp
+            mlp.forward = lambda x, own=mlp.forward: change(own(x))
+
+    return prepare
+
+
+def at_tokens(tokens, factor):
+    def change(output):
+        output = output.clone()
+        if output.shape[1] > 1:
+            output[:, tokens] *= factor
+        return output
+
+    return change
+
+
+def in_channel(factor):
+    def change(output):
+        output = output.clone()
+        output[..., 9] *= factor
+        return output
+
+    return change
+
+
+def answer(a, tmp_path, change, blocks=EVERY, **options):
+    """The report of A and a run like it with the change."""
+    b = capture(like=a, out=tmp_path / "b", prepare=in_mlp(change, blocks), probe=False, **options)
+    return compare(a, b)
+
+
+def is_of_all_blocks(report, side):
+    verdict = report.verdict
+    assert (verdict.kind, verdict.side) == ("systematic", side), verdict
+    assert verdict.summary.startswith("every LlamaDecoderLayer differs by more than rounding")
+    assert "alone" not in verdict.summary
+    return True
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_one_bad_token_of_every_prompt_is_not_one_prompts(batch, reference, tmp_path):
+    """Whoever is the farthest: each prompt's own token is judged."""
+    a = reference("float32", batch=batch)
+    report = answer(a, tmp_path, at_tokens([-1], 1 + 1e-4))
+    assert is_of_all_blocks(report, "candidate")
+    used = {}
+    for site in report.sites:
+        if site.site == "model.layers.0:out" and site.pass_ == "anchored" and site.step == 0:
+            rows = site.prompts or [site]
+            used |= {row.sample: row.usage for row in rows}
+    assert len(used) == len(PROMPTS)
+    assert min(used.values()) > 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "factor"),
+    [("float32", [-1], 1 + 1e-4), ("bfloat16", list(range(10)), 2.0), ("float16", [5], 1.5)],
+)
+def test_bad_tokens_in_every_block_are_found_without_a_truth(
+    dtype, tokens, factor, reference, tmp_path
+):
+    """Siblings with the same fault do not excuse it."""
+    a = reference(dtype, truth="no", prompts=[PROMPTS[1] + PROMPTS[2]], max_new_tokens=1)
+    assert is_of_all_blocks(answer(a, tmp_path, at_tokens(tokens, factor)), None)
+
+
+@pytest.mark.parametrize(("dtype", "roundings"), [("float32", 16), ("bfloat16", 6)])
+def test_one_small_factor_of_all_blocks_is_not_one_blocks(dtype, roundings, reference, tmp_path):
+    """B is twice as far from the truth in all blocks; in one the scale error alone is beyond."""
+    factor = 1 + roundings * torch.finfo(getattr(torch, dtype)).eps / 2
+    report = answer(reference(dtype), tmp_path, lambda output: output * factor)
+    verdict = report.verdict
+    if verdict.kind == "within_floor":
+        assert "B's arithmetic is" in verdict.summary
+        assert verdict.side is None
+    else:
+        assert is_of_all_blocks(report, "candidate")
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1.5), ("float16", 1.05)])
+def test_one_channel_of_all_blocks_is_named(dtype, factor, reference, tmp_path):
+    """It is no coarser arithmetic: the channel is in the evidence."""
+    report = answer(reference(dtype), tmp_path, in_channel(factor))
+    assert is_of_all_blocks(report, "candidate")
+    assert any("in channel 9" in item.text for item in report.verdict.evidence)
+
+
+def test_a_bad_cache_entry_is_every_blocks(reference, tmp_path, monkeypatch):
+    """The farthest block is beyond its limit by itself, and the others are as wrong by W."""
+    a = reference("bfloat16", prompts=PROMPTS[:3], max_new_tokens=6)
+    own = DynamicLayer.update
+
+    def update(self, keys, values, *rest, **options):
+        all_keys, all_values = own(self, keys, values, *rest, **options)
+        if keys.shape[2] == 1:
+            all_keys = all_keys.clone()
+            all_keys[:, :, 5] = 0
+        return all_keys, all_values
+
+    monkeypatch.setattr(DynamicLayer, "update", update)
+    report = compare(a, capture(like=a, out=tmp_path / "b", probe=False))
+    assert is_of_all_blocks(report, "candidate")
+    assert "kept between steps" in report.verdict.summary
+
+
+def test_blocks_that_float32_alone_shows_are_each_named(reference, tmp_path):
+    """Below the floor of the runs' dtype, too."""
+    a = reference("bfloat16", escalate=True)
+    report = answer(a, tmp_path, lambda output: output * 1.0005, blocks=(0, 2, 4), escalate=True)
+    verdict = report.verdict
+    assert verdict.onset is not None and verdict.onset.block == "model.layers.0"
+    assert "others in model.layers.2, model.layers.4" in verdict.summary
+
+
+def test_coarse_inputs_of_all_forwards_are_no_fault_of_decoding(reference, tmp_path):
+    """The prefill is as coarse as the decode steps, just within its limit."""
+    a = reference("float32")
+
+    def prepare(model):
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+
+                def coarse(x, own=module.forward):
+                    bits = x.contiguous().view(torch.int32)
+                    return own(((bits + 16) >> 5 << 5).view(torch.float32))
+
+                module.forward = coarse
+
+    report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False))
+    assert "kept between steps" not in report.verdict.summary
+    assert "B" in report.verdict.summary or report.verdict.side == "candidate"

@@ -157,15 +157,6 @@ def reach_of_median(own: Floats) -> float:
     return float(reach(limit_of(1), _CONTROL * np.median(own, axis=0) / len(own)).item())
 
 
-def deviates(x: Floats, variance: Floats) -> Floats:
-    """The normal deviate of log W of that variance."""
-    n = _numbers_of(variance)
-    size = np.abs(x)
-    log_cosh = size + np.log1p(np.exp(-2 * size)) - math.log(2)
-    deviate: Floats = np.sign(x) * (8 * n + 1) / (8 * n + 3) * np.sqrt(2 * n * log_cosh)
-    return deviate
-
-
 def reach(limit: float, variance: Floats) -> Floats:
     """The |x| of which ``limit`` is the deviate."""
     n = _numbers_of(variance)

@@ -26,7 +26,7 @@ from divergence.comparison.analysis import (
     without_partner,
     without_sites,
 )
-from divergence.comparison.decide import decide, explained, of_one_run
+from divergence.comparison.decide import decide, explained, nothing_explains, of_one_run
 from divergence.comparison.measure.runs import (
     measure,
     measure_pairs,
@@ -170,7 +170,8 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         for analysis in analyses
     }
     findings = [finding for answer in answers.values() for finding in answer.findings]
-    decision = decide(findings, measured.preflight)
+    alike = nothing_explains(measured.reference, measured.candidate, measured.preflight)
+    decision = decide(findings, measured.preflight, alike=alike)
     parts = Parts()
     for answer in answers.values():
         parts.update(answer.parts)

@@ -39,6 +39,7 @@ from divergence.comparison.results import (
 )
 from divergence.facts import Fact, fact, plain
 from divergence.run.command import Command
+from divergence.run.reader import Run
 
 PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
     ("other_experiment",),
@@ -110,8 +111,11 @@ class Decision:
     flags: frozenset[SiteKey] = frozenset()
 
 
-def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ()) -> Decision:
-    """One verdict of all findings. ``preflight``: settings that differ, or that were overridden."""
+def decide(
+    findings: Sequence[Finding], preflight: Sequence[PreflightLine] = (), *, alike: bool = False
+) -> Decision:
+    """One verdict of all findings. ``preflight``: settings that differ, or that were overridden.
+    ``alike``: nothing recorded lets the two runs differ (``nothing_explains``)."""
     convicting = [f for f in findings if f.role == "convicts" and f.claim != "replicas_disagree"]
     enlarged = _enlarged(convicting)
     convicting = [finding for finding in convicting if finding not in enlarged]
@@ -146,12 +150,28 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
             kind="undetermined", headline=[fact("nothing_judged")], confidence="low", checks=checks
         )
     rounding = first is not None and first.claim == "within_rounding"
-    if rounding and verdict.kind == "within_floor" and {x.status for x in preflight} == {"same"}:
+    if rounding and alike and verdict.kind == "within_floor":
         verdict = _unsure(
             verdict, check("explained", False, fact("nothing_differs")),
             headline=[*verdict.headline, fact("nothing_explains")], side=None,
         )  # fmt: skip
     return Decision(_qualified(verdict, preflight), flags)
+
+
+def nothing_explains(reference: Run, candidate: Run, preflight: Sequence[PreflightLine]) -> bool:
+    """Does nothing that two runs recorded let their numbers differ: machine, versions, settings,
+    code, pads, and operators that do not repeat themselves?"""
+    a, b = reference.manifest, candidate.manifest
+    pads = [
+        [(each.num_left_pad, each.num_right_pad) for each in manifest.tokens.samples]
+        for manifest in (a, b)
+    ]
+    return (
+        a.id != b.id
+        and all(line.status == "same" and not line.details for line in preflight)
+        and not (a.settings.nondeterministic_warnings or b.settings.nondeterministic_warnings)
+        and (a.tokens.groups, pads[0]) == (b.tokens.groups, pads[1])
+    )
 
 
 def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:

@@ -327,6 +327,8 @@ class PromptRatio(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
     """The median token's error made here, over its floor."""
     num_rows: int
+    ratio_max: float | None = None
+    """The same of its worst token, sinks too."""
     usage: float = 0.0
     """The largest share of any limit that this prompt uses here; over 1 is beyond the limit."""
 
@@ -442,7 +444,10 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None = None
     """The median token's error made here, over its floor. Sink tokens are left out."""
     ratio_max: float | None = None
-    """The same of the worst token. Sink tokens are left out."""
+    """The same of the worst token, its floor no less than the median token's as far as that is 4
+    times its own. Sink tokens are left out."""
+    ratio_position: int | None = None
+    """Token index of that row, or of the worst sink where its ratio is larger."""
     ratio_sink: float | None = None
     """The same of the worst sink token; None without sinks."""
     num_rerouted: int | None = None

@@ -24,8 +24,8 @@ SENTENCES: Mapping[str, str] = {
     "settings_differ": "{settings:list}{beyond:yes=; beyond that, |no=: }",
     "nothing_explains": "; nothing that is recorded of the two explains it",
     "nothing_differs": (
-        "same machine, versions, settings and code, and yet other numbers: another kernel or "
-        "library, or a machine that does not repeat itself"
+        "the same kind of machine, versions, settings and code, and yet other numbers: another "
+        "kernel or library, or a machine that does not repeat itself"
     ),
     "side_not_known": "the {checks:list  and } of a side are not known",
     "other": "other {checks:list  and }",
@@ -147,12 +147,14 @@ SENTENCES: Mapping[str, str] = {
     ),
     "token_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s at "
-        "{sink:yes=a sink token|no=one token} {step:none=in the {forward}|*=at step {step}}; in "
-        "the other blocks {control:.2f} × (limit {limit:.1f} ×)"
+        "{sink:yes=a sink token|no=one token} {step:none=in the {forward}|*=at step {step}}"
+        "{like:none=; in the other blocks {control:.2f} ×|*=, like {like} of its kind} (limit "
+        "{limit:.1f} ×)"
     ),
     "channel_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s in "
-        "channel {channel}; in the other blocks {control:.2f} × (limit {limit:.1f} ×)"
+        "channel {channel}{like:none=; in the other blocks {control:.2f} ×|*=, like {like} of its "
+        "kind} (limit {limit:.1f} ×)"
     ),
     "gain_off": (
         "{site} ({phase}): the {what} is scaled by {factor:factor} in {side:letter}[[ in prompt "

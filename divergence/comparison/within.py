@@ -42,18 +42,20 @@ def align_within(run: Run) -> Alignment:
     whole = {(r.sample, r.site): r for r in run.records if r.pass_ == "whole"}
     if not whole:
         ranks = command_line("compare", run.path, run.path)
+        by_ranks = f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""
         encodes = run.manifest.model.task.startswith("encoder")
         if encodes or not any(record.step for record in run.records):
             raise UsageError(
                 f"{run.path} alone has nothing to compare: a run's decode steps are held against "
-                "its own pass over the whole sequence, and this one has none",
-                hint=f"give a second run: {command_line('compare', run.path, 'OTHER')}",
+                "its own pass over the whole sequence, which "
+                + ("an encoder has not" if encodes else "takes one"),
+                hint=f"give a second run: {command_line('compare', run.path, 'OTHER')}" + by_ranks,
             )
         raise UsageError(
             f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
             hint="give a second run, or make the pass: "
             + ", then ".join(command.text for command in WithinAdvice(run).whole())
-            + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
+            + by_ranks,
         )
     members = {group[0]: group for group in run.manifest.tokens.groups}
     pairs: list[Pair] = []

@@ -307,9 +307,9 @@ class Division:
             if rank == self.ranks.rank:
                 continue
             _add(manifest.sizes, sizes, sizes.__struct_fields__)
-            _add(repeated, theirs, ("num_compared", "num_different", "num_forwards"))
-            for site, count in theirs.begins.items():
-                repeated.begins[site] = repeated.begins.get(site, 0) + count
+            _add(repeated, theirs, ("num_compared", "num_different"))
+            if not repeated.begins:  # of the first rank that differs: others may inherit it
+                repeated.num_forwards, repeated.begins = theirs.num_forwards, theirs.begins
             if repeated.first_difference is None and theirs.first_difference is not None:
                 repeated.first_difference = f"{theirs.first_difference} on rank {rank}"
             settings.nondeterministic_warnings = list(

@@ -177,8 +177,11 @@ def repeat_lines(repeat: Repeatability) -> list[Line]:
     first = f", first at {repeat.first_difference}" if repeat.first_difference else ""
     differ = f"{repeat.num_different:,} of {repeat.num_compared:,} repeated tensors differ"
     text = f"{repeat.num_runs} runs: " + (differ if repeat.num_different else "all bits equal")
-    begins = [sentence(fact("preflight.begins", **repeat.beginnings))] if repeat.begins else []
-    return [prose("  repeated", "; ".join([text + first, *begins]), width=14)]
+    if repeat.begins:
+        num, total = sum(repeat.begins.values()), repeat.num_forwards
+        begins = fact("preflight.begins", num=num, total=total, places=repeat.places)
+        first += f"; {sentence(begins)}"
+    return [prose("  repeated", text + first, width=14)]
 
 
 TITLES = {

@@ -776,11 +776,10 @@ class Repeatability(_Strict, kw_only=True):
     """In how many of them a difference began, by the first site that differed."""
 
     @property
-    def beginnings(self) -> dict[str, Any]:
-        """``num`` of ``total`` forwards in which a difference began, at which ``places``."""
+    def places(self) -> list[str]:
+        """The sites at which differences began, most often first, with how often each."""
         ordered = sorted(self.begins.items(), key=lambda item: -item[1])
-        places = [f"{site} ({count})" if len(ordered) > 1 else site for site, count in ordered]
-        return {"num": sum(self.begins.values()), "total": self.num_forwards, "places": places}
+        return [f"{site} ({count})" if len(ordered) > 1 else site for site, count in ordered]
 
 
 class Override(_Strict, kw_only=True):

@@ -16,9 +16,9 @@ from divergence.comparison.results import Claim, Finding, Onset, PreflightLine
 from divergence.facts import plain, worded
 
 
-def decide(findings, preflight=()):
+def decide(findings, preflight=(), **options):
     """The decision, with the sentences of its verdict."""
-    decision = deciding.decide(findings, preflight)
+    decision = deciding.decide(findings, preflight, **options)
     return Decision(worded(decision.verdict), decision.flags)
 
 
@@ -102,16 +102,10 @@ def test_every_claim_of_the_table_has_a_kind_here():
     assert set(KINDS) == {claim for claims in PRECEDENCE for claim in claims}
 
 
-@pytest.mark.parametrize("status", ["same", "differs", "unknown"])
-def test_rounding_that_nothing_recorded_explains_clears_neither_side(status):
+@pytest.mark.parametrize("unexplained", [True, False])
+def test_rounding_that_nothing_recorded_explains_clears_neither_side(unexplained):
     """Same machine, versions, settings and code, and other numbers: what differs is not known."""
-    lines = [
-        PreflightLine(check=name, status="same", reference="x", candidate="x")
-        for name in ("weights", "code", "dtype")
-    ]
-    lines.append(PreflightLine(check="cpu", status=status, reference="x", candidate="y"))
-    verdict = decide([finding("within_rounding", side="neither")], lines).verdict
-    unexplained = status == "same"
+    verdict = decide([finding("within_rounding", side="neither")], alike=unexplained).verdict
     assert verdict.kind == "within_floor"
     assert verdict.side == (None if unexplained else "neither")
     assert verdict.confidence == ("medium" if unexplained else "high")

@@ -414,8 +414,11 @@ def _is_beyond(unit: Unit, result: SiteResult) -> bool:
     """Is this one of the results for which the unit is flagged?"""
     if unit.why == "forward":
         return any(look.result is result for look in unit.beyond)
+    if unit.blame is not None and unit.blame.why in ("token", "sink"):
+        used = [look.of_token for look in unit.looks if look.result is result]
+        return result is unit.blame.at or max(used, default=0.0) > 1
     if unit.blame is not None:
-        return unit.blame.why not in ("token", "sink") or result is unit.blame.at
+        return True
     worst = max(result.ratio_max or 0, result.ratio_sink or 0)
     return (result.ratio or 0) > unit.limit or (
         unit.why in ("token", "sink") and worst > unit.worst_limit

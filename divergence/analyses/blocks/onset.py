@@ -197,7 +197,7 @@ def _family_evidence(family: Family) -> Fact:
             "family_alike", num_flagged=len(beyond), num=len(family.members), total=family.num_all,
             name=family.name, least=min(sizes), most=max(sizes),
         )  # fmt: skip
-    low = min(unit.margin for unit in beyond)
+    low = max(1.0, min(unit.margin for unit in beyond))
     return fact(
         "family_beyond", num_flagged=len(family.members), total=family.num_all, name=family.name,
         least=low,
@@ -245,20 +245,24 @@ def _where(first: Unit, units: list[Unit]) -> list[Fact]:
 
 
 def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
-    """Is it off in decode steps, and its site's prefill is not, nor near to it?"""
+    """Is it off in decode steps, and its site's prefill is not, nor as far on the same side?"""
     same = [u for u in units if u.site == unit.site and u.phase == "prefill"]
-    near = math.log(THRESHOLDS.truth_confirm)
-    for other in same:
-        x = None if other.judged is None else other.judged[0].x_of(other.judged[1])
-        if other.why is not None or (unit.blame is not None and abs(x or 0.0) > near):
-            return False
-    return unit.phase == "decode" and bool(same)
+    if unit.phase != "decode" or not same or any(other.why is not None for other in same):
+        return False
+    sign = -1.0 if unit.side == "reference" else 1.0
+    mine, *rest = (
+        0.0 if each.judged is None else sign * (each.judged[0].x_of(each.judged[1]) or 0.0)
+        for each in (unit, *same)
+    )
+    near = max(math.log(THRESHOLDS.truth_confirm), mine / 2)
+    return unit.blame is None or max(rest) <= near
 
 
 def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
     """Does the float32 pass show it in every forward? Those that pass in 16 bits hide it then."""
     deeper = [u for u in escalation.flagged if (u.site, u.phase) == (unit.site, unit.phase)]
-    return any(only_in(u) is None for u in deeper)
+    beyond = ([max(look.usage, look.of_token) > 1 for look in unit.looks] for unit in deeper)
+    return any(all(looks) or not any(looks) for looks in beyond)
 
 
 def _usages(units: Sequence[Unit]) -> dict[PromptStep, float]:
@@ -283,29 +287,37 @@ def _is_confined(units: Sequence[Unit]) -> bool:
     return 0 < len(beyond) < len(usages) and min(beyond.values()) > _CONFINED * max(rest)
 
 
-def _may_be_elsewhere(unit: Unit) -> bool:
-    """Do the sides differ as much in forwards that are not beyond a limit? Few numbers convict
-    none, the truth may not hold them, and of a batch the worst token of one prompt is known."""
+def _may_be_elsewhere(unit: Unit, beyond: set[PromptStep]) -> bool:
+    """Do the sides differ as much in forwards that are not among those ``beyond`` a limit, or is
+    the one that is blamed as far from the truth there, by half in log W? Few numbers convict none,
+    and the truth may not hold them."""
     of_token = (unit.blame.why if unit.blame else unit.why) in ("token", "sink")
-    beyond: list[float] = []
-    rest = [0.0]
-    for look in unit.looks:
-        size = look.worst if of_token else look.typical
-        off = max(look.usage, look.of_token) > 1
-        (beyond if off else rest).append(math.inf if size is None else size)
-    return min(beyond, default=0.0) <= _CONFINED * max(rest)
+    sizes = {look.place: look.worst if of_token else look.typical for look in unit.looks}
+    off = [size for place, size in sizes.items() if place in beyond]
+    rest = [size for place, size in sizes.items() if place not in beyond]
+    if min(off, default=0.0) <= _CONFINED * max(rest, default=0.0):
+        return True
+    if of_token or unit.judged is None or unit.side not in ("reference", "candidate"):
+        return False
+    judged, member = unit.judged
+    sign = 1.0 if unit.side == "candidate" else -1.0
+    ratios = {place: sign * (judged.x_of(member, place) or 0.0) for place in sizes}
+    least = min((ratios[place] for place in sizes if place in beyond), default=0.0)
+    others = (ratios[place] for place in sizes if place not in beyond)
+    return max(others, default=0.0) > least / 2 > 0
 
 
 def only_in(*units: Unit) -> Fact | None:
     """The prompts and steps that alone are off (``alone``), or that are beyond their limits where
-    others may be off, too; None where all are beyond, or where it is of all rows together that the
-    units are. Of one unit, or all of a family."""
+    others may be off, too; None where all are beyond, or where all may be off and it is of all rows
+    together that the units are beyond theirs. Of one unit, or all of a family."""
     usages = _usages(units)
     beyond, everywhere = {place for place, usage in usages.items() if usage > 1}, set(usages)
     if not beyond or beyond == everywhere:
         return None
-    alone = _is_confined(units) and not any(map(_may_be_elsewhere, units))
-    if not alone and all(unit.why in ("typical", "both", "gain") for unit in units):
+    elsewhere = any(_may_be_elsewhere(unit, beyond) for unit in units)
+    alone = _is_confined(units) and not elsewhere
+    if elsewhere and all(unit.why in ("typical", "both", "gain") for unit in units):
         return None
     samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
     steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
@@ -339,7 +351,7 @@ def unit_evidence(unit: Unit) -> Fact:
         return fact(
             "token_ratio", **place, sink=unit.why == "sink",
             ratio=unit.sink if unit.why == "sink" else unit.worst, limit=unit.worst_limit,
-            token=worst.worst_position,
+            token=worst.ratio_position,
         )  # fmt: skip
     if unit.why == "forward":
         look = max(unit.beyond, key=lambda forward_look: forward_look.usage)
@@ -400,15 +412,16 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
 
 
 def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
-    """Equal inputs, and an error clearly over its limit: twice as large, or one where the others of
-    its kind have none at all."""
+    """Equal inputs, and an error clearly over its limit: twice as large, or one that the truth
+    blames a side for, where the others of its kind differ in nothing."""
     kin = [u for u in units if u.kind == unit.kind and u.pass_ == unit.pass_ and u is not unit]
     healthy = [other for other in kin if other.why is None]
-    # the same kernels ran on both sides, so that no other order of additions excuses it
+    # the same kernels ran on both sides, and it is no other kernel's healthy error either
     only_here = len(healthy) >= max(2, len(kin) / 2) and all(
         result.identical for other in healthy for result in other.results
     )
-    clear = unit.margin > 2 or only_here
+    sided = unit.blame is not None and unit.blame.side != "both"
+    clear = unit.margin > 2 or (only_here and sided)
     return [
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass")),
         check("clear", clear, fact("not_clear", margin=unit.margin)),

@@ -17,7 +17,7 @@ from divergence.comparison.results import Finding, SiteResult, allowed_errors, m
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.command import Command
-from divergence.run.site import ROOT, module_of
+from divergence.run.site import ROOT, is_codes, module_of
 from divergence.words import Side
 
 # Drift: the free run ends farther off than its parts explain, though none is beyond its limit.
@@ -254,11 +254,12 @@ def within_rounding(
                 "escalated", escalation.complete, _no_escalation(measured, escalation), made=False
             )
         )  # fmt: skip
-    healthy = truth_tells and not any(standout.side or standout.alone for standout in standouts)
+    where = _where_made(measured, standouts)
+    healthy = truth_tells and not where
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        headline=[fact("only_rounding", sure=sure), *_where_made(standouts)],
+        headline=[fact("only_rounding", sure=sure), *where],
         rests_on=checks,
         only_rounds=only_rounds,
         side="neither" if healthy else None,
@@ -267,16 +268,22 @@ def within_rounding(
     )
 
 
-def _where_made(standouts: list[StandOut]) -> list[Fact]:
-    """One side's arithmetic, where it is coarser in all blocks; and the blocks that alone differ at
-    all."""
+def _where_made(measured: Measured, standouts: list[StandOut]) -> list[Fact]:
+    """One side's arithmetic, where it is coarser in all blocks; and the blocks that stand out,
+    where nothing but these differs at all."""
     coarser = [
         fact("blocks.coarser", side=standout.side, other=standout.other, times=standout.times)
         for standout in standouts
         if standout.side is not None
-    ]
-    alone = [standout.unit.results[0].block for standout in standouts if standout.alone]
-    return [*coarser[:1], *([fact("blocks.only_in", places=alone)] if alone else [])]
+    ][:1]
+    named = {standout.unit.results[0].block for standout in standouts if standout.side is None}
+    differing = dict.fromkeys(
+        site.block for site in measured.sites
+        if site.pass_ == "anchored" and not site.identical and not is_codes(site.site)
+    )  # fmt: skip
+    if named and named >= differing.keys():
+        coarser.append(fact("blocks.only_in", places=list(differing)))
+    return coarser
 
 
 def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation) -> list[Command]:
@@ -349,13 +356,11 @@ element rounded otherwise makes no stand-out."""
 @dataclass(frozen=True, slots=True)
 class StandOut:
     """``times``: the typical token's error over its siblings'; where all blocks of a kind stand
-    out, ``side``'s error over the other side's. ``unit``: the first of them then. ``alone``: the
-    others are equal bit for bit, but for those that stand out, too."""
+    out, ``side``'s error over the other side's. ``unit``: the first of them then."""
 
     unit: Unit
     times: float
     side: Side | None = None
-    alone: bool = False
 
     @property
     def other(self) -> Side | None:
@@ -397,7 +402,6 @@ def find_standouts(
     standouts: list[StandOut] = []
     anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
     for family in families_of(anchored):
-        far: list[tuple[Unit, float]] = []
         for unit in family if len(family) >= 4 else ():
             usual = statistics.median(o.typical for o in family if o is not unit)
             times = unit.typical / max(usual, _SEEN)
@@ -405,10 +409,7 @@ def find_standouts(
             if times > thresholds.standout * spread(numbers) or (
                 unit in excused and times > thresholds.truth_confirm
             ):
-                far.append((unit, times))
-        rest = [unit for unit in family if unit not in [each for each, _ in far]]
-        alone = all(result.identical for unit in rest for result in unit.results)
-        standouts += [StandOut(unit, times, alone=alone) for unit, times in far]
+                standouts.append(StandOut(unit, times))
         farther = None
         if not two_dtypes and any(unit.stats is not None for unit in family):
             from divergence.analyses.blocks.sides import farther_side

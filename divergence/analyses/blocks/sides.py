@@ -43,6 +43,7 @@ from divergence.comparison.measure.truth import (
     stats_of,
 )
 from divergence.numerics.floor import Thresholds, spread
+from divergence.numerics.formats import format_named
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -280,7 +281,19 @@ def _tokens_used(judged: JudgedFamily, member: int, widened: float) -> dict[Prom
     }
 
 
-def shared_by_all(judged: JudgedFamily, widened: float) -> Iterator[list[Blame | None]]:
+def _is_of_storing(stats: TruthStats, side: Side, channel: int, thresholds: Thresholds) -> bool:
+    """Is a channel's error no more than what storing its values makes? One that is large in all
+    blocks has the residual stream's rounding, which a side that keeps it wider has not."""
+    assert stats.first is not None and stats.channels is not None
+    dtypes = stats.first.reference_dtype, stats.first.candidate_dtype
+    roundoff = max(format_named(dtype).unit_roundoff for dtype in dtypes)
+    stored = np.square(thresholds.truth_systematic * roundoff) * stats.channels.values[channel]
+    return bool(stats.channels.energy[SIDES.index(side), channel] <= stored)
+
+
+def shared_by_all(
+    judged: JudgedFamily, widened: float, thresholds: Thresholds
+) -> Iterator[list[Blame | None]]:
     """For each forward, then each row and each channel, that stands out beside the others in what
     all members have in common: of each member its blame, None where it is not off there itself."""
     tables: tuple[tuple[Why, JudgedTable | None], ...] = (
@@ -308,6 +321,8 @@ def shared_by_all(judged: JudgedFamily, widened: float) -> Iterator[list[Blame |
                 if why == "channel":
                     assert stats.first is not None
                     blame = Blame(side, why, value, 1.0, limit, stats.first, "all", channel=column)
+                    if _is_of_storing(stats, side, column, thresholds):
+                        excess = 0.0
                 else:
                     place = judged.places[number]
                     at = of_place(stats, place)
@@ -524,7 +539,8 @@ def blame_units(
             suspected = {look.place for look in unit.beyond}
             shown = forwards_of(own, member, unit.widened)
             usage = {place: (blame.limit_usage, blame.share_used) for place, blame in shown.items()}
-            tokens = _tokens_used(own, member, unit.widened)
+            tokens = dict.fromkeys(unit.stats.forwards, 0.0)
+            tokens |= _tokens_used(own, member, unit.widened)
             for look in unit.looks:
                 look.of_token = tokens.get(look.place, look.of_token)
                 if look.place in usage:
@@ -552,7 +568,7 @@ def blame_units(
         if len(family) >= 3:
             _blame_family(family, thresholds)
             if not is_routed:
-                _blame_columns(family)
+                _blame_columns(family, thresholds)
         for unit in family:  # what is asked later needs no table of rows
             assert unit.judged is not None
             unit.judged = (
@@ -701,20 +717,22 @@ def farther_side(family: Sequence[Unit], thresholds: Thresholds) -> tuple[Side, 
     return _side(together.usual), math.exp(min(abs(together.usual), 700.0))
 
 
-def _blame_columns(family: list[Unit]) -> None:
+def _blame_columns(family: list[Unit], thresholds: Thresholds) -> None:
     """What all of one kind have in common in one forward, then in one row or one channel, blames
     those of them that are not blamed for more."""
     assert family[0].judged is not None
     widened = max(unit.widened for unit in family)
-    for shared in shared_by_all(family[0].judged[0], widened):
+    for shared in shared_by_all(family[0].judged[0], widened, thresholds):
         for unit, blame in zip(family, shared, strict=True):
-            if blame is None:
+            if blame is None or (unit.blame is not None and unit.blame.side != blame.side):
                 continue
             used = max(blame.limit_usage, 1.0 + 1e-9)
             for look in unit.looks:
-                if blame.why == "token" and look.place == blame.place:
+                if look.place != blame.place:  # a channel is that of all forwards
+                    continue
+                if blame.why == "token":
                     look.of_token = max(look.of_token, used)
-                elif blame.why == "channel" or look.place == blame.place:
+                else:
                     look.usage = max(look.usage, used)
             if unit.why is None:
                 unit.blame, unit.why = blame, blame.why

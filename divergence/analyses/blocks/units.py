@@ -77,8 +77,8 @@ class Look:
     between: float = 0.0
     from_nothing: float | None = None
     """``usage`` as ``share_from_nothing`` has it, where that is another number."""
-    worst: float | None = None
-    """Its worst token's ratio; None where that is another prompt's of the batch."""
+    worst: float = 0.0
+    """Its worst token's ratio."""
     of_token: float = 0.0
     """The share of a single token's limit that its worst token uses."""
 
@@ -108,7 +108,7 @@ def looks_of(results: Iterable[SiteResult]) -> list[Look]:
         looks += [
             Look(
                 result, prompt.sample, prompt.ratio, prompt.num_rows, prompt.num_rows / total,
-                worst=worst if prompt.sample == result.worst_sample else None,
+                worst=prompt.ratio_max or 0.0,
             )
             for prompt in result.prompts
         ]  # fmt: skip
@@ -437,7 +437,7 @@ def flag(
                 worst = max(unit.worst, unit.sink)
                 unit.limit_usage = max(unit.limit_usage, worst / unit.worst_limit)
                 for look in unit.looks:
-                    look.of_token = (look.worst or 0.0) / unit.worst_limit
+                    look.of_token = look.worst / unit.worst_limit
             if unit.typical > unit.limit:
                 unit.why = "typical"
             elif unit.beyond:

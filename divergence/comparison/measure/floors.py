@@ -47,6 +47,9 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import BACKWARD, LOSS, module_of, of_parameter
 
+_BY_CHANCE = 4.0
+"""A row is smaller than the median one by chance by no more than that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
@@ -60,8 +63,10 @@ class Ratios:
     """The largest row's, over no less than the median row's floor."""
     sink: float | None = None
     """The largest sink row's; sinks are in none of the above. None where there is none."""
-    members: tuple[tuple[int, float, int], ...] = ()
-    """Of a batch, each member's number, typical ratio and rows."""
+    members: tuple[tuple[int, float, int, float], ...] = ()
+    """Of a batch, each member's number, typical ratio, rows, and largest row's ratio."""
+    row: int | None = None
+    """That of ``worst``, or of ``sink`` where it is the larger."""
 
 
 class Floor(Protocol):
@@ -137,29 +142,37 @@ class ModelFloor:
             sinks = real & (norm > SINK_FACTOR * medians(norm, real)[:, None])  # never half of all
             usual = real & ~sinks
             # a single row may be small by chance, and its error is not: that of what cancelled
-            least = medians(allowed * norm, usual)[:, None]
-            single = made * norm / np.fmax(allowed * norm, least)
+            own = allowed * norm
+            single = made * norm / np.clip(medians(own, usual)[:, None], own, _BY_CHANCE * own)
+            rows_usual, rows_sink = (
+                np.where(kept, values, -math.inf)
+                for kept, values in ((usual, single), (sinks, ratio))
+            )
             columns = (
                 one_sided,
                 real.any(axis=1),
                 medians(floor, usual),
                 medians(ratio, usual),
-                np.where(usual, single, -math.inf).max(axis=1, initial=-math.inf),
+                rows_usual.max(axis=1, initial=-math.inf),
                 sinks.any(axis=1),
-                np.where(sinks, ratio, -math.inf).max(axis=1, initial=-math.inf),
+                rows_sink.max(axis=1, initial=-math.inf),
+                np.maximum(rows_usual, rows_sink).argmax(axis=1),
             )
         rated: list[Ratios | None] = []
         for number, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-            lone, some, middle, typical, worst, has_sink, sink = values
+            lone, some, middle, typical, worst, has_sink, sink, row = values
             if lone:
                 rated.append(Ratios(floor=0.0, typical=math.inf, worst=math.inf))
             elif not some:
                 rated.append(None)
             else:
-                members: tuple[tuple[int, float, int], ...] = ()
+                members: tuple[tuple[int, float, int, float], ...] = ()
                 if num_members > 1:
-                    members = _members(ratio[number], usual[number], num_members)
-                rated.append(Ratios(middle, typical, worst, sink if has_sink else None, members))
+                    largest = np.maximum(rows_usual[number], rows_sink[number])
+                    members = _members(ratio[number], usual[number], largest, num_members)
+                rated.append(
+                    Ratios(middle, typical, worst, sink if has_sink else None, members, row)
+                )
         return rated
 
 
@@ -173,9 +186,9 @@ def _one_sided(rows: RowMetrics) -> np.ndarray:
 
 
 def _members(
-    ratio: np.ndarray, usual: np.ndarray, num_members: int
-) -> tuple[tuple[int, float, int], ...]:
-    """(number, median ratio, rows) of each member of a batch."""
+    ratio: np.ndarray, usual: np.ndarray, largest: np.ndarray, num_members: int
+) -> tuple[tuple[int, float, int, float], ...]:
+    """(number, median ratio, rows, largest ratio) of each member of a batch."""
     rows_each = max(1, len(usual) // num_members)
     member = np.arange(len(usual)) // rows_each
     by_member = []
@@ -183,7 +196,8 @@ def _members(
         mine = (member == number) & usual
         if mine.any():
             middle = float(medians(ratio[None], mine[None])[0])
-            by_member.append((number, middle, int(mine.sum())))
+            worst = float(largest[member == number].max())
+            by_member.append((number, middle, int(mine.sum()), worst))
     return tuple(by_member)
 
 

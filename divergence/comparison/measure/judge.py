@@ -531,12 +531,15 @@ class Judge:
                 "ratio": ratios.typical,
                 "ratio_max": ratios.worst,
                 "ratio_sink": ratios.sink,
+                "ratio_position": self._pieces.locate(pair.reference, rows, ratios.row)[1],
             }
             if ratios.members:
                 assert judged.members is not None
                 more["prompts"] = [
-                    PromptRatio(sample=judged.members[number], ratio=ratio, num_rows=count)
-                    for number, ratio, count in ratios.members
+                    PromptRatio(
+                        sample=judged.members[number], ratio=ratio, num_rows=count, ratio_max=worst
+                    )
+                    for number, ratio, count, worst in ratios.members
                 ]
         routed = judged.routed
         if routed is not None:

@@ -304,12 +304,13 @@ class RowErrors:
 class ChannelErrors:
     """The errors of each channel of one site and phase. ``energy`` (2, D): each side's squared
     error over ``num_rows``; ``least`` (D,): within which two errors are alike; ``total``: ΣR² of
-    all of them."""
+    all of them; ``values`` (D,): ΣR² of each."""
 
     energy: np.ndarray
     least: np.ndarray
     num_rows: int
     total: float
+    values: np.ndarray
 
 
 @dataclass(slots=True)
@@ -515,6 +516,7 @@ def _channel_errors(channels: ChannelSums, rows: _Rows) -> ChannelErrors | None:
         least=np.sqrt(np.maximum(np.minimum(*least), max(exact, 1e-300))),
         num_rows=count,
         total=float(sums[3].sum()),
+        values=sums[3],
     )
 
 

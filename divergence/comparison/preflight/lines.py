@@ -470,8 +470,11 @@ def _repeatable(a: Manifest, b: Manifest) -> PreflightLine:
     detail = None
     if noisy:
         seen = noisy[0]
-        begins = fact("preflight.begins", **seen.beginnings) if seen.begins else None
-        detail = fact("preflight.repeats_not", site=seen.first_difference, begins=begins)
+        num, total = sum(seen.begins.values()), seen.num_forwards
+        begins = fact("preflight.begins", num=num, total=total, places=seen.places)
+        detail = fact(
+            "preflight.repeats_not", site=seen.first_difference, begins=begins if num else None
+        )
     return _same("repeatability", say(a), say(b), detail, same=not noisy)
 
 

@@ -266,7 +266,7 @@ def test_one_token_that_every_block_gets_wrong_shows(swap):
     blocks = [Block(seed) for seed in range(4)]
     for block in blocks:
         block.sides[1][:, 5] *= 1 + 1e4 * FLOOR
-    (blames,) = shared_by_all(judged(blocks, swap=swap), 1.0)
+    (blames,) = shared_by_all(judged(blocks, swap=swap), 1.0, THRESHOLDS)
     assert {(blame.side, blame.why) for blame in blames} == {
         ("reference" if swap else "candidate", "token")
     }

@@ -184,6 +184,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} TiB"
 
 
+def rank_names(ranks: Sequence[int]) -> str:
+    """``0, 1, 2``; of many ranks the first."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "") or "?"
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """``4x64``."""
     return "x".join(str(length) for length in shape) or "scalar"

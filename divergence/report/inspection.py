@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.analyses.precision.show import audit_lines
+from divergence.analyses.precision.sections import audit_sections
 from divergence.comparison.results import AuditResult, called_at
 from divergence.errors import UsageError
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
@@ -24,6 +24,7 @@ from divergence.report.environment import (
     repeat_lines,
     switch_lines,
 )
+from divergence.report.text import sections_lines
 from divergence.run.command import command_line, requoted
 from divergence.run.contents import (
     count_passes,
@@ -104,7 +105,7 @@ def run_lines(
     if manifest.model.task != "operators":
         lines += [*_prompt_lines(manifest), BLANK]
     lines += _record_lines(records, verbose=verbose)
-    audited = audit_lines(audit, alone=True, all_sites=verbose)
+    audited = sections_lines(audit_sections(audit, alone=True, every=verbose))
     lines += [BLANK, *audited[:-1]] if audited else []
     lines += [BLANK, heading("next"), *[line(f"  {text}") for text in _next(path, manifest)]]
     if records:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from divergence.analyses.operators.show import show as operator_lines
+from divergence.analyses.operators.sections import sections as operator_sections
 from divergence.experiments.result import (
     Level,
     Localization,
@@ -21,6 +21,7 @@ from divergence.layout import (
     prose,
     times,
 )
+from divergence.report.text import sections_lines
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
 
@@ -45,7 +46,7 @@ def localization_lines(
             lines.append(heading("why"))
             lines += [prose("  -", item.text, width=4) for item in shown]
             lines.append(BLANK)
-        lines += operator_lines(result.report, all_sites=verbose)
+        lines += sections_lines(operator_sections(result.report, every=verbose))
     lines += [
         prose("A", result.reference),
         prose("B", result.candidate),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.analyses.blocks.page import curves
+from divergence.analyses.blocks.figures import curves
 from divergence.comparison.result import Report, RunSummary
 from divergence.errors import UsageError
 from divergence.html.parts import small_table

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from divergence.analyses.blocks.show import worst_rows
-from divergence.analyses.tokens.show import explained_lines
+from divergence.analyses.blocks.rows import prompt_usage, worst_rows
+from divergence.analyses.tokens.sections import explained_lines
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.layout import BLANK, Line, columns, count, cut, fold, heading, line, prose, times
@@ -252,8 +252,6 @@ def _at(site: SiteResult) -> str:
 
 
 def _prompt_lines(report: Report) -> list[Line]:
-    from divergence.analyses.blocks.show import prompt_usage
-
     rows = prompt_usage(report)
     if len(rows) < 2 or report.verdict.kind == "identical" or not rows[0][0]:
         return []

@@ -12,9 +12,11 @@ from importlib.util import find_spec
 
 from divergence.comparison import analysis
 from divergence.comparison.result import Report
-from divergence.comparison.results import PassCoverage, PreflightLine, Verdict, Visible
+from divergence.comparison.results import Background, PassCoverage, PreflightLine, Verdict, Visible
+from divergence.document import Section
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
 from divergence.report.environment import changed_lines
+from divergence.report.text import sections_lines
 from divergence.run.manifest import UNKNOWN
 from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names
@@ -34,6 +36,7 @@ MAX_UNMATCHED = 12
 
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
     """The whole report. ``all_sites``: nothing is elided; ``verbose``: also what was the same."""
+    sections = analysis_sections(report, every=all_sites)
     return [
         *verdict_lines(report),
         *visible_lines(report),
@@ -42,7 +45,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         BLANK,
         *_evidence_lines(report.verdict),
         *_preflight_lines(report.preflight, verbose=verbose),
-        *_shown_by_analyses(report, all_sites=all_sites),
+        *(line for made in sections.values() for line in sections_lines(made)),
         *_coverage_lines(report, all_sites=all_sites, verbose=verbose),
         *_note_lines(report.notes),
         *_next_lines(report.verdict.next),
@@ -228,20 +231,16 @@ _ORDER = (
 )  # fmt: skip
 
 
-def shown_analyses() -> list[str]:
-    """All analyses that have a ``show`` module, others behind those of _ORDER."""
-    names = dict.fromkeys((*_ORDER, *analysis.ANALYSES))
-    return [
-        name
-        for name in names
-        if name in _ORDER or find_spec(f"divergence.analyses.{name}.show") is not None
-    ]
-
-
-def _shown_by_analyses(report: Report, *, all_sites: bool) -> list[Line]:
-    """The sections of all of them."""
-    lines = []
-    for name in shown_analyses():
-        path = f"divergence.analyses.{name}.show"
-        lines += import_module(path).show(report, all_sites=all_sites)
-    return lines
+def analysis_sections(
+    report: Report, *, every: bool = False, background: Background | None = None
+) -> dict[str, list[Section]]:
+    """What each analysis shows, those behind _ORDER last. ``background``: what the report does not
+    hold, given for a page."""
+    sections = {}
+    for name in dict.fromkeys((*_ORDER, *analysis.ANALYSES)):
+        path = f"divergence.analyses.{name}.sections"
+        if find_spec(path) is not None:
+            sections[name] = import_module(path).sections(
+                report, every=every, background=background
+            )
+    return sections

@@ -8,29 +8,19 @@ Report.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.comparison.result import Answer, Report
 from divergence.comparison.results import Background
+from divergence.document import Block, BlockPart, Figures, Section, Table
 from divergence.evaluations.result import Candidate, ScoresReport
 from divergence.evaluations.show import TITLES, facts_of, headline, name_of, task_cells
 from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.html.figures import Plot, PlotLine
-from divergence.html.parts import (
-    BlockPart,
-    Node,
-    Section,
-    Table,
-    details,
-    el,
-    facts,
-    prose_block,
-    table,
-)
+from divergence.html.parts import details, el, facts, prose_block
 from divergence.layout import Line, count, share, times
 from divergence.report import experiments as selfchecks
 from divergence.report import experiments as sensitivities
@@ -86,13 +76,13 @@ def _matrix(matrix: Matrix) -> str:
 def _runs(matrix: Matrix) -> Section:
     rows = matrix.rows[:_MOST_ROWS]
     told = [_says(matrix, row) for row in rows]
-    figures: dict[str, dict[str, Any]] = {}
-    body: list[Node] = []
+    body: list[Block] = []
     if sum(row.limit_usage is not None for row in rows) > 1:
         flagged = [n for n, row in enumerate(rows) if (row.limit_usage or 0) > 1]
         paths = [row.path for row in rows]
         plot = Plot(
-            id="usage", title="How far each run is from the first", says=told, blocks=paths,
+            id="usage", title="How far each run is from the first", says=told, wide=True,
+            blocks=paths,
             described="The largest share of any limit, by the order in which runs were given.",
             label=f"The largest share of a limit that each of {count(len(rows), 'run')} uses: "
             f"{len(flagged)} beyond 1.",
@@ -102,20 +92,17 @@ def _runs(matrix: Matrix) -> Section:
                             values=[r.limit_usage for r in rows])],
             band=([1.0] * len(rows), [None] * len(rows)),
         )  # fmt: skip
-        figures[plot.id] = plot.data()
-        body.append(plot.figure(wide=True))
-        body.append(el("div", class_="chosen", id="chosen", hidden=True))
+        body.append(Figures([plot], choose=True))
     marks = ["flagged" if (row.limit_usage or 0) > 1 else "" for row in rows]
-    grid = Table(
-        caption="Each run against the first", titles=matrices.TITLES, names=True,
+    body.append(Table(
+        caption="Each run against the first", columns=matrices.TITLES, names=True,
         rows=[matrices.row_cells(row) for row in rows], marks=marks, num_left=matrices.NUM_WORDS,
         note="" if len(rows) == len(matrix.rows) else f"The first {len(rows):,} rows.",
-    )  # fmt: skip
-    body.append(table(grid))
+    ))  # fmt: skip
     return Section(
-        id="runs", title="Runs", body=tuple(body), figures=figures,
+        id="runs", title="Runs", body=body,
         lead=f"{count(len(matrix.rows), 'run')}, each compared with {matrix.reference.path}.",
-        blocks=[BlockPart(block=row.path, facts=_row_facts(row)) for row in rows],
+        parts=[BlockPart(block=row.path, facts=_row_facts(row)) for row in rows],
     )  # fmt: skip
 
 
@@ -155,9 +142,9 @@ def _among(matrix: Matrix) -> Section | None:
         for check in matrix.cross_checks
     ]
     titles = ("run", "and run", "verdict")
-    grid = Table(caption="The other runs with one another", titles=titles, rows=rows, num_left=3)
+    grid = Table(caption="The other runs with one another", columns=titles, rows=rows, num_left=3)
     return Section(
-        id="among", title="Among themselves", body=(table(grid),),
+        id="among", title="Among themselves", body=[grid],
         lead="Who agrees with whom, where the first run is the odd one.",
     )  # fmt: skip
 
@@ -178,7 +165,7 @@ def _localization(result: Localization, background: Background) -> str:
     top = opening(lines, id="answer", label="Answer", below=next_commands(result.commands))
     descent = Section(
         id="descent", title="The descent", lead="From the block to the operator, and its proof.",
-        body=(table(_levels(result)), printed(localized.proof_lines(result))),
+        body=(_levels(result), printed(localized.proof_lines(result))),
     )  # fmt: skip
     if result.report is None:
         return frame(
@@ -202,7 +189,7 @@ def _levels(result: Localization) -> Table:
         for level in result.levels
     ]
     return Table(
-        caption="Level by level", titles=("level", "begins at", "wrong", "verdict", "why"),
+        caption="Level by level", columns=("level", "begins at", "wrong", "verdict", "why"),
         rows=rows, num_left=5,
     )  # fmt: skip
 
@@ -220,16 +207,16 @@ def _sensitivity(result: Sensitivity) -> str:
         id="sizes", title="The smallest fault that is seen",
         lead="Faults of growing size were planted in what B recorded, until compare "
         "saw them.",
-        body=(el("div", *pictures, class_="figures") if pictures else None, *map(table, tables)),
+        body=(Figures(pictures) if pictures else None, *tables),
     )  # fmt: skip
     units = Table(
-        caption="A size is a share of", titles=("fault", "unit"), rows=list(result.units.items()),
+        caption="A size is a share of", columns=("fault", "unit"), rows=list(result.units.items()),
         num_left=2,
     )  # fmt: skip
     more = [el("p", line.text.strip()) for line in rest]
     basis = Section(
         id="basis", title="What it rests on",
-        body=(printed(sensitivities.setup_lines(result)), table(units)),
+        body=(printed(sensitivities.setup_lines(result)), units),
     )  # fmt: skip
     return frame(
         "sensitivity", first.text[:120],
@@ -247,12 +234,12 @@ def _sizes(result: Sensitivity, *, escalated: bool) -> Table:
     ]
     what = "with the escalated pass, float32" if escalated else f"anchored pass, {result.dtype}"
     return Table(
-        caption=f"Smallest size seen, {what}", titles=("block", *result.phrases), rows=rows
+        caption=f"Smallest size seen, {what}", columns=("block", *result.phrases), rows=rows
     )
 
 
-def _size_plots(result: Sensitivity) -> list[Node]:
-    plots: list[Node] = []
+def _size_plots(result: Sensitivity) -> list[Plot]:
+    plots = []
     names = [block.rpartition(".")[2] for block in result.blocks]
     for fault in result.phrases:
         sizes = {size.block: size for size in result.of(fault)}
@@ -268,7 +255,7 @@ def _size_plots(result: Sensitivity) -> list[Node]:
             id=f"size-{fault}", title=fault, names=names, lines=lines,
             described=f"The smallest size that is seen, by block: {worst}.",
             label=f"{fault}: seen {worst}.", legend=legend[: len(lines)],
-        ).figure())  # fmt: skip
+        ))  # fmt: skip
     return plots
 
 
@@ -282,7 +269,7 @@ def _selfcheck(result: SelfcheckResult) -> str:
     ]
     bad = [line.status in ("diverged", "suspected") for line in result.lines]
     grid = Table(
-        caption="Ways of running", titles=("line", "what is changed", "result"), rows=rows,
+        caption="Ways of running", columns=("line", "what is changed", "result"), rows=rows,
         num_left=3, marks=["flagged" if is_bad else "" for is_bad in bad],
     )  # fmt: skip
     verdicts = [
@@ -290,7 +277,7 @@ def _selfcheck(result: SelfcheckResult) -> str:
         for line in result.lines
         if line.summary
     ]
-    body: list[Node] = [table(grid)]
+    body: list[Block] = [grid]
     if verdicts:
         body.append(details("What compare says of each", el("ul", *verdicts)))
     commands = [command for line in result.diverged or result.compared for command in line.next[:1]]
@@ -327,7 +314,7 @@ def _scores(report: ScoresReport) -> str:
 
 def _task_section(number: int, candidate: Candidate) -> Section:
     grid = Table(
-        caption="Each score, candidate against reference", titles=TITLES, num_left=2,
+        caption="Each score, candidate against reference", columns=TITLES, num_left=2,
         rows=[task_cells(task) for task in candidate.tasks],
         marks=["flagged" if task.verdict == "worse" else "" for task in candidate.tasks],
     )  # fmt: skip
@@ -340,5 +327,5 @@ def _task_section(number: int, candidate: Candidate) -> Section:
     ]
     return Section(
         id=f"scores-{number}", title=f"Scores of {candidate.side.path}",
-        body=(table(grid), *told, *notes),
+        body=(grid, *told, *notes),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from divergence.html.parts import Element
+from divergence.words import markdown_code
 
 
 def text(value: object) -> str:
@@ -28,6 +29,8 @@ class Column(NamedTuple):
     """It begins at the left in a grid, although it is no word."""
     width: int = 0
     """At least so many letters of a grid."""
+    own: bool = False
+    """The tool's own words: Markdown may obey them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,18 @@ class Table:
             tuple(column.format(row[n]) for n, column in shown) for row in self.rows[: self.most]
         ]
 
+    def markdown(self) -> list[str]:
+        """The table for an issue, with nothing of a run in it that Markdown obeys."""
+        own = [column.own for _, column in self.shown]
+        rows = [
+            [each if is_own or not each else markdown_code(each)
+             for each, is_own in zip(row, own, strict=True)]
+            for row in self.cells()
+        ]  # fmt: skip
+        lines = [self.titles, ["---"] * len(own), *rows]
+        more = [f"| {self.num_more} more {'|' * len(own)}"] * bool(self.num_more)
+        return [*(f"| {' | '.join(row)} |" for row in lines), *more]
+
     @property
     def num_more(self) -> int:
         """Rows that are not shown."""
@@ -119,9 +134,9 @@ class Table:
         return self.marks[number].partition(" ")[0] if number < len(self.marks) else ""
 
 
-MARKS = ("onset", "flagged", "wrong", "differs", "below", "blocks")
+MARKS = ("onset", "flagged", "wrong", "differs", "below", "good", "blocks")
 """Where the error begins; beyond a limit; wrong, or beyond what is allowed; worth a look; below
-what is usual; what forbids a comparison."""
+what is usual; as it should be; what forbids a comparison."""
 
 
 class Drawing(Protocol):
@@ -162,8 +177,9 @@ class BlockPart:
 class Section:
     """One part of a document. An Element in it is for a page alone."""
 
-    id: str
-    title: str
+    id: str = ""
+    """On a page."""
+    title: str = ""
     """Without one a terminal shows the body alone."""
     detail: str = ""
     """Beside the title."""

@@ -64,6 +64,12 @@ def heading(text: str, detail: str = "") -> Line:
     return line((text, "bold"), (f"  {detail}" if detail else "", "dim"))._replace(hang=2)
 
 
+def next_lines(commands: Iterable[str], title: str = "next") -> list[Line]:
+    """What to run, where there is anything: commands stand alone, so that they can be copied."""
+    lines = [line(f"  {command}") for command in commands]
+    return [heading(title), *lines] if lines else []
+
+
 def cut(text: str, width: int) -> str:
     """``text`` in at most ``width`` columns; the end of a path says more than its beginning."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]

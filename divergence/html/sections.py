@@ -19,7 +19,7 @@ from divergence.html.parts import (
 )
 
 _MARKS = {"onset": "begins here", "flagged": "beyond its limit"}
-_CLASSES = {"wrong": "flagged", "below": ""}
+_CLASSES = {"wrong": "flagged", "below": "", "good": ""}
 """Marks of a row that have the look of another."""
 
 

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.analyses.operators.sections import sections as operator_sections
-from divergence.experiments.result import (
-    Level,
-    Localization,
-)
+from divergence.document import Facts, Section, Sentence, Table
+from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
 from divergence.layout import (
     BLANK,
@@ -35,19 +33,17 @@ def localization_lines(
     lines = _answer(result)
     if answer_only:
         return lines
-    lines += [BLANK, heading("descent")]
-    lines += [_level(level, named=result.side is not None) for level in result.levels]
-    lines += [*proof_lines(result), BLANK]
+    sections = [descent_section(result)]
     if result.report is not None:
         evidence = result.report.verdict.evidence
         told = [item for level in result.levels for item in level.because]
         shown = [item for item in evidence if item not in told]
-        if shown:
-            lines.append(heading("why"))
-            lines += [prose("  -", item.text, width=4) for item in shown]
-            lines.append(BLANK)
-        lines += sections_lines(operator_sections(result.report, every=verbose))
+        why = [Sentence(item.text, "-", indent=2) for item in shown]
+        sections += [Section(id="why", title="why", body=why)] if why else []
+        sections += operator_sections(result.report, every=verbose)
     lines += [
+        BLANK,
+        *sections_lines(sections),
         prose("A", result.reference),
         prose("B", result.candidate),
         *([] if result.truth is None else [prose("truth", result.truth)]),
@@ -109,45 +105,49 @@ def _called(result: Localization) -> str:
     return f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"
 
 
-def _level(level: Level, *, named: bool) -> Line:
+def descent_section(result: Localization, *, page: bool = False) -> Section:
+    """Level by level, and the proof."""
+    proof = Facts(_proof(result), width=12)
+    if page:
+        table = Table(
+            caption="Level by level", columns=("level", "begins at", "wrong", "verdict", "why"),
+            rows=[(level.level, level.site or "nothing stands out", letter(level.side or "-"),
+                   level.verdict, level.why) for level in result.levels], num_left=5,
+        )  # fmt: skip
+        return Section(id="descent", heading="The descent", body=[table, proof],
+                       lead="From the block to the operator, and its proof.")  # fmt: skip
+    named = result.side is not None
+    levels = [(level.level, _level(level, named=named)) for level in result.levels]
+    return Section(id="descent", title="descent", body=[Facts(levels, width=12), proof])
+
+
+def _level(level: Level, *, named: bool) -> str:
     if level.site is None:
-        said = HEADLINES.get(level.verdict, level.verdict)
-        return prose(f"  {level.level}", f"nothing stands out ({said})", width=12)
+        return f"nothing stands out ({HEADLINES.get(level.verdict, level.verdict)})"
     by = ""
     if level.side in ("reference", "candidate"):
         by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"
     # the site stands before it already
     module = level.site.partition(":")[0]
     why = "".join(sentence_behind(item, module) for item in level.because) or level.why
-    return prose(f"  {level.level}", f"{level.site}{by}" + (f": {why}" if why else ""), width=12)
+    return f"{level.site}{by}" + (f": {why}" if why else "")
 
 
-def _repeated(result: Localization) -> list[Line]:
-    """Which runs that were captured again have the bits of the run they stand for."""
+def _proof(result: Localization) -> list[tuple[str, str]]:
+    """What was captured again, the causal check, each side's operator by itself, the reproducer."""
+    # which runs that were captured again have the bits of the run they stand for
     equal = [repetition.run for repetition in result.repetitions if repetition.how == "bits"]
-    texts = [f"bit for bit: {', '.join(equal)}"] if equal else []
-    texts += [
-        str(repetition) + (f" ({repetition.reason})" if repetition.reason else "")
+    rows = [("repeated", f"bit for bit: {', '.join(equal)}")] if equal else []
+    rows += [
+        ("repeated", str(repetition) + (f" ({repetition.reason})" if repetition.reason else ""))
         for repetition in result.repetitions
         if repetition.how != "bits"
     ]
-    return [prose("  repeated", text, width=12) for text in texts]
-
-
-def proof_lines(result: Localization) -> list[Line]:
-    """What was captured again, the causal check, each side's operator by itself, the reproducer."""
-    lines = _repeated(result)
     if result.causal is not None and result.causal.num_after:
         usages = result.causal.largest_limit_usage, result.causal.before
         after, before = (times(u) if math.isfinite(u) else "not finite" for u in usages)
-        lines.append(
-            prose(
-                "  cause",
-                "after the substitution, the largest share of a limit behind it is "
-                f"{after} (before {before})",
-                width=12,
-            )
-        )
+        rows.append(("cause", "after the substitution, the largest share of a limit behind it is "
+                     f"{after} (before {before})"))  # fmt: skip
     if result.alone:
         parts = [
             f"{letter(own.side)} {times(own.times)} of an ideal one's error" for own in result.alone
@@ -158,12 +158,12 @@ def proof_lines(result: Localization) -> list[Line]:
             name = result.operator.operator if result.operator is not None else "the operator"
             text += f"; {name} is correct on both sides"
             text += f", but {given}" if given else ""
-        lines.append(prose("  alone", text, width=12))
+        rows.append(("alone", text))
     if result.repro is not None:
-        lines.append(prose("  reproducer", f"{result.repro} (report.md is a bug report)", width=14))
+        rows.append(("reproducer", f"{result.repro} (report.md is a bug report)"))
     if result.repro_other is not None:
-        lines.append(prose("  and", f"{result.repro_other} (the other side's call)", width=14))
-    return lines
+        rows.append(("and", f"{result.repro_other} (the other side's call)"))
+    return rows
 
 
 def _given(result: Localization) -> str:

@@ -15,8 +15,7 @@ from divergence.analyses.tokens.sections import explained_lines
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import PreflightLine, SiteResult
 from divergence.layout import BLANK, Line, columns, count, cut, fold, heading, line, prose, times
-from divergence.report.environment import changed_lines
-from divergence.report.summary import report_lines, verdict_lines, visible_lines
+from divergence.report.summary import report_lines, state_lines, verdict_lines, visible_lines
 from divergence.run.site import of_parameter
 
 WIDTH, HEIGHT = 80, 25
@@ -96,24 +95,15 @@ def _why_lines(report: Report) -> list[Line]:
 def _run_lines(report: Report) -> list[Line]:
     """Both runs; of the second only what is not as in the first."""
     a, b = report.reference, report.candidate
-    lines = [prose("A", _run_text(a)), *_state_lines(a)]
+    lines = [prose("A", _run_text(a)), *state_lines(a)]
     same = (a.model, a.dtype, a.device, a.label) == (b.model, b.dtype, b.device, b.label)
     text = f"{b.path}: the same model, dtype and machine" if same else _run_text(b)
-    return [*lines, prose("B", text), *_state_lines(b)]
+    return [*lines, prose("B", text), *state_lines(b)]
 
 
 def _run_text(run: RunSummary) -> str:
     label = f" ({run.label})" if run.label else ""
     return f"{run.path}: {cut(run.model, 40)}, {run.dtype.removeprefix('torch.')}{label}"
-
-
-def _state_lines(run: RunSummary) -> list[Line]:
-    lines = changed_lines(run.plants, run.substitutes)
-    if not run.complete:
-        why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
-        text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
-        lines.append(prose("", text, style="yellow"))
-    return lines
 
 
 def _to_tell(report: Report) -> list[PreflightLine]:

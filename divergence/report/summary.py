@@ -11,10 +11,10 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from divergence.comparison import analysis
-from divergence.comparison.result import Report
+from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import Background, PassCoverage, PreflightLine, Verdict, Visible
 from divergence.document import Section
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
+from divergence.layout import BLANK, Line, columns, count, heading, line, next_lines, prose, share
 from divergence.report.environment import changed_lines
 from divergence.report.text import sections_lines
 from divergence.run.manifest import UNKNOWN
@@ -48,7 +48,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *(line for made in sections.values() for line in sections_lines(made)),
         *_coverage_lines(report, all_sites=all_sites, verbose=verbose),
         *_note_lines(report.notes),
-        *_next_lines(report.verdict.next),
+        *next_lines(report.verdict.next),
     ]
 
 
@@ -128,14 +128,23 @@ def _run_lines(report: Report) -> list[Line]:
     if report.collectives is not None and len(report.collectives.sides) == 1:
         sides = sides[:1]
     for name, run in sides:
-        label = f" ({run.label})" if run.label else ""
-        dtype = run.dtype.removeprefix("torch.")
-        lines.append(prose(name, f"{run.path}{label}: {run.model}, {dtype} on {run.device}"))
-        if not run.complete:
-            why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
-            text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
-            lines.append(prose("", text, style="yellow"))
-        lines += changed_lines(run.plants, run.substitutes)
+        lines += [prose(name, run_text(run)), *state_lines(run)]
+    return lines
+
+
+def run_text(run: RunSummary) -> str:
+    """``runs/a (H100): tiny/llama, bfloat16 on cuda``."""
+    label = f" ({run.label})" if run.label else ""
+    return f"{run.path}{label}: {run.model}, {run.dtype.removeprefix('torch.')} on {run.device}"
+
+
+def state_lines(run: RunSummary) -> list[Line]:
+    """What was planted or substituted in a run, and why it is incomplete."""
+    lines = changed_lines(run.plants, run.substitutes)
+    if not run.complete:
+        why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
+        text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
+        lines.insert(0, prose("", text, style="yellow"))
     return lines
 
 
@@ -216,13 +225,6 @@ def _pass_rows(passes: list[PassCoverage], *, verbose: bool) -> list[tuple[str, 
 
 def _note_lines(notes: list[str]) -> list[Line]:
     return [*(prose("note", note, width=6) for note in notes), *([BLANK] if notes else [])]
-
-
-def _next_lines(commands: list[str]) -> list[Line]:
-    """Commands stand alone on their lines, so that they can be copied."""
-    if not commands:
-        return []
-    return [heading("next"), *(line(f"  {command}") for command in commands)]
 
 
 _ORDER = (

@@ -10,7 +10,7 @@ from divergence.words import printable
 
 _STYLES = {
     "onset": "bold red", "wrong": "bold red", "flagged": "yellow", "below": "yellow",
-    "differs": "yellow",
+    "differs": "yellow", "good": "green",
 }  # fmt: skip
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
 
@@ -43,9 +43,10 @@ def _facts_lines(facts: Facts) -> list[Line]:
     if not facts.width:
         return columns(facts.rows, indent=facts.indent)
     styles = [*facts.styles, *[""] * len(facts.rows)]
+    terms = [" " * facts.indent * bool(term) + term for term, _ in facts.rows]
     return [
-        prose(" " * facts.indent * bool(term) + term, what, style=style, width=facts.width)
-        for (term, what), style in zip(facts.rows, styles, strict=False)
+        prose(term, what, style=style, width=max(facts.width, len(term) + 2 * bool(term)))
+        for term, (_, what), style in zip(terms, facts.rows, styles, strict=False)
     ]
 
 

@@ -50,7 +50,7 @@ def sections(
     if background is not None:
         return _page(report, background) if report.sites else []
     made = [
-        Section(id="", title="", body=[each])
+        Section(body=[each])
         for each in (_prompts(report, every=every), _nonfinite(report, every=every))
         if each is not None
     ]
@@ -59,7 +59,7 @@ def sections(
     if report.sites and not equal:
         made += _tables(report, every=every)
     elif not equal and not any(parts):
-        made.append(Section(id="", title="sites", detail="none were compared"))
+        made.append(Section(title="sites", detail="none were compared"))
     return made
 
 
@@ -144,13 +144,13 @@ def _tables(report: Report, *, every: bool) -> list[Section]:
         begins = ", > where it begins" if any(row.onset for row in rows) else ""
         text = f"{count(len(rows), 'row')}: {beyond:,} beyond the limit (!){begins}; "
         made.append(Section(
-            id="", title=f"decode, {count(len(steps), 'step')}" if phase == "decode" else phase,
+            title=f"decode, {count(len(steps), 'step')}" if phase == "decode" else phase,
             detail=_PASSES.get(pass_, pass_) + worst + _estimated(rows),
             body=[content, Sentence(f"{text}{equal:,} bit-identical", style="dim")],
         ))  # fmt: skip
     legend = [item for item in _LEGEND.items() if item[0] in titles]
     legend.append(("more", "every word: docs/glossary.md; every number: --csv FILE, --json"))
-    return [*made, Section(id="", title="columns", body=[Facts(legend, width=14)])]
+    return [*made, Section(title="columns", body=[Facts(legend, width=14)])]
 
 
 def _phase_table(
@@ -240,7 +240,7 @@ def _page(report: Report, background: Background) -> list[Section]:
     equal = all(site.identical for site in report.sites)
     placed = report.verdict.onset is not None
     return [Section(
-        id="blocks", lead=_lead(report, equal=equal), title="",
+        id="blocks", lead=_lead(report, equal=equal),
         heading="Where the error is made" if placed else "The error of each block",
         body=[
             None if equal else _worst_table(report),

@@ -103,7 +103,7 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     rows = [(a, a and a.logprob, b, b and b.logprob) for a, b in tops]
     if rows:
         body.append(Table(
-            caption="The most likely tokens there", num_left=1, names=True, rows=rows, indent=4,
+            caption="The most likely tokens there", num_left=3, names=True, rows=rows, indent=4,
             columns=(Column("top of A", _token), Column("logprob", _logprob),
                      Column("top of B", _token), Column("logprob", _logprob)), widest=32,
         ))  # fmt: skip

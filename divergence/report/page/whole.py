@@ -116,12 +116,6 @@ def _word_and_sentence(line: Line) -> tuple[str, str]:
     return word.strip().rstrip(":"), "".join(rest).removeprefix(": ")
 
 
-def printed(lines: Sequence[Line]) -> Element:
-    """What the terminal prints, as it is."""
-    text = "\n".join(line.text for line in lines).strip("\n")
-    return el("pre", text, class_="printed", tabindex=0)
-
-
 def next_commands(commands: Sequence[str]) -> list[Node]:
     """What to run next, each with a button that copies it."""
     return [el("h2", "Do this next"), *map(command, commands)] if commands else []

@@ -15,16 +15,13 @@ from divergence.html.parts import Element
 from divergence.words import markdown_code
 
 
-def text(value: object) -> str:
-    """The value as it is; a dash for None."""
-    return "-" if value is None else str(value)
-
-
 class Column(NamedTuple):
     """One value of each row of a table."""
 
     title: str
-    format: Callable[[Any], str] = text
+    format: Callable[[Any], str] = str
+    absent: str = "-"
+    """Stands for None."""
     left: bool = False
     """It begins at the left in a grid, although it is no word."""
     width: int = 0
@@ -44,6 +41,26 @@ class Sentence:
     indent: int = field(default=4, kw_only=True)
     hang: int | None = field(default=None, kw_only=True)
     """Where a terminal goes on with it; None is below where it began."""
+
+
+def named(name: str, text: str, style: str = "") -> Sentence:
+    """A fact of a headline."""
+    return Sentence(text, name, style=style, indent=0, hang=12)
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """What comes first: a word, if there is one, a sentence, and what else is known at once."""
+
+    word: str
+    text: str
+    style: str = ""
+    """In a terminal; its colour says how the answer stands."""
+    facts: Sequence[Sentence] = ()
+    """Each of ``named``."""
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.text}" if self.word else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +126,8 @@ class Table:
         """The rows that are shown, as texts."""
         shown = self.shown
         return [
-            tuple(column.format(row[n]) for n, column in shown) for row in self.rows[: self.most]
+            tuple(column.absent if row[n] is None else column.format(row[n]) for n, column in shown)
+            for row in self.rows[: self.most]
         ]
 
     def markdown(self) -> list[str]:

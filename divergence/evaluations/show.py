@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from divergence.document import Column, Table
+from divergence.document import Column, Headline, Table
 from divergence.evaluations.judging import band_of
 from divergence.evaluations.result import (
     Candidate,
@@ -21,7 +21,7 @@ from divergence.evaluations.result import (
 )
 from divergence.evaluations.rows import SeriesName
 from divergence.facts import sentence
-from divergence.layout import BLANK, Line, Span, columns, count, heading, line, next_lines, prose
+from divergence.layout import BLANK, Line, columns, count, heading, line, next_lines, prose
 from divergence.words import markdown_code, printable
 
 _WORDS = {
@@ -40,13 +40,12 @@ def name_of(task: TaskScores) -> str:
     return str(SeriesName(task.task, task.filter, task.metric))
 
 
-def headline(candidate: Candidate) -> Line:
+def headline(candidate: Candidate) -> Headline:
     task = candidate.tasks[0]
     told = candidate.summary
     if len(candidate.tasks) == 1 and task.difference is not None:
         told = f"{name_of(task)} {_score(task.reference)} -> {_score(task.candidate)}: {told}"
-    word = Span(_WORDS[candidate.verdict], _STYLES[candidate.verdict])
-    return Line((word, Span(f": {printable(told)}")), hang=2)
+    return Headline(_WORDS[candidate.verdict], printable(told), _STYLES[candidate.verdict])
 
 
 def scores_lines(
@@ -56,7 +55,8 @@ def scores_lines(
     lines: list[Line] = []
     for number, candidate in enumerate(report.candidates):
         lines += [BLANK] if number and not brief else []
-        lines.append(headline(candidate))
+        top = headline(candidate)
+        lines.append(line((top.word, top.style), f": {top.text}")._replace(hang=2))
         if candidate.passed is not None:
             lines.append(_policy(candidate))
         if brief:
@@ -258,9 +258,8 @@ def scores_markdown(report: ScoresReport) -> str:
     """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
     out: list[str] = []
     for candidate in report.candidates:
-        text = headline(candidate).text
-        word, _, rest = text.partition(": ")
-        out += [f"**{word}**: {markdown_code(rest)}", ""]
+        top = headline(candidate)
+        out += [f"**{top.word}**: {markdown_code(top.text)}", ""]
         out += score_table(candidate).markdown()
         out += ["", f"A: {markdown_code(report.reference.path)}<br>"]
         out += [f"B: {markdown_code(candidate.side.path)}", ""]

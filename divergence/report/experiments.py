@@ -34,7 +34,7 @@ from divergence.layout import (
     times,
 )
 from divergence.report.text import sections_lines, table_lines
-from divergence.words import HEADLINES
+from divergence.words import HEADLINES, list_names
 
 # What `quantize` says: the cost of a scheme, matrix by matrix, and what to keep.
 
@@ -65,7 +65,7 @@ def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[L
     # the cost is that of the whole scheme; what the policy keeps, and costs, stands below it
     later = [] if result.policy is None else result.policy.keep
     before = [name for name in result.kept if name not in later]
-    kept = f"; kept: {_few(before)}" if before else ""
+    kept = f"; kept: {list_names(before, 4)}" if before else ""
     what = "keys and values" if result.scheme_as_run.weights is None else (
         _matrices(result.num_quantized + len(later)))  # fmt: skip
     if later:
@@ -219,11 +219,6 @@ def _millions(number: int) -> str:
     return f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,}"
 
 
-def _few(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def _with(value: float, error: float | None, sign: str = "") -> str:
     return f"{value:{sign}.3g}" + ("" if _unknown(error) else f" ± {_nats(error)}")
 
@@ -255,11 +250,12 @@ _WORDS = {
 
 def selfcheck_answer(result: SelfcheckResult) -> list[Line]:
     """One sentence: does this machine agree with itself?"""
-    text, style = _selfcheck_answer(result)
+    text, style = agreement(result)
     return [prose("", text, style=style, width=0)]
 
 
-def _selfcheck_answer(result: SelfcheckResult) -> tuple[str, str]:
+def agreement(result: SelfcheckResult) -> tuple[str, str]:
+    """The sentence, and its style."""
     untold = [*result.with_status("undetermined"), *result.with_status("not_run")]
     rest = f"; {', '.join(way.name for way in untold)} could not be told" if untold else ""
     if result.diverged:

@@ -37,6 +37,7 @@ from divergence.run.contents import (
 from divergence.run.manifest import EngineNote, Manifest, OwnTruth
 from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
+from divergence.words import list_names
 
 MAX_SITES = 60
 MAX_CODE = 12
@@ -219,8 +220,7 @@ def code_texts(manifest: Manifest) -> list[str]:
             state += f", graph breaks: {'; '.join(own.graph_breaks[:2])}"
         groups.setdefault(f"torch.compile ({own.backend}){state}", []).append(path)
     for text, paths in groups.items():
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        texts.append(f"{', '.join(paths[:3])}{more}: {text}")
+        texts.append(f"{list_names(paths, 3)}: {text}")
     shown = texts[:MAX_CODE]
     rest = len(texts) - len(shown)
     return shown + ([f"and {rest} more"] if rest else [])

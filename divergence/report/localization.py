@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.analyses.operators.sections import sections as operator_sections
-from divergence.document import Facts, Section, Sentence, Table
+from divergence.document import Facts, Headline, Section, Sentence, Table, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
 from divergence.layout import (
@@ -19,7 +19,7 @@ from divergence.layout import (
     prose,
     times,
 )
-from divergence.report.text import sections_lines
+from divergence.report.text import headline_lines, sections_lines
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
 
@@ -30,7 +30,9 @@ def localization_lines(
     result: Localization, *, answer_only: bool = False, verbose: bool = False
 ) -> list[Line]:
     """``answer_only``: without the descent and the table."""
-    lines = _answer(result)
+    lines = headline_lines(headline_of(result))
+    if result.refused:
+        lines[0] = lines[0]._replace(hang=None)  # a command is not folded
     if answer_only:
         return lines
     sections = [descent_section(result)]
@@ -39,7 +41,7 @@ def localization_lines(
         told = [item for level in result.levels for item in level.because]
         shown = [item for item in evidence if item not in told]
         why = [Sentence(item.text, "-", indent=2) for item in shown]
-        sections += [Section(id="why", title="why", body=why)] if why else []
+        sections.append(Section(title="why", body=why))
         sections += operator_sections(result.report, every=verbose)
     lines += [
         BLANK,
@@ -52,7 +54,8 @@ def localization_lines(
     return lines + _next(result)
 
 
-def _answer(result: Localization) -> list[Line]:
+def headline_of(result: Localization) -> Headline:
+    """The operator, or why there is none."""
     operator = result.operator
     if operator is None:
         deepest = next((v for v in reversed(result.levels) if v.site is not None), None)
@@ -63,37 +66,34 @@ def _answer(result: Localization) -> list[Line]:
         where = "" if result.refused else where
         there = f"; run there: {result.commands[0]}" if result.refused and result.commands else ""
         style = "bold yellow" if word == "STOPPED" else "bold red"
-        answer = line((f"{word}: ", style), f"{where}{result.stopped}{there}")
-        return [answer if there else answer._replace(hang=2)]  # a command is not folded
+        return Headline(word, f"{where}{result.stopped}{there}", style)
     assert result.report is not None
     verdict = result.report.verdict
+    word, text, style = "LOCALIZED", verdict.summary, "bold red"
+    facts = []
     if result.contradiction:
-        lines = [
-            line(("CONTRADICTION: ", "bold yellow"),
-                 f"the levels blame different sides: {result.contradiction}; no side is named"),
-            prose("confidence", verdict.confidence),
-        ]  # fmt: skip
-    else:
-        lines = [line(("LOCALIZED: ", "bold red"), verdict.summary)._replace(hang=2)]
+        text = f"the levels blame different sides: {result.contradiction}; no side is named"
+        word, style = "CONTRADICTION", "bold yellow"
+        facts.append(named("confidence", verdict.confidence))
     if result.doubt:
-        lines.append(prose("side", f"not named: {result.doubt}"))
+        facts.append(named("side", f"not named: {result.doubt}"))
     elif result.code:
         apart = f"the sides differ from {result.code} on, in float64 as well"
-        lines.append(prose("side", f"{letter(result.side)}, by A's code; {apart}"))
+        facts.append(named("side", f"{letter(result.side)}, by A's code; {apart}"))
     if operator.called_at:
-        lines.append(prose("called at", operator.called_at))
-    lines.append(prose("operator", _called(result)))
+        facts.append(named("called at", operator.called_at))
+    facts.append(named("operator", _called(result)))
     check = result.causal
     if check is not None:
         rest = "everything after it is" if check.num_after else "the block's output is"
         off = f"{', '.join(check.still[:3])} still {'is' if len(check.still) == 1 else 'are'} off"
         told = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
-        lines.append(prose("proven", told))
+        facts.append(named("proven", told))
     elif result.side is not None:
         unmet = (str(repetition) for repetition in result.repetitions if not repetition.met)
         untried = next(unmet, f"that takes {letter(result.side)}'s machine")
-        lines.append(prose("proven", f"not tried: {untried}"))
-    return lines
+        facts.append(named("proven", f"not tried: {untried}"))
+    return Headline(word, text, style, facts)
 
 
 def _called(result: Localization) -> str:

@@ -10,24 +10,30 @@ import os
 from collections import Counter
 
 from divergence.comparison.results import VerdictKind
-from divergence.document import Block, BlockPart, Column, Figures, Section, Sentence, Table
+from divergence.document import (
+    Block,
+    BlockPart,
+    Column,
+    Figures,
+    Headline,
+    Section,
+    Sentence,
+    Table,
+    named,
+)
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.html.figures import Plot, PlotLine
-from divergence.html.parts import el, prose_block
 from divergence.layout import (
     BLANK,
     Line,
     count,
     decimal,
-    heading,
-    line,
     next_lines,
-    prose,
     share,
     times,
 )
 from divergence.report.summary import run_text
-from divergence.report.text import sections_lines
+from divergence.report.text import headline_lines, sections_lines
 from divergence.words import HEADLINES, letter
 
 MAX_ROWS = 40
@@ -37,56 +43,51 @@ MAX_NAMED = 8
 """Runs of one group that are named."""
 _MOST_ON_PAGE = 2000
 _COLUMNS = (
-    "run", "machine", "verdict", "from", Column("wrong", lambda side: letter(side or "-")),
+    "run", "machine", "verdict", "from", Column("wrong", letter),
     Column("of limit", times), Column("logits L2", decimal), Column("top-1", share), "tokens",
 )  # fmt: skip
 
 
 def matrix_lines(matrix: Matrix, *, all_runs: bool = False) -> list[Line]:
     """The whole matrix. ``all_runs``: nothing is left out."""
-    lines = [*_headline(matrix), BLANK, *sections_lines([_table(matrix, every=all_runs)])]
-    problems = _problems(matrix)
-    lines += [*problems, BLANK] if problems else []
-    lines += sections_lines(_among(matrix))
+    sections = [_table(matrix, every=all_runs), *_problems(matrix), *_among(matrix)]
     reports = [row.report_path for row in matrix.rows if row.report_path]
     if reports:
-        lines += [prose("reports", f"{count(len(reports), 'file')}, {reports[0]} ..."), BLANK]
+        text = f"{count(len(reports), 'file')}, {reports[0]} ..."
+        sections.append(Section(body=[named("reports", text)]))
+    lines = [*headline_lines(headline_of(matrix)), BLANK, *sections_lines(sections)]
     return lines + next_lines(matrix.next)
 
 
 def matrix_headline(matrix: Matrix) -> list[Line]:
     """What ``--quiet`` prints: who is odd, and why others were not compared."""
-    return [*_headline(matrix), *_problems(matrix)]
+    return [*headline_lines(headline_of(matrix)), *sections_lines(_problems(matrix))[:-1]]
 
 
-def _problems(matrix: Matrix) -> list[Line]:
+def _problems(matrix: Matrix) -> list[Section]:
     problems = [row for row in matrix.rows if row.problem is not None]
-    if not problems:
-        return []
-    return [
-        heading("not compared", count(len(problems), "run")),
-        *(
-            prose("  - " if not number else "    ", text.strip(), width=4)
-            for row in problems
-            for number, text in enumerate(f"{row.path}: {row.problem}".split("\n"))
-        ),
+    body = [
+        Sentence(text.strip(), "" if number else "-", indent=4 if number else 2)
+        for row in problems
+        for number, text in enumerate(f"{row.path}: {row.problem}".split("\n"))
     ]
+    detail = count(len(problems), "run")
+    return [Section(id="failed", title="not compared", detail=detail, body=body)] * bool(body)
 
 
-def _headline(matrix: Matrix) -> list[Line]:
+def headline_of(matrix: Matrix) -> Headline:
     """Who is odd, and what there is to say of it."""
     word, style = _word(matrix)
     tally = Counter(_called(row.verdict, "not compared") for row in matrix.rows)
-    lines = [
-        Line((*line((f"{word}: ", style)).spans, *line(matrix.agreement).spans), 2),
-        prose("first", run_text(matrix.reference)),
-        prose("others", ", ".join(f"{number:,} {kind}" for kind, number in tally.items())),
+    facts = [
+        named("first", run_text(matrix.reference)),
+        named("others", ", ".join(f"{number:,} {kind}" for kind, number in tally.items())),
+        *(named("only there", text, "bold") for text in matrix.only_odd),
     ]
-    lines += [prose("only there", text, style="bold") for text in matrix.only_odd]
     for group in matrix.identical:
         more = f", {len(group) - MAX_NAMED:,} more" if len(group) > MAX_NAMED else ""
-        lines.append(prose("same bits", ", ".join(group[:MAX_NAMED]) + more))
-    return lines
+        facts.append(named("same bits", ", ".join(group[:MAX_NAMED]) + more))
+    return Headline(word, matrix.agreement, style, facts)
 
 
 def _word(matrix: Matrix) -> tuple[str, str]:
@@ -136,12 +137,7 @@ def _table(matrix: Matrix, *, every: bool) -> Section:
 
 def matrix_sections(matrix: Matrix) -> list[Section]:
     """On a page: all runs, among themselves, and those that were not compared."""
-    sections = [_runs(matrix), *_among(matrix, page=True)]
-    items = [prose_block(f"{row.path}: {row.problem}") for row in matrix.rows if row.problem]
-    if items:
-        body = [el("ul", *(el("li", item) for item in items), class_="why")]
-        sections.append(Section(id="failed", title="not compared", body=body))
-    return sections
+    return [_runs(matrix), *_among(matrix, page=True), *_problems(matrix)]
 
 
 def _runs(matrix: Matrix) -> Section:

@@ -7,7 +7,7 @@ from divergence.comparison.result import Report
 from divergence.errors import UsageError
 from divergence.html.parts import small_table
 from divergence.html.picture import Picture, compose, picture
-from divergence.report.summary import run_text, verdict_lines
+from divergence.report.summary import run_text, verdict_headline
 
 
 def picture_of(report: Report) -> Picture:
@@ -19,16 +19,16 @@ def picture_of(report: Report) -> Picture:
             hint="print the report, or write it with --html",
         )
     runs = f"A  {run_text(report.reference)}", f"B  {run_text(report.candidate)}"
-    return picture(verdict_lines(report)[0].text, runs, plots)
+    return picture(str(verdict_headline(report)), runs, plots)
 
 
 def report_html(report: Report) -> str:
     """The verdict, and the curve of the phase that it is about."""
-    first, *more = verdict_lines(report)
+    answer = verdict_headline(report)
     onset = report.verdict.onset
     wanted = "error-decode" if onset is not None and onset.step else "error-prefill"
     plots = [plot for plot in curves(report) if plot.id == wanted]
-    rows = [(line.spans[0].text.strip(), line.spans[1].text) for line in more]
+    rows = [(fact.label, fact.text) for fact in answer.facts]
     rows += [("A", run_text(report.reference)), ("B", run_text(report.candidate))]
     rows += [("next", command) for command in report.verdict.next[:1]]
-    return small_table(first.text, rows, compose("", (), plots) if plots else None)
+    return small_table(str(answer), rows, compose("", (), plots) if plots else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from divergence.document import Facts, Section, Sentence, Table
+from divergence.document import Facts, Headline, Section, Sentence, Table
 from divergence.layout import BLANK, MAX_WIDTH, Line, Span, columns, cut, heading, line, prose
 from divergence.words import printable
 
@@ -15,10 +15,19 @@ _STYLES = {
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
 
 
+def headline_lines(headline: Headline) -> list[Line]:
+    """The answer, then each fact on a line of its own."""
+    word = line((f"{headline.word}: ", headline.style)).spans if headline.word else ()
+    sentence = Span(headline.text, "" if headline.word else headline.style)
+    return [Line((*word, sentence), 2), *map(sentence_line, headline.facts)]
+
+
 def sections_lines(sections: Iterable[Section]) -> list[Line]:
     """All of them, with a blank line behind each."""
     lines: list[Line] = []
     for section in sections:
+        if not section.body and not section.detail:
+            continue
         shown = [heading(section.title, section.detail)] if section.title else []
         for block in section.body:
             if isinstance(block, Table) and block.title:
@@ -28,12 +37,12 @@ def sections_lines(sections: Iterable[Section]) -> list[Line]:
             elif isinstance(block, Facts):
                 shown += _facts_lines(block)
             elif isinstance(block, Sentence):
-                shown.append(_sentence_line(block))
-        lines += [*shown, BLANK] if shown else []
+                shown.append(sentence_line(block))
+        lines += [*shown, BLANK]
     return lines
 
 
-def _sentence_line(sentence: Sentence) -> Line:
+def sentence_line(sentence: Sentence) -> Line:
     label = " " * sentence.indent + (f"{sentence.label} " if sentence.label else "")
     hang = len(label) if sentence.hang is None else sentence.hang
     return prose(label, sentence.text, style=sentence.style, width=hang)
@@ -63,7 +72,7 @@ def table_lines(table: Table) -> list[Line]:
             sign = next((_SIGNS[word] for word in words if word in _SIGNS), " ")
             row = Line((Span(f" {'>' if 'onset' in words else ' '}{sign} "), *row.spans[1:]))
         lines.append(_styled(row, next((_STYLES[word] for word in words if word in _STYLES), "")))
-        lines += map(_sentence_line, table.below.get(number, ()))
+        lines += map(sentence_line, table.below.get(number, ()))
     if table.num_more:
         lines.append(line((f"  … {table.num_more:,} more (--all lists them)", "dim")))
     return lines

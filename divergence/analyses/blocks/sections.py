@@ -285,8 +285,8 @@ def rows_table(rows: Sequence[SiteRow], caption: str, *, note: str = "") -> Tabl
     )  # fmt: skip
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f}%" if value < 2 else times(value)
+def _share(value: float) -> str:
+    return f"{100 * value:.0f}%" if value < 2 else times(value)
 
 
 def _where(row: SiteRow) -> str:

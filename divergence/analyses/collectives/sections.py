@@ -93,7 +93,7 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool, page: bool) -> Sect
                      *((Column("link", _rate), Column("of it", share)) if linked else ())),
             rows=[
                 (row.collective, row.bytes, row.seconds, row.algbw, row.busbw,
-                 *((row.link_rate, row.busbw / row.link_rate if row.link_rate else None)
+                 *((row.link_rate or None, row.busbw / row.link_rate if row.link_rate else None)
                    if linked else ()))
                 for row in rates
             ],
@@ -136,13 +136,13 @@ def _order_rows(orders: Iterable[OrderRow], *, apart: bool) -> list[tuple[object
     return rows
 
 
-def _usage(value: float | None) -> str:
+def _usage(value: float) -> str:
     """``74%``; a wrong sum's in powers of ten."""
-    return "-" if value is None else share(value) if value < 10 else f"{value:.0e}x"
+    return share(value) if value < 10 else f"{value:.0e}x"
 
 
-def _rate(value: float | None) -> str:
-    return f"{value / 1e9:.3g} GB/s" if value else "-"
+def _rate(value: float) -> str:
+    return f"{value / 1e9:.3g} GB/s"
 
 
 def _time(seconds: float) -> str:

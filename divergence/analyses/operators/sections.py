@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, OperatorResult, OperatorsResult
-from divergence.document import Block, BlockPart, Column, Facts, Section, Sentence, Table, text
+from divergence.document import Block, BlockPart, Column, Facts, Section, Sentence, Table
 from divergence.layout import MAX_WIDTH, count, cut, decimal, share, times
-from divergence.words import letter
+from divergence.words import letter, list_names
 
 _AROUND, _WORST = 4, 6
 _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
@@ -94,20 +94,17 @@ def _table(
     if not page:
         names = ("W", "err A", "err B", "ideal", "ulp>1") if with_truth else (
             "share", "differ", "floor")  # fmt: skip
-    formats = (
-        (text, decimal, decimal, decimal, text)
-        if with_truth
-        else ("{:.2f}".format, decimal, decimal)
-    )
-    figures = [Column(title, write, width=size) for title, write, size in
-               zip(names, formats, (7, 8, 8, 7, 6), strict=False)]  # fmt: skip
+    figures = [
+        Column(title, _figure, width=size)
+        for title, size in zip(names, (7, 8, 8, 7, 6), strict=False)
+    ]
     before, after = [Column("operator", width=34)], [Column("verdict", left=True)]
     if page:
         before, after = [Column("operator"), Column("verdict"), Column("line")], []
     rows = []
     for result in results:
         numbers = _against_truth(result) if with_truth else (
-            result.limit_usage, result.difference, result.floor)  # fmt: skip
+            f"{result.limit_usage:.2f}", result.difference, result.floor)  # fmt: skip
         name, verdict = _short_name(result), _verdict(result)
         if page:
             rows.append((name, verdict or "fine", result.source, *numbers))
@@ -122,6 +119,10 @@ def _table(
         caption=caption or "Where it begins, and the largest", columns=[*before, *figures, *after],
         rows=rows, marks=marks, num_left=len(before), names=True, note=note, below=below, grid=True,
     )  # fmt: skip
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else decimal(value)
 
 
 def _beside(result: OperatorResult) -> list[Sentence]:
@@ -182,10 +183,9 @@ def _lone(operators: OperatorsResult, *, every: bool) -> list[Sentence]:
     sentences = []
     for side in ("reference", "candidate"):
         names = [item.site for item in operators.unmatched if item.side == side]
-        shown = names if every else names[:5]
-        more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
         if names:
-            sentences.append(Sentence(f"only in {letter(side)}: {', '.join(shown)}{more}"))
+            shown = list_names(names, len(names) if every else 5)
+            sentences.append(Sentence(f"only in {letter(side)}: {shown}"))
     return sentences
 
 

@@ -20,8 +20,8 @@ def audit_sections(
     every place."""
     if audit is None or not audit.rows:
         return []
-    sides = [Column("computed in" if alone else "A", _dtypes, width=17)]
-    sides += [] if alone else [Column("B", _dtypes, width=17)]
+    sides = [Column("computed in" if alone else "A", _dtypes, "not audited", width=17)]
+    sides += [] if alone else [Column("B", _dtypes, "not audited", width=17)]
     marks = []
     below: dict[int, list[Sentence]] = {}
     for number, row in enumerate(audit.rows):
@@ -52,10 +52,8 @@ def _expectation(row: AuditRow) -> str:
     return expected + (f" ({row.expected_by})" if row.expected else "-")
 
 
-def _dtypes(side: list[str] | None) -> str:
+def _dtypes(side: list[str]) -> str:
     """What a part was computed in."""
-    if side is None:
-        return "not audited"
     known = ["in one kernel" if name.startswith(INSIDE) else name for name in side]
     return ", ".join(dict.fromkeys(known)) or "-"
 

@@ -17,11 +17,11 @@ from divergence.comparison.results import (
     TokenDifference,
     TokensResult,
 )
-from divergence.document import Block, Column, Facts, Section, Sentence, Table
+from divergence.document import Block, Column, Facts, Section, Sentence, Table, named
 from divergence.html.parts import Element, details, el, shortened
-from divergence.layout import Line, count, decimal, fixed, prose, times
+from divergence.layout import count, decimal, fixed, times
 from divergence.run.manifest import SampleTokens
-from divergence.words import letter
+from divergence.words import letter, list_names
 
 _MOST_STRIPS = 8
 _MOST_TOKENS = 128
@@ -60,15 +60,15 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
                     detail=f"{tokens.num_equal} of {total} equal; {how}{missing}")]  # fmt: skip
 
 
-def explained_lines(report: Report) -> list[Line]:
+def explained_facts(report: Report) -> list[Sentence]:
     """The answer of --explain-token for the first screen, also where it has none."""
     if report.tokens is None or report.tokens.explanation is None:
         unexplained = (item for item in report.remarks if item.code == "experiments.unexplained")
-        return [prose("explained", item.text) for item in unexplained]
+        return [named("explained", item.text) for item in unexplained]
     explanation = report.tokens.explanation
     where = f"prompt {explanation.sample}, step {explanation.step}"
     text = f"{where}, by {_cause(explanation)} alone: {_effect(explanation)}"
-    return [prose("explained", text, style="yellow")]
+    return [named("explained", text, "yellow")]
 
 
 def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
@@ -104,8 +104,8 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     if rows:
         body.append(Table(
             caption="The most likely tokens there", num_left=3, names=True, rows=rows, indent=4,
-            columns=(Column("top of A", _token), Column("logprob", _logprob),
-                     Column("top of B", _token), Column("logprob", _logprob)), widest=32,
+            columns=(Column("top of A", _token, ""), Column("logprob", fixed, ""),
+                     Column("top of B", _token, ""), Column("logprob", fixed, "")), widest=32,
         ))  # fmt: skip
     return body
 
@@ -205,9 +205,7 @@ def _explained(explanation: Explanation, first: TokenDifference | None) -> list[
 
 def _cause(explanation: Explanation) -> str:
     """``the candidate's error at model.layers.1:out``."""
-    sites = ", ".join(explanation.sites[:3])
-    if len(explanation.sites) > 3:
-        sites += f" and {len(explanation.sites) - 3} more"
+    sites = list_names(explanation.sites, 3)
     other = "candidate" if explanation.disturbed == "reference" else "reference"
     return f"{letter(other)}'s error at {sites}"
 
@@ -219,15 +217,9 @@ def _effect(explanation: Explanation) -> str:
     return f"{share}; the error {'flips' if explanation.flips else 'does not flip'} the token"
 
 
-def _token(choice: TokenChoice | None) -> str:
+def _token(choice: TokenChoice) -> str:
     """``' the' #262``: quoted, so that spaces and newlines are seen."""
-    if choice is None:
-        return ""
     return f"#{choice.id}" if choice.text is None else f"{choice.text!r} #{choice.id}"
-
-
-def _logprob(value: float | None) -> str:
-    return "" if value is None else fixed(value)
 
 
 def _strips(tokens: TokensResult, background: Background) -> list[Element | None]:

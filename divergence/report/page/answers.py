@@ -14,13 +14,12 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.comparison.result import Answer, Report
 from divergence.comparison.results import Background
-from divergence.document import Section
+from divergence.document import Headline, Section
 from divergence.evaluations.result import Candidate, ScoresReport
 from divergence.evaluations.show import facts_of, headline, name_of, score_table
 from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
 from divergence.fleet.result import Matrix
 from divergence.html.parts import el, facts
-from divergence.layout import Line
 from divergence.report import experiments
 from divergence.report import localization as localized
 from divergence.report import matrix as matrices
@@ -45,12 +44,12 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
 
 
 def _framed(
-    name: str, answer: Matrix | Sensitivity | SelfcheckResult, lines: Sequence[Line],
+    name: str, answer: Matrix | Sensitivity | SelfcheckResult, top: Headline,
     sections: Sequence[Section], *, commands: Sequence[str] = (), **parts: str,
 ) -> str:  # fmt: skip
     """``parts``: others of ``frame``."""
     return frame(
-        name, lines[0].text[:120], [opening(lines, below=next_commands(commands))], sections,
+        name, str(top)[:120], [opening(top, below=next_commands(commands))], sections,
         attachment=answer.to_json().encode(), made_by=answer.tool_version, **parts,
     )  # fmt: skip
 
@@ -61,7 +60,7 @@ def _framed(
 def _matrix(matrix: Matrix) -> str:
     small = replace(matrix, rows=[replace(row, report=None) for row in matrix.rows])
     return _framed(
-        "compare", small, matrices.matrix_headline(matrix),
+        "compare", small, matrices.headline_of(matrix),
         matrices.matrix_sections(matrix), commands=matrix.next, noun="Run",
         data_lead="This page holds the answer it was made of, without the report of each pair.",
     )  # fmt: skip
@@ -71,12 +70,12 @@ def _matrix(matrix: Matrix) -> str:
 
 
 def _localization(result: Localization, background: Background) -> str:
-    lines = localized.localization_lines(result, answer_only=True)
-    top = opening(lines, id="answer", label="Answer", below=next_commands(result.commands))
+    answer = localized.headline_of(result)
+    top = opening(answer, id="answer", label="Answer", below=next_commands(result.commands))
     sections = [localized.descent_section(result, page=True)]
     if result.report is None:
         return frame(
-            "localize", lines[0].text[:120], [top], sections,
+            "localize", str(answer)[:120], [top], sections,
             attachment=result.to_json().encode(), made_by=__version__,
         )  # fmt: skip
     return page(
@@ -88,11 +87,12 @@ def _localization(result: Localization, background: Background) -> str:
 
 
 def _sensitivity(result: Sensitivity) -> str:
-    first, *rest = experiments.answer_lines(result)
-    more = [el("p", line.text.strip()) for line in rest]
+    first, *rest = (line.text.strip() for line in experiments.answer_lines(result))
+    more = [el("p", text) for text in rest]
+    top = Headline("", first)
     return frame(
-        "sensitivity", first.text[:120],
-        [opening([first], *more, standing="good", label="Answer",
+        "sensitivity", str(top)[:120],
+        [opening(top, *more, standing="good", label="Answer",
                  below=next_commands(result.next))],
         experiments.sensitivity_sections(result), attachment=result.to_json().encode(),
         made_by=result.tool_version,
@@ -101,7 +101,7 @@ def _sensitivity(result: Sensitivity) -> str:
 
 def _selfcheck(result: SelfcheckResult) -> str:
     commands = [command for line in result.diverged or result.compared for command in line.next[:1]]
-    return _framed("selfcheck", result, experiments.selfcheck_answer(result),
+    return _framed("selfcheck", result, Headline("", *experiments.agreement(result)),
                    experiments.selfcheck_sections(result), commands=commands[:3])  # fmt: skip
 
 
@@ -113,7 +113,7 @@ _STANDINGS = {"equal": "good", "worse": "bad", "incomparable": "bad"}
 
 def _scores(report: ScoresReport) -> str:
     openings = [
-        opening([headline(candidate)],
+        opening(headline(candidate),
                 facts([("A", report.reference.path), ("B", candidate.side.path)]),
                 standing=_STANDINGS.get(candidate.verdict, "unsure"), id=f"verdict-{number}",
                 below=next_commands(report.next) if not number else ())
@@ -123,7 +123,7 @@ def _scores(report: ScoresReport) -> str:
         _task_section(number, candidate) for number, candidate in enumerate(report.candidates)
     ]
     return frame(
-        "scores", headline(report.candidates[0]).text[:120], openings, sections,
+        "scores", str(headline(report.candidates[0]))[:120], openings, sections,
         attachment=report.to_json().encode(), made_by=report.tool_version,
     )  # fmt: skip
 

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from divergence.analyses.tokens.sections import explained_lines
 from divergence.comparison.result import Report, RunSummary, strict_json
 from divergence.comparison.results import Background, PreflightLine, SiteResult
-from divergence.document import Block, Section, Table
+from divergence.document import Block, Headline, Section, Table
 from divergence.html.parts import (
     Element,
     Node,
@@ -33,12 +32,12 @@ from divergence.html.parts import (
 from divergence.html.sections import element, script_data, section_title
 from divergence.layout import Line, count, size
 from divergence.report.environment import csv_columns
-from divergence.report.screen import compared_lines, settings_lines, token_lines
+from divergence.report.screen import known_facts
 from divergence.report.summary import (
     analysis_sections,
     headline,
-    verdict_lines,
-    visible_lines,
+    verdict_headline,
+    visible_facts,
 )
 from divergence.run.manifest import Environment, Manifest
 from divergence.words import HEADLINES
@@ -72,30 +71,20 @@ def frame(
     )
 
 
-def _standing(line: Line) -> str:
-    """How an answer stands, by the colour of its first word in the terminal."""
-    style = next((span.style for span in line.spans if span.text.strip()), "")
-    return _STANDINGS.get(style.rpartition(" ")[2], "unsure")
-
-
 def opening(
-    lines: Sequence[Line], *more: Node, standing: str = "", sign: str = "", id: str = "verdict",
+    headline: Headline, *more: Node, standing: str = "", sign: str = "", id: str = "verdict",
     label: str = "Verdict", beside: Node = None, below: Sequence[Node] = (),
 ) -> Element:  # fmt: skip
-    """The terminal's answer as the top of a page: its first line is ``WORD: sentence``, the others
-    a name and what it is. ``more``: under these. ``beside``: at the right. ``below``: under all."""
-    first, *rest = lines
-    standing = standing or _standing(first)
-    word, title = _word_and_sentence(first)
-    rows = [
-        (line.spans[0].text.strip(), "".join(span.text for span in line.spans[1:]))
-        for line in rest if len(line.spans) > 1
-    ]  # fmt: skip
+    """The answer as the top of a page. ``standing``: how it stands, where its colour in a terminal
+    does not say so. ``more``: under its facts. ``beside``: at the right. ``below``: under all."""
+    standing = standing or _STANDINGS.get(headline.style.rpartition(" ")[2], "unsure")
+    rows = [(fact.label, fact.text) for fact in headline.facts]
     mark = el("span", sign or _SIGNS[standing], class_="sign", aria_hidden="true")
+    long = "long" if len(headline.text) > 110 else None
     said = el(
         "div",
-        el("p", mark, word, class_="badge") if word else None,
-        el("h1", name(_capital(title)), class_="long" if len(title) > 110 else None),
+        el("p", mark, headline.word, class_="badge") if headline.word else None,
+        el("h1", name(_capital(headline.text)), class_=long),
         facts(rows, class_="facts verdict-facts") if rows else None, *more,
     )  # fmt: skip
     content = said if beside is None else el("div", said, beside, class_="opening")
@@ -107,13 +96,6 @@ def _capital(sentence: str) -> str:
     task or a file."""
     word = sentence.partition(" ")[0].rstrip(",:;")
     return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
-
-
-def _word_and_sentence(line: Line) -> tuple[str, str]:
-    word, *rest = (span.text for span in line.spans)
-    if not rest:
-        return "", word.strip()
-    return word.strip().rstrip(":"), "".join(rest).removeprefix(": ")
 
 
 def next_commands(commands: Sequence[str]) -> list[Node]:
@@ -308,22 +290,20 @@ def verdict(report: Report) -> Element:
     standing, sign = STANDINGS[kind]
     if headline(report) != HEADLINES[kind]:
         standing, sign = STANDINGS["incomparable"]
-    lines = [
-        *verdict_lines(report), *visible_lines(report), *settings_lines(report.preflight),
-        *token_lines(report), *explained_lines(report), *compared_lines(report),
-    ]  # fmt: skip
+    top = verdict_headline(report)
+    facts = [*top.facts, *visible_facts(report), *known_facts(report, report.preflight)]
+    top = Headline(top.word, top.text, top.style, facts)
     return opening(
-        lines, *_why(report), standing=standing, sign=sign, beside=_pair(report),
+        top, *_why(report), standing=standing, sign=sign, beside=_pair(report),
         below=next_commands(report.verdict.next),
     )  # fmt: skip
 
 
-def policy(answer: Sequence[Line]) -> Element:
+def policy(answer: Headline, more: Sequence[Line]) -> Element:
     """What `check` says of the policy, before the verdict that it judges."""
-    first, *more = answer
     items = [el("li", prose_block(line.text.strip())) for line in more]
     return opening(
-        [first], el("ul", *items, class_="why") if items else None, id="policy", label="Policy"
+        answer, el("ul", *items, class_="why") if items else None, id="policy", label="Policy"
     )
 
 

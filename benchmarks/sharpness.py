@@ -85,8 +85,8 @@ EDITS: list[tuple[str, str, str, str]] = [
     # an order
     (
         "report/experiments.py",
-        "for way in result.lines\n    ]\n",
-        "for way in result.lines[::-1]\n    ]\n",
+        "way, way) for way in result.lines],",
+        "way, way) for way in result.lines[::-1]],",
         "^selfcheck",
     ),
     (

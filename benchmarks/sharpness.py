@@ -54,7 +54,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^compare a-llama-float32 ",
     ),
     (
-        "analyses/tokens/show.py",
+        "analyses/tokens/sections.py",
         'p99 {decimal(tokens.kl_p99)} nats"',
         'p95 {decimal(tokens.kl_p99)} nats"',
         "^compare a-gpt2",
@@ -77,16 +77,16 @@ EDITS: list[tuple[str, str, str, str]] = [
     ),
     ("report/capturing.py", '    lines.append(prose("machine", machine))\n', "", "^capture"),
     (
-        "analyses/collectives/show.py",
-        "str(row.num_repeated), _usage(row.limit_usage))",
-        'str(row.num_repeated), "")',
+        "analyses/collectives/sections.py",
+        "row.num_repeated, row.limit_usage)",
+        "row.num_repeated, None)",
         "collectives",
     ),
     # an order
     (
         "report/experiments.py",
-        "for way in result.lines\n    ]\n",
-        "for way in result.lines[::-1]\n    ]\n",
+        "way, way) for way in result.lines],",
+        "way, way) for way in result.lines[::-1]],",
         "^selfcheck",
     ),
     (
@@ -125,7 +125,7 @@ EDITS: list[tuple[str, str, str, str]] = [
         "^bundle",
     ),
     ("view/app.py", "report_lines(report, verbose=True)", "report_lines(report)", "^view"),
-    ("analyses/blocks/page.py", "_WORST = 5", "_WORST = 4", "^compare .* page"),
+    ("analyses/blocks/sections.py", "_WORST = 5", "_WORST = 4", "^compare .* page"),
     (
         "ops/reproducer.py",
         '        lines += ["", f"Other arguments: {text}."]',

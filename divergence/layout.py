@@ -64,6 +64,12 @@ def heading(text: str, detail: str = "") -> Line:
     return line((text, "bold"), (f"  {detail}" if detail else "", "dim"))._replace(hang=2)
 
 
+def next_lines(commands: Iterable[str], title: str = "next") -> list[Line]:
+    """What to run, where there is anything: commands stand alone, so that they can be copied."""
+    lines = [line(f"  {command}") for command in commands]
+    return [heading(title), *lines] if lines else []
+
+
 def cut(text: str, width: int) -> str:
     """``text`` in at most ``width`` columns; the end of a path says more than its beginning."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
@@ -182,6 +188,11 @@ def size(num_bytes: float) -> str:
         if num_bytes < 1024:
             return f"{num_bytes:.1f} {unit}"
     return f"{num_bytes / 1024:.1f} TiB"
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """``0, 1, 2``; of many ranks the first."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "") or "?"
 
 
 def shape_text(shape: Sequence[int]) -> str:

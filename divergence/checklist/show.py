@@ -8,7 +8,8 @@ could read is written as a number.
 from __future__ import annotations
 
 from divergence.checklist.result import Checkup
-from divergence.layout import BLANK, Line, Span, heading, line, prose
+from divergence.document import Column, Table
+from divergence.layout import BLANK, Line, Span, heading, next_lines, prose
 from divergence.run.command import command_line
 from divergence.words import HEADLINES, letter, markdown_code, printable
 
@@ -39,8 +40,7 @@ def checkup_lines(checkup: Checkup, *, brief: bool = False, verbose: bool = Fals
     return [
         *lines,
         BLANK,
-        heading("next"),
-        *(line(f"  {command}") for command in _commands(checkup)),
+        *next_lines(_commands(checkup)),
     ]
 
 
@@ -94,24 +94,18 @@ def _commands(checkup: Checkup) -> list[str]:
 def checkup_markdown(checkup: Checkup) -> str:
     """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
     lines = [f"**{_kind(checkup)}**: {markdown_code(_summary(checkup))}", ""]
-    lines += _table(
-        ("", "run", "model", "dtype", "device"),
-        [
-            (name, *(markdown_code(text) for text in (run.path, run.model, run.dtype, run.device)))
-            for name, run in (("A", checkup.reference), ("B", checkup.candidate))
-        ],
-    )
-    lines += _table(
-        ("", "point", "state", "evidence"),
-        [
-            (str(point.number), point.title, _state(point.state), markdown_code(point.evidence))
-            for point in checkup.points
-        ],
-    )
-    lines += _table(
-        ("rung", "state", "evidence"),
-        [(rung.name, _state(rung.state), markdown_code(rung.evidence)) for rung in checkup.ladder],
-    )
+    state = Column("state", _state, own=True)
+    number, point, rung = (Column(title, own=True) for title in ("", "point", "rung"))
+    runs = [(name, run.path, run.model, run.dtype, run.device)
+            for name, run in (("A", checkup.reference), ("B", checkup.candidate))]  # fmt: skip
+    points = [(item.number, item.title, item.state, item.evidence) for item in checkup.points]
+    ladder = [(item.name, item.state, item.evidence) for item in checkup.ladder]
+    for table in (
+        Table(columns=(number, "run", "model", "dtype", "device"), rows=runs),
+        Table(columns=(number, point, state, "evidence"), rows=points),
+        Table(columns=(rung, state, "evidence"), rows=ladder),
+    ):
+        lines += [*table.markdown(), ""]
     lines += [f"The ladder: {_stop(checkup)}.", ""]
     lines += [f"- {markdown_code(note)}" for note in checkup.notes] + (
         [""] if checkup.notes else []
@@ -123,8 +117,3 @@ def checkup_markdown(checkup: Checkup) -> str:
 
 def _state(state: str) -> str:
     return {"fail": "**fail**", "not_reached": "not reached"}.get(state, state)
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    lines = [head, ("---",) * len(head), *rows]
-    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]

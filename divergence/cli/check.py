@@ -111,7 +111,7 @@ def check(
         return
 
     from divergence.gate.check import check
-    from divergence.report.checking import check_lines
+    from divergence.report.checking import check_headline, check_lines
     from divergence.report.ci import checked_page, stopped_page
     from divergence.report.environment import check_json
 
@@ -135,7 +135,7 @@ def check(
         from divergence.comparison.background import background_of
         from divergence.report.page.whole import page, policy
 
-        openings = [policy(check_lines(result, brief=True))]
+        openings = [policy(check_headline(result), check_lines(result, brief=True)[1:])]
         background = background_of(result.report)
         text = page(result.report, background, openings=openings, command_name="check")
         write_output(text, html, what="page")

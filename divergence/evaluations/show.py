@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from divergence.document import Column, Headline, Table
 from divergence.evaluations.judging import band_of
 from divergence.evaluations.result import (
     Candidate,
@@ -20,7 +21,7 @@ from divergence.evaluations.result import (
 )
 from divergence.evaluations.rows import SeriesName
 from divergence.facts import sentence
-from divergence.layout import BLANK, Line, Span, columns, count, heading, line, prose
+from divergence.layout import BLANK, Line, columns, count, heading, line, next_lines, prose
 from divergence.words import markdown_code, printable
 
 _WORDS = {
@@ -31,7 +32,6 @@ _STYLES = {
     "equal": "bold green", "better": "bold yellow", "worse": "bold red",
     "undecided": "bold yellow", "incomparable": "bold red",
 }  # fmt: skip
-TITLES = ("score", "verdict", "n", "A", "B", "difference", "95% interval", "p (Holm)")
 _DETAILED = 3
 """Tasks up to so many are all told in full; of more, those that are not equal."""
 
@@ -40,13 +40,12 @@ def name_of(task: TaskScores) -> str:
     return str(SeriesName(task.task, task.filter, task.metric))
 
 
-def headline(candidate: Candidate) -> Line:
+def headline(candidate: Candidate) -> Headline:
     task = candidate.tasks[0]
     told = candidate.summary
     if len(candidate.tasks) == 1 and task.difference is not None:
         told = f"{name_of(task)} {_score(task.reference)} -> {_score(task.candidate)}: {told}"
-    word = Span(_WORDS[candidate.verdict], _STYLES[candidate.verdict])
-    return Line((word, Span(f": {printable(told)}")), hang=2)
+    return Headline(_WORDS[candidate.verdict], printable(told), _STYLES[candidate.verdict])
 
 
 def scores_lines(
@@ -56,7 +55,8 @@ def scores_lines(
     lines: list[Line] = []
     for number, candidate in enumerate(report.candidates):
         lines += [BLANK] if number and not brief else []
-        lines.append(headline(candidate))
+        top = headline(candidate)
+        lines.append(line((top.word, top.style), f": {top.text}")._replace(hang=2))
         if candidate.passed is not None:
             lines.append(_policy(candidate))
         if brief:
@@ -64,7 +64,9 @@ def scores_lines(
         lines += [prose("  -", reason, width=4) for reason in candidate.reasons]
         lines += [_side("A", report.reference), _side("B", candidate.side), BLANK]
         if len(candidate.tasks) > 1:
-            lines += [line(*_row) for _row in _table(candidate)] + [BLANK]
+            content = score_table(candidate)
+            first, *rows = columns([content.titles, *content.cells()])
+            lines += [line((first.text, "dim")), *rows, BLANK]
         for task in _in_full(candidate, verbose=verbose):
             told = [
                 prose(f"  {name}", text, width=16)
@@ -79,8 +81,7 @@ def scores_lines(
     if report.captured is not None:
         what = f"{count(report.captured.num_prompts, 'prompt')} recorded in {report.captured.path}"
         lines.append(prose("captured", what))
-    if report.next:
-        lines += [heading("next"), *(line(f"  {command}") for command in report.next)]
+    lines += next_lines(report.next)
     return lines[:-1] if lines and lines[-1] == BLANK else lines
 
 
@@ -102,22 +103,22 @@ def _in_full(candidate: Candidate, *, verbose: bool) -> list[TaskScores]:
     return sorted(odd, key=lambda task: order.index(task.verdict))[:_DETAILED]
 
 
-def task_cells(task: TaskScores) -> tuple[str, ...]:
-    """One row below TITLES."""
-    if task.difference is None or task.pairing is None:
-        return (name_of(task), task.verdict, "-", "-", "-", "-", "-", "-")
-    return (
-        name_of(task), task.verdict, f"{task.pairing.num_paired:,}", _score(task.reference),
-        _score(task.candidate), _signed(task.difference),
-        f"{_signed(task.low)} to {_signed(task.high)}", _p(task.p_adjusted),
+def score_table(candidate: Candidate) -> Table:
+    """One row a task."""
+    return Table(
+        caption="Each score, candidate against reference", num_left=2,
+        columns=("score", "verdict", "n", Column("A", _score), Column("B", _score),
+                 Column("difference", _signed), "95% interval", Column("p (Holm)", _p)),
+        rows=[
+            (name_of(task), task.verdict, *[None] * 6)
+            if task.difference is None or task.pairing is None else
+            (name_of(task), task.verdict, f"{task.pairing.num_paired:,}", task.reference,
+             task.candidate, task.difference, f"{_signed(task.low)} to {_signed(task.high)}",
+             task.p_adjusted)
+            for task in candidate.tasks
+        ],
+        marks=["flagged" if task.verdict == "worse" else "" for task in candidate.tasks],
     )  # fmt: skip
-
-
-def _table(candidate: Candidate) -> Iterator[list[str | tuple[str, str]]]:
-    rows = columns([TITLES, *map(task_cells, candidate.tasks)])
-    yield [(rows[0].text, "dim")]
-    for row in rows[1:]:
-        yield [row.text]
 
 
 def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, str]]:
@@ -257,14 +258,9 @@ def scores_markdown(report: ScoresReport) -> str:
     """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
     out: list[str] = []
     for candidate in report.candidates:
-        text = headline(candidate).text
-        word, _, rest = text.partition(": ")
-        out += [f"**{word}**: {markdown_code(rest)}", ""]
-        cells = [TITLES, ("---",) * len(TITLES)]
-        cells += [
-            tuple(markdown_code(cell) for cell in task_cells(task)) for task in candidate.tasks
-        ]
-        out += [f"| {' | '.join(row)} |" for row in cells]
+        top = headline(candidate)
+        out += [f"**{top.word}**: {markdown_code(top.text)}", ""]
+        out += score_table(candidate).markdown()
         out += ["", f"A: {markdown_code(report.reference.path)}<br>"]
         out += [f"B: {markdown_code(candidate.side.path)}", ""]
         for task in candidate.tasks:

@@ -167,6 +167,8 @@ class Plot:
     """Each column in a sentence."""
     blocks: Sequence[str] = ()
     """What is shown where a column is chosen."""
+    wide: bool = False
+    """It takes a line of its own on a page."""
 
     @property
     def axis(self) -> LogAxis:
@@ -180,11 +182,11 @@ class Plot:
             for y, text in self.axis.ticks()
         ]
 
-    def figure(self, *, wide: bool = False) -> Element:
+    def figure(self) -> Element:
         """On a page; ``data`` is what its script needs."""
         picture = _line_plot(self)
         return figure(self.id, self.title, picture, described=self.described, legend=self.legend,
-                      wide=wide)  # fmt: skip
+                      wide=self.wide)  # fmt: skip
 
     def data(self) -> dict[str, object]:
         return {"kind": "line", "says": self.says, "blocks": self.blocks}

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from divergence.comparison.result import Report, strict_json
+from divergence.document import Column, Table
 from divergence.errors import UsageError
 from divergence.layout import cut
 from divergence.report.screen import screen_lines
@@ -204,12 +205,11 @@ def _machine_table(machines: Mapping[str, Environment]) -> list[str]:
     facts = {name: _facts(machine) for name, machine in machines.items()}
     keys = list(dict.fromkeys(key for fact in facts.values() for key in fact))
     rows = {key: [fact.get(key, "") for fact in facts.values()] for key in keys}
-    lines = [f"| | {' | '.join(machines)} | |", f"| --- |{' --- |' * (len(machines) + 1)}"]
-    for key in sorted(rows, key=lambda key: len(set(rows[key])) == 1):
-        differs = "**differs**" if len(set(rows[key])) > 1 else ""
-        cells = " | ".join(_code(text) if text else "" for text in rows[key])
-        lines.append(f"| {_code(key)} | {cells} | {differs} |")
-    return lines
+    ordered = sorted(rows.items(), key=lambda item: len(set(item[1])) == 1)
+    return Table(
+        columns=[Column(name, _short) for name in ("", *machines)] + [Column("", own=True)],
+        rows=[(key, *row, "**differs**" * (len(set(row)) > 1)) for key, row in ordered],
+    ).markdown()
 
 
 def _facts(machine: Environment) -> dict[str, str]:

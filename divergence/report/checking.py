@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from divergence.document import Headline
 from divergence.gate.result import Blessing, CheckResult
 from divergence.layout import BLANK, Line, count, line, prose, size
 from divergence.report.screen import screen_lines
 from divergence.report.summary import VERDICT_STYLES, report_lines, unseen
+from divergence.report.text import headline_lines
 
 MAX_LISTED = 12
+
+
+def check_headline(result: CheckResult) -> Headline:
+    name = f"policy {result.policy.name or 'given'}"
+    failures = count(len(result.failures), "failure")
+    if result.passed:
+        return Headline("PASSED", f"{name} is met", "bold green")
+    return Headline("FAILED", f"{failures} of {name}", "bold red")
 
 
 def check_lines(result: CheckResult, *, verbose: bool = False, brief: bool = False) -> list[Line]:
     """PASSED or FAILED with each rule that is not met and each known difference, then the report
     it rests on; ``brief``: without that. ``result``: a CheckResult of divergence.gate.check."""
-    name = f"policy {result.policy.name or 'given'}"
-    failures = count(len(result.failures), "failure")
-    lines = [line(("PASSED", "bold green"), f": {name} is met")]
+    lines = headline_lines(check_headline(result))
     if result.passed:  # what such a golden cannot see
         seen = "; ".join(unseen(result.report))
         lines += [prose("  not seen: ", seen, width=4)] if seen else []
-    else:
-        lines = [line(("FAILED", "bold red"), f": {failures} of {name}")]
     shown = result.failures if verbose else result.failures[:MAX_LISTED]
     lines += [prose(f"  {item.rule}: ", item.text, width=4) for item in shown]
     if len(shown) < len(result.failures):

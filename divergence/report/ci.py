@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import msgspec
 
 from divergence.comparison.result import Report, strict_json
+from divergence.document import Column, Table
 from divergence.errors import DivergenceError
 from divergence.gate.result import CheckResult, Failure
 from divergence.layout import cut, share
@@ -266,15 +267,13 @@ def summary_markdown(page: CheckPage) -> str:
     """The step summary: the rules as a table, then the first screen."""
     lines = [f"### divergence check: {page.headline.partition(':')[0]}", ""]
     lines += [markdown_code(_shortened(page.headline)), ""]
-    lines += ["| rule | | what was found |", "| --- | --- | --- |"]
     ordered = [*page.bad, *(case for case in page.cases if case not in page.bad)]
-    lines += [
-        f"| {markdown_code(case.rule)} | {_STATES[case.status]} "
-        f"| {markdown_code(_shortened(case.text))} |"
-        for case in ordered[:_MOST_ROWS]
-    ]
-    if len(ordered) > _MOST_ROWS:
-        lines.append(f"| {len(ordered) - _MOST_ROWS} more | | |")
+    state = Column("", lambda status: _STATES[status], own=True)
+    table = Table(
+        columns=("rule", state, Column("what was found", _shortened)), most=_MOST_ROWS,
+        rows=[(case.rule, case.status, case.text) for case in ordered],
+    )  # fmt: skip
+    lines += table.markdown()
     screen = screen_text(page)
     if screen:
         lines += ["", f"{markdown_code(cut(page.golden, 80))} / {markdown_code(cut(page.new, 80))}"]

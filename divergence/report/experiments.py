@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import PurePath
 
+from divergence.document import Column, Facts, Figures, Section, Sentence, Table
 from divergence.experiments.quantization.result import (
     Cost,
     MatrixCost,
@@ -17,20 +18,23 @@ from divergence.experiments.result import (
     SelfcheckResult,
     Sensitivity,
 )
+from divergence.html.figures import Plot, PlotLine
+from divergence.html.parts import details, el, prose_block
 from divergence.layout import (
     BLANK,
     Line,
     Span,
     columns,
     count,
-    cut,
     heading,
     line,
+    next_lines,
     prose,
     share,
     times,
 )
-from divergence.words import HEADLINES
+from divergence.report.text import sections_lines, table_lines
+from divergence.words import HEADLINES, list_names
 
 # What `quantize` says: the cost of a scheme, matrix by matrix, and what to keep.
 
@@ -61,7 +65,7 @@ def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[L
     # the cost is that of the whole scheme; what the policy keeps, and costs, stands below it
     later = [] if result.policy is None else result.policy.keep
     before = [name for name in result.kept if name not in later]
-    kept = f"; kept: {_few(before)}" if before else ""
+    kept = f"; kept: {list_names(before, 4)}" if before else ""
     what = "keys and values" if result.scheme_as_run.weights is None else (
         _matrices(result.num_quantized + len(later)))  # fmt: skip
     if later:
@@ -82,9 +86,7 @@ def quantization_lines(result: Quantization, *, verbose: bool = False) -> list[L
         lines += [BLANK, *_table(result, verbose=verbose)]
     if result.policy is not None:
         lines += [BLANK, *_policy_lines(result.policy)]
-    if result.next:
-        lines += [BLANK, heading("next"), *(line(f"  {item}") for item in result.next)]
-    return lines
+    return [*lines, *[BLANK] * bool(result.next), *next_lines(result.next)]
 
 
 def _cost_lines(cost: Cost) -> list[Line]:
@@ -217,11 +219,6 @@ def _millions(number: int) -> str:
     return f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,}"
 
 
-def _few(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def _with(value: float, error: float | None, sign: str = "") -> str:
     return f"{value:{sign}.3g}" + ("" if _unknown(error) else f" ± {_nats(error)}")
 
@@ -245,20 +242,20 @@ def _signed(value: float | None) -> str:
 
 # What `divergence selfcheck` prints: one sentence, one line a variation, what looks closer.
 
-_STYLES = {
-    "identical": "green", "within_floor": "green", "suspected": "yellow", "diverged": "bold red",
-    "undetermined": "yellow", "not_applicable": "dim", "not_run": "yellow",
+_WORDS = {
+    "identical": "good", "within_floor": "good", "suspected": "flagged", "diverged": "wrong",
+    "undetermined": "below", "not_run": "below",
 }  # fmt: skip
-_WIDEST = 50
 
 
 def selfcheck_answer(result: SelfcheckResult) -> list[Line]:
     """One sentence: does this machine agree with itself?"""
-    text, style = _selfcheck_answer(result)
+    text, style = agreement(result)
     return [prose("", text, style=style, width=0)]
 
 
-def _selfcheck_answer(result: SelfcheckResult) -> tuple[str, str]:
+def agreement(result: SelfcheckResult) -> tuple[str, str]:
+    """The sentence, and its style."""
     untold = [*result.with_status("undetermined"), *result.with_status("not_run")]
     rest = f"; {', '.join(way.name for way in untold)} could not be told" if untold else ""
     if result.diverged:
@@ -300,17 +297,7 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
         f"all, {count(result.max_new_tokens, 'new token')} each"
     )
     lines = [*selfcheck_answer(result), BLANK, prose("base run", ran, width=10), BLANK]
-    rows = [
-        (way.name, how_changed(way), result_text(way), _STYLES[way.status]) for way in result.lines
-    ]
-    first, second = (
-        max([len(head), *(min(len(row[n]), _WIDEST) for row in rows)])
-        for n, head in enumerate(("line", "what is changed"))
-    )
-    lines.append(heading(f"{'line'.ljust(first + 2)}{'what is changed'.ljust(second + 2)}result"))
-    for name, changed, told, style in rows:
-        shown = f"{name.ljust(first + 2)}{cut(changed, _WIDEST).ljust(second + 2)}"
-        lines.append(line(shown, (told, style)))
+    lines += [row._replace(hang=None) for row in table_lines(_ways(result))]  # numbers: one line
     lines += _closer(result)
     if verbose:
         lines += [BLANK, heading("verdicts")]
@@ -318,7 +305,27 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
     return lines
 
 
-def how_changed(way: SelfcheckLine) -> str:
+def selfcheck_sections(result: SelfcheckResult) -> list[Section]:
+    """On a page."""
+    told = [f"{way.name}: {way.summary}" for way in result.lines if way.summary]
+    verdicts = el("ul", *(el("li", prose_block(text)) for text in told))
+    return [Section(
+        id="ways", title="ways of running",
+        lead="Each is a run like the base run with one thing changed.",
+        body=[_ways(result), details("What compare says of each", verdicts) if told else None],
+    )]  # fmt: skip
+
+
+def _ways(result: SelfcheckResult) -> Table:
+    return Table(
+        caption="Ways of running", num_left=3, indent=0, widest=50,
+        columns=("line", Column("what is changed", _how_changed), Column("result", _result)),
+        rows=[(way.name, way, way) for way in result.lines],
+        marks=[_WORDS.get(way.status, "") for way in result.lines],
+    )  # fmt: skip
+
+
+def _how_changed(way: SelfcheckLine) -> str:
     return way.changed if way.against == "base" else f"{way.changed} (against {way.against})"
 
 
@@ -326,7 +333,7 @@ def _place(way: SelfcheckLine) -> str:
     return "in no one block" if way.block is None else f"from {way.block} on"
 
 
-def result_text(way: SelfcheckLine) -> str:
+def _result(way: SelfcheckLine) -> str:
     if way.status == "identical":
         more = way.num_missing if way.name != "hooks" else 0
         return f"bit-identical, {more:,} tensors not compared" if more else "bit-identical"
@@ -392,21 +399,29 @@ def answer_lines(result: Sensitivity) -> list[Line]:
 
 def sensitivity_lines(result: Sensitivity, *, verbose: bool = False) -> list[Line]:
     """The sentences, what they rest on, the tables, and what would see smaller faults."""
-    lines = [*answer_lines(result), BLANK, *setup_lines(result), BLANK]
-    lines += _sensitivity_table(result, escalated=False)
-    if result.escalated:
-        lines += _sensitivity_table(result, escalated=True)
-    lines += [heading("a size is a share of")]
-    lines += columns([(fault, unit) for fault, unit in result.units.items()])
-    lines.append(BLANK)
-    if verbose:
-        lines += _reason_lines(result)
-    lines += _confirmation_lines(result)
+    units = Table(title="a size is a share of", columns=("", ""), rows=list(result.units.items()))
+    lines = [*answer_lines(result), BLANK]
+    lines += sections_lines([
+        Section(body=[_setup(result)]),
+        Section(body=[*_sizes(result), units]),
+        *(_reasons(result) if verbose else []), *_confirmations(result),
+    ])  # fmt: skip
     lines += [prose("note", note, width=6) for note in result.notes]
     lines += [BLANK] * bool(result.notes)
-    if result.next:
-        lines += [heading("to see smaller faults"), *(line(f"  {item}") for item in result.next)]
-    return lines
+    return lines + next_lines(result.next, "to see smaller faults")
+
+
+def sensitivity_sections(result: Sensitivity) -> list[Section]:
+    """On a page."""
+    units = Table(caption="A size is a share of", columns=("fault", "unit"), num_left=2,
+                  rows=list(result.units.items()))  # fmt: skip
+    sizes = Section(
+        id="sizes", heading="The smallest fault that is seen",
+        lead="Faults of growing size were planted in what B recorded, until compare saw them.",
+        body=[Figures(_size_plots(result)) if len(result.blocks) > 3 else None, *_sizes(result)],
+    )  # fmt: skip
+    basis = Section(id="basis", title="what it rests on", body=[_setup(result), units])
+    return [sizes, basis, *_confirmations(result)]
 
 
 def _sensitivity_answer(result: Sensitivity, fault: str) -> Line:
@@ -443,70 +458,97 @@ def _blocks(result: Sensitivity) -> str:
     return f"any of the {len(result.blocks)} blocks tried"
 
 
-def setup_lines(result: Sensitivity) -> list[Line]:
+def _setup(result: Sensitivity) -> Facts:
     a, b = result.reference, result.candidate
     tokens, blocks = count(result.num_prompt_tokens, "prompt token"), result.num_blocks
-    lines = [
-        prose("reference", f"{a.path} ({a.label}): {a.model}, {a.dtype} on {a.device}"),
-        prose(
-            "candidate",
-            f"{'made here' if result.made_here else b.path} ({b.label}): {b.dtype} on {b.device}",
-        ),
-        prose("truth", result.truth or "none: the two sides are held against a rounding model"),
-        prose("unplanted", f"{HEADLINES[result.verdict.kind]}: {result.verdict.summary}"),
-        prose(
-            "trials",
-            f"{result.num_trials:,} on recorded tensors of {tokens}, "
-            f"in {len(result.blocks)} of {count(blocks, 'block')}",
-        ),
-    ]
-    if result.num_floor_runs:
-        runs = count(result.num_floor_runs, "trusted run")
-        lines.insert(3, prose("floor", f"widened by {runs}"))
-    return lines
+    made = "made here" if result.made_here else b.path
+    runs = count(result.num_floor_runs, "trusted run")
+    rows = [
+        ("reference", f"{a.path} ({a.label}): {a.model}, {a.dtype} on {a.device}"),
+        ("candidate", f"{made} ({b.label}): {b.dtype} on {b.device}"),
+        ("truth", result.truth or "none: the two sides are held against a rounding model"),
+        *([("floor", f"widened by {runs}")] if result.num_floor_runs else []),
+        ("unplanted", f"{HEADLINES[result.verdict.kind]}: {result.verdict.summary}"),
+        ("trials", f"{result.num_trials:,} on recorded tensors of {tokens}, "
+                   f"in {len(result.blocks)} of {count(blocks, 'block')}"),
+    ]  # fmt: skip
+    return Facts(rows, indent=0, width=12)
 
 
-def _sensitivity_table(result: Sensitivity, *, escalated: bool) -> list[Line]:
-    detail = f"anchored pass, {result.dtype}"
-    if escalated:
-        detail = "with the escalated pass, float32: faults of formula or data"
-    rows = [("block", *result.phrases)]
-    for block in result.blocks:
-        sizes = {size.fault: size for size in result.sizes if size.block == block}
-        rows.append((block, *(cell(sizes[fault], escalated) for fault in result.phrases)))
-    return [heading("smallest size seen", detail), *columns(rows, widest=44), BLANK]
+def _sizes(result: Sensitivity) -> list[Table]:
+    """The smallest size of each fault at each block; with the escalated pass once more."""
+    sizes = {(size.block, size.fault): size for size in result.sizes}
+    deep = "with the escalated pass, float32"
+    tables = []
+    for escalated in (False, True)[: 1 + result.escalated]:
+        what = deep if escalated else f"anchored pass, {result.dtype}"
+        tables.append(Table(
+            caption=f"Smallest size seen, {what}", title="smallest size seen", widest=44,
+            detail=f"{deep}: faults of formula or data" if escalated else what,
+            columns=("block", *result.phrases),
+            rows=[
+                (block, *(_size(sizes[block, fault], escalated) for fault in result.phrases))
+                for block in result.blocks
+            ],
+        ))  # fmt: skip
+    return tables
 
 
-def cell(fault_size: FaultSize, escalated: bool) -> str:
+def _size(fault_size: FaultSize, escalated: bool) -> str:
     if fault_size.reason is not None:
         return "-"
     size = fault_size.escalated_size if escalated else fault_size.size
     return f"not to {share(fault_size.tried)}" if size is None else share(size)
 
 
-def _reason_lines(result: Sensitivity) -> list[Line]:
-    lines = [heading("seen by")]
+def _size_plots(result: Sensitivity) -> list[Plot]:
+    plots = []
+    names = [block.rpartition(".")[2] for block in result.blocks]
+    for fault in result.phrases:
+        sizes = {size.block: size for size in result.of(fault)}
+        lines = [PlotLine(label="anchored", kind="anchored",
+                          values=[sizes[block].size for block in result.blocks])]  # fmt: skip
+        if result.escalated:
+            deep = [sizes[block].escalated_size for block in result.blocks]
+            lines.append(PlotLine(label="escalated", kind="free", values=deep))
+        seen = [value for value in lines[0].values if value is not None]
+        worst = f"up to {share(max(seen))}" if seen else "in no block"
+        legend = [("line anchored", f"in {result.dtype}"), ("line free", "escalated, float32")]
+        plots.append(Plot(
+            id=f"size-{fault}", title=fault, names=names, lines=lines,
+            described=f"The smallest size that is seen, by block: {worst}.",
+            label=f"{fault}: seen {worst}.", legend=legend[: len(lines)],
+        ))  # fmt: skip
+    return plots
+
+
+def _reasons(result: Sensitivity) -> list[Section]:
+    """By which claim each smallest fault is seen."""
+    body = []
     for entry in result.sizes:
         for size, why in ((entry.size, entry.by), (entry.escalated_size, entry.escalated_by)):
             if why is not None:
                 told = share(entry.tried if size is None else size)
-                lines.append(prose(f"  {entry.fault} {told}: ", why, width=4))
+                body.append(Sentence(why, f"{entry.fault} {told}:", indent=2, hang=4))
         if entry.reason is not None:
-            lines.append(prose(f"  {entry.fault} at {entry.block}: ", entry.reason, width=4))
-    return [*lines, BLANK]
+            label = f"{entry.fault} at {entry.block}:"
+            body.append(Sentence(entry.reason, label, indent=2, hang=4))
+    return [Section(id="reasons", title="seen by", body=body)]
 
 
-def _confirmation_lines(result: Sensitivity) -> list[Line]:
-    if not result.confirmations:
-        return []
+def _confirmations(result: Sensitivity) -> list[Section]:
+    """Faults that were planted in a capture; nothing where none was asked for."""
     wrong = sum(confirmation.seen != confirmation.expected for confirmation in result.confirmations)
     what = "as expected" if not wrong else f"{wrong} NOT as expected"
-    lines = [heading("planted for real", f"{count(len(result.confirmations), 'capture')}, {what}")]
-    rows = [("fault", "plant", "expected", "found")]
     words = {True: "seen", False: "not seen"}
-    rows += [
-        (f"{confirmation.fault} {share(confirmation.size)}", confirmation.plant,
-         words[confirmation.expected], f"{words[confirmation.seen]} ({confirmation.verdict})")
-        for confirmation in result.confirmations
-    ]  # fmt: skip
-    return [*lines, *columns(rows), BLANK]
+    table = Table(
+        caption="Planted for real", num_left=4, columns=("fault", "plant", "expected", "found"),
+        rows=[
+            (f"{confirmation.fault} {share(confirmation.size)}", confirmation.plant,
+             words[confirmation.expected], f"{words[confirmation.seen]} ({confirmation.verdict})")
+            for confirmation in result.confirmations
+        ],
+    )  # fmt: skip
+    detail = f"{count(len(result.confirmations), 'capture')}, {what}"
+    section = Section(id="confirmed", title="planted for real", detail=detail, body=[table])
+    return [section] if result.confirmations else []

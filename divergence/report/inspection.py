@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.analyses.precision.show import audit_lines
+from divergence.analyses.precision.sections import audit_sections
 from divergence.comparison.results import AuditResult, called_at
 from divergence.errors import UsageError
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
@@ -24,6 +24,7 @@ from divergence.report.environment import (
     repeat_lines,
     switch_lines,
 )
+from divergence.report.text import sections_lines
 from divergence.run.command import command_line, requoted
 from divergence.run.contents import (
     count_passes,
@@ -36,6 +37,7 @@ from divergence.run.contents import (
 from divergence.run.manifest import EngineNote, Manifest, OwnTruth
 from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
+from divergence.words import list_names
 
 MAX_SITES = 60
 MAX_CODE = 12
@@ -104,7 +106,7 @@ def run_lines(
     if manifest.model.task != "operators":
         lines += [*_prompt_lines(manifest), BLANK]
     lines += _record_lines(records, verbose=verbose)
-    audited = audit_lines(audit, alone=True, all_sites=verbose)
+    audited = sections_lines(audit_sections(audit, alone=True, every=verbose))
     lines += [BLANK, *audited[:-1]] if audited else []
     lines += [BLANK, heading("next"), *[line(f"  {text}") for text in _next(path, manifest)]]
     if records:
@@ -218,8 +220,7 @@ def code_texts(manifest: Manifest) -> list[str]:
             state += f", graph breaks: {'; '.join(own.graph_breaks[:2])}"
         groups.setdefault(f"torch.compile ({own.backend}){state}", []).append(path)
     for text, paths in groups.items():
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        texts.append(f"{', '.join(paths[:3])}{more}: {text}")
+        texts.append(f"{list_names(paths, 3)}: {text}")
     shown = texts[:MAX_CODE]
     rest = len(texts) - len(shown)
     return shown + ([f"and {rest} more"] if rest else [])

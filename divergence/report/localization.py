@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from divergence.analyses.operators.show import show as operator_lines
-from divergence.experiments.result import (
-    Level,
-    Localization,
-)
+from divergence.analyses.operators.sections import sections as operator_sections
+from divergence.document import Facts, Headline, Section, Sentence, Table, named
+from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence_behind
 from divergence.layout import (
     BLANK,
@@ -21,6 +19,7 @@ from divergence.layout import (
     prose,
     times,
 )
+from divergence.report.text import headline_lines, sections_lines
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter
 
@@ -31,22 +30,22 @@ def localization_lines(
     result: Localization, *, answer_only: bool = False, verbose: bool = False
 ) -> list[Line]:
     """``answer_only``: without the descent and the table."""
-    lines = _answer(result)
+    lines = headline_lines(headline_of(result))
+    if result.refused:
+        lines[0] = lines[0]._replace(hang=None)  # a command is not folded
     if answer_only:
         return lines
-    lines += [BLANK, heading("descent")]
-    lines += [_level(level, named=result.side is not None) for level in result.levels]
-    lines += [*proof_lines(result), BLANK]
+    sections = [descent_section(result)]
     if result.report is not None:
         evidence = result.report.verdict.evidence
         told = [item for level in result.levels for item in level.because]
         shown = [item for item in evidence if item not in told]
-        if shown:
-            lines.append(heading("why"))
-            lines += [prose("  -", item.text, width=4) for item in shown]
-            lines.append(BLANK)
-        lines += operator_lines(result.report, all_sites=verbose)
+        why = [Sentence(item.text, "-", indent=2) for item in shown]
+        sections.append(Section(title="why", body=why))
+        sections += operator_sections(result.report, every=verbose)
     lines += [
+        BLANK,
+        *sections_lines(sections),
         prose("A", result.reference),
         prose("B", result.candidate),
         *([] if result.truth is None else [prose("truth", result.truth)]),
@@ -55,7 +54,8 @@ def localization_lines(
     return lines + _next(result)
 
 
-def _answer(result: Localization) -> list[Line]:
+def headline_of(result: Localization) -> Headline:
+    """The operator, or why there is none."""
     operator = result.operator
     if operator is None:
         deepest = next((v for v in reversed(result.levels) if v.site is not None), None)
@@ -66,37 +66,34 @@ def _answer(result: Localization) -> list[Line]:
         where = "" if result.refused else where
         there = f"; run there: {result.commands[0]}" if result.refused and result.commands else ""
         style = "bold yellow" if word == "STOPPED" else "bold red"
-        answer = line((f"{word}: ", style), f"{where}{result.stopped}{there}")
-        return [answer if there else answer._replace(hang=2)]  # a command is not folded
+        return Headline(word, f"{where}{result.stopped}{there}", style)
     assert result.report is not None
     verdict = result.report.verdict
+    word, text, style = "LOCALIZED", verdict.summary, "bold red"
+    facts = []
     if result.contradiction:
-        lines = [
-            line(("CONTRADICTION: ", "bold yellow"),
-                 f"the levels blame different sides: {result.contradiction}; no side is named"),
-            prose("confidence", verdict.confidence),
-        ]  # fmt: skip
-    else:
-        lines = [line(("LOCALIZED: ", "bold red"), verdict.summary)._replace(hang=2)]
+        text = f"the levels blame different sides: {result.contradiction}; no side is named"
+        word, style = "CONTRADICTION", "bold yellow"
+        facts.append(named("confidence", verdict.confidence))
     if result.doubt:
-        lines.append(prose("side", f"not named: {result.doubt}"))
+        facts.append(named("side", f"not named: {result.doubt}"))
     elif result.code:
         apart = f"the sides differ from {result.code} on, in float64 as well"
-        lines.append(prose("side", f"{letter(result.side)}, by A's code; {apart}"))
+        facts.append(named("side", f"{letter(result.side)}, by A's code; {apart}"))
     if operator.called_at:
-        lines.append(prose("called at", operator.called_at))
-    lines.append(prose("operator", _called(result)))
+        facts.append(named("called at", operator.called_at))
+    facts.append(named("operator", _called(result)))
     check = result.causal
     if check is not None:
         rest = "everything after it is" if check.num_after else "the block's output is"
         off = f"{', '.join(check.still[:3])} still {'is' if len(check.still) == 1 else 'are'} off"
         told = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
-        lines.append(prose("proven", told))
+        facts.append(named("proven", told))
     elif result.side is not None:
         unmet = (str(repetition) for repetition in result.repetitions if not repetition.met)
         untried = next(unmet, f"that takes {letter(result.side)}'s machine")
-        lines.append(prose("proven", f"not tried: {untried}"))
-    return lines
+        facts.append(named("proven", f"not tried: {untried}"))
+    return Headline(word, text, style, facts)
 
 
 def _called(result: Localization) -> str:
@@ -108,45 +105,49 @@ def _called(result: Localization) -> str:
     return f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"
 
 
-def _level(level: Level, *, named: bool) -> Line:
+def descent_section(result: Localization, *, page: bool = False) -> Section:
+    """Level by level, and the proof."""
+    proof = Facts(_proof(result), width=12)
+    if page:
+        table = Table(
+            caption="Level by level", columns=("level", "begins at", "wrong", "verdict", "why"),
+            rows=[(level.level, level.site or "nothing stands out", letter(level.side or "-"),
+                   level.verdict, level.why) for level in result.levels], num_left=5,
+        )  # fmt: skip
+        return Section(id="descent", heading="The descent", body=[table, proof],
+                       lead="From the block to the operator, and its proof.")  # fmt: skip
+    named = result.side is not None
+    levels = [(level.level, _level(level, named=named)) for level in result.levels]
+    return Section(id="descent", title="descent", body=[Facts(levels, width=12), proof])
+
+
+def _level(level: Level, *, named: bool) -> str:
     if level.site is None:
-        said = HEADLINES.get(level.verdict, level.verdict)
-        return prose(f"  {level.level}", f"nothing stands out ({said})", width=12)
+        return f"nothing stands out ({HEADLINES.get(level.verdict, level.verdict)})"
     by = ""
     if level.side in ("reference", "candidate"):
         by = f", {'by' if named else 'off against the truth:'} {letter(level.side)}"
     # the site stands before it already
     module = level.site.partition(":")[0]
     why = "".join(sentence_behind(item, module) for item in level.because) or level.why
-    return prose(f"  {level.level}", f"{level.site}{by}" + (f": {why}" if why else ""), width=12)
+    return f"{level.site}{by}" + (f": {why}" if why else "")
 
 
-def _repeated(result: Localization) -> list[Line]:
-    """Which runs that were captured again have the bits of the run they stand for."""
+def _proof(result: Localization) -> list[tuple[str, str]]:
+    """What was captured again, the causal check, each side's operator by itself, the reproducer."""
+    # which runs that were captured again have the bits of the run they stand for
     equal = [repetition.run for repetition in result.repetitions if repetition.how == "bits"]
-    texts = [f"bit for bit: {', '.join(equal)}"] if equal else []
-    texts += [
-        str(repetition) + (f" ({repetition.reason})" if repetition.reason else "")
+    rows = [("repeated", f"bit for bit: {', '.join(equal)}")] if equal else []
+    rows += [
+        ("repeated", str(repetition) + (f" ({repetition.reason})" if repetition.reason else ""))
         for repetition in result.repetitions
         if repetition.how != "bits"
     ]
-    return [prose("  repeated", text, width=12) for text in texts]
-
-
-def proof_lines(result: Localization) -> list[Line]:
-    """What was captured again, the causal check, each side's operator by itself, the reproducer."""
-    lines = _repeated(result)
     if result.causal is not None and result.causal.num_after:
         usages = result.causal.largest_limit_usage, result.causal.before
         after, before = (times(u) if math.isfinite(u) else "not finite" for u in usages)
-        lines.append(
-            prose(
-                "  cause",
-                "after the substitution, the largest share of a limit behind it is "
-                f"{after} (before {before})",
-                width=12,
-            )
-        )
+        rows.append(("cause", "after the substitution, the largest share of a limit behind it is "
+                     f"{after} (before {before})"))  # fmt: skip
     if result.alone:
         parts = [
             f"{letter(own.side)} {times(own.times)} of an ideal one's error" for own in result.alone
@@ -157,12 +158,12 @@ def proof_lines(result: Localization) -> list[Line]:
             name = result.operator.operator if result.operator is not None else "the operator"
             text += f"; {name} is correct on both sides"
             text += f", but {given}" if given else ""
-        lines.append(prose("  alone", text, width=12))
+        rows.append(("alone", text))
     if result.repro is not None:
-        lines.append(prose("  reproducer", f"{result.repro} (report.md is a bug report)", width=14))
+        rows.append(("reproducer", f"{result.repro} (report.md is a bug report)"))
     if result.repro_other is not None:
-        lines.append(prose("  and", f"{result.repro_other} (the other side's call)", width=14))
-    return lines
+        rows.append(("and", f"{result.repro_other} (the other side's call)"))
+    return rows
 
 
 def _given(result: Localization) -> str:

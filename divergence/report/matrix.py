@@ -1,7 +1,7 @@
-"""A Matrix as lines: who is odd, then one row a run.
+"""A Matrix in sections: who is odd, then one row a run.
 
-Rows stand in the order in which the runs were given. A long list keeps those that do not agree, and
-says how many were left out.
+Rows stand in the order in which the runs were given. In a terminal a long list keeps those that do
+not agree, and says how many were left out.
 """
 
 from __future__ import annotations
@@ -10,21 +10,30 @@ import os
 from collections import Counter
 
 from divergence.comparison.results import VerdictKind
+from divergence.document import (
+    Block,
+    BlockPart,
+    Column,
+    Figures,
+    Headline,
+    Section,
+    Sentence,
+    Table,
+    named,
+)
 from divergence.fleet.result import Matrix, MatrixRow
+from divergence.html.figures import Plot, PlotLine
 from divergence.layout import (
     BLANK,
-    MAX_WIDTH,
     Line,
     count,
-    cut,
     decimal,
-    heading,
-    line,
-    prose,
+    next_lines,
     share,
     times,
 )
-from divergence.report.summary import VERDICT_STYLES
+from divergence.report.summary import run_text
+from divergence.report.text import headline_lines, sections_lines
 from divergence.words import HEADLINES, letter
 
 MAX_ROWS = 40
@@ -32,75 +41,53 @@ NUM_FIRST = 4
 """Agreeing rows of a long list that are shown all the same."""
 MAX_NAMED = 8
 """Runs of one group that are named."""
-_GAP = "  "
-TITLES = ("run", "machine", "verdict", "from", "wrong", "of limit", "logits L2", "top-1", "tokens")
-NUM_WORDS = 5
-"""Columns of words; the others are numbers."""
-_SHARED = (0, 1, 3)
-"""Columns that take what room the others leave."""
-_STYLES = {HEADLINES[kind]: style for kind, style in VERDICT_STYLES.items()}
-_MARKS = {"diverged": "!", "silent": "?", "agrees": " "}
+_MOST_ON_PAGE = 2000
+_COLUMNS = (
+    "run", "machine", "verdict", "from", Column("wrong", letter),
+    Column("of limit", times), Column("logits L2", decimal), Column("top-1", share), "tokens",
+)  # fmt: skip
 
 
 def matrix_lines(matrix: Matrix, *, all_runs: bool = False) -> list[Line]:
     """The whole matrix. ``all_runs``: nothing is left out."""
-    lines = [*_headline(matrix), BLANK, *_table(matrix, all_runs=all_runs), BLANK]
-    problems = _problems(matrix)
-    if problems:
-        lines += [*problems, BLANK]
-    if matrix.cross_checks:
-        lines.append(heading("among themselves", "who agrees with whom, where the first is odd"))
-        for check in matrix.cross_checks:
-            problem = (check.problem or "").partition("\n")[0]
-            said = called(check.verdict, f"not compared: {problem}")
-            lines.append(prose("  - ", f"{check.reference} and {check.candidate}: {said}", width=4))
-        lines.append(BLANK)
+    sections = [_table(matrix, every=all_runs), *_problems(matrix), *_among(matrix)]
     reports = [row.report_path for row in matrix.rows if row.report_path]
     if reports:
-        lines += [prose("reports", f"{count(len(reports), 'file')}, {reports[0]} ..."), BLANK]
-    if matrix.next:
-        lines += [heading("next"), *(line(f"  {command}") for command in matrix.next)]
-    return lines
+        text = f"{count(len(reports), 'file')}, {reports[0]} ..."
+        sections.append(Section(body=[named("reports", text)]))
+    lines = [*headline_lines(headline_of(matrix)), BLANK, *sections_lines(sections)]
+    return lines + next_lines(matrix.next)
 
 
 def matrix_headline(matrix: Matrix) -> list[Line]:
     """What ``--quiet`` prints: who is odd, and why others were not compared."""
-    return [*_headline(matrix), *_problems(matrix)]
+    return [*headline_lines(headline_of(matrix)), *sections_lines(_problems(matrix))[:-1]]
 
 
-def _problems(matrix: Matrix) -> list[Line]:
+def _problems(matrix: Matrix) -> list[Section]:
     problems = [row for row in matrix.rows if row.problem is not None]
-    if not problems:
-        return []
-    return [
-        heading("not compared", count(len(problems), "run")),
-        *(
-            prose("  - " if not number else "    ", text.strip(), width=4)
-            for row in problems
-            for number, text in enumerate(f"{row.path}: {row.problem}".split("\n"))
-        ),
+    body = [
+        Sentence(text.strip(), "" if number else "-", indent=4 if number else 2)
+        for row in problems
+        for number, text in enumerate(f"{row.path}: {row.problem}".split("\n"))
     ]
+    detail = count(len(problems), "run")
+    return [Section(id="failed", title="not compared", detail=detail, body=body)] * bool(body)
 
 
-def _headline(matrix: Matrix) -> list[Line]:
+def headline_of(matrix: Matrix) -> Headline:
     """Who is odd, and what there is to say of it."""
     word, style = _word(matrix)
-    first = matrix.reference
-    tally = Counter(called(row.verdict, "not compared") for row in matrix.rows)
-    lines = [
-        Line((*line((f"{word}: ", style)).spans, *line(matrix.agreement).spans), 2),
-        prose(
-            "first",
-            f"{first.path} ({first.label}): {first.model}, {first.dtype.removeprefix('torch.')} "
-            f"on {first.device}",
-        ),
-        prose("others", ", ".join(f"{number:,} {kind}" for kind, number in tally.items())),
+    tally = Counter(_called(row.verdict, "not compared") for row in matrix.rows)
+    facts = [
+        named("first", run_text(matrix.reference)),
+        named("others", ", ".join(f"{number:,} {kind}" for kind, number in tally.items())),
+        *(named("only there", text, "bold") for text in matrix.only_odd),
     ]
-    lines += [prose("only there", text, style="bold") for text in matrix.only_odd]
     for group in matrix.identical:
         more = f", {len(group) - MAX_NAMED:,} more" if len(group) > MAX_NAMED else ""
-        lines.append(prose("same bits", ", ".join(group[:MAX_NAMED]) + more))
-    return lines
+        facts.append(named("same bits", ", ".join(group[:MAX_NAMED]) + more))
+    return Headline(word, matrix.agreement, style, facts)
 
 
 def _word(matrix: Matrix) -> tuple[str, str]:
@@ -119,74 +106,125 @@ def _state(row: MatrixRow) -> str:
     return "agrees" if row.verdict in ("identical", "within_floor") else "diverged"
 
 
-def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
+def _table(matrix: Matrix, *, every: bool) -> Section:
+    """In a terminal: the first run too."""
     first = matrix.reference
-    rest = ("-",) * (len(TITLES) - 3)
-    rows = [(first.path, "first", (first.path, first.label, "(first)", *rest))]
-    rows += [(row.path, _state(row), row_cells(row)) for row in matrix.rows]
+    top: tuple[object, ...] = (first.path, first.label, "(first)", *[None] * 6)
+    rows = [(first.path, "", top)]
+    rows += [(row.path, _state(row), _values(row)) for row in matrix.rows]
     hidden: set[int] = set()
-    if len(rows) > MAX_ROWS and not all_runs:
-        agreeing = [n for n, row in enumerate(rows) if row[1] == "agrees"]
+    if len(rows) > MAX_ROWS and not every:
+        agreeing = [n for n, (_, state, _) in enumerate(rows) if state == "agrees"]
         hidden = {n for n in agreeing[NUM_FIRST:] if rows[n][0] not in matrix.odd}
-    folders = {os.path.dirname(path) for path, _, _ in rows}
+    folders = {os.path.dirname(path) for path, *_ in rows}
     folder = folders.pop() if len(folders) == 1 else ""
     prefix = f"{folder}/" if folder else ""  # the headline has it
-    shown = [
-        (path, state, (path.removeprefix(prefix), *cells[1:]))
-        for number, (path, state, cells) in enumerate(rows)
-        if number not in hidden
-    ]
-    widths = _widths([TITLES, *(cells for _, _, cells in shown)])
-    lines = [line(("    " + _joined(TITLES, widths), "dim"))]
-    for path, state, cells in shown:
-        odd = path in matrix.odd
-        style = "bold red" if odd else _STYLES.get(cells[2], "")
-        mark = (">" if odd else " ") + _MARKS.get(state, " ")
-        lines.append(line(f" {mark} ", (_joined(cells, widths), style)))
+    shown = [row for number, row in enumerate(rows) if number not in hidden]
+    words = {"diverged": "wrong", "silent": "below"}
+    table = Table(
+        columns=_COLUMNS, grid=True, gives=(0, 1, 3), num_left=5,
+        rows=[(path.removeprefix(prefix), *values[1:]) for path, _, values in shown],
+        marks=["onset " * (path in matrix.odd) + words.get(state, "") for path, state, _ in shown],
+    )  # fmt: skip
+    body: list[Block] = [table]
     if hidden:
         most = max(matrix.rows[number - 1].limit_usage or 0.0 for number in hidden)
-        said = f"  … {len(hidden):,} more that agree, at most {times(most)} of a limit (--all)"
-        lines.append(line((said, "dim")))
-    lines.append(line(("    each against the first; > odd, ! diverged, ? not told", "dim")))
-    return lines
+        text = f"… {len(hidden):,} more that agree, at most {times(most)} of a limit (--all)"
+        body.append(Sentence(text, indent=2, style="dim"))
+    body.append(Sentence("each against the first; > odd, ! diverged, ? not told", style="dim"))
+    return Section(body=body)
 
 
-def called(verdict: VerdictKind | None, otherwise: str) -> str:
+def matrix_sections(matrix: Matrix) -> list[Section]:
+    """On a page: all runs, among themselves, and those that were not compared."""
+    return [_runs(matrix), *_among(matrix, page=True), *_problems(matrix)]
+
+
+def _runs(matrix: Matrix) -> Section:
+    rows = matrix.rows[:_MOST_ON_PAGE]
+    told = [_says(matrix, row) for row in rows]
+    flagged = [n for n, row in enumerate(rows) if (row.limit_usage or 0) > 1]
+    body: list[Block] = []
+    if sum(row.limit_usage is not None for row in rows) > 1:
+        paths = [row.path for row in rows]
+        plot = Plot(
+            id="usage", title="How far each run is from the first", says=told, wide=True,
+            blocks=paths,
+            described="The largest share of any limit, by the order in which runs were given.",
+            label=f"The largest share of a limit that each of {count(len(rows), 'run')} uses: "
+            f"{len(flagged)} beyond 1.",
+            legend=[("dot run", "a run"), ("band floor", "within the limit")],
+            names=[str(n) for n in range(1, len(rows) + 1)], flagged=flagged,
+            lines=[PlotLine(label="of a limit", kind="run",
+                            values=[r.limit_usage for r in rows])],
+            band=([1.0] * len(rows), [None] * len(rows)),
+        )  # fmt: skip
+        body.append(Figures([plot], choose=True))
+    body.append(Table(
+        caption="Each run against the first", columns=_COLUMNS, names=True, num_left=5,
+        rows=[_values(row) for row in rows],
+        marks=["flagged" if n in flagged else "" for n in range(len(rows))],
+        note="" if len(rows) == len(matrix.rows) else f"The first {len(rows):,} rows.",
+    ))  # fmt: skip
+    return Section(
+        id="runs", title="runs", body=body,
+        lead=f"{count(len(matrix.rows), 'run')}, each compared with {matrix.reference.path}.",
+        parts=[BlockPart(block=row.path, facts=_row_facts(row)) for row in rows],
+    )  # fmt: skip
+
+
+def _says(matrix: Matrix, row: MatrixRow) -> str:
+    parts = [_called(row.verdict, "not compared")]
+    if row.limit_usage is not None:
+        parts.append(f"{times(row.limit_usage)} of a limit")
+    if row.path in matrix.odd:
+        parts.append("not like most of the others")
+    return f"{row.path}: {', '.join(parts)}"
+
+
+def _row_facts(row: MatrixRow) -> list[tuple[str, str]]:
+    facts = [("verdict", row.summary or row.problem or row.verdict or "not compared")]
+    if row.confidence:
+        facts.append(("confidence", row.confidence))
+    if row.onset is not None:
+        facts.append(("onset", row.onset.site))
+    if row.run is not None:
+        facts.append(("machine", row.run.label))
+    if row.report is not None:
+        facts += [("because", fact.text) for fact in row.report.verdict.evidence[:5]]
+    elif row.report_path:
+        facts.append(("report", row.report_path))
+    return facts
+
+
+def _among(matrix: Matrix, *, page: bool = False) -> list[Section]:
+    """Who agrees with whom; nothing where nobody asked."""
+    rows = [
+        (check.reference, check.candidate,
+         _called(check.verdict, f"not compared: {(check.problem or '').partition(chr(10))[0]}"))
+        for check in matrix.cross_checks
+    ]  # fmt: skip
+    body: list[Block] = [Sentence(f"{a} and {b}: {said}", "-", indent=2) for a, b, said in rows]
+    if page:
+        body = [Table(caption="The other runs with one another", num_left=3, rows=rows,
+                      columns=("run", "and run", "verdict"))]  # fmt: skip
+    return [Section(
+        id="among", title="among themselves", body=body,
+        detail="who agrees with whom, where the first is odd",
+    )] if rows else []  # fmt: skip
+
+
+def _called(verdict: VerdictKind | None, otherwise: str) -> str:
     """The first word of a pair's answer, as its own report begins."""
     return otherwise if verdict is None else HEADLINES[verdict]
 
 
-def row_cells(row: MatrixRow) -> tuple[str, ...]:
+def _values(row: MatrixRow) -> tuple[object, ...]:
+    """Those of _COLUMNS."""
     run, onset = row.run, row.onset
-    tokens = "-" if row.num_tokens is None else f"{row.num_equal}/{row.num_tokens}"
     return (
-        row.path,
-        run.label if run else "-",
-        called(row.verdict, "unreadable" if run is None else "not compared"),
-        "-" if onset is None else onset.block or onset.site,
-        letter(row.side or "-"),
-        times(row.limit_usage),
-        decimal(row.logits_rel_l2),
-        share(row.top1_agreement),
-        tokens,
-    )
-
-
-def _widths(rows: list[tuple[str, ...]]) -> list[int]:
-    """Each column as wide as its widest cell; the names give way where that is too much."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
-    room = MAX_WIDTH - 4 - len(_GAP) * (len(widths) - 1)
-    while sum(widths) > room:
-        longest = max(_SHARED, key=lambda column: widths[column])
-        if widths[longest] <= 8:
-            break
-        widths[longest] -= 1
-    return widths
-
-
-def _joined(cells: tuple[str, ...], widths: list[int]) -> str:
-    parts = []
-    for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-        text = cut(cell, width)
-        parts.append(text.ljust(width) if column < NUM_WORDS else text.rjust(width))
-    return _GAP.join(parts).rstrip()
+        row.path, run and run.label, _called(row.verdict, "not compared" if run else "unreadable"),
+        onset and (onset.block or onset.site), row.side, row.limit_usage, row.logits_rel_l2,
+        row.top1_agreement,
+        None if row.num_tokens is None else f"{row.num_equal}/{row.num_tokens}",
+    )  # fmt: skip

@@ -10,14 +10,16 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from divergence.analyses.blocks.show import worst_rows
-from divergence.analyses.tokens.show import explained_lines
+from divergence.analyses.blocks.rows import prompt_usage, worst_rows
+from divergence.analyses.tokens.sections import explained_facts
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import PreflightLine, SiteResult
+from divergence.document import Sentence, named
 from divergence.layout import BLANK, Line, columns, count, cut, fold, heading, line, prose, times
-from divergence.report.environment import changed_lines
-from divergence.report.summary import report_lines, verdict_lines, visible_lines
+from divergence.report.summary import report_lines, state_lines, verdict_lines, visible_facts
+from divergence.report.text import sentence_line
 from divergence.run.site import of_parameter
+from divergence.words import list_names
 
 WIDTH, HEIGHT = 80, 25
 _NUM_ROWS = 5
@@ -41,14 +43,11 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
 def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
     return [
         *_answer_lines(report),
-        *visible_lines(report),
+        *map(sentence_line, visible_facts(report)),
         *_why_lines(report),
         BLANK,
         *_run_lines(report),
-        *settings_lines(_to_tell(report)),
-        *token_lines(report),
-        *explained_lines(report),
-        *compared_lines(report),
+        *map(sentence_line, known_facts(report, _to_tell(report))),
         *_operator_lines(report),
         BLANK,
         *_worst_lines(report, num_rows),
@@ -100,24 +99,15 @@ def _why_lines(report: Report) -> list[Line]:
 def _run_lines(report: Report) -> list[Line]:
     """Both runs; of the second only what is not as in the first."""
     a, b = report.reference, report.candidate
-    lines = [prose("A", _run_text(a)), *_state_lines(a)]
+    lines = [prose("A", _run_text(a)), *state_lines(a)]
     same = (a.model, a.dtype, a.device, a.label) == (b.model, b.dtype, b.device, b.label)
     text = f"{b.path}: the same model, dtype and machine" if same else _run_text(b)
-    return [*lines, prose("B", text), *_state_lines(b)]
+    return [*lines, prose("B", text), *state_lines(b)]
 
 
 def _run_text(run: RunSummary) -> str:
     label = f" ({run.label})" if run.label else ""
     return f"{run.path}: {cut(run.model, 40)}, {run.dtype.removeprefix('torch.')}{label}"
-
-
-def _state_lines(run: RunSummary) -> list[Line]:
-    lines = changed_lines(run.plants, run.substitutes)
-    if not run.complete:
-        why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
-        text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
-        lines.append(prose("", text, style="yellow"))
-    return lines
 
 
 def _to_tell(report: Report) -> list[PreflightLine]:
@@ -127,19 +117,23 @@ def _to_tell(report: Report) -> list[PreflightLine]:
     return [line for line in report.preflight if line.status in ("differs", "unknown")]
 
 
-def settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
+def known_facts(report: Report, preflight: Sequence[PreflightLine]) -> list[Sentence]:
+    """Of the settings, the tokens and what was compared."""
+    tokens, compared = _tokens(report), _compared(report)
+    return [*_settings(preflight), *tokens, *explained_facts(report), *compared]
+
+
+def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
     """What differs, in the order of how much it explains."""
     differ = [line for line in preflight if line.status in ("differs", "blocking")]
     unknown = [line.check for line in preflight if line.status == "unknown"]
     shown = [_setting(line) for line in differ[:_NUM_SETTINGS]]
     if len(differ) > len(shown):
         shown.append(f"{len(differ) - len(shown)} more")
-    if unknown:
-        first, rest = unknown[:_NUM_SETTINGS], len(unknown[_NUM_SETTINGS:])
-        shown.append(f"unknown: {', '.join(first)}" + (f" and {rest} more" if rest else ""))
+    shown += [f"unknown: {list_names(unknown, _NUM_SETTINGS)}"] if unknown else []
     if not shown:
-        return [prose("settings", "all the same")] if preflight else []
-    return [prose("settings", "; ".join(shown), style="yellow" if differ else "")]
+        return [named("settings", "all the same")] if preflight else []
+    return [named("settings", "; ".join(shown), "yellow" if differ else "")]
 
 
 _DIGESTED = ("weights", "code", "config", "tokenizer", "chat template")
@@ -156,7 +150,7 @@ def _setting(item: PreflightLine) -> str:
     return text if whole else text[: WIDTH - 1] + "…"
 
 
-def token_lines(report: Report) -> list[Line]:
+def _tokens(report: Report) -> list[Sentence]:
     """How many choices of a token agree, and where they first do not."""
     tokens = report.tokens
     if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
@@ -173,15 +167,15 @@ def token_lines(report: Report) -> list[Line]:
         )
         said = {"tie": ", a tie", "fault": ", no tie", None: ""}[first.judgement]
         text += f"; first at prompt {first.sample}, step {first.step}: {token_a} / {token_b}{said}"
-    return [prose("tokens", text)]
+    return [named("tokens", text)]
 
 
-def compared_lines(report: Report) -> list[Line]:
+def _compared(report: Report) -> list[Sentence]:
     """What was compared, and what not."""
     coverage, sites = report.coverage, report.sites
     if not sites:
         text = "nothing: what differs between such runs is no machine's doing"
-        return [prose("compared", text)] if report.verdict.kind == "incomparable" else []
+        return [named("compared", text)] if report.verdict.kind == "incomparable" else []
     samples = {prompt.sample for site in sites for prompt in site.prompts}
     samples |= {site.sample for site in sites}
     blocks = {site.block for site in sites if site.block is not None}
@@ -195,8 +189,8 @@ def compared_lines(report: Report) -> list[Line]:
     )
     lacking = [f"{number:,} {name}" for name, number in gone if number]
     if not lacking:
-        return [prose("compared", f"everything: {what}")]
-    return [prose("compared", f"{coverage.num_compared:,} tensors of {what}; {', '.join(lacking)}")]
+        return [named("compared", f"everything: {what}")]
+    return [named("compared", f"{coverage.num_compared:,} tensors of {what}; {', '.join(lacking)}")]
 
 
 def _operator_lines(report: Report) -> list[Line]:
@@ -256,8 +250,6 @@ def _at(site: SiteResult) -> str:
 
 
 def _prompt_lines(report: Report) -> list[Line]:
-    from divergence.analyses.blocks.show import prompt_usage
-
     rows = prompt_usage(report)
     if len(rows) < 2 or report.verdict.kind == "identical" or not rows[0][0]:
         return []

@@ -6,15 +6,18 @@ in as it is; a decoded token is quoted, since it may hold a newline.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 
 from divergence.comparison import analysis
-from divergence.comparison.result import Report
-from divergence.comparison.results import PassCoverage, PreflightLine, Verdict, Visible
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
+from divergence.comparison.result import Report, RunSummary
+from divergence.comparison.results import Background, PassCoverage, PreflightLine, Visible
+from divergence.document import Headline, Section, Sentence, Table, named
+from divergence.layout import BLANK, Line, count, next_lines, prose, share
 from divergence.report.environment import changed_lines
+from divergence.report.text import headline_lines, sections_lines, sentence_line
 from divergence.run.manifest import UNKNOWN
 from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names
@@ -34,18 +37,23 @@ MAX_UNMATCHED = 12
 
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
     """The whole report. ``all_sites``: nothing is elided; ``verbose``: also what was the same."""
+    why = [Sentence(fact.text, "-", indent=2) for fact in report.verdict.evidence]
+    notes = [Sentence(note, "note", indent=0, hang=6) for note in report.notes]
+    sections = [
+        Section(title="why", body=why),
+        *_preflight(report.preflight, verbose=verbose),
+        *itertools.chain(*analysis_sections(report, every=all_sites).values()),
+        *_coverage(report, all_sites=all_sites, verbose=verbose),
+        Section(body=notes),
+    ]
     return [
         *verdict_lines(report),
-        *visible_lines(report),
+        *map(sentence_line, visible_facts(report)),
         BLANK,
         *_run_lines(report),
         BLANK,
-        *_evidence_lines(report.verdict),
-        *_preflight_lines(report.preflight, verbose=verbose),
-        *_shown_by_analyses(report, all_sites=all_sites),
-        *_coverage_lines(report, all_sites=all_sites, verbose=verbose),
-        *_note_lines(report.notes),
-        *_next_lines(report.verdict.next),
+        *sections_lines(sections),
+        *next_lines(report.verdict.next),
     ]
 
 
@@ -64,10 +72,13 @@ def headline(report: Report) -> str:
 
 def verdict_lines(report: Report) -> list[Line]:
     """The judgement alone: what ``--quiet`` prints."""
+    return headline_lines(verdict_headline(report))
+
+
+def verdict_headline(report: Report) -> Headline:
+    """The judgement: where the error begins, which side is wrong, and how sure that is."""
     verdict = report.verdict
-    style = VERDICT_STYLES[verdict.kind]
-    summary = line(verdict.summary).spans
-    lines = [Line((*line((f"{headline(report)}: ", style)).spans, *summary), 2)]
+    facts = []
     onset = verdict.onset
     if onset is not None:
         forward = f"decode step {onset.step}" if onset.step else onset.phase
@@ -75,20 +86,19 @@ def verdict_lines(report: Report) -> list[Line]:
         block = f", in block {onset.block}" if inner else ""
         token = "" if onset.position is None else f", token {onset.position}"
         of = "all prompts" if of_parameter(onset.site) else f"prompt {onset.sample}{token}"
-        where = f"{onset.site}{block}; {forward}, {of}"
-        lines.append(prose("onset", where, style="bold"))
+        facts.append(named("onset", f"{onset.site}{block}; {forward}, {of}", "bold"))
     if verdict.side is not None:
         wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)
-        lines.append(prose("side", f"{wrong or f'{letter(verdict.side)} is'} wrong"))
+        facts.append(named("side", f"{wrong or f'{letter(verdict.side)} is'} wrong"))
     lacking = [check.detail for check in verdict.checks if check.state != "met" and check.detail]
     why = f": {'; '.join(lacking)}" if lacking else ""
-    lines.append(prose("confidence", verdict.confidence + why))
-    return lines
+    facts.append(named("confidence", verdict.confidence + why))
+    return Headline(headline(report), verdict.summary, VERDICT_STYLES[verdict.kind], facts)
 
 
-def visible_lines(report: Report) -> list[Line]:
+def visible_facts(report: Report) -> list[Sentence]:
     """What this comparison could have seen; where it found an error that is not the question."""
-    return [prose("" if number else "not seen", text) for number, text in enumerate(unseen(report))]
+    return [named("" if number else "not seen", text) for number, text in enumerate(unseen(report))]
 
 
 def unseen(report: Report) -> list[str]:
@@ -125,74 +135,66 @@ def _run_lines(report: Report) -> list[Line]:
     if report.collectives is not None and len(report.collectives.sides) == 1:
         sides = sides[:1]
     for name, run in sides:
-        label = f" ({run.label})" if run.label else ""
-        dtype = run.dtype.removeprefix("torch.")
-        lines.append(prose(name, f"{run.path}{label}: {run.model}, {dtype} on {run.device}"))
-        if not run.complete:
-            why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
-            text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
-            lines.append(prose("", text, style="yellow"))
-        lines += changed_lines(run.plants, run.substitutes)
+        lines += [prose(name, run_text(run)), *state_lines(run)]
     return lines
 
 
-def _evidence_lines(verdict: Verdict) -> list[Line]:
-    if not verdict.evidence:
-        return []
-    lines = [heading("why")]
-    for fact in verdict.evidence:
-        lines.append(prose("  -", fact.text, width=4))
-    return [*lines, BLANK]
+def run_text(run: RunSummary) -> str:
+    """``runs/a (H100): tiny/llama, bfloat16 on cuda``."""
+    label = f" ({run.label})" if run.label else ""
+    return f"{run.path}{label}: {run.model}, {run.dtype.removeprefix('torch.')} on {run.device}"
 
 
-def _preflight_lines(preflight: list[PreflightLine], *, verbose: bool) -> list[Line]:
-    if not preflight:
-        return []
+def state_lines(run: RunSummary) -> list[Line]:
+    """What was planted or substituted in a run, and why it is incomplete."""
+    lines = changed_lines(run.plants, run.substitutes)
+    if not run.complete:
+        why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
+        text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
+        lines.insert(0, prose("", text, style="yellow"))
+    return lines
+
+
+def _preflight(preflight: list[PreflightLine], *, verbose: bool) -> list[Section]:
     tally = Counter(item.status for item in preflight)
     told = f"{tally['same']} the same, {tally['differs']} different, {tally['blocking']} blocking"
     unknown = [item.check for item in preflight if item.status == "unknown"]
     told += f", {len(unknown)} unknown" if unknown else ""
-    lines = [heading("preflight", told)]
     kinds = (
         ("blocking", "BLOCKS", "red"), ("differs", "differs", "yellow"),
         ("unknown", "unknown", "yellow"), ("same", "same", ""),
     )  # fmt: skip
+    body = []
     for status, word, style in kinds if verbose else kinds[:2]:
         for item in (item for item in preflight if item.status == status):
             both = item.reference if status == "same" else f"{item.reference} / {item.candidate}"
-            lines.append(prose(f"  {word:<8}{item.check}: ", both, style=style, width=10))
-            if item.detail:
-                lines.append(prose(" " * 10, item.detail, width=10))
+            label = f"{word:<8}{item.check}:"
+            body.append(Sentence(both, label, style=style, indent=2, hang=10))
+            body += [Sentence(item.detail, indent=10)] if item.detail else []
     if unknown and not verbose:
-        lines.append(prose("  unknown ", ", ".join(unknown), style="yellow", width=10))
-    return [*lines, BLANK]
+        text = ", ".join(unknown)
+        body.append(Sentence(text, "unknown", style="yellow", indent=2, hang=10))
+    return [Section(title="preflight", detail=told, body=body)] if preflight else []
 
 
-def _coverage_lines(report: Report, *, all_sites: bool, verbose: bool) -> list[Line]:
+def _coverage(report: Report, *, all_sites: bool, verbose: bool) -> list[Section]:
     coverage = report.coverage
     passes = _pass_rows(coverage.passes, verbose=verbose)
     if report.operators is not None and not report.sites and not coverage.unmatched and not passes:
         return []  # operators have a count of their own
-    lines = [
-        heading(
-            "coverage",
-            f"{coverage.num_compared:,} compared, {coverage.num_skipped:,} skipped, "
-            f"{coverage.num_only_reference:,} only in A, "
-            f"{coverage.num_only_candidate:,} only in B",
-        )
-    ]
-    lines += columns(passes, widest=66)
-    shown = coverage.unmatched if all_sites else coverage.unmatched[:MAX_UNMATCHED]
     words = {"reference": "only in A", "candidate": "only in B", "both": "skipped"}
-    rows = [
+    unmatched = [
         (words[i.side], f"{i.site} ({i.pass_}, prompt {i.sample}, step {i.step})", i.reason)
-        for i in shown
+        for i in coverage.unmatched
     ]
-    lines += columns(rows, widest=66)
-    if len(shown) < len(coverage.unmatched):
-        more = len(coverage.unmatched) - len(shown)
-        lines.append(line((f"  … {more:,} more (--all lists them)", "dim")))
-    return [*lines, BLANK]
+    most = None if all_sites else MAX_UNMATCHED
+    detail = (
+        f"{coverage.num_compared:,} compared, {coverage.num_skipped:,} skipped, "
+        f"{coverage.num_only_reference:,} only in A, {coverage.num_only_candidate:,} only in B"
+    )
+    tables = [Table(columns=("", "", ""), rows=passes, widest=66),
+              Table(columns=("", "", ""), rows=unmatched, widest=66, most=most)]  # fmt: skip
+    return [Section(title="coverage", detail=detail, body=tables)]
 
 
 def _pass_rows(passes: list[PassCoverage], *, verbose: bool) -> list[tuple[str, ...]]:
@@ -211,37 +213,22 @@ def _pass_rows(passes: list[PassCoverage], *, verbose: bool) -> list[tuple[str, 
     return rows
 
 
-def _note_lines(notes: list[str]) -> list[Line]:
-    return [*(prose("note", note, width=6) for note in notes), *([BLANK] if notes else [])]
-
-
-def _next_lines(commands: list[str]) -> list[Line]:
-    """Commands stand alone on their lines, so that they can be copied."""
-    if not commands:
-        return []
-    return [heading("next"), *(line(f"  {command}") for command in commands)]
-
-
 _ORDER = (
     "tokens", "blocks", "suite", "collectives", "logprobs", "operators", "precision", "ends",
     "ranks",
 )  # fmt: skip
 
 
-def shown_analyses() -> list[str]:
-    """All analyses that have a ``show`` module, others behind those of _ORDER."""
-    names = dict.fromkeys((*_ORDER, *analysis.ANALYSES))
-    return [
-        name
-        for name in names
-        if name in _ORDER or find_spec(f"divergence.analyses.{name}.show") is not None
-    ]
-
-
-def _shown_by_analyses(report: Report, *, all_sites: bool) -> list[Line]:
-    """The sections of all of them."""
-    lines = []
-    for name in shown_analyses():
-        path = f"divergence.analyses.{name}.show"
-        lines += import_module(path).show(report, all_sites=all_sites)
-    return lines
+def analysis_sections(
+    report: Report, *, every: bool = False, background: Background | None = None
+) -> dict[str, list[Section]]:
+    """What each analysis shows, those behind _ORDER last. ``background``: what the report does not
+    hold, given for a page."""
+    sections = {}
+    for name in dict.fromkeys((*_ORDER, *analysis.ANALYSES)):
+        path = f"divergence.analyses.{name}.sections"
+        if find_spec(path) is not None:
+            sections[name] = import_module(path).sections(
+                report, every=every, background=background
+            )
+    return sections

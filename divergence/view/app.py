@@ -15,14 +15,14 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
-from divergence.analyses.blocks.page import block_parts, rows_table
-from divergence.analyses.blocks.show import SiteRow, badness, main_pass, phase_rows, phases
+from divergence.analyses.blocks.rows import SiteRow, badness, main_pass, phase_rows, phases
+from divergence.analyses.blocks.sections import block_parts, rows_table
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, SiteResult
-from divergence.html.parts import Table, shortened
+from divergence.document import Table
+from divergence.html.parts import shortened
 from divergence.layout import count, decimal, share, times
-from divergence.report.page.whole import analysis_sections
-from divergence.report.summary import report_lines, verdict_lines
+from divergence.report.summary import analysis_sections, report_lines, verdict_lines
 from divergence.words import printable
 
 # What the browser shows: pages of rows, each of which may open another page. No terminal here.
@@ -60,7 +60,7 @@ def steps(report: Report) -> Page:
 def whole(report: Report) -> Page:
     """What `compare -v` prints."""
     rows = [(line.text,) for line in report_lines(report, verbose=True)]
-    return Page(title="report", table=Table(caption="report", titles=("",), rows=rows))
+    return Page(title="report", table=Table(caption="report", columns=("",), rows=rows))
 
 
 HOMES: dict[str, tuple[str, Callable[[Report], Page]]] = {
@@ -85,14 +85,15 @@ def _modules(report: Report, block: str) -> Page:
     own = {site.site.removeprefix(block).removeprefix(".") or site.site: site for site in sites}
     more = [
         table
-        for section in analysis_sections(report, Background())
-        for other in section.blocks
+        for made in analysis_sections(report, background=Background()).values()
+        for section in made
+        for other in section.parts
         if other.block == block
         for table in other.tables
         if table.caption != part.tables[0].caption
     ]
     width = len(table.titles) - 1
-    rows = [*table.rows, *((f"{extra.caption} ›", *[""] * width) for extra in more)]
+    rows = [*table.cells(), *((f"{extra.caption} ›", *[""] * width) for extra in more)]
 
     def opened(number: int) -> Page:
         if number >= len(table.rows):
@@ -100,7 +101,7 @@ def _modules(report: Report, block: str) -> Page:
             return Page(title=extra.caption, table=extra)
         return _forwards(report, own[table.rows[number][0]].site)
 
-    shown = Table(caption=block, titles=table.titles, rows=rows, marks=table.marks,
+    shown = Table(caption=block, columns=table.titles, rows=rows, marks=table.marks,
                   num_left=table.num_left, note=table.note)  # fmt: skip
     return Page(title=block, table=shown, open=opened)
 
@@ -119,7 +120,7 @@ def _forwards(report: Report, name: str) -> Page:
         )
         for site in sites
     ]  # fmt: skip
-    table = Table(caption=name, titles=titles, rows=rows, num_left=3, marks=_marks(sites))
+    table = Table(caption=name, columns=titles, rows=rows, num_left=3, marks=_marks(sites))
     return Page(title=name, table=table, open=lambda number: _result(sites[number]))
 
 
@@ -127,7 +128,7 @@ def _result(site: SiteResult) -> Page:
     """Every number of one result."""
     rows = [(name, value) for name, value in _flat(msgspec.to_builtins(site)) if value]
     title = f"{site.pass_}, prompt {site.sample}, step {site.step}"
-    return Page(title=title, table=Table(caption=title, titles=("field", "value"), rows=rows,
+    return Page(title=title, table=Table(caption=title, columns=("field", "value"), rows=rows,
                                          num_left=2))  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[i
 
     title = f"{what}s"
     note = count(len(rows), what)
-    table = Table(caption=title, titles=titles, rows=rows, num_left=2, marks=marks, note=note)
+    table = Table(caption=title, columns=titles, rows=rows, num_left=2, marks=marks, note=note)
     return Page(title=title, table=table, open=opened)
 
 
@@ -304,7 +305,7 @@ class Browser(App[None]):
 
 def _rows(table: Table) -> list[list[_Cell]]:
     """Marks first; figures end where their column ends."""
-    cells = [[shortened(printable(cell), _WIDEST) for cell in row] for row in table.rows]
+    cells = [[shortened(printable(cell), _WIDEST) for cell in row] for row in table.cells()]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         [

@@ -8,17 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.html.parts import (
-    Table,
-    command,
-    el,
-    name,
-    plain,
-    prose_block,
-    render,
-    shortened,
-    table,
-)
+from divergence.document import Table
+from divergence.html.parts import command, el, name, plain, prose_block, render, shortened
+from divergence.html.sections import table
 from divergence.words import printable_lines
 
 
@@ -103,7 +95,7 @@ def test_a_command_is_whole():
 def test_a_table_says_in_words_what_a_colour_says():
     """A row that is marked has a word for it, and each column has a title."""
     content = Table(
-        caption="c", titles=("site", "x"), rows=[("a", "1"), ("b", "2")], marks=["", "flagged"]
+        caption="c", columns=("site", "x"), rows=[("a", "1"), ("b", "2")], marks=["", "flagged"]
     )
     reader = read(render(table(content)))
     assert reader.text == "csitexa1bbeyond its limit2"

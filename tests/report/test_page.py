@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from divergence.analyses.tokens.page import page as tokens_page
+from divergence.analyses.tokens.sections import sections as tokens_sections
 from divergence.comparison.results import (
     AuditResult,
     AuditRow,
@@ -23,6 +23,7 @@ from divergence.comparison.results import (
     TokensResult,
 )
 from divergence.html.parts import plain
+from divergence.html.sections import element
 from divergence.report.page.whole import MOST_BYTES, attached, page
 from divergence.report.summary import verdict_lines
 from divergence.run.manifest import SampleTokens, Tokens
@@ -169,8 +170,9 @@ def test_both_sides_choices(reports, forced):
     tokens = TokensResult(num_tokens=4, num_equal=3, forced=forced)
     report = reports.make_report(tokens=tokens)
     sides = [manifest(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 9, 4, 6])]
-    section = tokens_page(report, Background(reference=sides[0], candidate=sides[1]))[0]
-    text = plain(section.element())
+    background = Background(reference=sides[0], candidate=sides[1])
+    (section,) = tokens_sections(report, background=background)
+    text = plain(element(section))
     if forced:
         assert "[1][2]differs: A [3], B [9][4]differs: A [5], B [6]" in text
     else:

@@ -13,34 +13,32 @@ from __future__ import annotations
 import gzip
 import math
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 from msgspec.structs import replace
 
-from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary, strict_json
 from divergence.comparison.results import Background, PreflightLine, SiteResult
+from divergence.document import Block, Headline, Section, Table
 from divergence.html.parts import (
-    BlockPart,
     Element,
     Node,
-    Section,
-    Table,
     command,
-    details,
     document,
     el,
     facts,
     name,
     prose_block,
-    table,
 )
+from divergence.html.sections import element, script_data, section_title
 from divergence.layout import Line, count, size
 from divergence.report.environment import csv_columns
-from divergence.report.screen import compared_lines, settings_lines, token_lines
-from divergence.report.summary import headline, shown_analyses, verdict_lines, visible_lines
+from divergence.report.screen import known_facts
+from divergence.report.summary import (
+    analysis_sections,
+    headline,
+    verdict_headline,
+    visible_facts,
+)
 from divergence.run.manifest import Environment, Manifest
 from divergence.words import HEADLINES
 
@@ -64,39 +62,29 @@ def frame(
         "body",
         el("a", "Skip to the verdict", href=f"#{openings[0].attributes['id']}", class_="skip"),
         _top(command_name),
-        el("main", *openings, _contents(shown), *(section.element() for section in shown)),
+        el("main", *openings, _contents(shown), *map(element, shown)),
         _bottom(made_by),
     )
-    data = {**_data(shown), "columns": columns, "noun": noun}
+    data = {**script_data(shown), "columns": columns, "noun": noun}
     return document(
         f"{title} · divergence", body, data=strict_json(data, indent=None), attachment=attachment
     )
 
 
-def _standing(line: Line) -> str:
-    """How an answer stands, by the colour of its first word in the terminal."""
-    style = next((span.style for span in line.spans if span.text.strip()), "")
-    return _STANDINGS.get(style.rpartition(" ")[2], "unsure")
-
-
 def opening(
-    lines: Sequence[Line], *more: Node, standing: str = "", sign: str = "", id: str = "verdict",
+    headline: Headline, *more: Node, standing: str = "", sign: str = "", id: str = "verdict",
     label: str = "Verdict", beside: Node = None, below: Sequence[Node] = (),
 ) -> Element:  # fmt: skip
-    """The terminal's answer as the top of a page: its first line is ``WORD: sentence``, the others
-    a name and what it is. ``more``: under these. ``beside``: at the right. ``below``: under all."""
-    first, *rest = lines
-    standing = standing or _standing(first)
-    word, title = _word_and_sentence(first)
-    rows = [
-        (line.spans[0].text.strip(), "".join(span.text for span in line.spans[1:]))
-        for line in rest if len(line.spans) > 1
-    ]  # fmt: skip
+    """The answer as the top of a page. ``standing``: how it stands, where its colour in a terminal
+    does not say so. ``more``: under its facts. ``beside``: at the right. ``below``: under all."""
+    standing = standing or _STANDINGS.get(headline.style.rpartition(" ")[2], "unsure")
+    rows = [(fact.label, fact.text) for fact in headline.facts]
     mark = el("span", sign or _SIGNS[standing], class_="sign", aria_hidden="true")
+    long = "long" if len(headline.text) > 110 else None
     said = el(
         "div",
-        el("p", mark, word, class_="badge") if word else None,
-        el("h1", name(_capital(title)), class_="long" if len(title) > 110 else None),
+        el("p", mark, headline.word, class_="badge") if headline.word else None,
+        el("h1", name(_capital(headline.text)), class_=long),
         facts(rows, class_="facts verdict-facts") if rows else None, *more,
     )  # fmt: skip
     content = said if beside is None else el("div", said, beside, class_="opening")
@@ -110,39 +98,9 @@ def _capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
 
 
-def _word_and_sentence(line: Line) -> tuple[str, str]:
-    word, *rest = (span.text for span in line.spans)
-    if not rest:
-        return "", word.strip()
-    return word.strip().rstrip(":"), "".join(rest).removeprefix(": ")
-
-
-def printed(lines: Sequence[Line]) -> Element:
-    """What the terminal prints, as it is."""
-    text = "\n".join(line.text for line in lines).strip("\n")
-    return el("pre", text, class_="printed", tabindex=0)
-
-
 def next_commands(commands: Sequence[str]) -> list[Node]:
     """What to run next, each with a button that copies it."""
     return [el("h2", "Do this next"), *map(command, commands)] if commands else []
-
-
-def _data(sections: Sequence[Section]) -> dict[str, Any]:
-    """What the script needs: the figures' numbers, and each block's tables."""
-    blocks: dict[str, dict[str, Any]] = {}
-    for part in (part for section in sections for part in section.blocks):
-        _add(blocks, part)
-    figures = {id: data for section in sections for id, data in section.figures.items()}
-    chosen = next((entry.chosen for entry in sections if entry.chosen is not None), None)
-    return {"figures": figures, "blocks": blocks, "chosen": chosen}
-
-
-def _add(blocks: dict[str, dict[str, Any]], part: BlockPart) -> None:
-    """All that the analyses know of one block, in their order."""
-    known = blocks.setdefault(part.block, {"facts": [], "tables": []})
-    known["facts"] += part.facts
-    known["tables"] += [table.data() for table in part.tables]
 
 
 def _top(command_name: str) -> Element:
@@ -153,7 +111,9 @@ def _top(command_name: str) -> Element:
 
 
 def _contents(sections: Sequence[Section]) -> Element:
-    links = [el("li", el("a", section.title, href=f"#{section.id}")) for section in sections]
+    links = [
+        el("li", el("a", section_title(section), href=f"#{section.id}")) for section in sections
+    ]
     return el("nav", el("ul", *links), class_="contents", aria_label="On this page")
 
 
@@ -190,23 +150,21 @@ def settings_section(report: Report) -> Section | None:
     for line in report.preflight:
         by[line.status].append(line)
     shown = [*by["blocking"], *by["differs"], *by["unknown"]]
-    body: list[Node] = []
-    if shown:
-        body.append(table(_settings("What differs", shown)))
+    body = [_settings("What differs", shown)] if shown else []
     if by["same"]:
-        same = _settings("What is the same", by["same"])
-        body.append(details(f"{count(len(by['same']), 'setting')} the same", table(same)))
+        folded = f"{count(len(by['same']), 'setting')} the same"
+        body.append(_settings("What is the same", by["same"], folded))
     told = f"{len(by['differs'])} of {len(report.preflight)} differ"
     told += f"; {len(by['blocking'])} more forbid a comparison" if by["blocking"] else ""
-    return Section(id="settings", title="Settings", lead=f"{told}.", body=tuple(body))
+    return Section(id="settings", title="Settings", lead=f"{told}.", body=body)
 
 
-def _settings(caption: str, lines: list[PreflightLine]) -> Table:
+def _settings(caption: str, lines: list[PreflightLine], folded: str = "") -> Table:
     with_detail = any(line.detail for line in lines)
     more = ["detail"] if with_detail else []
     return Table(
-        caption=caption, num_left=5,
-        titles=("setting", "status", "A", "B", *more),
+        caption=caption, num_left=5, folded=folded,
+        columns=("setting", "status", "A", "B", *more),
         rows=[
             (line.check, _STATUS[line.status], line.reference, line.candidate,
              *([line.detail or ""] if with_detail else []))
@@ -231,17 +189,14 @@ def machines_section(background: Background) -> Section | None:
         rows.append((package, *(known.get(package, "-") for known in names)))
     apart = [row for row in rows if row[1] != row[2]]
     same = [row for row in rows if row[1] == row[2]]
-    body: list[Node] = [table(_machines("What differs", apart))] if apart else []
-    if same:
-        folded = table(_machines("What is the same", same))
-        body.append(details(f"{count(len(same), 'line')} the same", folded))
+    columns, folded = ("what", "A", "B"), f"{count(len(same), 'line')} the same"
+    tables = [
+        Table(caption="What differs", columns=columns, rows=apart, num_left=3),
+        Table(caption="What is the same", columns=columns, rows=same, num_left=3, folded=folded),
+    ]
     told = f"{len(apart)} of {len(rows)} lines differ."
-    return Section(id="machines", title="Machines", lead=told, body=tuple(body))
-
-
-def _machines(caption: str, rows: list[tuple[str, ...]]) -> Table:
-    titles = ("what", "A", "B")
-    return Table(caption=caption, titles=titles, rows=rows, num_left=3)
+    body = [table for table in tables if table.rows]
+    return Section(id="machines", title="Machines", lead=told, body=body)
 
 
 def _versions(side: Manifest | None) -> dict[str, str]:
@@ -289,33 +244,29 @@ def coverage_section(report: Report, background: Background) -> Section:
         f"{coverage.num_compared:,} tensors compared, {coverage.num_skipped:,} skipped, "
         f"{coverage.num_only_reference:,} only in A, {coverage.num_only_candidate:,} only in B."
     )
-    body: list[Node] = []
+    body: list[Block] = []
     if coverage.passes:
-        body.append(table(Table(
+        body.append(Table(
             caption="By pass", num_left=2,
-            titles=("pass", "what", "compared", "missing", "skipped", "only in B", "share"),
+            columns=("pass", "what", "compared", "missing", "skipped", "only in B", "share"),
             rows=[
                 (pass_.pass_, pass_.what, f"{pass_.num_compared:,}", f"{pass_.num_missing:,}",
                  f"{pass_.num_skipped:,}", f"{pass_.num_extra:,}", f"{100 * pass_.share:.4g}%")
                 for pass_ in coverage.passes
             ],
-        )))  # fmt: skip
+        ))  # fmt: skip
     if coverage.unmatched:
-        shown = coverage.unmatched[:_MOST_UNMATCHED]
-        left = len(coverage.unmatched) - len(shown)
-        content = Table(
-            caption="Not compared", num_left=6,
-            titles=("site", "side", "pass", "prompt", "step", "why"),
-            rows=[(row.site, row.side, row.pass_, str(row.sample), str(row.step), row.reason)
-                  for row in shown],
-            note=f"{left:,} more are in the JSON." if left else "",
-        )  # fmt: skip
-        named = f"{count(len(coverage.unmatched), 'tensor')} not compared"
-        body.append(details(named, table(content)))
+        body.append(Table(
+            caption="Not compared", num_left=6, most=_MOST_UNMATCHED,
+            folded=f"{count(len(coverage.unmatched), 'tensor')} not compared",
+            columns=("site", "side", "pass", "prompt", "step", "why"),
+            rows=[(row.site, row.side, row.pass_, row.sample, row.step, row.reason)
+                  for row in coverage.unmatched],
+        ))  # fmt: skip
     notes = [*report.notes, *background.notes]
     if notes:
         body.append(el("ul", *(el("li", prose_block(text)) for text in notes), class_="notes"))
-    return Section(id="coverage", title="What was compared", lead=lead, body=tuple(body))
+    return Section(id="coverage", title="What was compared", lead=lead, body=body)
 
 
 # The top of a page: the verdict in the terminal's words, why, and what to do next.
@@ -339,22 +290,20 @@ def verdict(report: Report) -> Element:
     standing, sign = STANDINGS[kind]
     if headline(report) != HEADLINES[kind]:
         standing, sign = STANDINGS["incomparable"]
-    lines = [
-        *verdict_lines(report), *visible_lines(report), *settings_lines(report.preflight),
-        *token_lines(report), *explained_lines(report), *compared_lines(report),
-    ]  # fmt: skip
+    top = verdict_headline(report)
+    facts = [*top.facts, *visible_facts(report), *known_facts(report, report.preflight)]
+    top = Headline(top.word, top.text, top.style, facts)
     return opening(
-        lines, *_why(report), standing=standing, sign=sign, beside=_pair(report),
+        top, *_why(report), standing=standing, sign=sign, beside=_pair(report),
         below=next_commands(report.verdict.next),
     )  # fmt: skip
 
 
-def policy(answer: Sequence[Line]) -> Element:
+def policy(answer: Headline, more: Sequence[Line]) -> Element:
     """What `check` says of the policy, before the verdict that it judges."""
-    first, *more = answer
     items = [el("li", prose_block(line.text.strip())) for line in more]
     return opening(
-        [first], el("ul", *items, class_="why") if items else None, id="policy", label="Policy"
+        answer, el("ul", *items, class_="why") if items else None, id="policy", label="Policy"
     )
 
 
@@ -419,9 +368,11 @@ def page(
     """The whole file, as text. ``openings``, ``sections``: another command's answer that rests on
     this report (`check`, `localize`), and comes first."""
     packed, num_kept = attached(report)
+    made = analysis_sections(report, background=background)
+    ordered = sorted(made, key=lambda name: name not in _FIRST)
     shown = [
         *sections,
-        *analysis_sections(report, background),
+        *(section for name in ordered for section in made[name]),
         settings_section(report),
         machines_section(background),
         findings_section(report),
@@ -455,22 +406,6 @@ def _answer(report: Report) -> str:
 
 _FIRST = ("blocks", "suite", "collectives", "logprobs")
 """Before the others, which keep the terminal's order."""
-
-
-def analysis_sections(report: Report, background: Background) -> list[Section]:
-    sections: list[Section] = []
-    analyses = sorted(shown_analyses(), key=lambda analysis: analysis not in _FIRST)
-    for analysis in analyses:
-        path = f"divergence.analyses.{analysis}"
-        if find_spec(f"{path}.page") is not None:
-            sections += import_module(f"{path}.page").page(report, background)
-            continue
-        lines = import_module(f"{path}.show").show(report, all_sites=False)
-        if lines:
-            sections.append(
-                Section(id=analysis, title=analysis.capitalize(), body=(printed(lines),))
-            )
-    return sections
 
 
 def _data_lead(report: Report, num_kept: int) -> str:

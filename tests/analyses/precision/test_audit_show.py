@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.analyses.precision.show import audit_lines
+from divergence.analyses.precision.sections import audit_sections
 from divergence.comparison.results import AuditedPlace, AuditFinding, AuditResult, AuditRow
 from divergence.facts import plain, worded
+from divergence.report.text import sections_lines
 
 PLACE = AuditedPlace(
     part="softmax",
@@ -36,7 +37,7 @@ def audit(**changes) -> AuditResult:
 
 
 def texts(*args, **options) -> list[str]:
-    return [line.text for line in audit_lines(*args, **options)]
+    return [line.text for line in sections_lines(audit_sections(*args, **options))]
 
 
 def test_one_line_per_part():
@@ -77,7 +78,7 @@ def test_a_kernel_is_named_below_the_table():
 
 def test_every_place_on_request():
     """Its site, dtype, what went in and came out, how often, and the source line."""
-    (line,) = [text for text in texts(audit(), all_sites=True) if "aten._softmax" in text]
+    (line,) = [text for text in texts(audit(), every=True) if "aten._softmax" in text]
     assert line == (
         "    ! B           model.layers.1.self_attn/aten._softmax: bfloat16; bfloat16 → bfloat16; "
         "2 calls; modeling_llama.py:197 in eager_attention_forward"
@@ -102,5 +103,5 @@ def test_a_side_that_was_not_audited_is_said_so():
 
 def test_nothing_without_operators():
     """No section at all."""
-    assert audit_lines(None) == []
-    assert audit_lines(AuditResult()) == []
+    assert texts(None) == []
+    assert texts(AuditResult()) == []

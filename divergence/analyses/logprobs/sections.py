@@ -5,34 +5,68 @@ from __future__ import annotations
 import math
 
 from divergence.comparison.result import Report
-from divergence.comparison.results import LogprobsResult
-from divergence.layout import BLANK, Line, columns, count, decimal, heading, line, prose
+from divergence.comparison.results import Background, LogprobsResult
+from divergence.document import Block, Column, Facts, Section, Sentence, Table
+from divergence.layout import count, decimal
 
 _NUM_SEQUENCES = 5
+_MOST = 1000
+_MARKS = {"bad": "wrong", "raised": "differs"}
 
 
-def show(report: Report, *, all_sites: bool = False) -> list[Line]:
-    """The tables; with ``all_sites`` every prompt."""
+def sections(
+    report: Report, *, every: bool = False, background: Background | None = None
+) -> list[Section]:
+    """Nothing where models were compared. ``every``: with every prompt."""
     result = report.logprobs
     if result is None:
         return []
-    title = f"{count(result.num_sequences, 'prompt')}, tokens equal {result.num_equal:,} of "
-    lines = [heading("log-probabilities", f"{title}{result.num_tokens:,}")]
-    lines += columns(number_rows(result))
-    for row, item in zip(check_rows(result), columns(check_rows(result)), strict=True):
-        lines.append(line((item.text, {"bad": "bold red", "raised": "yellow"}.get(row[-1], ""))))
-    rows = sequence_rows(result, None if all_sites else _NUM_SEQUENCES)
-    if len(rows) > 2:
-        lines += [BLANK, heading("prompts", "the ones that differ most first"), *columns(rows)]
+    body: list[Block] = [Facts(_number_rows(result))]
+    checks = {check.name: check for check in result.checks}
+    if result.rollout:  # what trainers watch, then the rest of those numbers
+        values = sorted(result.rollout.items(), key=lambda item: item[0] not in checks)
+        watched = [(name, value, checks.get(name)) for name, value in values]
+        body.append(Table(
+            caption="What trainers watch",
+            columns=("trainer-rollout", Column("value", "{:.4g}".format), "of", "normal", ""),
+            rows=[
+                (name, value, *(("",) * 3 if check is None else
+                                (check.framework, check.normal, check.state)))
+                for name, value, check in watched
+            ],
+            marks=[_MARKS.get(check.state, "") if check else "" for *_, check in watched],
+        ))  # fmt: skip
+    page = background is not None
+    if len(result.sequences) > (0 if page else 1):
+        most = _MOST if page else None if every else _NUM_SEQUENCES
+        body.append(Table(
+            caption="Prompts, the ones that differ most first", title="prompts",
+            detail="the ones that differ most first",
+            folded=f"All {len(result.sequences):,} prompts", most=most,
+            columns=("prompt", Column("tokens", "{:,}".format), Column("mean |Δ|", decimal),
+                     Column("mean Δ", decimal), Column("max |Δ|", decimal), "at",
+                     Column("log ratio", "{:.4g}".format), Column("exp|Δ|", "{:.4f}".format)),
+            rows=[
+                (prompt.sample, prompt.num_tokens, prompt.mean_abs, prompt.mean, prompt.max_abs,
+                 prompt.worst_position, prompt.log_ratio, prompt.mult_prob_error)
+                for prompt in result.sequences
+            ],
+        ))  # fmt: skip
     if result.delta is not None and result.delta.by_position:
         tenths = " ".join(
             "-" if math.isnan(mean) else decimal(mean) for mean in result.delta.by_position
         )
-        lines.append(prose("along", f"mean |Δ| by tenths of the longest answer: {tenths}"))
-    return [*lines, BLANK]
+        text = f"mean |Δ| by tenths of the longest answer: {tenths}"
+        body.append(Sentence(text, "along", indent=0, hang=12))
+    equal = f"{result.num_equal:,} of {result.num_tokens:,}"
+    prompts = count(result.num_sequences, "prompt")
+    return [Section(
+        id="logprobs", title="log-probabilities", detail=f"{prompts}, tokens equal {equal}",
+        lead=f"{prompts}; {equal} tokens of the answers are equal.", body=body,
+    )]  # fmt: skip
 
 
-def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
+def _number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
     """Name, value and what it is."""
     rows: list[tuple[str, ...]] = []
     delta, kl = result.delta, result.divergence
@@ -76,31 +110,4 @@ def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
             ("perplexity", f"{cost.reference:.5g} -> {cost.candidate:.5g}",
              f"ln ratio {cost.ln_ratio:+.3g} ± {decimal(cost.ln_ratio_error)}{told}"),
         ]  # fmt: skip
-    return rows
-
-
-def check_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
-    """What trainers watch, then the rest of those numbers."""
-    if not result.rollout:
-        return []
-    rows: list[tuple[str, ...]] = [("trainer-rollout", "value", "of", "normal", "")]
-    watched = {check.name: check for check in result.checks}
-    for name, value in sorted(result.rollout.items(), key=lambda item: item[0] not in watched):
-        check = watched.get(name)
-        said = ("", "", "") if check is None else (check.framework, check.normal, check.state)
-        rows.append((name, f"{value:.4g}", *said))
-    return rows
-
-
-def sequence_rows(result: LogprobsResult, most: int | None) -> list[tuple[str, ...]]:
-    """One a prompt, the worst first."""
-    rows: list[tuple[str, ...]] = [
-        ("prompt", "tokens", "mean |Δ|", "mean Δ", "max |Δ|", "at", "log ratio", "exp|Δ|")
-    ]
-    for sequence in result.sequences[:most]:
-        rows.append((
-            str(sequence.sample), f"{sequence.num_tokens:,}", decimal(sequence.mean_abs),
-            decimal(sequence.mean), decimal(sequence.max_abs), str(sequence.worst_position),
-            f"{sequence.log_ratio:.4g}", f"{sequence.mult_prob_error:.4f}",
-        ))  # fmt: skip
     return rows

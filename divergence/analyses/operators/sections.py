@@ -1,0 +1,216 @@
+"""Operators of a report: where it begins, what feeds it, and the worst of the rest; on a page all
+others at the block that they ran in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from divergence.comparison.result import Report
+from divergence.comparison.results import Background, OperatorResult, OperatorsResult
+from divergence.document import Block, BlockPart, Column, Facts, Section, Sentence, Table
+from divergence.layout import MAX_WIDTH, count, cut, decimal, share, times
+from divergence.words import letter, list_names
+
+_AROUND, _WORST = 4, 6
+_MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
+_WORDS = {"fine": "", "unjudged": "-", "differs": "differs"}
+_MOST_OF_BLOCK = 80
+_MOST = 1500
+"""Operators of all blocks together."""
+
+
+def sections(
+    report: Report, *, every: bool = False, background: Background | None = None
+) -> list[Section]:
+    """Nothing where no operator was recorded. ``every``: all of them."""
+    operators = report.operators
+    if operators is None:
+        return []
+    results = operators.results
+    page = background is not None
+    shown = list(range(len(results))) if every else _chosen(operators)
+    body: list[Block] = [_table(operators, shown, page=page)]
+    beyond = sum(result.limit_usage > 1 for result in results)
+    equal = sum(result.identical for result in results)
+    if not page:
+        body.append(Sentence(_footer(operators, beyond, equal), style="dim"))
+    check = operators.causal
+    if check is not None and page:
+        after = (
+            "everything after it is fine" if check.holds else "something after it is still beyond"
+        )
+        proof = f"with the other side's result in place of {check.site}, {after}"
+        body.append(Facts([("proof", proof)]))
+    if operators.unmatched:
+        body += [_alone(operators)] if page else _lone(operators, every=every)
+    body += [Sentence(note) for note in operators.notes]
+    alone = operators.frame == "operator"
+    modules = {result.block or result.site.partition("/")[0] for result in results}
+    inside = next(iter(modules)) if len(modules) == 1 else count(len(modules), "module")
+    detail = f"inside {inside}, from equal inputs"
+    frame = "each alone, on equal inputs" if alone else "from equal block inputs"
+    lead = f"{count(len(results), 'operator')} compared, {frame}: "
+    lead += f"{beyond} beyond a limit, {equal} with equal bits."
+    return [Section(
+        id="operators", title="operators", lead=lead, body=body,
+        detail="each operator alone, on equal inputs" if alone else detail,
+        parts=_parts(operators) if page else (),
+    )]  # fmt: skip
+
+
+def _chosen(operators: OperatorsResult) -> list[int]:
+    """The onset and its surroundings, what is flagged, and where nothing is the worst few."""
+    results = operators.results
+    marked = [n for n, result in enumerate(results) if result.site == operators.onset]
+    shown = {
+        n for at in marked[:1]
+        for n in range(max(0, at - _AROUND), min(len(results), at + _AROUND + 1))
+    }  # fmt: skip
+    shown.update(sorted(range(len(results)), key=lambda n: -results[n].limit_usage)[:_WORST])
+    return sorted(shown)
+
+
+def _table(
+    operators: OperatorsResult,
+    shown: Sequence[int],
+    caption: str = "",
+    *,
+    page: bool,
+    note: str = "",
+) -> Table:
+    """Those of ``shown``: their numbers. Below each what stands in whose place there, and with what
+    else it was called."""
+    results = [operators.results[n] for n in shown]
+    with_truth = operators.judged == "truth"
+    below = {} if caption else {n: _beside(result) for n, result in enumerate(results)}
+    if not page:
+        for n, (this, following) in enumerate(pairwise(shown)):
+            if following > this + 1:
+                below[n] = [*below[n], Sentence("…", indent=2, style="dim")]
+    names: tuple[str, ...] = ("share of limit", "difference", "one rounding")
+    if with_truth:
+        names = ("B over A", "A from truth", "B from truth", "one rounding", "over 1 ulp")
+    if not page:
+        names = ("W", "err A", "err B", "ideal", "ulp>1") if with_truth else (
+            "share", "differ", "floor")  # fmt: skip
+    figures = [
+        Column(title, _figure, width=size)
+        for title, size in zip(names, (7, 8, 8, 7, 6), strict=False)
+    ]
+    before, after = [Column("operator", width=34)], [Column("verdict", left=True)]
+    if page:
+        before, after = [Column("operator"), Column("verdict"), Column("line")], []
+    rows = []
+    for result in results:
+        numbers = _against_truth(result) if with_truth else (
+            f"{result.limit_usage:.2f}", result.difference, result.floor)  # fmt: skip
+        name, verdict = _short_name(result), _verdict(result)
+        if page:
+            rows.append((name, verdict or "fine", result.source, *numbers))
+            continue
+        name += "" if result.match == "exact" else f" {_MATCHED[result.match]}"
+        rows.append((name, *numbers, "equal" if result.identical and not verdict else verdict))
+    marks = [
+        "onset " * (result.site == operators.onset) + "flagged" * (result.limit_usage > 1)
+        for result in results
+    ]
+    return Table(
+        caption=caption or "Where it begins, and the largest", columns=[*before, *figures, *after],
+        rows=rows, marks=marks, num_left=len(before), names=True, note=note, below=below, grid=True,
+    )  # fmt: skip
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else decimal(value)
+
+
+def _beside(result: OperatorResult) -> list[Sentence]:
+    sentences: list[Sentence] = []
+    region = result.region
+    if region is not None:
+        at = f", as {region.argument} of {region.consumer}"
+        said = region.text + (at if region.argument is not None else "")
+        if region.candidate_times is not None and region.reference_times is not None:
+            said += f"; {region.candidate_times:.3g} × an ideal product "
+            said += f"({region.reference_times:.3g} ×)"
+        sentences.append(Sentence(cut(said, MAX_WIDTH - 6), indent=6, style="dim"))
+    for item in result.other_operands:
+        said = f"called with {item.argument}={item.candidate} (A {item.reference})"
+        sentences.append(Sentence(cut(said, MAX_WIDTH - 6), indent=6, style="yellow"))
+    return sentences
+
+
+def _against_truth(result: OperatorResult) -> tuple[object, ...]:
+    """W, both sides' errors, the ideal one, and the share of elements that are off."""
+    over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
+    return (
+        times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
+        result.reference_error, result.candidate_error, result.floor,
+        share(over) if result.w is not None else share(result.codes),
+    )  # fmt: skip
+
+
+def _verdict(result: OperatorResult) -> str:
+    """The side that is off and by which question; nothing where all is fine."""
+    word = letter(_WORDS.get(result.verdict, result.verdict))
+    return f"{word} ({result.why})" if result.why not in ("typical", None) and word else word
+
+
+def _short_name(result: OperatorResult) -> str:
+    """Without the block's path, which the heading has; the phase where it is a decode step."""
+    name = result.site
+    if result.block:
+        name = name.removeprefix(result.block).removeprefix(".")
+    return name + (" (decode)" if result.phase == "decode" else "")
+
+
+def _footer(operators: OperatorsResult, beyond: int, equal: int) -> str:
+    results = operators.results
+    parts = [f"{count(len(results), 'operator')}: {beyond} beyond, {equal} bit-identical"]
+    if any(result.match == "sequence" for result in results):
+        parts.append("~ by order")
+    if operators.num_value_matches:
+        parts.append("= by value")
+    if any(result.match == "dataflow" for result in results):
+        parts.append("& by dataflow")
+    if operators.judged == "truth":
+        parts.append("W: err B over err A")
+    return "; ".join(parts)
+
+
+def _lone(operators: OperatorsResult, *, every: bool) -> list[Sentence]:
+    sentences = []
+    for side in ("reference", "candidate"):
+        names = [item.site for item in operators.unmatched if item.side == side]
+        if names:
+            shown = list_names(names, len(names) if every else 5)
+            sentences.append(Sentence(f"only in {letter(side)}: {shown}"))
+    return sentences
+
+
+def _alone(operators: OperatorsResult) -> Table:
+    """What one side alone called."""
+    return Table(
+        caption="Called by one side alone", columns=("operator", "side", "line"), num_left=3,
+        rows=[(operator.site, letter(operator.side), operator.source)
+              for operator in operators.unmatched],
+        most=_MOST_OF_BLOCK, names=True,
+        folded=f"{count(len(operators.unmatched), 'operator')} that one side alone called",
+    )  # fmt: skip
+
+
+def _parts(operators: OperatorsResult) -> list[BlockPart]:
+    """The operators of each block, where there are many the worst."""
+    blocks: dict[str, list[int]] = {}
+    for n, result in enumerate(operators.results):
+        blocks.setdefault(result.block or result.site.partition("/")[0], []).append(n)
+    most = max(4, min(_MOST_OF_BLOCK, _MOST // max(1, len(blocks))))
+    parts = []
+    for block, numbers in blocks.items():
+        worst = sorted(numbers, key=lambda n: -operators.results[n].limit_usage)[:most]
+        left = len(numbers) - len(worst)
+        note = f"{left} more are in the JSON." if left else ""
+        table = _table(operators, sorted(worst), "Operators", page=True, note=note)
+        parts.append(BlockPart(block=block, tables=[table]))
+    return parts

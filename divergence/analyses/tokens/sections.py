@@ -1,0 +1,328 @@
+"""Tokens and distributions: whether the runs chose the same, and by how much not; on a page both
+sides' choices as strips.
+
+A decoded token is quoted, since it may hold a newline or begin with a space.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from divergence.comparison.result import Report
+from divergence.comparison.results import (
+    Background,
+    Explanation,
+    TokenChoice,
+    TokenDifference,
+    TokensResult,
+)
+from divergence.document import Block, Column, Facts, Section, Sentence, Table, named
+from divergence.html.parts import Element, details, el, shortened
+from divergence.layout import count, decimal, fixed, times
+from divergence.run.manifest import SampleTokens
+from divergence.words import letter, list_names
+
+_MOST_STRIPS = 8
+_MOST_TOKENS = 128
+"""Of one prompt."""
+_MOST_FLIPS = 60
+_NUM_TOP = 5
+
+
+def sections(report: Report, *, background: Background | None = None, **_: object) -> list[Section]:
+    """Nothing where no token was generated."""
+    tokens = report.tokens
+    if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
+        return []
+    total = tokens.num_tokens + tokens.num_missing
+    missing = f"; {tokens.num_missing} of A's it did not generate" if tokens.num_missing else ""
+    how = "B was fed A's tokens" if tokens.forced else "each run chose alone"
+    lead = (
+        "B continued A's text, so every step can be compared"
+        if tokens.forced
+        else "each continued its own text, so steps behind a difference say nothing"
+    )
+    lead = (
+        f"{tokens.num_equal} of {count(total, 'choice')} of the next token agree; {lead}{missing}."
+    )
+    first, flips = tokens.first_difference, tokens.differences
+    body: list[Block | None] = []
+    if first is not None:
+        body += _first(first, forced=tokens.forced)
+    body += [] if background is None else _strips(tokens, background)
+    if flips[1:]:
+        body += [_later(flips[1:]), *([_flips(flips)] if background is not None else [])]
+    body += [] if tokens.kl_mean is None else [_divergence(tokens)]
+    if tokens.explanation is not None:
+        body += _explained(tokens.explanation, first)
+    return [Section(id="tokens", title="tokens", lead=lead, body=body,
+                    detail=f"{tokens.num_equal} of {total} equal; {how}{missing}")]  # fmt: skip
+
+
+def explained_facts(report: Report) -> list[Sentence]:
+    """The answer of --explain-token for the first screen, also where it has none."""
+    if report.tokens is None or report.tokens.explanation is None:
+        unexplained = (item for item in report.remarks if item.code == "experiments.unexplained")
+        return [named("explained", item.text) for item in unexplained]
+    explanation = report.tokens.explanation
+    where = f"prompt {explanation.sample}, step {explanation.step}"
+    text = f"{where}, by {_cause(explanation)} alone: {_effect(explanation)}"
+    return [named("explained", text, "yellow")]
+
+
+def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
+    """Where the first difference is, both choices, what is to be said of it, and what else was
+    likely."""
+    order = {
+        "before": ", before the onset",
+        "same step": ", in the step of the onset",
+        "after": ", after the onset",
+        None: "",
+    }[first.order_to_onset]
+    later = "" if forced else "; later steps continue different texts and are not compared"
+    place = f"prompt {first.sample}, step {first.step}{order}{later}"
+    # the margin in standard deviations of the logits' difference; a judged z has its own line
+    sigmas = ""
+    if first.z is not None and first.z_of not in ("floor", "model"):
+        sigmas = f" ({first.z:.1f} σ of the diff)"
+    sides = (
+        ("A", first.reference, first.margin, sigmas),
+        ("B", first.candidate, first.candidate_margin, ""),
+    )
+    body: list[Block] = [
+        el("h3", "The first different choice"),
+        Sentence(place, "first difference:", style="yellow", indent=2, hang=4),
+        Facts([
+            (name, _token(choice), f"margin {fixed(margin)} logits over the next{more}")
+            for name, choice, margin, more in sides
+        ], indent=4),
+        *_judgement(first),
+    ]  # fmt: skip
+    tops = itertools.zip_longest(first.reference_top[:_NUM_TOP], first.candidate_top[:_NUM_TOP])
+    rows = [(a, a and a.logprob, b, b and b.logprob) for a, b in tops]
+    if rows:
+        body.append(Table(
+            caption="The most likely tokens there", num_left=3, names=True, rows=rows, indent=4,
+            columns=(Column("top of A", _token, ""), Column("logprob", fixed, ""),
+                     Column("top of B", _token, ""), Column("logprob", fixed, "")), widest=32,
+        ))  # fmt: skip
+    return body
+
+
+_JUDGEMENTS = {
+    "tie": "a tie: rounding may flip it",
+    "fault": "a fault: no rounding of this dtype moves logits that far",
+    None: "between: more than the floor's own rounding flips, less than the coarsest healthy "
+    "kernels might",
+}
+
+
+def _judgement(first: TokenDifference) -> list[Sentence]:
+    """What a truth says of the flip; without one, that there is none to say it."""
+    if first.z_of == "difference":
+        text = "not judged: σ is that of the diff itself, which a fault widens; give --truth"
+        return [Sentence(text)]
+    if first.z_of is None or first.z is None:
+        return []
+    if first.z_of == "model":
+        says = "not judged: more than the rounding model makes of it; --truth tells"
+        says = _JUDGEMENTS["tie"] if first.judgement == "tie" else says
+        text = f"{says} ({first.z:.1f} σ of what all blocks together may make by rounding)"
+        return [Sentence(text, style="green" if first.judgement else "yellow")]
+    judged = (
+        f"{_JUDGEMENTS[first.judgement]} (gap {fixed(abs(first.truth_margin or 0.0))} logits in "
+        f"the truth, {first.z:.1f} σ of the logit error that rounding makes)"
+    )
+    styles = {"tie": "green", "fault": "red", None: "yellow"}
+    sentences = [Sentence(judged, style=styles[first.judgement])]
+    choice = first.truth_choice
+    if choice is not None:
+        agreeing = [name for name, side in (("A", first.reference), ("B", first.candidate))
+                    if side.id == choice.id]  # fmt: skip
+        who = agreeing[0] if agreeing else "neither"
+        sentences.append(Sentence(f"the truth chose {_token(choice)}: it agrees with {who}"))
+    return sentences
+
+
+def _later(flips: Sequence[TokenDifference]) -> Sentence:
+    """The other flips, counted by what they are."""
+    names = {"tie": "tie", "fault": "fault", None: "unjudged"}
+    counts = [
+        f"{number} {name}{'s' if number > 1 and judgement else ''}"
+        for judgement, name in names.items()
+        if (number := sum(flip.judgement == judgement for flip in flips))
+    ]
+    text = f"{len(flips)} ({', '.join(counts)})"
+    return Sentence(text, "later differences:", indent=2, hang=4)
+
+
+def _divergence(tokens: TokensResult) -> Sentence:
+    """The distributions of all decided positions, beside the floor's distance from the truth."""
+    text = f"mean {decimal(tokens.kl_mean)}, p99 {decimal(tokens.kl_p99)} nats"
+    style = ""
+    if tokens.kl_ratio is not None:
+        limit = "no limit where experts or codes are chosen"
+        if tokens.kl_limit is not None:
+            limit = f"limit {times(tokens.kl_limit)}"
+            style = "red" if tokens.kl_ratio > tokens.kl_limit else ""
+        text += (
+            f"; the floor ({letter(tokens.floor_side)} from the truth): mean "
+            f"{decimal(tokens.floor_kl_mean)}, p99 {decimal(tokens.floor_kl_p99)}; "
+            f"{times(tokens.kl_ratio)} ({limit})"
+        )
+    return Sentence(text, "KL of what decided them:", style=style, indent=2, hang=4)
+
+
+def _explained(explanation: Explanation, first: TokenDifference | None) -> list[Block]:
+    """What one block's error alone does to the decision, on this machine."""
+    what = "the closest decision (no token differs)"
+    if explanation.differs:
+        same = first is not None and (first.sample, first.step) == (
+            explanation.sample,
+            explanation.step,
+        )
+        what = "the first difference" if same else "the first difference that is a fault"
+    why = "" if explanation.flagged else "; nothing is flagged, this block's error is the largest"
+    forwards = count(explanation.num_forwards, "forward")
+    whence = f"prompt {explanation.sample}, step {explanation.step}, by {_cause(explanation)} alone"
+    added = f"added to {letter(explanation.disturbed)}'s model in {forwards}"
+    over = f"logit of {_token(explanation.reference)} over {_token(explanation.candidate)}"
+    chosen = f"; chosen with it: {_token(explanation.injected_choice)}"
+    return [
+        Sentence(f"{what}, {whence}{why}", "explained:", indent=2, hang=4),
+        Sentence(f"{added}, here in {explanation.dtype} on {explanation.device}"),
+        Facts([
+            (over, ""),
+            ("  in A", fixed(explanation.reference_margin)),
+            ("  in B", fixed(explanation.candidate_margin)),
+            ("  here, as it is", fixed(explanation.baseline_margin)),
+            ("  here, with the error", fixed(explanation.injected_margin)),
+        ], indent=4),
+        Sentence(_effect(explanation) + chosen, style="yellow"),
+    ]  # fmt: skip
+
+
+def _cause(explanation: Explanation) -> str:
+    """``the candidate's error at model.layers.1:out``."""
+    sites = list_names(explanation.sites, 3)
+    other = "candidate" if explanation.disturbed == "reference" else "reference"
+    return f"{letter(other)}'s error at {sites}"
+
+
+def _effect(explanation: Explanation) -> str:
+    share = "the two runs' margins are equal: nothing moved"
+    if explanation.share is not None:
+        share = f"{100 * explanation.share:.0f}% of the movement explained"
+    return f"{share}; the error {'flips' if explanation.flips else 'does not flip'} the token"
+
+
+def _token(choice: TokenChoice) -> str:
+    """``' the' #262``: quoted, so that spaces and newlines are seen."""
+    return f"#{choice.id}" if choice.text is None else f"{choice.text!r} #{choice.id}"
+
+
+def _strips(tokens: TokensResult, background: Background) -> list[Element | None]:
+    """Prompts with different choices first; of equal ones a few."""
+    flips = {(difference.sample, difference.step): difference for difference in tokens.differences}
+    samples = [
+        (number, reference, candidate)
+        for number, (reference, candidate) in enumerate(background.samples())
+        if reference.chosen_ids or candidate.chosen_ids
+    ]
+    if not samples:
+        return []
+    apart = [item for item in samples if item[1].chosen_ids != item[2].chosen_ids]
+    equal = [item for item in samples if item not in apart]
+    strips, folded = (
+        [
+            _strip(number, reference, candidate, flips, background, forced=tokens.forced)
+            for number, reference, candidate in group[:_MOST_STRIPS]
+        ]
+        for group in (apart, equal)
+    )
+    legend = el(
+        "p", el("span", "A", class_="a"), " above, ", el("span", "B", class_="b"),
+        " below where they differ. Below a difference: by how many logits A's choice was ahead.",
+        class_="note",
+    )  # fmt: skip
+    gone = sum(max(0, len(group) - _MOST_STRIPS) for group in (apart, equal))
+    shown: list[Element | None] = (
+        [el("h3", "Both sides' choices"), legend, *strips] if strips else []
+    )
+    if folded:
+        shown.append(details(f"{count(len(equal), 'prompt')} with the same choices", *folded))
+    last = el("p", f"{count(gone, 'more prompt')} not shown.", class_="note") if gone else None
+    return [*shown, last]
+
+
+def _strip(
+    number: int, ours: SampleTokens, theirs: SampleTokens,
+    flips: dict[tuple[int, int], TokenDifference], background: Background, *, forced: bool,
+) -> Element:  # fmt: skip
+    ids = ours.chosen_ids, theirs.chosen_ids
+    steps = max(map(len, ids))
+    parted = next((n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), steps)
+    shown = min(_MOST_TOKENS, steps if forced else parted + 1, steps)
+    cells = []
+    for step in range(shown):
+        a, b = (background.text_of(side[step]) if step < len(side) else None for side in ids)
+        cells.append(_cell(a, b, flips.get((number, step))))
+    rest = [
+        "".join(background.text_of(token) for token in side[shown : shown + _MOST_TOKENS])
+        for side in ids
+    ]
+    more = max(0, steps - shown)
+    return el(
+        "div", el("p", f"Prompt {number}", class_="of-prompt"),
+        el("p", shortened(ours.text, 400), class_="prompt") if ours.text else None,
+        el("p", *cells, class_="strip"),
+        _apart(rest) if not forced and any(rest) else None,
+        el("p", f"{count(more, 'more token')}.", class_="note") if more and forced else None,
+        class_="sample",
+    )  # fmt: skip
+
+
+def _apart(texts: list[str]) -> Element:
+    """How each went on by itself, side by side."""
+    sides = zip(("A", "B"), ("a", "b"), texts, strict=True)
+    parts = [
+        el("div", el("p", f"{letter} went on", class_=kind), el("p", text, class_="prompt"))
+        for letter, kind, text in sides
+    ]
+    return el("div", *parts, class_="texts")
+
+
+def _cell(a: str | None, b: str | None, flip: TokenDifference | None) -> Element:
+    if a == b and a is not None:
+        return el("span", _visible(a), class_="tok")
+    margin = None if flip is None or flip.margin is None else fixed(flip.margin, 2)
+    return el(
+        "span",
+        el("span", "differs: A ", class_="aside"),
+        el("span", _visible(a), class_="a"),
+        el("span", ", B ", class_="aside"),
+        el("span", _visible(b), class_="b"),
+        el("small", margin) if margin is not None else None,
+        class_="tok flip",
+    )
+
+
+def _visible(text: str | None) -> str:
+    """A token in a strip: line feeds as a sign, an absent one as a dash."""
+    if text is None:
+        return "–"
+    return shortened(text.replace("\n", "⏎"), 40) or "∅"
+
+
+def _flips(flips: Sequence[TokenDifference]) -> Table:
+    return Table(
+        caption="Different choices", num_left=4, sparse=True, most=_MOST_FLIPS,
+        folded=f"All {len(flips)} different choices",
+        columns=("prompt", "step", Column("A chose", _token), Column("B chose", _token),
+                 Column("A ahead by", fixed), Column("B ahead by", fixed),
+                 Column("the truth chose", _token), "judged"),
+        rows=[(flip.sample, flip.step, flip.reference, flip.candidate, flip.margin,
+               flip.candidate_margin, flip.truth_choice, flip.judgement) for flip in flips],
+        marks=["flagged" if flip.judgement == "fault" else "" for flip in flips],
+    )  # fmt: skip

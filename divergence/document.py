@@ -1,0 +1,211 @@
+"""What an answer shows, as values: sections of sentences, facts, tables and figures.
+
+An analysis makes its ``Section``s once, in ``sections.py``; report/text.py makes lines of them for
+a terminal, and html/sections.py elements for a page. A row holds numbers; its column has the format
+in which every face writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from divergence.html.parts import Element
+from divergence.words import markdown_code
+
+
+class Column(NamedTuple):
+    """One value of each row of a table."""
+
+    title: str
+    format: Callable[[Any], str] = str
+    absent: str = "-"
+    """Stands for None."""
+    left: bool = False
+    """It begins at the left in a grid, although it is no word."""
+    width: int = 0
+    """At least so many letters of a grid."""
+    own: bool = False
+    """The tool's own words: Markdown may obey them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """One line of prose, after a label where it has one."""
+
+    text: str
+    label: str = ""
+    style: str = field(default="", kw_only=True)
+    """In a terminal."""
+    indent: int = field(default=4, kw_only=True)
+    hang: int | None = field(default=None, kw_only=True)
+    """Where a terminal goes on with it; None is below where it began."""
+
+
+def named(name: str, text: str, style: str = "") -> Sentence:
+    """A fact of a headline."""
+    return Sentence(text, name, style=style, indent=0, hang=12)
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """What comes first: a word, if there is one, a sentence, and what else is known at once."""
+
+    word: str
+    text: str
+    style: str = ""
+    """In a terminal; its colour says how the answer stands."""
+    facts: Sequence[Sentence] = ()
+    """Each of ``named``."""
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.text}" if self.word else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and what they are, in two texts at most."""
+
+    rows: Sequence[tuple[str, ...]]
+    indent: int = field(default=2, kw_only=True)
+    width: int = field(default=0, kw_only=True)
+    """Of the names' column in a terminal; 0 is that of the longest."""
+    styles: Sequence[str] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of values. A column that is a word alone holds texts."""
+
+    caption: str = ""
+    """On a page."""
+    title: str = ""
+    """In a terminal, where it is not the section's first table."""
+    detail: str = ""
+    columns: Sequence[Column | str]
+    rows: Sequence[Sequence[Any]]
+    marks: Sequence[str] = ()
+    """Of each row: nothing, or words of MARKS."""
+    num_left: int = 1
+    """The first so many columns are words; the others are figures, and stand to the right."""
+    note: str = ""
+    names: bool = False
+    """The first column holds names of the model's parts."""
+    most: int | None = None
+    """Rows that are shown; of the others the number is told."""
+    below: Mapping[int, Sequence[Sentence]] = field(default_factory=dict)
+    """What is said of a row, by its number."""
+    folded: str = ""
+    """The words behind which a page hides it until it is opened."""
+    grid: bool = False
+    """A terminal shows the marks in front, and figures end where their column ends."""
+    gives: Sequence[int] = (0,)
+    """Columns of a grid that are cut where it is too wide."""
+    widest: int = 60
+    """Letters of a column that is in no grid, but for the last."""
+    indent: int = 2
+    sparse: bool = False
+    """A column in which no row has a value is left out."""
+
+    @property
+    def shown(self) -> list[tuple[int, Column]]:
+        """The columns, and where their values stand in a row."""
+        columns = [item if isinstance(item, Column) else Column(item) for item in self.columns]
+        return [
+            (n, column)
+            for n, column in enumerate(columns)
+            if not self.sparse or n < self.num_left or any(row[n] is not None for row in self.rows)
+        ]
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return tuple(column.title for _, column in self.shown)
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows that are shown, as texts."""
+        shown = self.shown
+        return [
+            tuple(column.absent if row[n] is None else column.format(row[n]) for n, column in shown)
+            for row in self.rows[: self.most]
+        ]
+
+    def markdown(self) -> list[str]:
+        """The table for an issue, with nothing of a run in it that Markdown obeys."""
+        own = [column.own for _, column in self.shown]
+        rows = [
+            [each if is_own or not each else markdown_code(each)
+             for each, is_own in zip(row, own, strict=True)]
+            for row in self.cells()
+        ]  # fmt: skip
+        lines = [self.titles, ["---"] * len(own), *rows]
+        more = [f"| {self.num_more} more {'|' * len(own)}"] * bool(self.num_more)
+        return [*(f"| {' | '.join(row)} |" for row in lines), *more]
+
+    @property
+    def num_more(self) -> int:
+        """Rows that are not shown."""
+        return 0 if self.most is None else max(0, len(self.rows) - self.most)
+
+    def mark(self, number: int) -> str:
+        """The first of a row's words, by which a page and a browser mark it."""
+        return self.marks[number].partition(" ")[0] if number < len(self.marks) else ""
+
+
+MARKS = ("onset", "flagged", "wrong", "differs", "below", "good", "blocks")
+"""Where the error begins; beyond a limit; wrong, or beyond what is allowed; worth a look; below
+what is usual; as it should be; what forbids a comparison."""
+
+
+class Drawing(Protocol):
+    """A figure: html.figures has them."""
+
+    @property
+    def id(self) -> str: ...
+    def figure(self) -> Element:
+        """On a page."""
+        ...
+
+    def data(self) -> dict[str, Any]:
+        """What its script needs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures side by side, on a page alone. ``choose``: what is chosen in them is shown below."""
+
+    drawings: Sequence[Drawing]
+    choose: bool = False
+
+
+Block = Sentence | Facts | Table | Figures | Element
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPart:
+    """What an analysis knows of one block of the model: shown where the block is chosen."""
+
+    block: str
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One part of a document. An Element in it is for a page alone."""
+
+    id: str = ""
+    """On a page."""
+    title: str = ""
+    """Without one a terminal shows the body alone."""
+    detail: str = ""
+    """Beside the title."""
+    lead: str = ""
+    """What a page says below the title; without one it is the detail."""
+    heading: str = ""
+    """A page's title, where it is another."""
+    body: Sequence[Block | None] = ()
+    parts: Sequence[BlockPart] = ()
+    chosen: str | None = None
+    """The block to show first."""

@@ -1,0 +1,130 @@
+"""Sections of a document as elements of a page, and what its script needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from divergence.document import Block, Facts, Figures, Section, Sentence, Table
+from divergence.html.parts import (
+    LONGEST,
+    Element,
+    Node,
+    details,
+    el,
+    facts,
+    name,
+    prose_block,
+    shortened,
+)
+
+_MARKS = {"onset": "begins here", "flagged": "beyond its limit"}
+_CLASSES = {"wrong": "flagged", "below": "", "good": ""}
+"""Marks of a row that have the look of another."""
+
+
+def element(section: Section) -> Element:
+    """The whole section, under its title."""
+    lead = section.lead or _sentence(section.detail)
+    return el(
+        "section",
+        el("h2", section_title(section), id=f"{section.id}-title"),
+        el("p", lead, class_="lead") if lead else None,
+        *(node for block in section.body for node in _nodes(block)),
+        id=section.id, aria_labelledby=f"{section.id}-title",
+    )  # fmt: skip
+
+
+def section_title(section: Section) -> str:
+    return section.heading or _capital(section.title)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _sentence(text: str) -> str:
+    return f"{_capital(text)}." if text else ""
+
+
+def _nodes(block: Block | None) -> Iterator[Node]:
+    if isinstance(block, Table):
+        content = table(block)
+        yield details(block.folded, content) if block.folded else content
+    elif isinstance(block, Facts):
+        yield facts((term.strip(), " ".join(filter(None, what))) for term, *what in block.rows)
+    elif isinstance(block, Sentence):
+        yield prose_block(f"{block.label.strip('-')} {block.text}".strip(), class_="note")
+    elif isinstance(block, Figures):
+        yield el("div", *(item.figure() for item in block.drawings), class_="figures")
+        yield el("div", class_="chosen", id="chosen", hidden=True) if block.choose else None
+    else:
+        yield block
+
+
+def table(content: Table) -> Element:
+    """A table that scrolls by itself where it is too wide; below it what is said of its rows."""
+    head = [
+        el("th", title, scope="col", class_=None if n < content.num_left else "figure")
+        for n, title in enumerate(content.titles)
+    ]
+    body = []
+    for number, row in enumerate(content.cells()):
+        mark = _mark(content, number)
+        word = el("span", _MARKS[mark], class_="mark") if mark in _MARKS else None
+        cells = [
+            el("th", name(row[0]), word, scope="row"),
+            *(
+                el("td", name(cell), class_=None if n < content.num_left else "figure")
+                for n, cell in enumerate(row[1:], 1)
+            ),
+        ]
+        body.append(el("tr", *cells, class_=mark or None))
+    grid = el(
+        "table", el("caption", content.caption), el("thead", el("tr", *head)), el("tbody", *body),
+        class_="names" if content.names else None,
+    )  # fmt: skip
+    # what scrolls must be reached by keyboard, and so needs a name
+    wide = el("div", grid, class_="scroll", tabindex=0, role="group", aria_label=content.caption)
+    note = _note(content)
+    said = [el("li", item.text) for items in content.below.values() for item in items]
+    return el(
+        "div", wide, el("p", note, class_="note") if note else None,
+        el("ul", *said, class_="notes") if said else None,
+    )  # fmt: skip
+
+
+def _mark(content: Table, number: int) -> str:
+    word = content.mark(number)
+    return _CLASSES.get(word, word)
+
+
+def _note(content: Table) -> str:
+    return content.note or (f"{content.num_more:,} more are in the JSON." * bool(content.num_more))
+
+
+def _data(content: Table) -> dict[str, Any]:
+    """The table for the script (page.js, makeTable)."""
+    return {
+        "caption": content.caption, "titles": content.titles, "left": content.num_left,
+        "rows": [[shortened(cell, LONGEST) for cell in row] for row in content.cells()],
+        "marks": [_mark(content, number) for number in range(len(content.marks))],
+        "note": _note(content), "names": content.names,
+    }  # fmt: skip
+
+
+def script_data(sections: Sequence[Section]) -> dict[str, Any]:
+    """What the script needs: the figures' numbers, and all that is known of each block."""
+    blocks: dict[str, dict[str, Any]] = {}
+    for part in (part for section in sections for part in section.parts):
+        known = blocks.setdefault(part.block, {"facts": [], "tables": []})
+        known["facts"] += part.facts
+        known["tables"] += map(_data, part.tables)
+    bodies = (block for section in sections for block in section.body)
+    figures = {
+        item.id: item.data()
+        for block in bodies if isinstance(block, Figures)
+        for item in block.drawings
+    }  # fmt: skip
+    chosen = next((entry.chosen for entry in sections if entry.chosen is not None), None)
+    return {"figures": figures, "blocks": blocks, "chosen": chosen}

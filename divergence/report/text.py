@@ -1,0 +1,104 @@
+"""Sections of a document as lines of a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from divergence.document import Facts, Headline, Section, Sentence, Table
+from divergence.layout import BLANK, MAX_WIDTH, Line, Span, columns, cut, heading, line, prose
+from divergence.words import printable
+
+_STYLES = {
+    "onset": "bold red", "wrong": "bold red", "flagged": "yellow", "below": "yellow",
+    "differs": "yellow", "good": "green",
+}  # fmt: skip
+_SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
+
+
+def headline_lines(headline: Headline) -> list[Line]:
+    """The answer, then each fact on a line of its own."""
+    word = line((f"{headline.word}: ", headline.style)).spans if headline.word else ()
+    sentence = Span(headline.text, "" if headline.word else headline.style)
+    return [Line((*word, sentence), 2), *map(sentence_line, headline.facts)]
+
+
+def sections_lines(sections: Iterable[Section]) -> list[Line]:
+    """All of them, with a blank line behind each."""
+    lines: list[Line] = []
+    for section in sections:
+        if not section.body and not section.detail:
+            continue
+        shown = [heading(section.title, section.detail)] if section.title else []
+        for block in section.body:
+            if isinstance(block, Table) and block.title:
+                shown += [*[BLANK] * bool(shown), heading(block.title, block.detail)]
+            if isinstance(block, Table):
+                shown += table_lines(block)
+            elif isinstance(block, Facts):
+                shown += _facts_lines(block)
+            elif isinstance(block, Sentence):
+                shown.append(sentence_line(block))
+        lines += [*shown, BLANK]
+    return lines
+
+
+def sentence_line(sentence: Sentence) -> Line:
+    label = " " * sentence.indent + (f"{sentence.label} " if sentence.label else "")
+    hang = len(label) if sentence.hang is None else sentence.hang
+    return prose(label, sentence.text, style=sentence.style, width=hang)
+
+
+def _facts_lines(facts: Facts) -> list[Line]:
+    if not facts.width:
+        return columns(facts.rows, indent=facts.indent)
+    styles = [*facts.styles, *[""] * len(facts.rows)]
+    terms = [" " * facts.indent * bool(term) + term for term, _ in facts.rows]
+    return [
+        prose(term, what, style=style, width=max(facts.width, len(term) + 2 * bool(term)))
+        for term, (_, what), style in zip(terms, facts.rows, styles, strict=False)
+    ]
+
+
+def table_lines(table: Table) -> list[Line]:
+    """Titles where there are any, rows, what stands below a row, and how many rows are not here."""
+    cells = [tuple(map(printable, row)) for row in table.cells()]
+    titles = [table.titles] if any(table.titles) else []
+    rows = _grid(table, [*titles, *cells]) if table.grid else columns(
+        [*titles, *cells], indent=table.indent, widest=table.widest)  # fmt: skip
+    lines = [_styled(row, "dim") for row in rows[: len(titles)]]
+    for number, row in enumerate(rows[len(titles) :]):
+        words = table.marks[number].split() if number < len(table.marks) else ()
+        if table.grid:
+            sign = next((_SIGNS[word] for word in words if word in _SIGNS), " ")
+            row = Line((Span(f" {'>' if 'onset' in words else ' '}{sign} "), *row.spans[1:]))
+        lines.append(_styled(row, next((_STYLES[word] for word in words if word in _STYLES), "")))
+        lines += map(sentence_line, table.below.get(number, ()))
+    if table.num_more:
+        lines.append(line((f"  … {table.num_more:,} more (--all lists them)", "dim")))
+    return lines
+
+
+def _styled(row: Line, style: str) -> Line:
+    return row._replace(spans=tuple(Span(span.text, style) for span in row.spans))
+
+
+def _grid(table: Table, rows: list[tuple[str, ...]]) -> list[Line]:
+    """Each column as wide as its widest cell; those that give are cut where that is too much."""
+    shown = [column for _, column in table.shown]
+    left = [n < table.num_left or column.left for n, column in enumerate(shown)]
+    widths = [
+        max(column.width, *map(len, cells)) for column, *cells in zip(shown, *rows, strict=True)
+    ]
+    room = MAX_WIDTH - 4 - 2 * (len(widths) - 1)
+    while sum(widths) > room:
+        longest = max(table.gives, key=lambda column: widths[column])
+        if widths[longest] <= 8:
+            break
+        widths[longest] -= 1
+    return [
+        line("    ", "  ".join(
+            (cut(cell, size).ljust if at_left else cut(cell, size).rjust)(size)
+            for cell, size, at_left in zip(row, widths, left, strict=True)
+        ).rstrip())
+        for row in rows
+    ]  # fmt: skip

@@ -241,12 +241,13 @@ def _at(site: SiteResult) -> str:
         return "decode, all steps" if site.step else f"{site.phase}, all prompts"
     if of_parameter(site.site):
         return f"{site.phase}, all prompts"
-    sample = site.sample if site.worst_sample is None else site.worst_sample
+    sample, position = site.worst_sample, site.worst_position
+    if _num_bad(site) and site.nonfinite is not None:
+        sample, position = site.nonfinite.sample, site.nonfinite.position
+    place = f"prompt {site.sample if sample is None else sample}"
     if site.step:
-        return f"prompt {sample}, step {site.step}"
-    return f"prompt {sample}" + (
-        "" if site.worst_position is None else f", token {site.worst_position}"
-    )
+        return f"{place}, step {site.step}"
+    return place if position is None else f"{place}, token {position}"
 
 
 def _prompt_lines(report: Report) -> list[Line]:

@@ -84,7 +84,7 @@ DECIDES = (
 )  # fmt: skip
 """Packages whose modules measure, judge or decide."""
 SHOWS = re.compile(
-    r"(?:show|page|sentences|curves|maps|rows|capturing|api|reading|formats/.*|advice)\.py$"
+    r"(?:show|sections|figures|sentences|rows|capturing|api|reading|formats/.*|advice)\.py$"
 )
 """Modules that show, read files of people, or print commands."""
 PROSE = re.compile(r"[a-z]{2,} [a-z]{2,} [a-z]{2,}")

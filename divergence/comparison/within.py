@@ -41,21 +41,22 @@ def align_within(run: Run) -> Alignment:
     """
     whole = {(r.sample, r.site): r for r in run.records if r.pass_ == "whole"}
     if not whole:
-        ranks = command_line("compare", run.path, run.path)
-        by_ranks = f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""
         encodes = run.manifest.model.task.startswith("encoder")
-        if encodes or not any(record.step for record in run.records):
-            raise UsageError(
-                f"{run.path} alone has nothing to compare: a run's decode steps are held against "
-                "its own pass over the whole sequence, which "
-                + ("an encoder has not" if encodes else "takes one"),
-                hint=f"give a second run: {command_line('compare', run.path, 'OTHER')}" + by_ranks,
-            )
+        alone = encodes or not any(record.step for record in run.records)
+        ranks = command_line("compare", run.path, run.path)
+        made = ", then ".join(command.text for command in WithinAdvice(run).whole())
         raise UsageError(
-            f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
-            hint="give a second run, or make the pass: "
-            + ", then ".join(command.text for command in WithinAdvice(run).whole())
-            + by_ranks,
+            f"{run.path} alone has nothing to compare: a run's decode steps are held against its "
+            f"own pass over the whole sequence, and {'an encoder' if encodes else 'it'} has none"
+            if alone
+            else f"{run.path} holds no whole pass, so there is nothing to compare its decode steps "
+            "with",
+            hint=(
+                f"give a second run: {command_line('compare', run.path, 'OTHER')}"
+                if alone
+                else f"give a second run, or make the pass: {made}"
+            )
+            + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
         )
     members = {group[0]: group for group in run.manifest.tokens.groups}
     pairs: list[Pair] = []

@@ -87,8 +87,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The typical ratio of a site without siblings (embedding, final norm, head) over the median of
     all block outputs, which tell how unlike the two sides' kernels are."""
     token: float = 12.0
-    """A single token's ratio, its floor no less than the median token's: the largest of 2,000
-    recorded healthy pairs is 20 floors where a number or two hold the error, which widens it."""
+    """A single token's ratio, wider where a number or two hold its error. Tried on recorded pairs:
+    benchmarks/observations.py judge."""
     standout: float = 3.0
     """The typical token's ratio over its siblings', within all limits, from which on a block is
     pointed out."""

@@ -288,9 +288,9 @@ def _is_confined(units: Sequence[Unit]) -> bool:
 
 
 def _may_be_elsewhere(unit: Unit, beyond: set[PromptStep]) -> bool:
-    """Do the sides differ as much in forwards that are not among those ``beyond`` a limit, or is
-    the one that is blamed as far from the truth there, by half in log W? Few numbers convict none,
-    and the truth may not hold them."""
+    """May the error be in forwards that are not among those ``beyond`` a limit? It may where the
+    sides differ by half as much there, or where log W is over half of that beyond the limit: few
+    numbers convict none, and the truth may not hold those forwards."""
     of_token = (unit.blame.why if unit.blame else unit.why) in ("token", "sink")
     sizes = {look.place: look.worst if of_token else look.typical for look in unit.looks}
     off = [size for place, size in sizes.items() if place in beyond]

@@ -337,7 +337,7 @@ def shared_by_all(
 def _visible_sizes(
     unit: Unit, judged: JudgedFamily, member: int, *, routed: bool
 ) -> dict[Level, float]:
-    """With one: what an error of B, beside the rounding that it has as A has it, would have to be
+    """With a truth: how large an error of B, beside the rounding that A has, too, would have to be
     for W to stand out. A site without siblings, and tables that were not made, say nothing."""
     stats = judged.stats[member]
     if stats.rows is None:

@@ -2,7 +2,8 @@
 
 One x86 CPU runs genuinely different kernels under ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA,
 MKL_CBWR and OMP_NUM_THREADS. They are read when a process starts, so each machine is a
-process that waits for requests (one JSON object a line) and makes runs.
+process that waits for requests (one JSON object a line) and makes runs. A machine of another name
+is an accelerator: a device of torch (``cuda``).
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ SWITCHES: dict[str, dict[str, str]] = {
 """The machines; ``old`` is all of the oldest kernels together."""
 
 
+_DEVICE = "DIVERGENCE_BENCHMARK_DEVICE"
+
+
 class Machine:
     """A process under ``switches``. ``ask`` starts a capture, ``wait`` returns when it is made."""
 
@@ -55,7 +59,8 @@ class Machine:
                 "HF_HUB_OFFLINE": "1",
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
                 **os.environ,
-                **SWITCHES[name],
+                **SWITCHES.get(name, {}),
+                _DEVICE: "cpu" if name in SWITCHES else name,
             },
         )
 
@@ -156,7 +161,9 @@ def _serve() -> None:
                     values["prepare"] = planting(
                         plant, name, where, strength, is_code=request["is_code"]
                     )
-                run = capture(values.pop("model", None), force=True, device="cpu", **values)
+                run = capture(
+                    values.pop("model", None), force=True, device=os.environ[_DEVICE], **values
+                )
             run.close()
         except Exception as reason:
             error = f"{type(reason).__name__}: {reason}"

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,16 @@ pairs come first."""
 class Work:
     """What kinds share: machines, a folder for runs, and the store."""
 
-    def __init__(self, store: Store, root: Path, cases: Path | None) -> None:
+    def __init__(
+        self, store: Store, root: Path, cases: Path | None, accelerator: str | None = None
+    ) -> None:
         self.store, self.root, self.cases = store, root, cases
+        self._accelerator = accelerator
         self._machines: dict[str, Machine] = {}
+
+    def second(self, name: str) -> str:
+        """The machine that repeats a run: ``name``, or the accelerator in place of any."""
+        return self._accelerator or name
 
     def machine(self, name: str) -> Machine:
         if name not in self._machines:
@@ -118,7 +125,7 @@ def localization(work: Work, done: set[str]) -> Generator[None]:
                 work.root / f"faults-{'-'.join(model)}",
                 *model,
                 work.machine("native"),
-                work.machine("old"),
+                work.machine(work.second("old")),
             )
         bench = benches[model]
         planted = {
@@ -179,7 +186,9 @@ def health(work: Work, done: set[str]) -> Generator[None]:
                 special: dict[str, Any] = special,
                 truth: Path = truth,
             ) -> dict[str, Any]:
-                work.machine(name).run("capture", like=a, out=b, escalate=True, **special)
+                work.machine(work.second(name)).run(
+                    "capture", like=a, out=b, escalate=True, **special
+                )
                 head = {key: row[key] for key in ("shape", "dtype", "architecture", "label")}
                 return head | judge_healthy(row["label"], a, b, truth)
 
@@ -266,6 +275,9 @@ def massive(work: Work, done: set[str]) -> Generator[None]:
         shutil.rmtree(where, ignore_errors=True)
 
         def judged(pair: _massive.Massive = pair, where: Path = where) -> None:
+            other = work.second(pair.second)
+            if other != pair.second:  # where no process splits its sums
+                pair = replace(pair, second=other, way=pair.way.replace("split", "machine"))
             a, b, truth = _massive.make(pair, where, work.machine)
             api.compare(a, b, truth=truth)
 
@@ -360,7 +372,7 @@ def _trained_runs(program: Any, work: Work) -> Any:
     folder = work.store.path / "work" / "trained"  # each takes a minute: another day needs them
     folder.mkdir(parents=True, exist_ok=True)
     runs = program.Runs(folder)
-    runs.machine = work.machine
+    runs.machine = lambda name: work.machine(name if name == "native" else work.second(name))
     return runs
 
 

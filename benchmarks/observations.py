@@ -1,6 +1,7 @@
 """Recorded measurements and observations of every benchmark pair, for any change of the judge.
 
     python benchmarks/observations.py record [--seconds 3600] [--kinds ...] [--cases FOLDER]
+                                             [--accelerator cuda] [--only EXPRESSION]
     python benchmarks/observations.py replay [--kinds ...]
     python benchmarks/observations.py judge [--kinds ...]
     python benchmarks/observations.py curve
@@ -18,13 +19,14 @@ cases; new are models with massive activations, Mamba with a whole pass and the 
     STORE/recordings/KIND/       what today's judge takes as input (benchmarks/_recorded.py)
     STORE/columns/KIND/          what another judge will want beside it (benchmarks/_observed.py)
 
-It goes on where it stopped. Kinds take turns by the time that each has had, and the pairs of a kind
-come shuffled, so that a part is a fair sample of all. ``replay`` asks today's judge again, of what
-was kept alone, and prints which answers are not equal, and why. ``judge`` prints what the answers
-of another judge are worth beside those that were recorded; ``curve`` the share of faults that it
-finds by their size. ``figures`` holds the stored rows
-(of older code) against the answers of now. ``pack`` writes what fits in git: of every fault and a
-third of the healthy pairs the answers and the columns that have a line a pair of tensors.
+With --accelerator, a device of torch repeats what the CPU ran in place of the other CPU: a store of
+its own. It goes on where it stopped. Kinds take turns by the time that each has had, and the pairs
+of a kind come shuffled, so that a part is a fair sample of all. ``replay`` asks today's judge
+again, of what was kept alone, and prints which answers are not equal, and why. ``judge`` prints
+what the answers of another judge are worth beside those that were recorded; ``curve`` the share of
+faults that it finds by their size. ``figures`` holds the stored rows (of older code) against the
+answers of now. ``pack`` writes what fits in git: of every fault and a third of the healthy pairs
+the answers and the columns that have a line a pair of tensors.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import lzma
 import math
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -67,17 +70,36 @@ from divergence.comparison.result import Report
 QUIET = ("identical", "within_floor")
 
 
-def record(store: Store, kinds: list[str], seconds: float, most: int, cases: Path | None) -> None:
+class _Skipped(set[str]):
+    """Keys that are there, and those in which ``only``, a regular expression, finds nothing."""
+
+    def __init__(self, keys: set[str], only: str) -> None:
+        super().__init__(keys)
+        self._only = re.compile(only)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or not self._only.search(str(key))
+
+
+def record(
+    store: Store,
+    kinds: list[str],
+    seconds: float,
+    most: int,
+    cases: Path | None,
+    accelerator: str | None = None,
+    only: str = "",
+) -> None:
     """Goes on with all kinds, the one next that had the least of its share of the time."""
     start = time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that runs are removed
     install()
     with tempfile.TemporaryDirectory() as folder:
-        work = Work(store, Path(folder), cases)
+        work = Work(store, Path(folder), cases, accelerator)
         pairs, spent, count = {}, Counter[str](), Counter[str]()
         for kind in kinds:
             lines = store.lines(kind)
-            pairs[kind] = KINDS[kind](work, {line.key for line in lines})
+            pairs[kind] = KINDS[kind](work, _Skipped({line.key for line in lines}, only))
             spent[kind] = sum(line.seconds for line in lines)
         while pairs and time.perf_counter() - start < seconds:
             kind = min(pairs, key=lambda kind: LATER.get(kind, 0.0) + spent[kind] / SHARES[kind])
@@ -475,6 +497,10 @@ def main() -> int:
             command.add_argument("--seconds", type=float, default=math.inf, help="then stop")
             command.add_argument("--most", type=int, default=sys.maxsize, help="pairs of a kind")
             command.add_argument("--cases", type=Path, help="programs that get a wrong answer")
+            command.add_argument("--accelerator", help="cuda: it repeats what the first CPU ran")
+            command.add_argument(
+                "--only", default="", help="keys in which this expression is found"
+            )
         elif name == "pack":
             command.add_argument("--out", type=Path, default=Path("benchmarks/observations"))
             command.add_argument("--megabytes", type=float, default=18)
@@ -490,7 +516,10 @@ def main() -> int:
             parser.error(f"there is no kind {kind!r}; there are {', '.join(KINDS)}")
     if options.command == "record":
         kinds = options.kinds.split(",")
-        record(store, kinds, options.seconds, options.most, options.cases)
+        record(
+            store, kinds, options.seconds, options.most, options.cases,
+            options.accelerator, options.only,
+        )  # fmt: skip
     elif options.command == "replay":
         return 0 if replay(store, options.kinds.split(",")) else 1
     elif options.command == "judge":

@@ -2,7 +2,7 @@
 
     python benchmarks/truth_time.py [--models trained-float32 trained-bfloat16 llama moe]
                                     [--modes bare no auto full floor apart]
-                                    [--tokens 16] [--rounds 3]
+                                    [--tokens 16] [--rounds 3] [--billions 1] [--device cuda]
     python benchmarks/truth_time.py --paper
 
 trained  SmolLM2-135M (_trained.py), three chat prompts; llama: a random one of --billions
@@ -14,7 +14,8 @@ apart    `divergence truth` of the run that ``no`` made: its free and anchored p
 
 Each is a process of its own, one after the other in every round. The clock starts when everything
 is imported and ends with the written run: loading, digests and the probe of the arithmetic are in
-it. The peak is the largest anonymous resident size beyond what it was when the passes began.
+it. The peak is the largest anonymous resident size beyond what it was when the passes began; with
+--device cuda, of what torch allocated there.
 Processor seconds, of all threads, say more than seconds where other work keeps the machine busy.
 
 --paper prints what auto would cost for 7 and 70 billion parameters on devices that are not here,
@@ -57,18 +58,24 @@ def own():
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 peak, loaded, done = [0.0], [0.0], threading.Event()
+device = options.pop("device")
+if device != "cpu":
+    torch.zeros(1, device=device)  # its libraries are loaded before the clock starts
+    def own(): return torch.cuda.memory_allocated() / 2**20
 
 def watch():
-    while not done.wait(0.02):
+    while device == "cpu" and not done.wait(0.02):
         peak[0] = max(peak[0], own())
 
 def progress(event, count, total, detail):
     if event == "free" and not loaded[0]:
         loaded[0] = own()
+        if device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
 
 def bare():
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        source, dtype="auto", attn_implementation="eager")
+        source, dtype="auto", attn_implementation="eager").to(device)
     prompts, tokens = options["prompts"], options["max_new_tokens"]
     if options.get("chat"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
@@ -77,7 +84,7 @@ def bare():
             for text in prompts]
     loaded[0] = own()
     for ids in prompts:
-        model.generate(torch.tensor([ids]), do_sample=False, min_new_tokens=tokens,
+        model.generate(torch.tensor([ids], device=device), do_sample=False, min_new_tokens=tokens,
                        max_new_tokens=tokens, pad_token_id=0)
 
 threading.Thread(target=watch, daemon=True).start()
@@ -85,30 +92,35 @@ start, cpu, note = time.perf_counter(), time.process_time(), None
 if mode == "bare":
     bare()
 elif mode == "apart":
-    truth(options["run"], out=out, force=True, progress=progress)
+    truth(options["run"], out=out, force=True, device=device, progress=progress)
 else:
-    note = capture(source, out=out, force=True, progress=progress, truth=mode,
+    note = capture(source, out=out, force=True, device=device, progress=progress, truth=mode,
                    **options).manifest.plan.truth
 spent, cpu = time.perf_counter() - start, time.process_time() - cpu
 done.set()
+if device != "cpu":
+    peak[0] = torch.cuda.max_memory_allocated() / 2**20
 steps = "" if note is None else "/".join(map(str, note.num_steps))
 print(json.dumps([spent, cpu, peak[0] - loaded[0], steps]))
 """
 
 
-def random_model(kind: str, folder: Path, billions: float) -> Path:
+def random_model(kind: str, folder: Path, billions: float, device: str) -> Path:
     """Of a usual shape, in bfloat16, without a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
+    torch.set_default_device(device)
     torch.set_default_dtype(torch.bfloat16)
     common = {"vocab_size": 32000, "num_key_value_heads": 4, "tie_word_embeddings": True}
     if kind == "llama":
-        block = 4 * 2048 * 1280 + 3 * 2048 * 5632  # q, o; k, v; gate, up, down
+        hidden, between, heads = (2048, 5632, 16) if billions < 3 else (4096, 11008, 32)
+        # q, o; k, v of four heads; gate, up, down
+        block = 2 * hidden * (hidden + 4 * hidden // heads) + 3 * hidden * between
         config = LlamaConfig(
-            hidden_size=2048, intermediate_size=5632, num_attention_heads=16,
-            num_hidden_layers=max(1, round((billions * 1e9 - 32000 * 2048) / block)), **common,
+            hidden_size=hidden, intermediate_size=between, num_attention_heads=heads,
+            num_hidden_layers=max(1, round((billions * 1e9 - 32000 * hidden) / block)), **common,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(folder)
     else:
@@ -118,6 +130,7 @@ def random_model(kind: str, folder: Path, billions: float) -> Path:
         )  # fmt: skip
         MixtralForCausalLM(config).save_pretrained(folder)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device("cpu")
     return folder
 
 
@@ -144,6 +157,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--billions", type=float, default=1.0, help="parameters of the llama")
+    parser.add_argument("--prompt-tokens", type=int, default=24, help="of a random model's prompts")
+    parser.add_argument("--device", default="cpu", help="a device of torch: cuda")
     parser.add_argument("--paper", action="store_true", help="an estimate from stated rates")
     args = parser.parse_args()
     if args.paper:
@@ -161,20 +176,21 @@ def main() -> None:
 
 def measure(name: str, work: Path, args: argparse.Namespace) -> None:
     """The rows of one model."""
-    options: dict[str, object] = {"max_new_tokens": args.tokens}
+    options: dict[str, object] = {"max_new_tokens": args.tokens, "device": args.device}
     if name.startswith("trained"):
         model = checkpoint(name.removeprefix("trained-"))
         options |= {"prompts": list(CHAT_PROMPTS[:3]), "chat": True}
     else:
-        model = random_model(name, work / "model", args.billions)
-        options["prompts"] = [[7 * i % 1000 + 3 for i in range(24 + n)] for n in range(3)]
+        model = random_model(name, work / "model", args.billions, args.device)
+        options["prompts"] = [
+            [7 * i % 1000 + 3 for i in range(args.prompt_tokens + n)] for n in range(3)
+        ]
     taken: dict[str, list[list[object]]] = {mode: [] for mode in args.modes}
     for number in range(args.rounds):
         for mode in args.modes:
             more = {"run": str(work / "no")} if mode == "apart" else {}
             taken[mode].append(timed(mode, model, work / mode, options | more))
-        print(f"{name}, round {number + 1}", *(rows[-1][0] for rows in taken.values()),
-              file=sys.stderr)  # fmt: skip
+            print(f"{name}, round {number + 1}, {mode}: {taken[mode][-1]}", file=sys.stderr)
     base = taken.get("no") or next(iter(taken.values()))
     wall_of, cpu_of = (statistics.median(row[place] for row in base) for place in (0, 1))
     for mode, rows in taken.items():

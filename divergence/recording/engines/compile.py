@@ -11,6 +11,7 @@ to what the blocks may need, or most of them would run eager.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -51,6 +52,8 @@ class CompileEngine:
 
     def load(self, loading: Loading, options: CompileOptions) -> CompileSession:
         _check(options, loading)
+        # of speed alone, and again for every block
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor\.")
         loaded = load_model(loading)
         blocks = blocks_of(loaded.module)
         if not blocks:

@@ -1177,8 +1177,16 @@ class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
     kl_limit: float | None = None
     """The limit of ``kl_ratio`` (numerics.floor, threshold ``kl``). None where blocks choose
     experts, which rounding may flip."""
+    kl_places: list[tuple[int, int]] = []
+    """(sample, step) of the positions that alone are farther apart than ``kl_limit`` times the
+    floor's mean."""
     explanation: Explanation | None = None
     """The answer of `compare --explain-token`."""
+
+    @property
+    def is_far(self) -> bool:
+        """Does a token flip, or a distribution lie farther off, than rounding of the end tells?"""
+        return bool(self.kl_places) or any(d.judgement == "fault" for d in self.differences)
 
     def related_to(self, onset: Onset | None) -> TokensResult:
         """With a note whether the first flip lies before, at or after the onset's forward."""

@@ -46,15 +46,16 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     if tokens.floor_side is not None:
         farther = "candidate" if tokens.floor_side == "reference" else "reference"
 
-    def drift(headline: Fact, evidence: Fact, flips: Sequence[TokenDifference] = ()) -> Finding:
-        spread = all(flip.z_farther is not None and flip.z_farther <= TIE for flip in flips)
+    def drift(
+        headline: Fact, evidence: Fact, places: list[tuple[int, int]], step: int | None = None
+    ) -> Finding:
         return Finding(
             claim="drift",
             kind="drift",
             headline=[headline],
             rests_on=[check("anchored", False, fact("tokens.seen_in_free_run"))],
-            step=flips[0].step if flips else None,
-            accumulated_at=[(flip.sample, flip.step) for flip in flips] if spread else [],
+            step=step,
+            accumulated_at=places,
             side=farther,
             evidence=[evidence],
         )
@@ -63,10 +64,12 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     if faults:
         first = faults[0]
         headline = fact("tokens.flips", sample=first.sample, step=first.step, z=first.z)
-        findings.append(drift(headline, _flip_evidence(first), faults))
+        spread = all(flip.z_farther is not None and flip.z_farther <= TIE for flip in faults)
+        places = [(flip.sample, flip.step) for flip in faults] if spread else []
+        findings.append(drift(headline, _flip_evidence(first), places, first.step))
     if _beyond_kl(tokens):
         headline = fact("tokens.far_apart", ratio=tokens.kl_ratio)
-        findings.append(drift(headline, _kl_evidence(tokens)[0]))
+        findings.append(drift(headline, _kl_evidence(tokens)[0], tokens.kl_places))
     return findings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -321,23 +321,27 @@ class LogitDistances:
     floor: Spread | None = None
     side: Side | None = None
     num_effective: float = 0.0
+    by_place: dict[PromptStep, float] = field(default_factory=dict)
+    """KL(reference‖candidate) of each position."""
 
 
 def _distances_of(
     reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep]
 ) -> LogitDistances | None:
     """Over ``places``; None where no row can be compared. A thread holds one record of each run."""
-    between: list[float] = []
+    by_place: dict[PromptStep, float] = {}
     errors: dict[Side, list[float]] = {"reference": [], "candidate": []}
     with ThreadPoolExecutor(num_threads(), thread_name_prefix="divergence-logits") as pool:
-        for distances in pool.map(partial(_distances_at, reference, candidate, truth), places):
+        measured = pool.map(partial(_distances_at, reference, candidate, truth), places)
+        for place, distances in zip(places, measured, strict=True):
             if distances is not None:
-                between.append(distances[0])
+                by_place[place] = distances[0]
             if distances is not None and distances[1] is not None and distances[2] is not None:
                 errors["reference"].append(distances[1])
                 errors["candidate"].append(distances[2])
-    if not between:
+    if not by_place:
         return None
+    between = list(by_place.values())
     if len(errors["reference"]) < len(between):
         return LogitDistances(num_positions=len(between), between=_spread(between))
     side = _coarser(reference, candidate)
@@ -352,6 +356,7 @@ def _distances_of(
         floor=_spread(errors[side]),
         side=side,
         num_effective=float(np.sum(floor)) ** 2 / squares if squares > 0 else 1.0,
+        by_place=by_place,
     )
 
 
@@ -412,6 +417,7 @@ def _kl_fields(
         "floor_kl_mean": floor.mean,
         "floor_kl_p99": floor.p99,
         "kl_ratio": ratio,
+        "kl_places": [place for place, kl in distances.by_place.items() if kl > limit * floor.mean],
         "kl_limit": None if routed else limit,
     }
 

@@ -146,6 +146,16 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     result. An ideal product makes one; √2 with its bias added afterwards or in two parts, 1.8 in
     four parts, 2.3 in eight."""
 
+    @property
+    def of_one_machine(self) -> Thresholds:
+        """Where nothing that is recorded lets two runs differ, there are no other kernels to leave
+        room for: a side that is coarser, in one block or in all, is so beyond chance."""
+        return msgspec.structs.replace(
+            self,
+            site_spread=ALLOWED[0],
+            truth_systematic=min(self.truth_standout, self.truth_systematic),
+        )
+
 
 THRESHOLDS = Thresholds()
 

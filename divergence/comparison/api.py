@@ -152,7 +152,7 @@ def measure_runs(
     """Align and measure, with the limits that trusted runs widen. Parameters and errors are those
     of ``compare``; ``lines``: preflight."""
     # what a training step clips or updates shares the errors of what it is given
-    if a.manifest.training is None and nothing_explains(a, b, lines):
+    if not a.manifest.training.train and nothing_explains(a, b, lines):
         thresholds = thresholds.of_one_machine
     measured = measure(
         a, b, lines, names=names, truth=truth, thresholds=thresholds, progress=progress

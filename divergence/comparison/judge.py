@@ -70,11 +70,13 @@ def outliers(
     *,
     linear: bool = False,
     control: Floats | None = None,
+    kept: npt.NDArray[np.bool_] | None = None,
 ) -> JudgedTable:
     """``x``, ``own`` (M, K): log W of each member and column, nan where there is no observation,
     and the variance that it has of itself. ``limit``: the deviate beyond which one stands out.
     ``linear``: x is no log W but a normal number. ``control`` (M, K): what each is held against,
-    where there are no others of its kind; it is taken as exact."""
+    where there are no others of its kind; it is taken as exact. ``kept`` (M,): members whose own
+    effect excuses their cells, however large it is."""
     num_members, num_columns = x.shape
     if control is not None:
         off = np.clip(x - control, -700.0, 700.0)  # of an exact side it is without bound
@@ -96,7 +98,8 @@ def outliers(
         sigma, members = of_members, np.zeros(num_members)
     else:  # what is off in most of its columns does not excuse itself in the others
         chance = _CONTROL * by_member / num_columns + np.square(of_members)
-        members = np.where(np.abs(members) > beyond(limit, chance), 0.0, members)
+        out = np.abs(members) > beyond(limit, chance)
+        members = np.where(out if kept is None else out & ~kept, 0.0, members)
     variance = own + control_variance + np.square(sigma)[:, None]
     column_sigma = max(sigma0, _deviation(columns))
     return JudgedTable(

@@ -162,6 +162,7 @@ SENTENCES: Mapping[str, str] = {
         "standard deviations off the blocks of its kind (limit {limit:.0f})"
     ),
     "no_anchored_pass": "no anchored pass (capture --like)",
+    "other_may_be_finer": "by its size, {other:letter}'s error may be smaller there instead",
     "not_clear": "{margin:.1f} × its limit; above 2 × it would be high",
     # that only rounding differs
     "only_rounding": (

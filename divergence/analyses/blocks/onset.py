@@ -35,6 +35,10 @@ _CONFINED = 2.0
 limit as any other forward: the factor from which on a verdict is clear."""
 
 
+_SURE = 3.0
+"""Log odds of 20 to 1."""
+
+
 def made_at(
     measured: Measured, units: list[Unit], flagged: list[Unit], escalation: Escalation
 ) -> Finding:
@@ -422,7 +426,13 @@ def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
     )
     sided = unit.blame is not None and unit.blame.side != "both"
     clear = unit.margin > 2 or (only_here and sided)
-    return [
+    checks = [
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass")),
         check("clear", clear, fact("not_clear", margin=unit.margin)),
     ]
+    if unit.blame is not None and unit.blame.side != "both" and unit.judged is not None:
+        family, number = unit.judged
+        other = "reference" if unit.blame.side == "candidate" else "candidate"
+        own = family.odds[number] > _SURE
+        checks.append(check("own", own, fact("other_may_be_finer", other=other)))
+    return checks

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from divergence.analyses.blocks.units import (
     FEW_ROWS,
@@ -38,6 +39,7 @@ from divergence.comparison.judge import (
 from divergence.comparison.measure.truth import (
     LEAST_LONE,
     SIDES,
+    RowErrors,
     SamplesBySite,
     TruthStats,
     stats_of,
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
 # A family's W itself beyond ``truth_systematic`` blames a side for all of it.
 
 _LEAST_FAMILY = 0.05
+_LEAST_HARD = 0.1
+"""By how much, in log, the errors of both sides vary from block to block at least."""
 _SHARED = 0.5
 """Of the rounding that all rows of a block may share: how much differs between its forwards."""
 
@@ -130,11 +134,16 @@ def judge_family(
         x, own = observations
         control = None if beside is None else _excused(x, usual)
         sigma = spreads[("site", "forward", "row").index(level)]
-        return outliers(x, own, sigma, limits[level], control=control)
+        return outliers(x, own, sigma, limits[level], control=control, kept=finer)
 
+    finer, odds = None, np.full(len(family), np.inf)
     blocks = np.array([0.0 if beside is None else beside.x])
     x, own = whole(routed)  # sides that agree bit for bit are as far off as each other for certain
     sites, forwards, rows = judged("site", (x, np.where(equal, 0.0, own)), blocks), None, None
+    if beside is None:
+        odds = _odds_of_own(sites, errors, least)
+        finer = odds < 0
+        sites = replace(sites, control=np.where(finer[:, None], sites.x, sites.control))
     if len(places) > 1:
         usual = blocks.repeat(len(places))
         if beside is not None:
@@ -160,7 +169,25 @@ def judge_family(
             family, limits["channel"], None if beside is None else typical[0].tolist(), thresholds
         ),
         list(_judge_gains(family, limits)),
+        odds.tolist(),
     )
+
+
+def _odds_of_own(
+    sites: JudgedTable, errors: Sequence[RowErrors], least: float
+) -> npt.NDArray[np.float64]:
+    """(M,): how much likelier, in log, it is that a member's farther side is farther off than in
+    its siblings, than that the other side is nearer; inf where the sides are not apart.
+
+    Errors are in floors, each side's beside the median of its siblings: a and b, in log, apart by
+    d. What makes a block hard troubles both alike, with a deviation τ between siblings. If the
+    farther side is off, their sum is d, else -d, with the variance 4τ²: the odds are
+    d (a + b) / 2τ²."""
+    levels = np.array([0.5 * np.log(each.energy.mean(axis=1) + least**2) for each in errors])
+    both = (levels - np.median(levels, axis=0)).sum(axis=1)
+    apart = np.abs(sites.x - sites.control)[:, 0]
+    tau = max(_LEAST_HARD, 1.4826 * float(np.median(np.abs(both - np.median(both)))) / 2)
+    return np.where(apart > sites.reach[:, 0] / 2, apart * both / (2 * tau**2), np.inf)
 
 
 def _excused(x: Floats, usual: Floats) -> Floats:

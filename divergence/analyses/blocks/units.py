@@ -228,6 +228,9 @@ class JudgedFamily:
     """Has the forward of a place few rows, of which nothing is to be told?"""
     channels: JudgedTable | None
     gains: list[JudgedGains]
+    odds: Sequence[float]
+    """Of each member, in log: that the farther side's error is larger than in its siblings, against
+    that the other's is smaller."""
 
     def x_of(self, member: int, place: PromptStep | None = None) -> float | None:
         """log W of the two sides' median rows, in one forward or in all; None where not known."""

@@ -1,0 +1,108 @@
+"""Where nothing that is recorded lets two runs differ, there are no other kernels to leave room
+for; and a side is wrong by an error of its own, not because the other is better."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from benchmarks._hidden import hidden
+from benchmarks._machines import planting
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+
+PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)] for n, count in enumerate((20, 33))]
+
+
+def coarse(x, weight):
+    """Eight partial sums, each kept and added up in the runs' dtype."""
+    parts = zip(x.chunk(8, -1), weight.chunk(8, -1), strict=True)
+    return functools.reduce(torch.add, [F.linear(*part) for part in parts])
+
+
+def shuffled(x, weight):
+    """The same additions in another order: as good a sum."""
+    order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(0))
+    return F.linear(x[..., order], weight[:, order].contiguous())
+
+
+def exact(x, weight):
+    return F.linear(x.double(), weight.double()).to(x.dtype)
+
+
+def replace_sums(model, name, blocks, *, strength):
+    """All products of these blocks, by the function of that name, and no code tells it."""
+    product = {"coarse": coarse, "shuffled": shuffled, "exact": exact}[name]
+    for number in blocks:
+        for linear in model.model.layers[number].modules():
+            if isinstance(linear, torch.nn.Linear):
+
+                @hidden(linear.forward)
+                def forward(x, weight):
+                    return product(x, weight)
+
+                linear.forward = functools.partial(forward, weight=linear.weight)
+
+
+@pytest.fixture(scope="module")
+def verdict_of(tmp_path_factory):
+    """``verdict_of(dtype, product, blocks, **options)``: of a Llama whose blocks do much."""
+    folder, made = tmp_path_factory.mktemp("unexplained"), {}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=256, initializer_range=0.08,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+
+    def verdict(dtype, product, blocks, **options):
+        if dtype not in made:
+            made[dtype] = capture(
+                str(folder / "model"), out=folder / dtype, dtype=dtype, prompts=PROMPTS,
+                truth="full", max_new_tokens=3,
+            )  # fmt: skip
+        plant = planting(replace_sums, product, blocks, 1.0)
+        out = folder / f"{dtype}-{product}-{len(blocks)}-{len(options)}"
+        return compare(
+            made[dtype], capture(like=made[dtype], out=out, prepare=plant, **options)
+        ).verdict
+
+    return verdict
+
+
+def test_coarse_sums_in_one_block_of_one_machine_are_found(verdict_of):
+    """The other blocks are equal bit for bit, so an error 1.5 times as large is no chance."""
+    verdict = verdict_of("bfloat16", "coarse", [2])
+
+    assert (verdict.kind, verdict.side) == ("localized", "candidate"), verdict.summary
+    assert verdict.onset.block == "model.layers.2"
+
+
+def test_coarse_sums_in_all_blocks_of_one_machine_are_found(verdict_of):
+    verdict = verdict_of("bfloat16", "coarse", range(6))
+
+    assert (verdict.kind, verdict.side) == ("systematic", "candidate"), verdict.summary
+
+
+@pytest.mark.parametrize("blocks", [[2], range(6)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_as_good_in_another_order_are_rounding(dtype, blocks, verdict_of):
+    """Nothing explains them, and they are no fault: no side, and no high confidence."""
+    verdict = verdict_of(dtype, "shuffled", blocks)
+
+    assert verdict.kind in ("identical", "within_floor"), verdict.summary
+    if verdict.kind == "within_floor":
+        assert "nothing that is recorded of the two explains it" in verdict.summary
+        assert (verdict.side, verdict.confidence) == (None, "medium")
+
+
+def test_a_block_that_is_better_on_one_side_accuses_nobody_for_sure(verdict_of):
+    """B's products are exact in one block: A's error is none of its own."""
+    verdict = verdict_of("float32", "exact", [2], probe=False)
+
+    assert verdict.confidence != "high"
+    assert "nothing that is recorded" not in verdict.summary

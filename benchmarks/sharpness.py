@@ -106,8 +106,8 @@ EDITS: list[tuple[str, str, str, str]] = [
     # a side or a number swapped
     (
         "analyses/blocks/sides.py",
-        'side: Side = "candidate" if middle > 1',
-        'side: Side = "candidate" if middle < 1',
+        'return "candidate" if x > 0 else "reference"',
+        'return "candidate" if x < 0 else "reference"',
         "^compare .*--truth",
     ),
     ("report/experiments.py", "99% {_nats(cost.kl_p99)}", "99% {_nats(cost.kl_p90)}", "^quantize"),

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from divergence._version import __version__
-from divergence.comparison.decide import decide
+from divergence.comparison.decide import decide, nothing_explains
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results import Finding, PreflightLine, Verdict, Visible
 from divergence.facts import Fact
@@ -94,6 +94,11 @@ class Measured:
     """Does a side compute in a dtype whose floor hides what an escalated pass would see?"""
     missing: int = 0
     """Number of records without a partner or skipped, and of tokens without one."""
+
+    @property
+    def unexplained(self) -> bool:
+        """Does nothing that is recorded let the runs differ?"""
+        return nothing_explains(self.reference, self.candidate, self.preflight)
 
     @property
     def has_operators(self) -> bool:

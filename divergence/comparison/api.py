@@ -173,8 +173,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         for analysis in analyses
     }
     findings = [finding for answer in answers.values() for finding in answer.findings]
-    alike = nothing_explains(measured.reference, measured.candidate, measured.preflight)
-    decision = decide(findings, measured.preflight, alike=alike)
+    decision = decide(findings, measured.preflight, alike=measured.unexplained)
     parts = Parts()
     for answer in answers.values():
         parts.update(answer.parts)

@@ -106,7 +106,8 @@ SENTENCES: Mapping[str, str] = {
     ),
     "family_alike": (
         "{num_flagged} of {total} {name} {num_flagged:1=is beyond its|*=are beyond their} limit, "
-        "and {num} are off by the same measure: {least:.1f} to {most:.1f} floors"
+        "and {num} are off {unexplained:yes=by more than rounding, which nothing that is recorded "
+        "explains|no=by the same measure}: {least:.1f} to {most:.1f} floors"
     ),
     "also_beyond": "also beyond the limit: {places:names 4}",
     "last_that_passes": "the last site before it in this block that passes: {site}",

@@ -43,7 +43,7 @@ def made_at(
     measured: Measured, units: list[Unit], flagged: list[Unit], escalation: Escalation
 ) -> Finding:
     """An error beyond the limit, at one site or at most of a kind."""
-    family = find_family(units, flagged, measured.thresholds)
+    family = find_family(units, flagged, measured)
     alike = _alike(family.members[0], flagged) if family else flagged
     first = min(alike, key=lambda u: order_of(u.first))
     table = None if family is None else _table_behind(measured, family, flagged)
@@ -72,7 +72,7 @@ def made_at(
         evidence += _others(flagged, first)
     else:
         side = _side(family.members)
-        evidence = [_family_evidence(family), *evidence]
+        evidence = [_family_evidence(family, unexplained=measured.unexplained), *evidence]
         off, cause = _who_and_why(family, max(len(alike), len(family.members)), units, flagged)
         scope = None if everywhere else only_in(*alike)
         if scope is not None and not scope["alone"] and len(alike) < len(family.members):
@@ -125,7 +125,7 @@ def _who_and_why(
 def below_floor(measured: Measured, escalation: Escalation) -> Finding:
     """Nothing beyond the floor of the runs' dtype, but something in float32."""
     flagged = escalation.flagged
-    family = find_family(escalation.units, flagged, measured.thresholds)
+    family = find_family(escalation.units, flagged, measured)
     first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
     side = escalation.side
     by = side if side in ("reference", "candidate") else None
@@ -188,7 +188,7 @@ def _side(flagged: list[Unit]) -> SideOrBoth | None:
     return sides.pop() if len(sides) == 1 else "both"
 
 
-def _family_evidence(family: Family) -> Fact:
+def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:
     beyond = [unit for unit in family.members if unit.why is not None]
     if len(beyond) < len(family.members):
         places = places_of(beyond[0])
@@ -199,7 +199,7 @@ def _family_evidence(family: Family) -> Fact:
         ]  # fmt: skip
         return fact(
             "family_alike", num_flagged=len(beyond), num=len(family.members), total=family.num_all,
-            name=family.name, least=min(sizes), most=max(sizes),
+            name=family.name, least=min(sizes), most=max(sizes), unexplained=unexplained,
         )  # fmt: skip
     low = max(1.0, min(unit.margin for unit in beyond))
     return fact(

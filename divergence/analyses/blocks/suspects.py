@@ -132,10 +132,10 @@ class Family:
 
 
 def find_family(
-    units: Sequence[Unit], flagged: Sequence[Unit], thresholds: Thresholds
+    units: Sequence[Unit], flagged: Sequence[Unit], measured: Measured
 ) -> Family | None:
     """The kind of the onset, where more than half of at least three of its kind are flagged, or off
-    by the same measure as a flagged one.
+    by the same measure as a flagged one, or by more than rounding where nothing lets them differ.
 
     What follows a bad module inside a block is off as well, so the first kind in execution
     order counts. Where every place of its class is off, the class is named alone.
@@ -154,7 +154,7 @@ def find_family(
             and places & places_of(other)
         ]  # fmt: skip
         if 2 * len(members) <= len(kin):
-            members = _off_alike(unit, kin, thresholds)
+            members = _off_alike(unit, kin, measured.thresholds, measured.unexplained)
         if 2 * len(members) > len(kin):
             return Family(_name(unit, units, judged), members, len(kin))
     return None
@@ -173,24 +173,32 @@ def places_of(unit: Unit) -> set[PromptStep]:
     return {look.place for look in unit.looks}
 
 
-def _off_alike(unit: Unit, kin: Sequence[Unit], thresholds: Thresholds) -> list[Unit]:
+def _off_alike(
+    unit: Unit, kin: Sequence[Unit], thresholds: Thresholds, unexplained: bool
+) -> list[Unit]:
     """Those of a kind that are off as a flagged one of them is, although within their own limits:
-    it is the first to pass, and not what is wrong. None where it stands out from them by itself."""
+    it is the first to pass, and not what is wrong. None where it stands out from them by itself.
+    ``unexplained``: there are no other kernels, and what is beyond rounding is no rounding."""
     if unit.why not in ("typical", "forward"):
         return []
     near, places = thresholds.truth_confirm, places_of(unit)
     if unit.blame is None:
         # a limit that its siblings set is far above them: near to it is nobody but it
 
-        def usage(other: Unit) -> float:
-            if unit.why == "typical":
-                return other.typical / unit.limit
-            limits = {look.place: look.limit for look in unit.beyond}
-            looks = [look for look in other.looks if look.place in limits]
-            usages = [look.typical / limits[look.place] for look in looks]
-            return statistics.median(usages) if usages else 0.0
+        def is_off(other: Unit) -> bool:
+            ratios = [(other.typical, unit.limit)]
+            if unit.why == "forward":
+                limits = {look.place: look.limit for look in unit.beyond}
+                ratios = [
+                    (look.typical, limits[look.place])
+                    for look in other.looks
+                    if look.place in limits
+                ] or [(0.0, 1.0)]
+            if unexplained:
+                return statistics.median(ratio for ratio, _ in ratios) > near
+            return statistics.median(ratio / limit for ratio, limit in ratios) > 1 / near
 
-        return [unit, *(other for other in kin if other is not unit and usage(other) > 1 / near)]
+        return [unit, *(other for other in kin if other is not unit and is_off(other))]
     from divergence.analyses.blocks.sides import farther_side
 
     blame = unit.blame

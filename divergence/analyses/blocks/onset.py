@@ -27,7 +27,7 @@ from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
 from divergence.comparison.results import Check, Finding, onset_at, order_of
 from divergence.facts import Fact, fact
-from divergence.numerics.floor import THRESHOLDS
+from divergence.numerics.floor import THRESHOLDS, input_bits
 from divergence.words import SideOrBoth
 
 _CONFINED = 2.0
@@ -49,7 +49,8 @@ def made_at(
     table = None if family is None else _table_behind(measured, family, flagged)
     if table is not None:
         first, family = table, None
-    evidence = [unit_evidence(first), *structures_at(measured, first)]
+    structures = structures_at(measured, first)
+    evidence = [unit_evidence(first), *structures]
     layers = layer_type_of(measured, units, flagged)
     evidence += [] if layers is None else [layers]
     if table is not None:
@@ -74,6 +75,8 @@ def made_at(
         side = _side(family.members)
         evidence = [_family_evidence(family, unexplained=measured.unexplained), *evidence]
         off, cause = _who_and_why(family, max(len(alike), len(family.members)), units, flagged)
+        bits = None if structures else _input_bits(family)
+        cause = cause if bits is None else fact("cause_inputs", bits=bits)
         scope = None if everywhere else only_in(*alike)
         if scope is not None and not scope["alone"] and len(alike) < len(family.members):
             scope = None  # its members are off there, too, within their limits
@@ -120,6 +123,39 @@ def _who_and_why(
     if len(shared.beyond) > len(family.members):
         off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.rows)
     return off, shared.cause
+
+
+_INPUTS = (10, 7)
+"""Fraction bits of TF32 and float16, and of bfloat16."""
+_NEAR_BITS = 0.6
+_OF_NOISE = 3.0
+"""Standard errors: rounding makes no larger a part of a difference that is in step with what it is
+a difference of."""
+
+
+def _input_bits(family: Family) -> int | None:
+    """Of blocks in float32 that are all off as products are whose inputs were rounded to a shorter
+    format: its fraction bits."""
+    first = family.members[0].first
+    dtypes = {first.reference_dtype, first.candidate_dtype}
+    if first.role != "block" or dtypes != {"float32"} or len(family.members) < family.num_all:
+        return None
+    bits = [
+        input_bits(
+            unit.typical if unit.stats is None else max(unit.stats.typical.values()),
+            first.shape[-1],
+        )
+        for unit in family.members
+    ]
+    gains = [
+        abs(result.gain) / result.gain_se
+        for unit in family.members for result in unit.results if result.gain and result.gain_se
+    ]  # fmt: skip
+    if gains and statistics.median(gains) > _OF_NOISE:
+        return None
+    middle = statistics.median(bits)
+    near = max(bits) - min(bits) < 2 * _NEAR_BITS
+    return next((n for n in _INPUTS if near and abs(middle - n) < _NEAR_BITS), None)
 
 
 def below_floor(measured: Measured, escalation: Escalation) -> Finding:

@@ -1,0 +1,89 @@
+"""float32 products whose inputs are rounded to a shorter format, as TF32 does, are called that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+
+PROMPTS = [[(13 * n + 7 * k) % 200 + 3 for k in range(count)] for n, count in enumerate((20, 33))]
+FORMATS = {10: "10 bits (TF32)", 7: "7 bits (bfloat16)"}
+
+
+def rounded(values, bits):
+    """To so many fraction bits."""
+    step = 23 - bits
+    patterns = values.contiguous().view(torch.int32)
+    return ((patterns + (1 << (step - 1))) >> step << step).view(torch.float32)
+
+
+def coarse_inputs(bits):
+    """``prepare``: all products of matrices round both inputs so."""
+
+    def prepare(model):
+        for module in model.modules():
+            if type(module).__name__ not in ("Linear", "Conv1D"):
+                continue
+
+            def forward(x, own=module):
+                weight = own.weight if isinstance(own, torch.nn.Linear) else own.weight.T
+                return F.linear(rounded(x, bits), rounded(weight, bits), own.bias)
+
+            module.forward = forward
+
+    return prepare
+
+
+@pytest.fixture(scope="module")
+def run_of(tiny_model, tmp_path_factory):
+    made = {}
+
+    def make(architecture, truth):
+        if (architecture, truth) not in made:
+            made[architecture, truth] = capture(
+                str(tiny_model(architecture, num_blocks=4, dtype="float32")), prompts=PROMPTS, max_new_tokens=2,
+                out=tmp_path_factory.mktemp("inputs") / "a", truth=truth, probe=False,
+            )  # fmt: skip
+        return made[architecture, truth]
+
+    return make
+
+
+@pytest.mark.parametrize("truth", ["full", "no"])
+@pytest.mark.parametrize("bits", FORMATS)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
+def test_inputs_of_a_shorter_format_are_named(architecture, bits, truth, run_of, tmp_path):
+    a = run_of(architecture, truth)
+    verdict = compare(
+        a, capture(like=a, out=tmp_path / "b", prepare=coarse_inputs(bits), probe=False)
+    ).verdict
+
+    assert verdict.kind == "systematic"
+    assert FORMATS[bits] in verdict.summary
+
+
+def scaled(model):
+    """Every MLP's output is as far off as TF32 makes it, by one factor."""
+    for block in model.model.layers:
+        block.mlp.forward = lambda x, own=block.mlp.forward: own(x) * 1.001
+
+
+def normed_otherwise(model):
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-3
+
+
+def turned_otherwise(model):
+    model.model.rotary_emb.inv_freq *= 1.001
+
+
+@pytest.mark.parametrize("prepare", [scaled, normed_otherwise, turned_otherwise])
+def test_another_fault_of_all_blocks_is_no_format(prepare, run_of, tmp_path):
+    a = run_of("llama", "full")
+    b = capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)
+
+    assert "precision setting: the errors" not in compare(a, b).verdict.summary

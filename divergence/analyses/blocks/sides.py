@@ -180,13 +180,14 @@ def _odds_of_own(
     its siblings, than that the other side is nearer; inf where the sides are not apart.
 
     Errors are in floors, each side's beside the median of its siblings: a and b, in log, apart by
-    d. What makes a block hard troubles both alike, with a deviation τ between siblings. If the
-    farther side is off, their sum is d, else -d, with the variance 4τ²: the odds are
-    d (a + b) / 2τ²."""
+    d. What makes a block hard troubles both alike, with a deviation τ between siblings, which the
+    nearer of a and b tells. If the farther side is off, their sum is d, else -d, with the variance
+    4τ²: the odds are d (a + b) / 2τ²."""
     levels = np.array([0.5 * np.log(each.energy.mean(axis=1) + least**2) for each in errors])
-    both = (levels - np.median(levels, axis=0)).sum(axis=1)
+    beside = levels - np.median(levels, axis=0)
+    both, of_both = beside.sum(axis=1), np.abs(beside).min(axis=1)
     apart = np.abs(sites.x - sites.control)[:, 0]
-    tau = max(_LEAST_HARD, 1.4826 * float(np.median(np.abs(both - np.median(both)))) / 2)
+    tau = max(_LEAST_HARD, 1.4826 * float(np.median(of_both)))
     return np.where(apart > sites.reach[:, 0] / 2, apart * both / (2 * tau**2), np.inf)
 
 
@@ -716,7 +717,7 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     sign = 1 if together.usual > 0 else -1
     for member, unit in enumerate(family):
         value = math.exp(min(sign * (together.x_of(member) or 0.0), 700.0))
-        if value > limit / thresholds.truth_confirm:
+        if value > max(limit / thresholds.truth_confirm, math.sqrt(limit)):  # itself, not its kin
             unit.blame = Blame(
                 _side(together.usual), "typical", value, 1.0, limit, unit.results[0], "all"
             )

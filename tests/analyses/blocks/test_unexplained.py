@@ -88,6 +88,14 @@ def test_coarse_sums_in_all_blocks_of_one_machine_are_found(verdict_of):
     assert (verdict.kind, verdict.side) == ("systematic", "candidate"), verdict.summary
 
 
+def test_the_blocks_that_are_equal_bit_for_bit_are_no_part_of_it(verdict_of):
+    """Half of the blocks are coarse, so that the middle block is."""
+    verdict = verdict_of("bfloat16", "coarse", [1, 3, 5])
+
+    assert (verdict.kind, verdict.onset.block) == ("localized", "model.layers.1"), verdict.summary
+    assert not any(f"model.layers.{number}" in verdict.summary for number in (0, 2, 4))
+
+
 @pytest.mark.parametrize("blocks", [[2], range(6)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_sums_as_good_in_another_order_are_rounding(dtype, blocks, verdict_of):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
-from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
+from divergence.report.environment import changes, fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import (
     model_lines,
     skipped_lines,
@@ -16,6 +16,7 @@ from divergence.report.inspection import (
     truth_name,
     truth_text,
 )
+from divergence.report.text import sentence_line
 from divergence.run.command import command_line
 from divergence.run.manifest import COLLECTIVES, UNKNOWN, Manifest, SampleTokens
 from divergence.run.record import Record
@@ -46,7 +47,7 @@ def captured_lines(
         lines.append(prose("ranks", str(manifest.mesh)))
     if plan.truth is not None and any(plan.truth.num_steps):  # else a note says why
         lines.append(prose(truth_name(plan.truth), truth_text(plan.truth, manifest)))
-    lines += changed_lines(plan.plants, plan.substitutes)
+    lines += map(sentence_line, changes(plan.plants, plan.substitutes))
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     lines += repeat_lines(manifest.repeatability)

@@ -17,6 +17,7 @@ import msgspec
 
 from divergence.comparison.result import REPORT_SCHEMA_VERSION, Report, strict_json
 from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
+from divergence.document import Sentence, named
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.facts import fact, sentence
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
@@ -165,10 +166,10 @@ def fallback_lines(settings: Settings) -> list[Line]:
     return [prose("  fell back", text, width=14, style="yellow")]
 
 
-def changed_lines(plants: Sequence[str], substitutes: Sequence[str]) -> list[Line]:
+def changes(plants: Sequence[str], substitutes: Sequence[str]) -> list[Sentence]:
     """What was done to a run on purpose."""
     done = (("PLANTED FAULT", plants), ("SUBSTITUTED", substitutes))
-    return [prose("", f"{what}: {', '.join(at)}", style="yellow") for what, at in done if at]
+    return [named("", f"{what}: {', '.join(at)}", "yellow") for what, at in done if at]
 
 
 def repeat_lines(repeat: Repeatability) -> list[Line]:

@@ -27,11 +27,11 @@ from divergence.layout import (
     columns,
     count,
     heading,
+    limit_share,
     line,
     next_lines,
     prose,
     share,
-    times,
 )
 from divergence.report.text import sections_lines, table_lines
 from divergence.words import HEADLINES, list_names
@@ -343,9 +343,7 @@ def _result(way: SelfcheckLine) -> str:
         return f"not run: {way.reason}"
     if way.status == "undetermined":
         return f"not told: {way.summary}"
-    used = "" if way.limit_usage is None else f"{way.limit_usage:.2g} of its limit"
-    if way.limit_usage is not None and way.limit_usage > 1:
-        used = f"{times(way.limit_usage)} its limit"
+    used = "" if way.limit_usage is None else f"{limit_share(way.limit_usage)} of its limit"
     if way.status in ("diverged", "suspected"):
         side = {"reference": way.against, "candidate": way.name}.get(way.side or "", "")
         wrong = f"{side} is wrong" if side else ""

@@ -15,6 +15,7 @@ from divergence.layout import (
     BLANK,
     Line,
     heading,
+    limit_share,
     line,
     prose,
     times,
@@ -145,7 +146,7 @@ def _proof(result: Localization) -> list[tuple[str, str]]:
     ]
     if result.causal is not None and result.causal.num_after:
         usages = result.causal.largest_limit_usage, result.causal.before
-        after, before = (times(u) if math.isfinite(u) else "not finite" for u in usages)
+        after, before = (limit_share(u) if math.isfinite(u) else "not finite" for u in usages)
         rows.append(("cause", "after the substitution, the largest share of a limit behind it is "
                      f"{after} (before {before})"))  # fmt: skip
     if result.alone:

@@ -135,7 +135,9 @@ def verdict_headline(report: Report) -> Headline:
     lacking = [check.detail for check in verdict.checks if check.state != "met" and check.detail]
     why = f": {'; '.join(lacking)}" if lacking else ""
     facts.append(named("confidence", verdict.confidence + why))
-    return Headline(headline(report), verdict.summary, VERDICT_STYLES[verdict.kind], facts)
+    word = headline(report)
+    style = VERDICT_STYLES[verdict.kind if word == HEADLINES[verdict.kind] else "incomparable"]
+    return Headline(word, verdict.summary, style, facts)
 
 
 def _asked(report: Report) -> list[Sentence]:

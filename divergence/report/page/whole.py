@@ -35,9 +35,8 @@ from divergence.words import HEADLINES
 
 # What every page has: a bar on top, an opening with the answer, sections, data to download.
 
-_SIGNS = {"good": "✓", "bad": "✕", "unsure": "?"}
-"""By how an answer stands: a sign that needs no colour."""
-_STANDINGS = {"green": "good", "red": "bad"}
+_STANDINGS = {"green": ("good", "✓"), "red": ("bad", "✕"), "magenta": ("unsure", "≠")}
+"""By an answer's colour in a terminal: how it stands, and a sign that needs no colour."""
 
 
 def frame(
@@ -63,22 +62,24 @@ def frame(
 
 
 def opening(
-    headline: Headline, *more: Node, standing: str = "", sign: str = "", id: str = "verdict",
-    label: str = "Verdict", beside: Node = None, below: Sequence[Node] = (),
-) -> Element:  # fmt: skip
-    """The answer as the top of a page. ``standing``: how it stands, where its colour in a terminal
-    does not say so. ``more``: under its facts. ``beside``: at the right. ``below``: under all."""
-    standing = standing or _STANDINGS.get(headline.style.rpartition(" ")[2], "unsure")
-    rows = [(fact.label, fact.text) for fact in headline.facts]
-    mark = el("span", sign or _SIGNS[standing], class_="sign", aria_hidden="true")
+    whole: Document, *more: Node, id: str = "verdict", label: str = "Verdict", beside: Node = None
+) -> Element:
+    """The answer as the top of a page: what is known at once, why, and what to run next, each
+    command with a button that copies it. ``more``: under the facts. ``beside``: at the right."""
+    headline = whole.headline
+    standing, sign = _STANDINGS.get(headline.style.rpartition(" ")[2], ("unsure", "?"))
+    sign = "!" if headline.word == HEADLINES["drift"] else sign
+    rows = [(fact.label, fact.text) for fact in (*headline.facts, *whole.known)]
+    mark = el("span", sign, class_="sign", aria_hidden="true")
     long = "long" if len(headline.text) > 110 else None
     said = el(
         "div",
         el("p", mark, headline.word, class_="badge") if headline.word else None,
         el("h1", name(_capital(headline.text)), class_=long),
-        facts(rows, class_="facts verdict-facts") if rows else None, *more,
+        facts(rows, class_="facts verdict-facts") if rows else None, *more, *_why(whole.why),
     )  # fmt: skip
     content = said if beside is None else el("div", said, beside, class_="opening")
+    below = [el("h2", "Do this next"), *map(command, whole.next)] if whole.next else []
     return el("section", content, *below, class_=f"verdict {standing}", id=id, aria_label=label)
 
 
@@ -87,11 +88,6 @@ def _capital(sentence: str) -> str:
     task or a file."""
     word = sentence.partition(" ")[0].rstrip(",:;")
     return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
-
-
-def next_commands(commands: Sequence[str]) -> list[Node]:
-    """What to run next, each with a button that copies it."""
-    return [el("h2", "Do this next"), *map(command, commands)] if commands else []
 
 
 def _top(command_name: str) -> Element:
@@ -129,38 +125,15 @@ def _bottom(version: str) -> Element:
 
 # The top of a page: the verdict in the terminal's words, why, and what to do next.
 
-STANDINGS = {
-    "identical": ("good", "✓"),
-    "within_floor": ("good", "✓"),
-    "systematic": ("bad", "✕"),
-    "localized": ("bad", "✕"),
-    "nonfinite": ("bad", "✕"),
-    "drift": ("unsure", "!"),
-    "undetermined": ("unsure", "?"),
-    "incomparable": ("unsure", "≠"),
-}
-"""By kind of verdict: how it stands, and a sign that needs no colour."""
-
-
-def verdict(report: Report, whole: Document) -> Element:
-    """What the terminal's first screen says, why, and the command that goes deeper."""
-    kind = report.verdict.kind
-    standing, sign = STANDINGS[kind]
-    if whole.headline.word != HEADLINES[kind]:
-        standing, sign = STANDINGS["incomparable"]
-    top = whole.headline
-    top = Headline(top.word, top.text, top.style, [*top.facts, *whole.known])
-    return opening(
-        top, *_why(whole.why), standing=standing, sign=sign, beside=_pair(report),
-        below=next_commands(whole.next),
-    )  # fmt: skip
-
 
 def policy(answer: Headline, more: Sequence[Line]) -> Element:
     """What `check` says of the policy, before the verdict that it judges."""
     items = [el("li", prose_block(line.text.strip())) for line in more]
     return opening(
-        answer, el("ul", *items, class_="why") if items else None, id="policy", label="Policy"
+        Document(headline=answer),
+        el("ul", *items, class_="why") if items else None,
+        id="policy",
+        label="Policy",
     )
 
 
@@ -202,7 +175,7 @@ def page(
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
     return frame(
         command_name, f"{_answer(report)} · {a[:60]} / {b[:60]}",
-        [*openings, verdict(report, whole)], [*sections, *whole.sections],
+        [*openings, opening(whole, beside=_pair(report))], [*sections, *whole.sections],
         attachment=packed, data_lead=_data_lead(report, num_kept), made_by=report.tool_version,
         columns=csv_columns(),
     )  # fmt: skip

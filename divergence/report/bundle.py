@@ -26,7 +26,7 @@ from divergence.experiments.result import Localization
 from divergence.layout import BLANK, Line, cut
 from divergence.report.localization import descent_section, headline_of
 from divergence.report.screen import screen_lines
-from divergence.report.summary import document
+from divergence.report.summary import opening_of
 from divergence.report.text import headline_lines, sections_lines
 from divergence.run.manifest import Environment
 from divergence.words import markdown_code, printable
@@ -178,7 +178,7 @@ def _descent_lines(descent: object) -> list[Line]:
 def _markdown(
     report: Report, machines: Mapping[str, Environment], descent: object, files: list[str]
 ) -> str:
-    top = document(report).headline
+    top = opening_of(report).headline
     lines = [f"# {top.word}", "", _code(top.text), "", "## The comparison", ""]
     lines += _fenced(screen_lines(report, more="report.json"))
     if descent := _descent_lines(descent):

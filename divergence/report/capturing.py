@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
+from divergence.layout import BLANK, Line, columns, count, line, next_lines, prose, shape_text, size
 from divergence.report.environment import changes, fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import (
     model_lines,
@@ -60,7 +60,6 @@ def captured_lines(
     no_tokens = no_tokens or manifest.training.train
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):
         lines.append(prose(f"prompt {number}", _continuation(manifest, sample)))
-    lines += [BLANK, heading("next")]
     if settings.compute_dtype is not None and like is not None:
         following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
     elif like is None and manifest.model.source == COLLECTIVES:
@@ -84,8 +83,7 @@ def captured_lines(
         following = [command_line("compare", os.fspath(like), path)]
     if "whole" in manifest.plan.passes:
         following.append(command_line("compare", path, note="its decode steps, against the whole"))
-    lines += [line(f"  {text}") for text in following]
-    return lines
+    return [*lines, BLANK, *next_lines(following)]
 
 
 def _loss(records: Sequence[Record]) -> str:

@@ -20,7 +20,7 @@ from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult
 from divergence.document import Sentence, named
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.facts import fact, sentence
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose
+from divergence.layout import BLANK, Line, columns, count, heading, line, next_lines, prose
 from divergence.numerics.sums import Estimate
 from divergence.run.command import command_line
 from divergence.run.manifest import (
@@ -246,6 +246,7 @@ def probed_lines(path: str | os.PathLike[str], manifest: Manifest, *, verbose: b
     """What `divergence probe` says when it is done."""
     trees = [fact for fact in manifest.arithmetic if fact.probe == "order"]
     proven = sum(fact.verified for fact in trees)
+    again = "divergence probe -o OTHER    # on the other machine"
     return [
         line(
             ("probed", "bold green"),
@@ -255,9 +256,7 @@ def probed_lines(path: str | os.PathLike[str], manifest: Manifest, *, verbose: b
         prose("machine", f"{manifest.environment.label}, on {manifest.settings.device}"),
         BLANK,
         *arithmetic_lines(manifest.arithmetic, verbose=verbose),
-        heading("next"),
-        line("  divergence probe -o OTHER    # on the other machine"),
-        line("  " + command_line("compare", os.fspath(path), "OTHER")),
+        *next_lines([again, command_line("compare", os.fspath(path), "OTHER")]),
     ]
 
 

@@ -7,7 +7,7 @@ from divergence.comparison.result import Report
 from divergence.errors import UsageError
 from divergence.html.parts import small_table
 from divergence.html.picture import Picture, compose, picture
-from divergence.report.summary import document, run_text, verdict_headline
+from divergence.report.summary import opening_of, run_text, verdict_headline
 
 
 def picture_of(report: Report) -> Picture:
@@ -24,7 +24,7 @@ def picture_of(report: Report) -> Picture:
 
 def report_html(report: Report) -> str:
     """The verdict, and the curve of the phase that it is about."""
-    whole = document(report)
+    whole = opening_of(report)
     onset = report.verdict.onset
     wanted = "error-decode" if onset is not None and onset.step else "error-prefill"
     plots = [plot for plot in curves(report) if plot.id == wanted]

@@ -24,13 +24,12 @@ from divergence.layout import (
     next_lines,
     prose,
 )
-from divergence.report.summary import document, report_lines, states
+from divergence.report.summary import opening_of, report_lines, states
 from divergence.report.text import headline_lines, sentence_line
 
 WIDTH, HEIGHT = 80, 25
-_NUM_ROWS = 5
+_NUM_ROWS, _NUM_QUIET = 5, 2
 _NUM_PROMPTS = 4
-_QUIET = ("identical", "within_floor")
 
 
 def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
@@ -38,7 +37,8 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
     suite, probed arithmetic) is shown whole."""
     if not report.sites and report.verdict.kind != "incomparable":
         return report_lines(report)
-    for num_rows in range(_NUM_ROWS, 1, -1):  # fewer rows where the rest is long
+    most = _NUM_QUIET if _is_quiet(report) else _NUM_ROWS
+    for num_rows in range(most, 1, -1):  # fewer rows where the rest is long
         lines = _screen(report, num_rows, more)
         if sum(len(fold(item, WIDTH)) for item in lines) <= HEIGHT:
             break
@@ -46,7 +46,7 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
 
 
 def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
-    whole = document(report)
+    whole = opening_of(report)
     worst = [*_worst_lines(report, num_rows), *_prompt_lines(report)]
     return [
         *headline_lines(whole.headline),
@@ -59,12 +59,17 @@ def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
     ]
 
 
+def _is_quiet(report: Report) -> bool:
+    """All is well, and nothing has to be explained."""
+    verdict = report.verdict
+    return verdict.kind in ("identical", "within_floor") and verdict.side in (None, "neither")
+
+
 def _why_lines(report: Report, why: Sequence[str]) -> list[Line]:
     """The first facts behind a verdict that is more than that all is well."""
-    verdict = report.verdict
-    if verdict.kind in _QUIET and verdict.side in (None, "neither"):
+    if _is_quiet(report):
         return []
-    most = 5 if verdict.kind in ("incomparable", "undetermined") else 2
+    most = 5 if report.verdict.kind in ("incomparable", "undetermined") else 2
     return [prose("" if number else "because", text) for number, text in enumerate(why[:most])]
 
 

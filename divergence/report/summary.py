@@ -7,6 +7,7 @@ it is; a decoded token is quoted, since it may hold a newline.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -47,31 +48,34 @@ def document(
     """The whole answer. ``every``: nothing is elided; ``verbose``: also what was the same.
     ``background``: what the report does not hold, given for a page, where the figures of what was
     found come before the settings."""
-    top, page = verdict_headline(report), background is not None
-    *facts, confidence = top.facts
-    seen = [named("" if n else "not seen", text) for n, text in enumerate(unseen(report))]
-    top = Headline(top.word, top.text, top.style, [*facts, *_asked(report), confidence, *seen])
+    page = background is not None
     made = analysis_sections(report, every=every, background=background)
     first = sorted(made, key=lambda name: page and name not in _FIRST)
     settings = _settings_sections(report.preflight, verbose=verbose or page)
-    notes = [
-        Sentence(note, "note", indent=0, hang=6)
-        for note in (*report.notes, *(background.notes if background is not None else ()))
-    ]
+    texts = [*report.notes, *(() if background is None else background.notes)]
+    notes = [Sentence(text, "note", indent=0, hang=6) for text in texts]
+    sections = [
+        *(() if page else settings),
+        *chain.from_iterable(made[name] for name in first),
+        *(settings if page else ()),
+        *(() if background is None else (*_machines(background), *_findings(report))),
+        *_coverage(report, most=None if every else _MOST_ON_PAGE if page else _MOST_UNMATCHED,
+                   full=verbose or page),
+        *([Section(id="notes", heading="Notes", body=notes)] if notes else ()),
+    ]  # fmt: skip
+    return dataclasses.replace(opening_of(report), sections=sections)
+
+
+def opening_of(report: Report) -> Document:
+    """The document without its sections: all that a first screen and a notebook need."""
+    top = verdict_headline(report)
+    *facts, confidence = top.facts
+    seen = [named("" if n else "not seen", text) for n, text in enumerate(unseen(report))]
     return Document(
-        headline=top,
+        headline=dataclasses.replace(top, facts=[*facts, *_asked(report), confidence, *seen]),
         why=[fact.text for fact in report.verdict.evidence],
         known=[*_settings(_to_tell(report)), *_tokens(report), *explained_facts(report),
                *_compared(report)],
-        sections=[
-            *(() if page else settings),
-            *chain.from_iterable(made[name] for name in first),
-            *(settings if page else ()),
-            *(() if background is None else (*_machines(background), *_findings(report))),
-            *_coverage(report, most=None if every else _MOST_ON_PAGE if page else _MOST_UNMATCHED,
-                       full=verbose or page),
-            *([Section(id="notes", heading="Notes", body=notes)] if notes else ()),
-        ],
         next=report.verdict.next,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from divergence.comparison.result import Report, strict_json
 from divergence.document import Column, Table
 from divergence.errors import UsageError
 from divergence.experiments.result import Localization
-from divergence.layout import BLANK, Line, cut
+from divergence.layout import BLANK, MAX_WIDTH, Line, cut, fold
 from divergence.report.localization import descent_section, headline_of
 from divergence.report.screen import screen_lines
 from divergence.report.summary import opening_of
@@ -167,7 +167,7 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 def _descent_lines(descent: object) -> list[Line]:
     """What `localize` says first, and level by level; nothing of what is no answer of it."""
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         result = msgspec.convert(descent, Localization, strict=False)  # "nan" is a number
         if result.operator is None or result.report is not None:
             found = headline_lines(headline_of(result))
@@ -186,17 +186,15 @@ def _markdown(
     lines += ["## The machines", "", *_machine_table(machines), "", "## In this bundle", ""]
     lines += [f"- {_code(name)}" for name in files]
     if any(name.startswith("reproducer/") for name in files):
-        lines += [
-            "",
-            "`python reproducer/repro.py` runs the operator alone, on its recorded inputs.",
-        ]
+        lines += ["", "`python reproducer/repro.py` runs the operator alone, on recorded inputs."]
     lines += ["", f"Made by `divergence bundle` {_code(report.tool_version)}."]
     return "\n".join(lines) + "\n"
 
 
 def _fenced(lines: Sequence[Line]) -> list[str]:
     """As text, in a fence that no word of a run can end."""
-    texts = [printable(_short(item.text)) for item in lines[:_MOST_LINES]]
+    pieces = [piece.text for item in lines for piece in fold(item, MAX_WIDTH)]
+    texts = [printable(_short(text)) for text in pieces[:_MOST_LINES]]
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
     return [fence, *texts, fence, ""]
 

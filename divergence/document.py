@@ -41,6 +41,8 @@ class Sentence:
     indent: int = field(default=4, kw_only=True)
     hang: int | None = field(default=None, kw_only=True)
     """Where a terminal goes on with it; None is below where it began."""
+    whole: bool = field(default=False, kw_only=True)
+    """A command: it stays one line, so that it can be copied."""
 
 
 def named(name: str, text: str, style: str = "") -> Sentence:
@@ -98,6 +100,10 @@ class Table:
     """What is said of a row, by its number."""
     folded: str = ""
     """The words behind which a page hides it until it is opened."""
+    bare: bool = False
+    """A terminal shows no titles."""
+    listed: bool = False
+    """Rows of (name, state, A, B, detail): in a terminal each is a line of prose, or two."""
     grid: bool = False
     """A terminal shows the marks in front, and figures end where their column ends."""
     gives: Sequence[int] = (0,)
@@ -209,3 +215,17 @@ class Section:
     parts: Sequence[BlockPart] = ()
     chosen: str | None = None
     """The block to show first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A whole answer: what each face shows of it, in the order in which it is read."""
+
+    headline: Headline
+    why: Sequence[str] = ()
+    """The facts behind the answer, the strongest first."""
+    known: Sequence[Sentence] = ()
+    """What was compared with what, where a face shows no sections; each of ``named``."""
+    sections: Sequence[Section] = ()
+    next: Sequence[str] = ()
+    """Commands."""

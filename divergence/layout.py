@@ -149,6 +149,13 @@ def times(value: float | None) -> str:
     return f"{value:.1f}x" if value < 99.95 else f"{value:.0f}x"
 
 
+def limit_share(value: float | None) -> str:
+    """How much of a limit is used: ``0%``, ``73%``, ``310%``, ``2.0e+07%``; a dash for None."""
+    if value is None or not math.isfinite(value):
+        return times(value)
+    return f"{100 * value:.0f}%" if value < 1000 else f"{100 * value:.1e}%"
+
+
 def share(value: float | None) -> str:
     """A share in two significant digits: ``100%``, ``0.41%``, ``1.3e-06``; a dash for None."""
     if value is None or not math.isfinite(value) or value < 9.95e-5:

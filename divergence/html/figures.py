@@ -94,12 +94,12 @@ class HeatScale:
 
 
 LIMIT_SHARES = HeatScale(
-    bounds=(0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 2.0, 5.0),
-    names=("under 3%", "10%", "20%", "40%", "70%", "100%", "to 2 ×", "to 5 ×", "over 5 ×"),
+    bounds=(3, 10, 20, 40, 70, 100, 200, 500),
+    names=("under 3%", "10%", "20%", "40%", "70%", "100%", "to 200%", "to 500%", "over 500%"),
     num_calm=6,
-    unit="× the limit",
+    unit="% of the limit",
 )
-"""Shares of a limit; beyond 1 the limit is exceeded."""
+"""Shares of a limit, in per cent; beyond 100 the limit is exceeded."""
 
 FLOORS = HeatScale(
     bounds=(0.1, 0.5, 1.0, 3.0, 6.0, 12.0, 25.0, 50.0),

@@ -54,7 +54,8 @@ def _nodes(block: Block | None) -> Iterator[Node]:
     elif isinstance(block, Facts):
         yield facts((term.strip(), " ".join(filter(None, what))) for term, *what in block.rows)
     elif isinstance(block, Sentence):
-        yield prose_block(f"{block.label.strip('-')} {block.text}".strip(), class_="note")
+        label = "" if block.label in ("-", "note") else block.label
+        yield prose_block(f"{label} {block.text}".strip(), class_="note")
     elif isinstance(block, Figures):
         yield el("div", *(item.figure() for item in block.drawings), class_="figures")
         yield el("div", class_="chosen", id="chosen", hidden=True) if block.choose else None

@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,10 +22,14 @@ import msgspec
 from divergence.comparison.result import Report, strict_json
 from divergence.document import Column, Table
 from divergence.errors import UsageError
-from divergence.layout import cut
+from divergence.experiments.result import Localization
+from divergence.layout import BLANK, MAX_WIDTH, Line, cut, fold
+from divergence.report.localization import descent_section, headline_of
 from divergence.report.screen import screen_lines
+from divergence.report.summary import opening_of
+from divergence.report.text import headline_lines, sections_lines
 from divergence.run.manifest import Environment
-from divergence.words import HEADLINES, letter, markdown_code, printable
+from divergence.words import markdown_code, printable
 
 # What tells of people and places, taken out of text that is to be sent.
 #
@@ -102,7 +106,6 @@ def _own_names() -> tuple[str, ...]:
 
 
 _MOST_LINES = 200
-_MOST_LEVELS = 8
 _WIDEST = 400
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -146,7 +149,7 @@ def bundle_files(
         if name.endswith((".md", ".py")):
             data = redaction.text(data.decode("utf-8", "replace")).encode()
         encoded[f"reproducer/{name}"] = data
-    text = _markdown(report, machines, _levels(descent), sorted(encoded))
+    text = _markdown(report, machines, descent, sorted(encoded))
     return {"report.md": text.encode("utf-8", "backslashreplace"), **encoded}
 
 
@@ -162,42 +165,38 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def _levels(descent: object) -> list[str]:
-    """A line for each level of the descent, then why it ended."""
-    lines: list[str] = []
-    if isinstance(descent, dict) and isinstance(levels := descent.get("levels"), list):
-        for level in levels[:_MOST_LEVELS]:
-            if isinstance(level, dict):
-                side = level.get("side")
-                by = f", by {letter(side)}" if side in ("reference", "candidate") else ""
-                where = f"{level.get('level')} {level.get('site') or '-'}{by}"
-                lines.append(f"- {_code(where)}: {_code(str(level.get('why')))}")
-        if descent.get("stopped"):
-            lines.append(f"- {_code(str(descent['stopped']))}")
-    return lines
+def _descent_lines(descent: object) -> list[Line]:
+    """What `localize` says first, and level by level; nothing of what is no answer of it."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        result = msgspec.convert(descent, Localization, strict=False)  # "nan" is a number
+        if result.operator is None or result.report is not None:
+            found = headline_lines(headline_of(result))
+            return [*found, BLANK, *sections_lines([descent_section(result)])[:-1]]
+    return []
 
 
 def _markdown(
-    report: Report, machines: Mapping[str, Environment], levels: list[str], files: list[str]
+    report: Report, machines: Mapping[str, Environment], descent: object, files: list[str]
 ) -> str:
-    lines = [f"# {HEADLINES[report.verdict.kind]}", "", _code(report.verdict.summary), ""]
-    screen = [item.text for item in screen_lines(report, more="report.json")]
-    texts = [printable(_short(text)) for text in screen[:_MOST_LINES]]
-    # as text, in a fence that no word of a run can end
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
-    lines += ["## The comparison", "", fence, *texts, fence, ""]
-    lines += ["## What localize found", "", *levels, ""] if levels else []
-    lines += ["## The machines", ""]
-    lines += _machine_table(machines)
-    lines += ["", "## In this bundle", ""]
+    top = opening_of(report).headline
+    lines = [f"# {top.word}", "", _code(top.text), "", "## The comparison", ""]
+    lines += _fenced(screen_lines(report, more="report.json"))
+    if descent := _descent_lines(descent):
+        lines += ["## What localize found", "", *_fenced(descent)]
+    lines += ["## The machines", "", *_machine_table(machines), "", "## In this bundle", ""]
     lines += [f"- {_code(name)}" for name in files]
     if any(name.startswith("reproducer/") for name in files):
-        lines += [
-            "",
-            "`python reproducer/repro.py` runs the operator alone, on its recorded inputs.",
-        ]
+        lines += ["", "`python reproducer/repro.py` runs the operator alone, on recorded inputs."]
     lines += ["", f"Made by `divergence bundle` {_code(report.tool_version)}."]
     return "\n".join(lines) + "\n"
+
+
+def _fenced(lines: Sequence[Line]) -> list[str]:
+    """As text, in a fence that no word of a run can end."""
+    pieces = [piece.text for item in lines for piece in fold(item, MAX_WIDTH)]
+    texts = [printable(_short(text)) for text in pieces[:_MOST_LINES]]
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
+    return [fence, *texts, fence, ""]
 
 
 def _machine_table(machines: Mapping[str, Environment]) -> list[str]:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
-from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
+from divergence.layout import BLANK, Line, columns, count, line, next_lines, prose, shape_text, size
+from divergence.report.environment import changes, fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import (
     model_lines,
     skipped_lines,
@@ -16,6 +16,7 @@ from divergence.report.inspection import (
     truth_name,
     truth_text,
 )
+from divergence.report.text import sentence_line
 from divergence.run.command import command_line
 from divergence.run.manifest import COLLECTIVES, UNKNOWN, Manifest, SampleTokens
 from divergence.run.record import Record
@@ -46,7 +47,7 @@ def captured_lines(
         lines.append(prose("ranks", str(manifest.mesh)))
     if plan.truth is not None and any(plan.truth.num_steps):  # else a note says why
         lines.append(prose(truth_name(plan.truth), truth_text(plan.truth, manifest)))
-    lines += changed_lines(plan.plants, plan.substitutes)
+    lines += map(sentence_line, changes(plan.plants, plan.substitutes))
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     lines += repeat_lines(manifest.repeatability)
@@ -59,7 +60,6 @@ def captured_lines(
     no_tokens = no_tokens or manifest.training.train
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):
         lines.append(prose(f"prompt {number}", _continuation(manifest, sample)))
-    lines += [BLANK, heading("next")]
     if settings.compute_dtype is not None and like is not None:
         following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
     elif like is None and manifest.model.source == COLLECTIVES:
@@ -83,8 +83,7 @@ def captured_lines(
         following = [command_line("compare", os.fspath(like), path)]
     if "whole" in manifest.plan.passes:
         following.append(command_line("compare", path, note="its decode steps, against the whole"))
-    lines += [line(f"  {text}") for text in following]
-    return lines
+    return [*lines, BLANK, *next_lines(following)]
 
 
 def _loss(records: Sequence[Record]) -> str:

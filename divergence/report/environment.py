@@ -17,9 +17,10 @@ import msgspec
 
 from divergence.comparison.result import REPORT_SCHEMA_VERSION, Report, strict_json
 from divergence.comparison.results import LogitsDiff, NonfiniteCount, SiteResult, TruthDiff
+from divergence.document import Sentence, named
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.facts import fact, sentence
-from divergence.layout import BLANK, Line, columns, count, heading, line, prose
+from divergence.layout import BLANK, Line, columns, count, heading, line, next_lines, prose
 from divergence.numerics.sums import Estimate
 from divergence.run.command import command_line
 from divergence.run.manifest import (
@@ -165,10 +166,10 @@ def fallback_lines(settings: Settings) -> list[Line]:
     return [prose("  fell back", text, width=14, style="yellow")]
 
 
-def changed_lines(plants: Sequence[str], substitutes: Sequence[str]) -> list[Line]:
+def changes(plants: Sequence[str], substitutes: Sequence[str]) -> list[Sentence]:
     """What was done to a run on purpose."""
     done = (("PLANTED FAULT", plants), ("SUBSTITUTED", substitutes))
-    return [prose("", f"{what}: {', '.join(at)}", style="yellow") for what, at in done if at]
+    return [named("", f"{what}: {', '.join(at)}", "yellow") for what, at in done if at]
 
 
 def repeat_lines(repeat: Repeatability) -> list[Line]:
@@ -245,6 +246,7 @@ def probed_lines(path: str | os.PathLike[str], manifest: Manifest, *, verbose: b
     """What `divergence probe` says when it is done."""
     trees = [fact for fact in manifest.arithmetic if fact.probe == "order"]
     proven = sum(fact.verified for fact in trees)
+    again = "divergence probe -o OTHER    # on the other machine"
     return [
         line(
             ("probed", "bold green"),
@@ -254,9 +256,7 @@ def probed_lines(path: str | os.PathLike[str], manifest: Manifest, *, verbose: b
         prose("machine", f"{manifest.environment.label}, on {manifest.settings.device}"),
         BLANK,
         *arithmetic_lines(manifest.arithmetic, verbose=verbose),
-        heading("next"),
-        line("  divergence probe -o OTHER    # on the other machine"),
-        line("  " + command_line("compare", os.fspath(path), "OTHER")),
+        *next_lines([again, command_line("compare", os.fspath(path), "OTHER")]),
     ]
 
 

@@ -24,14 +24,13 @@ from divergence.layout import (
     BLANK,
     Line,
     Span,
-    columns,
     count,
     heading,
+    limit_share,
     line,
     next_lines,
     prose,
     share,
-    times,
 )
 from divergence.report.text import sections_lines, table_lines
 from divergence.words import HEADLINES, list_names
@@ -39,7 +38,6 @@ from divergence.words import HEADLINES, list_names
 # What `quantize` says: the cost of a scheme, matrix by matrix, and what to keep.
 
 _SHOWN = 12
-_TITLES = ("KL alone", "same top", "at its block", "max |x|", "kurtosis", "quantile", "matrix")
 
 
 def answer_line(result: Quantization) -> Line:
@@ -128,12 +126,17 @@ def _migration(cost: Cost, without: Cost, alpha: float | None) -> str:
 def _table(result: Quantization, *, verbose: bool) -> list[Line]:
     worst = result.worst()
     shown = worst if verbose else worst[:_SHOWN]
-    lines = [heading("each alone", f"costliest first; {_sum_text(result)}")]
-    lines += columns([_TITLES, *(_row(matrix) for matrix in shown)])
+    three, two = "{:.3g}".format, "{:.2g}".format
+    alone = Table(rows=[_row(matrix) for matrix in shown], columns=(
+        Column("KL alone", _nats), Column("same top", _percent), Column("at its block"),
+        Column("max |x|", three), Column("kurtosis", three), Column("quantile", two), "matrix",
+    ))  # fmt: skip
+    lines = [heading("each alone", f"costliest first; {_sum_text(result)}"), *table_lines(alone)]
     if len(worst) > len(shown):
         lines.append(line(f"  and {len(worst) - len(shown)} more: -v"))
     lines += [BLANK, heading("by kind", "matrices, sum of KL alone, the costliest of them")]
-    return lines + columns(_kinds(result.matrices))
+    kinds = Table(columns=("", "", Column("", _nats), ""), rows=_kinds(result.matrices))
+    return lines + table_lines(kinds)
 
 
 def _sum_text(result: Quantization) -> str:
@@ -147,22 +150,18 @@ def _sum_text(result: Quantization) -> str:
     )
 
 
-def _row(matrix: MatrixCost) -> tuple[str, ...]:
+def _row(matrix: MatrixCost) -> tuple[object, ...]:
     seen = matrix.outliers
     name = matrix.name if matrix.by_default else f"{matrix.name} (kept: {matrix.part})"
-    error = "-"
-    if matrix.block_error is not None:
-        floors = "" if matrix.times_floor is None else f" ({matrix.times_floor:,.0f} x floor)"
-        error = f"{matrix.block_error:.1e}{floors}"
-    return (
-        _nats(matrix.cost.kl_mean), _percent(matrix.cost.same_top), error,
-        "-" if seen is None else f"{seen.max:.3g}",
-        "-" if seen is None else f"{seen.kurtosis:.3g}",
-        "-" if seen is None else f"{seen.quantile_score:.2g}", name,
-    )  # fmt: skip
+    error = None if matrix.block_error is None else f"{matrix.block_error:.1e}"
+    if error is not None and matrix.times_floor is not None:
+        error += f" ({matrix.times_floor:,.0f} x floor)"
+    outliers = (None,) * 3 if seen is None else (seen.max, seen.kurtosis, seen.quantile_score)
+    return matrix.cost.kl_mean, matrix.cost.same_top, error, *outliers, name
 
 
-def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, ...]]:
+def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, int, float, str]]:
+    """(kind, how many, what they cost together, the costliest), the costliest kind first."""
     kinds: dict[str, list[MatrixCost]] = {}
     for matrix in matrices:
         leaf = matrix.name.rpartition(".")[2]
@@ -171,9 +170,8 @@ def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, ...]]:
     rows = []
     for kind, group in kinds.items():
         worst = max(group, key=lambda matrix: matrix.cost.kl_mean)
-        total = sum(matrix.cost.kl_mean for matrix in group)
-        rows.append((total, (kind, str(len(group)), _nats(total), worst.name)))
-    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+        rows.append((kind, len(group), sum(item.cost.kl_mean for item in group), worst.name))
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def _policy_lines(policy: QuantizationPolicy) -> list[Line]:
@@ -343,9 +341,7 @@ def _result(way: SelfcheckLine) -> str:
         return f"not run: {way.reason}"
     if way.status == "undetermined":
         return f"not told: {way.summary}"
-    used = "" if way.limit_usage is None else f"{way.limit_usage:.2g} of its limit"
-    if way.limit_usage is not None and way.limit_usage > 1:
-        used = f"{times(way.limit_usage)} its limit"
+    used = "" if way.limit_usage is None else f"{limit_share(way.limit_usage)} of its limit"
     if way.status in ("diverged", "suspected"):
         side = {"reference": way.against, "candidate": way.name}.get(way.side or "", "")
         wrong = f"{side} is wrong" if side else ""
@@ -377,16 +373,14 @@ def _tokens(way: SelfcheckLine) -> str:
 
 
 def _closer(result: SelfcheckResult) -> list[Line]:
-    shown = result.diverged + result.with_status("suspected", "undetermined")
-    shown += [way for way in result.not_repeated if way not in shown]
-    shown += [way for way in result.with_status("within_floor") if way not in shown]
+    doubtful = result.diverged + result.with_status("suspected", "undetermined")
+    ways = [*doubtful, *result.not_repeated, *result.with_status("within_floor")]
+    shown = {way.name: way.next for way in ways}
     if not shown:
         return []
-    lines = [
-        BLANK,
-        heading("look closer", "" if result.kept else "with --keep RUNS, which keeps the runs"),
-    ]
-    return lines + [line(f"  {command}") for way in shown for command in way.next]
+    detail = "" if result.kept else "with --keep RUNS, which keeps the runs"
+    commands = [line(f"  {command}") for following in shown.values() for command in following]
+    return [BLANK, heading("look closer", detail), *commands]
 
 
 # What `sensitivity` says: how small a fault of each kind would be seen, then block by block.
@@ -399,11 +393,10 @@ def answer_lines(result: Sensitivity) -> list[Line]:
 
 def sensitivity_lines(result: Sensitivity, *, verbose: bool = False) -> list[Line]:
     """The sentences, what they rest on, the tables, and what would see smaller faults."""
-    units = Table(title="a size is a share of", columns=("", ""), rows=list(result.units.items()))
     lines = [*answer_lines(result), BLANK]
     lines += sections_lines([
         Section(body=[_setup(result)]),
-        Section(body=[*_sizes(result), units]),
+        Section(body=[*_sizes(result), _units(result)]),
         *(_reasons(result) if verbose else []), *_confirmations(result),
     ])  # fmt: skip
     lines += [prose("note", note, width=6) for note in result.notes]
@@ -413,15 +406,20 @@ def sensitivity_lines(result: Sensitivity, *, verbose: bool = False) -> list[Lin
 
 def sensitivity_sections(result: Sensitivity) -> list[Section]:
     """On a page."""
-    units = Table(caption="A size is a share of", columns=("fault", "unit"), num_left=2,
-                  rows=list(result.units.items()))  # fmt: skip
     sizes = Section(
         id="sizes", heading="The smallest fault that is seen",
         lead="Faults of growing size were planted in what B recorded, until compare saw them.",
         body=[Figures(_size_plots(result)) if len(result.blocks) > 3 else None, *_sizes(result)],
     )  # fmt: skip
-    basis = Section(id="basis", title="what it rests on", body=[_setup(result), units])
+    basis = Section(id="basis", title="what it rests on", body=[_setup(result), _units(result)])
     return [sizes, basis, *_confirmations(result)]
+
+
+def _units(result: Sensitivity) -> Table:
+    return Table(
+        caption="A size is a share of", title="a size is a share of", columns=("fault", "unit"),
+        rows=list(result.units.items()), num_left=2, bare=True,
+    )  # fmt: skip
 
 
 def _sensitivity_answer(result: Sensitivity, fault: str) -> Line:

@@ -18,13 +18,13 @@ from divergence.layout import BLANK, Line, columns, count, heading, line, prose,
 from divergence.numerics.summary import Summary
 from divergence.report.environment import (
     arithmetic_lines,
-    changed_lines,
+    changes,
     environment_lines,
     fallback_lines,
     repeat_lines,
     switch_lines,
 )
-from divergence.report.text import sections_lines
+from divergence.report.text import sections_lines, sentence_line
 from divergence.run.command import command_line, requoted
 from divergence.run.contents import (
     count_passes,
@@ -74,7 +74,7 @@ def run_lines(
         lines.append(prose("like", manifest.like))
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
-    lines += changed_lines(plan.plants, plan.substitutes)
+    lines += map(sentence_line, changes(plan.plants, plan.substitutes))
     lines += [BLANK, *model_lines(manifest), *(config_lines(manifest) if verbose else []), BLANK]
     lines += [heading("settings")]
     wide = f"computed in {settings.compute_dtype}, " if settings.compute_dtype else ""

@@ -14,8 +14,9 @@ from divergence.facts import sentence_behind
 from divergence.layout import (
     BLANK,
     Line,
-    heading,
+    limit_share,
     line,
+    next_lines,
     prose,
     times,
 )
@@ -145,7 +146,7 @@ def _proof(result: Localization) -> list[tuple[str, str]]:
     ]
     if result.causal is not None and result.causal.num_after:
         usages = result.causal.largest_limit_usage, result.causal.before
-        after, before = (times(u) if math.isfinite(u) else "not finite" for u in usages)
+        after, before = (limit_share(u) if math.isfinite(u) else "not finite" for u in usages)
         rows.append(("cause", "after the substitution, the largest share of a limit behind it is "
                      f"{after} (before {before})"))  # fmt: skip
     if result.alone:
@@ -193,16 +194,9 @@ def _given(result: Localization) -> str:
 def _next(result: Localization) -> list[Line]:
     if not result.commands:
         return []
-    return [
-        BLANK,
-        heading("next"),
-        *(line(f"  {command}") for command in result.commands),
-        *(
-            []
-            if any(replace(item, note=None) == result.continuation for item in result.elsewhere)
-            else [line(f"  {result.again}   # goes on from there")]
-        ),
-    ]
+    there = any(replace(item, note=None) == result.continuation for item in result.elsewhere)
+    again = [] if there else [f"{result.again}   # goes on from there"]
+    return [BLANK, *next_lines([*result.commands, *again])]
 
 
 _TOLD = {
@@ -219,4 +213,4 @@ def reproducer_lines(path: str, title: str, files: Sequence[str]) -> list[Line]:
     script = f"{path}/repro.py" if not path.startswith("-") else f"./{path}/repro.py"
     lines = [line(("written", "bold green"), f" {path}"), prose("finding", title)]
     lines += [prose(f"  {name}", _TOLD[name], width=24) for name in files]
-    return [*lines, BLANK, heading("next"), line("  " + quoted_words(["python", script]))]
+    return [*lines, BLANK, *next_lines([quoted_words(["python", script])])]

@@ -28,9 +28,9 @@ from divergence.layout import (
     Line,
     count,
     decimal,
+    limit_share,
     next_lines,
     share,
-    times,
 )
 from divergence.report.summary import run_text
 from divergence.report.text import headline_lines, sections_lines
@@ -44,7 +44,7 @@ MAX_NAMED = 8
 _MOST_ON_PAGE = 2000
 _COLUMNS = (
     "run", "machine", "verdict", "from", Column("wrong", letter),
-    Column("of limit", times), Column("logits L2", decimal), Column("top-1", share), "tokens",
+    Column("of limit", limit_share), Column("logits L2", decimal), Column("top-1", share), "tokens",
 )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _table(matrix: Matrix, *, every: bool) -> Section:
     body: list[Block] = [table]
     if hidden:
         most = max(matrix.rows[number - 1].limit_usage or 0.0 for number in hidden)
-        text = f"… {len(hidden):,} more that agree, at most {times(most)} of a limit (--all)"
+        text = f"… {len(hidden):,} more that agree, at most {limit_share(most)} of a limit (--all)"
         body.append(Sentence(text, indent=2, style="dim"))
     body.append(Sentence("each against the first; > odd, ! diverged, ? not told", style="dim"))
     return Section(body=body)
@@ -152,7 +152,7 @@ def _runs(matrix: Matrix) -> Section:
             blocks=paths,
             described="The largest share of any limit, by the order in which runs were given.",
             label=f"The largest share of a limit that each of {count(len(rows), 'run')} uses: "
-            f"{len(flagged)} beyond 1.",
+            f"{len(flagged)} beyond it.",
             legend=[("dot run", "a run"), ("band floor", "within the limit")],
             names=[str(n) for n in range(1, len(rows) + 1)], flagged=flagged,
             lines=[PlotLine(label="of a limit", kind="run",
@@ -176,7 +176,7 @@ def _runs(matrix: Matrix) -> Section:
 def _says(matrix: Matrix, row: MatrixRow) -> str:
     parts = [_called(row.verdict, "not compared")]
     if row.limit_usage is not None:
-        parts.append(f"{times(row.limit_usage)} of a limit")
+        parts.append(f"{limit_share(row.limit_usage)} of a limit")
     if row.path in matrix.odd:
         parts.append("not like most of the others")
     return f"{row.path}: {', '.join(parts)}"

@@ -7,7 +7,7 @@ from divergence.comparison.result import Report
 from divergence.errors import UsageError
 from divergence.html.parts import small_table
 from divergence.html.picture import Picture, compose, picture
-from divergence.report.summary import run_text, verdict_headline
+from divergence.report.summary import opening_of, run_text, verdict_headline
 
 
 def picture_of(report: Report) -> Picture:
@@ -24,11 +24,11 @@ def picture_of(report: Report) -> Picture:
 
 def report_html(report: Report) -> str:
     """The verdict, and the curve of the phase that it is about."""
-    answer = verdict_headline(report)
+    whole = opening_of(report)
     onset = report.verdict.onset
     wanted = "error-decode" if onset is not None and onset.step else "error-prefill"
     plots = [plot for plot in curves(report) if plot.id == wanted]
-    rows = [(fact.label, fact.text) for fact in answer.facts]
+    rows = [(fact.label, fact.text) for fact in whole.headline.facts]
     rows += [("A", run_text(report.reference)), ("B", run_text(report.candidate))]
-    rows += [("next", command) for command in report.verdict.next[:1]]
-    return small_table(str(answer), rows, compose("", (), plots) if plots else None)
+    rows += [("next", command) for command in whole.next[:1]]
+    return small_table(str(whole.headline), rows, compose("", (), plots) if plots else None)

@@ -1,24 +1,30 @@
-"""A whole report as lines: the verdict and the onset first, then why, then the rest.
+"""A whole comparison as one Document: the verdict and the onset first, then why, then the rest.
 
-Nothing here opens a run or prints. Data (paths, module names, decoded tokens) goes
-in as it is; a decoded token is quoted, since it may hold a newline.
+Every face is made of it: the first screen (report/screen.py), ``-v``, the page, the bundle, a
+notebook. Nothing here opens a run or prints. Data (paths, module names, decoded tokens) goes in as
+it is; a decoded token is quoted, since it may hold a newline.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 
+from msgspec.structs import replace
+
+from divergence.analyses.tokens.sections import explained_facts
 from divergence.comparison import analysis
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results import Background, PassCoverage, PreflightLine, Visible
-from divergence.document import Headline, Section, Sentence, Table, named
-from divergence.layout import BLANK, Line, count, next_lines, prose, share
-from divergence.report.environment import changed_lines
+from divergence.document import Block, Document, Headline, Section, Sentence, Table, named
+from divergence.html.parts import el, prose_block
+from divergence.layout import BLANK, Line, count, next_lines, share, size
+from divergence.report.environment import changes
 from divergence.report.text import headline_lines, sections_lines, sentence_line
-from divergence.run.manifest import UNKNOWN
+from divergence.run.manifest import UNKNOWN, Environment, Manifest
 from divergence.run.site import of_parameter
 from divergence.words import HEADLINES, letter, list_names
 
@@ -32,29 +38,69 @@ VERDICT_STYLES = {
     "undetermined": "bold yellow",
     "incomparable": "bold magenta",
 }
-MAX_UNMATCHED = 12
+_MOST_UNMATCHED, _MOST_ON_PAGE = 12, 100
+
+
+def document(
+    report: Report, *, every: bool = False, verbose: bool = False,
+    background: Background | None = None,
+) -> Document:  # fmt: skip
+    """The whole answer. ``every``: nothing is elided; ``verbose``: also what was the same.
+    ``background``: what the report does not hold, given for a page, where the figures of what was
+    found come before the settings."""
+    page = background is not None
+    made = analysis_sections(report, every=every, background=background)
+    first = sorted(made, key=lambda name: page and name not in _FIRST)
+    settings = _settings_sections(report.preflight, verbose=verbose or page)
+    texts = [*report.notes, *(() if background is None else background.notes)]
+    notes = [Sentence(text, "note", indent=0, hang=6) for text in texts]
+    sections = [
+        *(() if page else settings),
+        *chain.from_iterable(made[name] for name in first),
+        *(settings if page else ()),
+        *(() if background is None else (*_machines(background), *_findings(report))),
+        *_coverage(report, most=None if every else _MOST_ON_PAGE if page else _MOST_UNMATCHED,
+                   full=verbose or page),
+        *([Section(id="notes", heading="Notes", body=notes)] if notes else ()),
+    ]  # fmt: skip
+    return dataclasses.replace(opening_of(report), sections=sections)
+
+
+def opening_of(report: Report) -> Document:
+    """The document without its sections: all that a first screen and a notebook need."""
+    top = verdict_headline(report)
+    *facts, confidence = top.facts
+    seen = [named("" if n else "not seen", text) for n, text in enumerate(unseen(report))]
+    return Document(
+        headline=dataclasses.replace(top, facts=[*facts, *_asked(report), confidence, *seen]),
+        why=[fact.text for fact in report.verdict.evidence],
+        known=[*_settings(_to_tell(report)), *_tokens(report), *explained_facts(report),
+               *_compared(report)],
+        next=report.verdict.next,
+    )  # fmt: skip
 
 
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
-    """The whole report. ``all_sites``: nothing is elided; ``verbose``: also what was the same."""
-    why = [Sentence(fact.text, "-", indent=2) for fact in report.verdict.evidence]
-    notes = [Sentence(note, "note", indent=0, hang=6) for note in report.notes]
-    sections = [
-        Section(title="why", body=why),
-        *_preflight(report.preflight, verbose=verbose),
-        *itertools.chain(*analysis_sections(report, every=all_sites).values()),
-        *_coverage(report, all_sites=all_sites, verbose=verbose),
-        Section(body=notes),
-    ]
+    """The whole document as text."""
+    whole = document(report, every=all_sites, verbose=verbose)
+    why = Section(title="why", body=[Sentence(text, "-", indent=2) for text in whole.why])
+    alone = report.collectives is not None and len(report.collectives.sides) == 1
+    runs = [("A", report.reference), ("B", report.candidate)][: 1 if alone else 2]
     return [
-        *verdict_lines(report),
-        *map(sentence_line, visible_facts(report)),
+        *headline_lines(whole.headline),
         BLANK,
-        *_run_lines(report),
+        *(
+            sentence_line(item)
+            for name, run in runs
+            for item in (named(name, run_text(run)), *states(run))
+        ),
         BLANK,
-        *sections_lines(sections),
-        *next_lines(report.verdict.next),
+        *sections_lines([why, *whole.sections]),
+        *next_lines(whole.next),
     ]
+
+
+# The top: the verdict, and what it could not have seen.
 
 
 def headline(report: Report) -> str:
@@ -93,50 +139,58 @@ def verdict_headline(report: Report) -> Headline:
     lacking = [check.detail for check in verdict.checks if check.state != "met" and check.detail]
     why = f": {'; '.join(lacking)}" if lacking else ""
     facts.append(named("confidence", verdict.confidence + why))
-    return Headline(headline(report), verdict.summary, VERDICT_STYLES[verdict.kind], facts)
+    word = headline(report)
+    style = VERDICT_STYLES[verdict.kind if word == HEADLINES[verdict.kind] else "incomparable"]
+    return Headline(word, verdict.summary, style, facts)
 
 
-def visible_facts(report: Report) -> list[Sentence]:
-    """What this comparison could have seen; where it found an error that is not the question."""
-    return [named("" if number else "not seen", text) for number, text in enumerate(unseen(report))]
+def _asked(report: Report) -> list[Sentence]:
+    """Where two runs alone cannot tell the side, what can."""
+    verdict, commands = report.verdict, report.verdict.commands
+    asked = verdict.kind in ("localized", "systematic", "drift") and verdict.side is None
+    if not asked or any(site.truth and not site.truth.estimated for site in report.sites):
+        return []
+    if commands and "truth" in commands[0].options:
+        return [named("side", "not known from two runs: the command below tells it")]
+    truth = next((item for item in commands if item.name == "truth"), None)
+    if truth is None:
+        return [named("side", "not known from two runs")]
+    if truth.operands[0] not in (report.reference.path, report.candidate.path):
+        # of a run that another command makes
+        return [named("side", "not known from two runs; the commands below tell it")]
+    told = named("side", "not known from two runs; a truth tells it:")
+    return [told, Sentence(replace(truth, note=None).text, indent=0, hang=12, whole=True)]
 
 
 def unseen(report: Report) -> list[str]:
-    """What this comparison could not see, where it found no error."""
+    """What this comparison could not see, where it found no error that is the question."""
     if report.verdict.kind not in ("identical", "within_floor", "drift", "undetermined"):
         return []
     seen = None if report.verdict.kind == "identical" else report.visible
     texts = [] if seen is None else [_smallest(seen)]
     if report.not_exercised:
-        parts = list_names([part.text for part in report.not_exercised], _MOST_PARTS, "; ")
+        parts = list_names([part.text for part in report.not_exercised], _MOST_NAMED, "; ")
         texts.append(f"not exercised: {parts}")
     return texts
 
 
-_MOST_PARTS = 3
+_MOST_NAMED = 3
 
 
 def _smallest(seen: Visible) -> str:
     """``errors of a block below about 1.4e-06 of its output, of one token below 5.2e-06``."""
     texts = [f"errors of a block below about {share(seen.block)} of its output"]
-    for what, size in (
+    for what, least in (
         ("one prompt or step", seen.forward), ("one token", seen.token),
         ("one channel", seen.channel),
     ):  # fmt: skip
-        if size is not None:
-            texts.append(f"of {what} below {share(size)}")
+        if least is not None:
+            texts.append(f"of {what} below {share(least)}")
     lone = "" if seen.token is not None else "; a single token alone is not judged"
     return ", ".join(texts) + lone
 
 
-def _run_lines(report: Report) -> list[Line]:
-    lines = []
-    sides = [("A", report.reference), ("B", report.candidate)]
-    if report.collectives is not None and len(report.collectives.sides) == 1:
-        sides = sides[:1]
-    for name, run in sides:
-        lines += [prose(name, run_text(run)), *state_lines(run)]
-    return lines
+# The two runs.
 
 
 def run_text(run: RunSummary) -> str:
@@ -145,41 +199,137 @@ def run_text(run: RunSummary) -> str:
     return f"{run.path}{label}: {run.model}, {run.dtype.removeprefix('torch.')} on {run.device}"
 
 
-def state_lines(run: RunSummary) -> list[Line]:
-    """What was planted or substituted in a run, and why it is incomplete."""
-    lines = changed_lines(run.plants, run.substitutes)
-    if not run.complete:
-        why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
-        text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
-        lines.insert(0, prose("", text, style="yellow"))
-    return lines
+def states(run: RunSummary) -> list[Sentence]:
+    """Why a run is incomplete, and what was planted or substituted in it."""
+    if run.complete:
+        return changes(run.plants, run.substitutes)
+    why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
+    text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
+    return [named("", text, "yellow"), *changes(run.plants, run.substitutes)]
 
 
-def _preflight(preflight: list[PreflightLine], *, verbose: bool) -> list[Section]:
-    tally = Counter(item.status for item in preflight)
-    told = f"{tally['same']} the same, {tally['differs']} different, {tally['blocking']} blocking"
-    unknown = [item.check for item in preflight if item.status == "unknown"]
+# Settings: in one line, and each of them.
+
+_WIDTH = 80
+
+
+def _to_tell(report: Report) -> list[PreflightLine]:
+    """What stops a comparison stands among the reasons already."""
+    if report.verdict.kind != "incomparable":
+        return report.preflight
+    return [line for line in report.preflight if line.status in ("differs", "unknown")]
+
+
+def _settings(preflight: Sequence[PreflightLine]) -> list[Sentence]:
+    """What differs, in the order of how much it explains."""
+    differ = [line for line in preflight if line.status in ("differs", "blocking")]
+    unknown = [line.check for line in preflight if line.status == "unknown"]
+    shown = [_setting(line) for line in differ[:_MOST_NAMED]]
+    if len(differ) > len(shown):
+        shown.append(f"{len(differ) - len(shown)} more")
+    shown += [f"unknown: {list_names(unknown, _MOST_NAMED)}"] if unknown else []
+    if not shown:
+        return [named("settings", "all the same")] if preflight else []
+    return [named("settings", "; ".join(shown), "yellow" if differ else "")]
+
+
+_DIGESTED = ("weights", "code", "config", "tokenizer", "chat template")
+"""Settings whose values are digests: what differs stands in the detail."""
+
+
+def _setting(item: PreflightLine) -> str:
+    both = ("none" if value == "-" else value for value in (item.reference, item.candidate))
+    text = item.candidate if item.check == "arithmetic" else " / ".join(both)
+    if item.check in _DIGESTED or item.reference == item.candidate:
+        text = item.detail or "differs"
+    text = f"{item.check} {text}"
+    whole = len(text) <= _WIDTH or item.check == "arithmetic"
+    return text if whole else text[: _WIDTH - 1] + "…"
+
+
+_STATES = {
+    "blocking": ("BLOCKS", "blocks"), "differs": ("differs", "below"),
+    "unknown": ("unknown", "below"), "same": ("same", ""),
+}  # fmt: skip
+
+
+def _settings_sections(preflight: list[PreflightLine], *, verbose: bool) -> list[Section]:
+    """What was checked before any number; what differs comes first and stands open."""
+    by = {status: [row for row in preflight if row.status == status] for status in _STATES}
+    same, unknown = by["same"], by["unknown"]
+    told = f"{len(same)} the same, {len(by['differs'])} different, {len(by['blocking'])} blocking"
     told += f", {len(unknown)} unknown" if unknown else ""
-    kinds = (
-        ("blocking", "BLOCKS", "red"), ("differs", "differs", "yellow"),
-        ("unknown", "unknown", "yellow"), ("same", "same", ""),
-    )  # fmt: skip
-    body = []
-    for status, word, style in kinds if verbose else kinds[:2]:
-        for item in (item for item in preflight if item.status == status):
-            both = item.reference if status == "same" else f"{item.reference} / {item.candidate}"
-            label = f"{word:<8}{item.check}:"
-            body.append(Sentence(both, label, style=style, indent=2, hang=10))
-            body += [Sentence(item.detail, indent=10)] if item.detail else []
+    apart = [*by["blocking"], *by["differs"], *(unknown if verbose else ())]
+    body: list[Block] = [_table_of("What differs", apart)] if apart else []
     if unknown and not verbose:
-        text = ", ".join(unknown)
-        body.append(Sentence(text, "unknown", style="yellow", indent=2, hang=10))
-    return [Section(title="preflight", detail=told, body=body)] if preflight else []
+        names = ", ".join(item.check for item in unknown)
+        body.append(Sentence(names, "unknown", style="yellow", indent=2, hang=10))
+    if same and verbose:
+        folded = f"{count(len(same), 'setting')} the same"
+        body.append(_table_of("What is the same", same, folded))
+    section = Section(id="settings", title="preflight", detail=told, heading="Settings", body=body)
+    return [section] if preflight else []
 
 
-def _coverage(report: Report, *, all_sites: bool, verbose: bool) -> list[Section]:
+def _table_of(caption: str, rows: Iterable[PreflightLine], folded: str = "") -> Table:
+    columns = ["setting", "status", "A", "B", *["detail"] * any(row.detail for row in rows)]
+    return Table(
+        caption=caption, num_left=5, folded=folded, columns=columns, listed=True,
+        rows=[(row.check, _STATES[row.status][0], row.reference, row.candidate, row.detail or "")
+              for row in rows],
+        marks=[_STATES[row.status][1] for row in rows],
+    )  # fmt: skip
+
+
+# The tokens in one line; what was compared, in one line and in full.
+
+
+def _tokens(report: Report) -> list[Sentence]:
+    """How many choices of a token agree, and where they first do not."""
+    tokens = report.tokens
+    if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
+        return []
+    how = "B continued A's text" if tokens.forced else "each continued its own text"
+    text = f"next-token choice agrees in {tokens.num_equal} of {tokens.num_tokens} steps ({how})"
+    if tokens.num_missing:
+        text += f"; {tokens.num_missing} more in A alone"
+    first = tokens.first_difference
+    if first is not None:
+        token_a, token_b = (
+            f"#{choice.id}" if choice.text is None else repr(choice.text)
+            for choice in (first.reference, first.candidate)
+        )
+        said = {"tie": ", a tie", "fault": ", no tie", None: ""}[first.judgement]
+        text += f"; first at prompt {first.sample}, step {first.step}: {token_a} / {token_b}{said}"
+    return [named("tokens", text)]
+
+
+def _compared(report: Report) -> list[Sentence]:
+    """What was compared, and what not."""
+    coverage, sites = report.coverage, report.sites
+    if not sites:
+        text = "nothing: what differs between such runs is no machine's doing"
+        return [named("compared", text)] if report.verdict.kind == "incomparable" else []
+    samples = {prompt.sample for site in sites for prompt in site.prompts}
+    samples |= {site.sample for site in sites}
+    blocks = {site.block for site in sites if site.block is not None}
+    steps = {site.step for site in sites}
+    over = [count(len(samples), "prompt"), count(len(steps), "step"), count(len(blocks), "block")]
+    what = " × ".join(over[:2]) + (f", {over[2]}" if blocks else "")
+    gone = (
+        ("skipped", coverage.num_skipped),
+        ("only in A", coverage.num_only_reference),
+        ("only in B", coverage.num_only_candidate),
+    )
+    lacking = [f"{number:,} {name}" for name, number in gone if number]
+    if not lacking:
+        return [named("compared", f"everything: {what}")]
+    return [named("compared", f"{coverage.num_compared:,} tensors of {what}; {', '.join(lacking)}")]
+
+
+def _coverage(report: Report, *, most: int | None, full: bool) -> list[Section]:
     coverage = report.coverage
-    passes = _pass_rows(coverage.passes, verbose=verbose)
+    passes = [_pass_row(row) for row in coverage.passes if full or row.share != 1.0]
     if report.operators is not None and not report.sites and not coverage.unmatched and not passes:
         return []  # operators have a count of their own
     words = {"reference": "only in A", "candidate": "only in B", "both": "skipped"}
@@ -187,36 +337,133 @@ def _coverage(report: Report, *, all_sites: bool, verbose: bool) -> list[Section
         (words[i.side], f"{i.site} ({i.pass_}, prompt {i.sample}, step {i.step})", i.reason)
         for i in coverage.unmatched
     ]
-    most = None if all_sites else MAX_UNMATCHED
     detail = (
         f"{coverage.num_compared:,} compared, {coverage.num_skipped:,} skipped, "
         f"{coverage.num_only_reference:,} only in A, {coverage.num_only_candidate:,} only in B"
     )
-    tables = [Table(columns=("", "", ""), rows=passes, widest=66),
-              Table(columns=("", "", ""), rows=unmatched, widest=66, most=most)]  # fmt: skip
-    return [Section(title="coverage", detail=detail, body=tables)]
+    tables = [
+        Table(caption="By pass", columns=("pass", "what", "compared"), rows=passes, widest=66,
+              num_left=3, bare=True),
+        Table(caption="Not compared", columns=("", "where", "why"), rows=unmatched, widest=66,
+              num_left=3, bare=True, most=most,
+              folded=f"{count(len(unmatched), 'tensor')} not compared"),
+    ]  # fmt: skip
+    shown = [table for table in tables if table.rows]
+    return [
+        Section(
+            id="coverage", title="coverage", detail=detail, heading="What was compared", body=shown
+        ),
+    ]
 
 
-def _pass_rows(passes: list[PassCoverage], *, verbose: bool) -> list[tuple[str, ...]]:
-    """What each pass of the reference came to; without ``verbose`` only where it is not all."""
+def _pass_row(row: PassCoverage) -> tuple[str, ...]:
+    """What a pass of the reference came to."""
+    total = row.num_compared + row.num_missing + row.num_skipped
+    parts = [f"{row.num_compared:,} of {total:,}"]
+    parts += [f"{row.num_extra:,} in B alone"] if row.num_extra else []
+    parts += [f"{row.num_empty:,} without elements"] if row.num_empty else []
+    parts += [f"{row.num_elsewhere:,} not here: {row.elsewhere}"] if row.num_elsewhere else []
+    parts += [row.reason] if row.reason else []
+    return row.pass_, row.what, "; ".join(parts)
+
+
+# On a page alone: both machines, and all findings.
+
+
+def _machines(background: Background) -> list[Section]:
+    """Both machines side by side, what differs marked."""
+    sides = background.reference, background.candidate
+    if not any(sides):
+        return []
     rows: list[tuple[str, ...]] = []
-    for row in passes:
-        if row.share == 1.0 and not verbose:
-            continue
-        total = row.num_compared + row.num_missing + row.num_skipped
-        parts = [f"{row.num_compared:,} of {total:,}"]
-        parts += [f"{row.num_extra:,} in B alone"] if row.num_extra else []
-        parts += [f"{row.num_empty:,} without elements"] if row.num_empty else []
-        parts += [f"{row.num_elsewhere:,} not here: {row.elsewhere}"] if row.num_elsewhere else []
-        parts += [row.reason] if row.reason else []
-        rows.append((row.pass_, row.what, "; ".join(parts)))
-    return rows
+    for title, read in _FACTS:
+        reference, candidate = ("not known" if side is None else read(side) for side in sides)
+        if reference or candidate:
+            rows.append((title, reference or "-", candidate or "-"))
+    names = [_versions(side) for side in sides]
+    for package in dict.fromkeys([*names[0], *names[1]]):
+        rows.append((package, *(known.get(package, "-") for known in names)))
+    apart = [row for row in rows if row[1] != row[2]]
+    same = [row for row in rows if row[1] == row[2]]
+    columns, folded = ("what", "A", "B"), f"{count(len(same), 'line')} the same"
+    tables = [
+        Table(caption="What differs", columns=columns, rows=apart, num_left=3),
+        Table(caption="What is the same", columns=columns, rows=same, num_left=3, folded=folded),
+    ]
+    told = f"{len(apart)} of {len(rows)} lines differ."
+    body = [table for table in tables if table.rows]
+    return [Section(id="machines", title="Machines", lead=told, body=body)]
 
+
+def _versions(side: Manifest | None) -> dict[str, str]:
+    if side is None:
+        return {}
+    environment = side.environment
+    return {**dict(sorted(environment.versions.items())), **environment.torch_build,
+            **environment.variables}  # fmt: skip
+
+
+def _of(read: Callable[[Environment], str | None]) -> Callable[[Manifest], str | None]:
+    return lambda manifest: read(manifest.environment)
+
+
+def _device(environment: Environment) -> str:
+    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
+    return f"{environment.device_type}: {environment.device_name}{number}"
+
+
+_FACTS: tuple[tuple[str, Callable[[Manifest], str | None]], ...] = (
+    ("label", _of(lambda it: it.label)),
+    ("device", _of(_device)),
+    ("driver", _of(lambda it: it.driver)),
+    ("runtime", _of(lambda it: it.runtime)),
+    ("CPU", _of(lambda it: it.cpu)),
+    ("CPU model", _of(lambda it: it.cpu_model)),
+    ("instructions", _of(lambda it: it.cpu_capability)),
+    ("threads", _of(lambda it: str(it.num_threads))),
+    ("platform", _of(lambda it: it.platform)),
+    ("Python", _of(lambda it: it.python)),
+    ("processes", lambda it: it.processes),
+    ("engine", lambda it: None if it.engine is None else it.engine.name),
+    ("attention", lambda it: it.model.attn_implementation),
+    ("weights", lambda it: f"{it.model.num_parameters:,} parameters, {it.model.dtype}"),
+    ("captured", lambda it: it.created),
+    ("recorded", lambda it: f"{it.sizes.num_records:,} records, {size(it.sizes.stored_bytes)}"),
+    ("command", lambda it: it.command),
+)  # fmt: skip
+
+
+def _findings(report: Report) -> list[Section]:
+    """All findings, of which one verdict was made."""
+    if not report.findings:
+        return []
+    items = []
+    for finding in report.findings:
+        claim = finding.claim.replace("_", " ")
+        evidence = [
+            el("li", prose_block(fact.text)) for fact in (*finding.evidence, *finding.beside)
+        ]
+        items.append(el(
+            "li", el("p", el("strong", claim), el("small", finding.role)),
+            prose_block(finding.summary) if finding.summary else None,
+            el("ul", *evidence) if evidence else None,
+        ))  # fmt: skip
+    return [Section(
+        id="findings", title="All findings",
+        lead="What each analysis found. The verdict was made of these; a hint or a context is a "
+        "place to look, and no fault.",
+        body=(el("ol", *items, class_="findings"),),
+    )]  # fmt: skip
+
+
+# What the analyses show.
 
 _ORDER = (
     "tokens", "blocks", "suite", "collectives", "logprobs", "operators", "precision", "ends",
     "ranks",
 )  # fmt: skip
+_FIRST = ("blocks", "suite", "collectives", "logprobs")
+"""On a page before the others, which keep the terminal's order."""
 
 
 def analysis_sections(

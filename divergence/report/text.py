@@ -10,7 +10,7 @@ from divergence.words import printable
 
 _STYLES = {
     "onset": "bold red", "wrong": "bold red", "flagged": "yellow", "below": "yellow",
-    "differs": "yellow", "good": "green",
+    "differs": "yellow", "good": "green", "blocks": "red",
 }  # fmt: skip
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
 
@@ -33,7 +33,7 @@ def sections_lines(sections: Iterable[Section]) -> list[Line]:
             if isinstance(block, Table) and block.title:
                 shown += [*[BLANK] * bool(shown), heading(block.title, block.detail)]
             if isinstance(block, Table):
-                shown += table_lines(block)
+                shown += _listed_lines(block) if block.listed else table_lines(block)
             elif isinstance(block, Facts):
                 shown += _facts_lines(block)
             elif isinstance(block, Sentence):
@@ -45,6 +45,8 @@ def sections_lines(sections: Iterable[Section]) -> list[Line]:
 def sentence_line(sentence: Sentence) -> Line:
     label = " " * sentence.indent + (f"{sentence.label} " if sentence.label else "")
     hang = len(label) if sentence.hang is None else sentence.hang
+    if sentence.whole:
+        return line(" " * hang + sentence.text)
     return prose(label, sentence.text, style=sentence.style, width=hang)
 
 
@@ -59,10 +61,20 @@ def _facts_lines(facts: Facts) -> list[Line]:
     ]
 
 
+def _listed_lines(table: Table) -> list[Line]:
+    """Both values where they differ, and below them what else is known."""
+    lines = []
+    for number, (name, state, *both) in enumerate(table.cells()):
+        text, style = " / ".join(dict.fromkeys(both[:2])), _STYLES.get(table.mark(number), "")
+        lines.append(prose(f"  {state:<8}{name}:", text, style=style, width=10))
+        lines += [prose("", detail, width=10) for detail in both[2:] if detail]
+    return lines
+
+
 def table_lines(table: Table) -> list[Line]:
     """Titles where there are any, rows, what stands below a row, and how many rows are not here."""
     cells = [tuple(map(printable, row)) for row in table.cells()]
-    titles = [table.titles] if any(table.titles) else []
+    titles = [table.titles] if any(table.titles) and not table.bare else []
     rows = _grid(table, [*titles, *cells]) if table.grid else columns(
         [*titles, *cells], indent=table.indent, widest=table.widest)  # fmt: skip
     lines = [_styled(row, "dim") for row in rows[: len(titles)]]

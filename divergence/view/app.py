@@ -21,7 +21,7 @@ from divergence.comparison.result import Report
 from divergence.comparison.results import Background, SiteResult
 from divergence.document import Table
 from divergence.html.parts import shortened
-from divergence.layout import count, decimal, share, times
+from divergence.layout import count, decimal, limit_share, times
 from divergence.report.summary import analysis_sections, report_lines, verdict_lines
 from divergence.words import printable
 
@@ -155,7 +155,7 @@ def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[i
         (
             "prefill" if what == "step" and not number else str(number),
             "-" if site.identical else site.site, decimal(site.rel_l2), times(site.ratio),
-            share(site.usage), f"{sum(result.flagged for result in groups[number]):,}",
+            limit_share(site.usage), f"{sum(result.flagged for result in groups[number]):,}",
         )
         for number, site in zip(numbers, worst, strict=True)
     ]  # fmt: skip

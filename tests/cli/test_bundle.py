@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zipfile
 
 import pytest
 
+from divergence.experiments.result import Level, Localization
 from divergence.recording.api import capture
 
 
@@ -21,10 +23,13 @@ def runs(llama, tmp_path_factory):
     (home / "one-two" / "repro").mkdir(parents=True)
     pair = {"reference": one.manifest.id, "candidate": two.manifest.id}
     (home / "one-two" / "pair.json").write_text(json.dumps(pair))
-    levels = [
-        {"level": "operator", "site": "aten.mm#2:out", "side": "candidate", "why": f"in {home}/one"}
-    ]
-    (home / "one-two" / "localize.json").write_text(json.dumps({"levels": levels, "stopped": None}))
+    level = Level(level="operator", verdict="localized", site="aten.mm#2:out", side="candidate",
+                  why=f"in {home}/one")  # fmt: skip
+    descent = Localization(
+        reference="one", candidate="two", out=str(home / "one-two"), side="candidate",
+        levels=[level], stopped="no operator is beyond its limit",
+    )  # fmt: skip
+    (home / "one-two" / "localize.json").write_text(descent.to_json())
     (home / "one-two" / "repro" / "repro.py").write_text("print('alone')\n")
     (home / "one-two" / "repro" / "notes.txt").write_text("somebody else's")
     return home
@@ -42,7 +47,9 @@ def test_a_bundle_tells_nothing_of_its_maker(invoke, runs, tmp_path):
         assert b"somebody" not in data and str(tmp_path.parent).encode() not in data, name
     assert json.loads(files["report.json"])["candidate"]["path"] == "B"
     assert b"## The machines" in files["report.md"]
-    assert b"<code>operator aten.mm&#35;2:out, by B</code>" in files["report.md"]
+    answer = files["report.md"].decode().partition("## What localize found")[2]
+    assert "LOCALIZED: at operator aten.mm#2:out, by B: no operator is beyond its limit" in answer
+    assert re.search("operator +aten.mm#2:out, by B: in A\n", answer)
     assert json.loads(files["localize.json"])["levels"][0]["site"] == "aten.mm#2:out"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 import torch
 
@@ -70,3 +72,73 @@ def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty):
     b = capture(like=a, out=tmp_path / "b", probe=False, prepare=prepare[1])
     offered = [c for c in compare(a, b).verdict.next if c.startswith("divergence truth ")]
     assert any("-deep" not in command for command in offered) == (faulty == "candidate")
+
+
+CASES = {
+    "healthy": {},
+    "one block": {"plants": ["model.layers.1.mlp:out=scale:1.3"]},
+    "one prompt": {"plants": ["model.layers.1.mlp:out=scale:1.3@sample=1"]},
+    "every block": {"plants": [f"model.layers.{n}.mlp:out=scale:1.5" for n in range(2)]},
+    "nan": {"plants": ["model.layers.1.mlp:out=nan:3"]},
+    "the head": {"plants": ["lm_head:out=scale:1.5"]},
+    "another dtype": {"dtype": "bfloat16"},
+    "prefill alone": {"steps": "prefill", "plants": ["model.layers.1:out=scale:1.2"]},
+}
+"""What is done to the second run."""
+
+
+@pytest.fixture
+def follow(invoke, tmp_path):
+    """``follow(*args)`` runs a command, each that it prints under `next`, and each that these
+    print in turn: none is refused, none fails. OTHER is a second run."""
+    tried = []
+
+    def call(*args: str, depth: int = 2) -> list[str]:
+        code, out, err = invoke(*args)
+        assert code in (0, 1), (args, out, err)
+        for line in out.partition("\nnext\n")[2].splitlines() if depth else ():
+            command = line.partition("   #")[0].strip()
+            if not command.startswith("divergence ") or command in tried:
+                continue
+            tried.append(command)
+            made = "-o OTHER" in command or (tmp_path / "other").exists()
+            words = shlex.split(command.replace(" OTHER", " other" if made else " b"))
+            call(*words[1:], depth=depth - 1)
+        return tried
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("case", "store"),
+    [(case, "full") for case in CASES]
+    + [(case, store) for case in ("healthy", "one block") for store in ("sketch", "stats", "hash")],
+)
+def test_every_command_that_compare_offers_works(tmp_path, llama, follow, case, store):
+    """In the order in which the whole answer prints them."""
+    a = capture(llama, out=tmp_path / "a", prompts=["Snow fell on", "One"], max_new_tokens=2,
+                probe=False, store=store, dtype="float32")  # fmt: skip
+    capture(like=a, out=tmp_path / "b", probe=False, **CASES[case])
+    tried = follow("compare", "a", "b", "-v")
+    assert tried or case == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("inspect a", "compare"),
+        ("doctor a b", "localize"),
+        ("compare a b b", "compare"),
+        ("compare a b --truth a", ""),
+        ("capture --like a -o c --no-probe", "compare"),
+        ("truth a -o t", "compare"),
+        ("compare a", ""),
+    ],
+)
+def test_every_command_that_others_offer_works(tmp_path, llama, follow, words, needed):
+    """Of one run, of many, and of what makes a run."""
+    a = capture(llama, out=tmp_path / "a", prompts=["Snow fell on"], max_new_tokens=2, probe=False,
+                whole=True, dtype="float32", truth="full")  # fmt: skip
+    capture(like=a, out=tmp_path / "b", probe=False, plants=["model.layers.1.mlp:out=scale:1.3"])
+    tried = follow(*words.split())
+    assert not needed or any(command.split()[1] == needed for command in tried), tried

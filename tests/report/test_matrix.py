@@ -109,7 +109,7 @@ def test_a_long_list_keeps_what_does_not_agree(matrix, row):
     said = text_of(matrix_lines(matrix))
     assert len(said.splitlines()) < MAX_ROWS
     assert "runs/host-[17]" in said
-    assert "more that agree, at most 0.3x of a limit" in said
+    assert "more that agree, at most 31% of a limit" in said
     assert "host-299 " in text_of(matrix_lines(matrix, all_runs=True))
 
 

@@ -83,7 +83,7 @@ def test_many_runs(matrix, tmp_path):
     data = data_of(text)
     assert data["noun"] == "Run"
     assert data["figures"]["usage"]["says"][1] == (
-        "runs/odd: DIVERGED, 7.4x of a limit, not like most of the others"
+        "runs/odd: DIVERGED, 740% of a limit, not like most of the others"
     )
     assert ["onset", f"{BLOCKS[2]}:out"] in data["blocks"]["runs/odd"]["facts"]
     assert attached(text)["odd"] == ["runs/odd"]

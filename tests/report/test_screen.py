@@ -52,6 +52,13 @@ def test_the_worst_rows_and_one_command(reports):
     assert sum(one.startswith("  divergence ") for one in text) == min(1, len(report.verdict.next))
 
 
+def test_a_healthy_pair_shows_its_two_worst_rows(reports):
+    """Which come nearest to a limit; the others stand under -v and on the page."""
+    text = _text(reports.make_report())
+    start = next(n for n, one in enumerate(text) if one.startswith("worst of"))
+    assert len([one for one in text[start + 2 :] if one.startswith("  ")]) == 2
+
+
 def test_what_could_not_be_seen_is_said_by_level(reports):
     report = reports.make_report()
     assert not any("below about" in one for one in _text(report))

@@ -174,9 +174,10 @@ class _Map:
             if value is not None
         ]
         value, row, column = max(known, key=lambda item: (not math.isfinite(item[0]), item[0]))
-        told = f"The largest is {value:.2g} {self.scale.unit}, at {row}, {self.column} {column}"
+        told = f"The largest is {float(f'{value:.2g}'):g} {self.scale.unit}, at {row}, "
+        told += f"{self.column} {column}"
         if self.scale is LIMIT_SHARES:
-            beyond = sum(item[0] > 1 or not math.isfinite(item[0]) for item in known)
+            beyond = sum(item[0] > 100 or not math.isfinite(item[0]) for item in known)
             told += f"; {count(beyond, 'cell')} of {len(known):,} beyond the limit"
         classes = (f"cell {kind}" for kind in self.scale.classes())
         legend = list(zip(classes, self.scale.names, strict=True))
@@ -218,7 +219,9 @@ def _of_forwards(report: Report) -> list[_Map]:
     by_step: Cells = {}
     by_prompt: Cells = {}
     for site in sites:
-        value = site.usage if scale is LIMIT_SHARES else site.rel_l2
+        value = site.rel_l2
+        if scale is LIMIT_SHARES:
+            value = None if site.usage is None else 100 * site.usage
         if site.nonfinite is not None and site.nonfinite.differ:
             value = math.nan
         if value is None:
@@ -226,7 +229,7 @@ def _of_forwards(report: Report) -> list[_Map]:
         row = site.block or site.site
         _keep_worst(by_step, (row, site.step), value)
         members = (
-            [(prompt.sample, prompt.usage) for prompt in site.prompts]
+            [(prompt.sample, 100 * prompt.usage) for prompt in site.prompts]
             if scale is LIMIT_SHARES
             else []
         )

@@ -8,7 +8,7 @@ in the block; the free pass stands beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from divergence.comparison.result import Report
@@ -157,9 +157,40 @@ def worst_rows(report: Report) -> list[SiteRow]:
     return sorted(rows or by_site.values(), key=_share, reverse=True)
 
 
+def worst_places(rows: Sequence[SiteRow], *, exact: bool = False) -> list[str]:
+    """Where each is worst, and which were measured in the free pass although others were not.
+    ``exact``: one forward, also where all of them together use most of the limit."""
+    anchored = any(row.worst.pass_ == "anchored" for row in rows)
+    return [
+        _at(site, exact=exact)
+        + ", free pass" * (anchored and site.pass_ == "free" and site.role == "block")
+        for site in (row.worst for row in rows)
+    ]
+
+
+def _at(site: SiteResult, *, exact: bool) -> str:
+    """``prompt 2, token 7``, ``prompt 0, step 3``; a share that all forwards together use is of no
+    one forward."""
+    together = site.usage is not None and (site.limit_usage or 0.0) > 1.05 * site.usage
+    if of_parameter(site.site) or (together and not exact):
+        return "decode, all steps" if site.step else f"{site.phase}, all prompts"
+    sample, position = site.worst_sample, site.worst_position
+    if num_bad(site) and site.nonfinite is not None:
+        sample, position = site.nonfinite.sample, site.nonfinite.position
+    place = f"prompt {site.sample if sample is None else sample}"
+    if site.step:
+        return f"{place}, step {site.step}"
+    place += f", {site.phase}" if exact else ""
+    return place if position is None else f"{place}, token {position}"
+
+
+def num_bad(site: SiteResult) -> int:
+    """How many numbers are not finite on one side alone."""
+    return site.nonfinite.differ if site.nonfinite is not None else 0
+
+
 def _place(site: SiteResult) -> tuple[bool, bool, float, float]:
-    bad = site.nonfinite is not None and site.nonfinite.differ > 0
-    return bad, site.flagged, _rank(site.usage), _rank(site.rel_l2)
+    return num_bad(site) > 0, site.flagged, _rank(site.usage), _rank(site.rel_l2)
 
 
 def _share(row: SiteRow) -> tuple[bool, bool, float, float]:

@@ -19,6 +19,7 @@ from divergence.analyses.blocks.rows import (
     phases,
     prompt_usage,
     usage,
+    worst_places,
     worst_rows,
 )
 from divergence.comparison.result import Report
@@ -33,10 +34,10 @@ from divergence.layout import (
     bar,
     count,
     decimal,
+    limit_share,
     shape_text,
     times,
 )
-from divergence.run.site import of_parameter
 
 _MAX_PROMPTS = 12
 _MAX_NONFINITE = 5
@@ -74,7 +75,7 @@ def _prompts(report: Report, *, every: bool = False) -> Table | None:
         caption="Prompts, the worst first", title="prompts", grid=True, gives=(1,), num_left=3,
         detail=f"{beyond} of {len(rows)} beyond a limit" if beyond else none,
         columns=("prompt", "worst at", "forward", Column("× floor", times),
-                 Column("share of limit", _share)),
+                 Column("share of limit", limit_share)),
         rows=[
             (sample, site.site, f"step {site.step}" if site.step else site.phase, ratio, usage)
             for usage, sample, site, ratio in rows
@@ -273,32 +274,17 @@ def rows_table(rows: Sequence[SiteRow], caption: str, *, note: str = "") -> Tabl
     return Table(
         caption=caption, num_left=2, note=note, names=True, sparse=True,
         columns=("block", "worst at", Column("relative L2", decimal), Column("× floor", times),
-                 Column("worst token", times), Column("share of limit", _share),
+                 Column("worst token", times), Column("share of limit", limit_share),
                  Column("B over A", times), Column("own values", decimal)),
         rows=[
-            (row.site if row.inner else row.name, _where(row), site.rel_l2, site.ratio,
-             site.ratio_max, site.limit_usage, site.truth and site.truth.w_median,
+            (row.site if row.inner else row.name, "-" if site.identical else place, site.rel_l2,
+             site.ratio, site.ratio_max, site.limit_usage, site.truth and site.truth.w_median,
              row.free and row.free.rel_l2)
-            for row, site in ((row, row.worst) for row in rows)
+            for row, place in zip(rows, worst_places(rows, exact=True), strict=True)
+            for site in [row.worst]
         ],
         marks=["onset" if row.onset else "flagged" if row.flagged else "" for row in rows],
     )  # fmt: skip
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}%" if value < 2 else times(value)
-
-
-def _where(row: SiteRow) -> str:
-    site = row.worst
-    if site.identical:
-        return "-"
-    if of_parameter(site.site):
-        return f"{site.phase}, all prompts"
-    sample = site.sample if site.worst_sample is None else site.worst_sample
-    forward = f"step {site.step}" if site.step else site.phase
-    token = "" if site.worst_position is None or site.step else f", token {site.worst_position}"
-    return f"prompt {sample}, {forward}{token}"
 
 
 def _worst_table(report: Report) -> Table:

@@ -13,7 +13,7 @@ from divergence.comparison.results import (
     OrderRow,
 )
 from divergence.document import Block, Column, Section, Sentence, Table
-from divergence.layout import count, decimal, rank_names, share, size
+from divergence.layout import count, decimal, limit_share, rank_names, share, size
 from divergence.words import letter
 
 _MOST_FAULTS = 8
@@ -50,7 +50,8 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool, page: bool) -> Sect
     body: list[Block] = [
         Table(
             caption=f"Collectives{whose}", num_left=2,
-            columns=("collective", "by", "cases", "right", "repeated", Column("error", _usage)),
+            columns=("collective", "by", "cases", "right", "repeated",
+                     Column("error", limit_share)),
             rows=[
                 (row.collective, row.implementation, row.num_cases,
                  f"{row.num_right} ({row.num_flushed} flushed)" if row.num_flushed
@@ -134,11 +135,6 @@ def _order_rows(orders: Iterable[OrderRow], *, apart: bool) -> list[tuple[object
         rows.append((order.collective, order.dtype, sizes, order.order, order.first, sums,
                      order.expected, order.measured))  # fmt: skip
     return rows
-
-
-def _usage(value: float) -> str:
-    """``74%``; a wrong sum's in powers of ten."""
-    return share(value) if value < 10 else f"{value:.0e}x"
 
 
 def _rate(value: float) -> str:

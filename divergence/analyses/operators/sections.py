@@ -9,7 +9,7 @@ from itertools import pairwise
 from divergence.comparison.result import Report
 from divergence.comparison.results import Background, OperatorResult, OperatorsResult
 from divergence.document import Block, BlockPart, Column, Facts, Section, Sentence, Table
-from divergence.layout import MAX_WIDTH, count, cut, decimal, share, times
+from divergence.layout import MAX_WIDTH, count, cut, decimal, limit_share, share, times
 from divergence.words import letter, list_names
 
 _AROUND, _WORST = 4, 6
@@ -104,7 +104,7 @@ def _table(
     rows = []
     for result in results:
         numbers = _against_truth(result) if with_truth else (
-            f"{result.limit_usage:.2f}", result.difference, result.floor)  # fmt: skip
+            limit_share(result.limit_usage), result.difference, result.floor)  # fmt: skip
         name, verdict = _short_name(result), _verdict(result)
         if page:
             rows.append((name, verdict or "fine", result.source, *numbers))

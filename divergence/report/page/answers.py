@@ -7,23 +7,21 @@ Report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec.structs import replace
 
 from divergence._version import __version__
 from divergence.comparison.result import Answer, Report
 from divergence.comparison.results import Background
-from divergence.document import Headline, Section
+from divergence.document import Document, Headline, Section
 from divergence.evaluations.result import Candidate, ScoresReport
 from divergence.evaluations.show import facts_of, headline, name_of, score_table
 from divergence.experiments.result import Localization, SelfcheckResult, Sensitivity
 from divergence.fleet.result import Matrix
-from divergence.html.parts import el, facts
+from divergence.html.parts import Node, el, facts
 from divergence.report import experiments
 from divergence.report import localization as localized
 from divergence.report import matrix as matrices
-from divergence.report.page.whole import frame, next_commands, opening, page
+from divergence.report.page.whole import frame, opening, page
 
 
 def page_of(answer: Answer, background: Background | None = None) -> str:
@@ -44,12 +42,12 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
 
 
 def _framed(
-    name: str, answer: Matrix | Sensitivity | SelfcheckResult, top: Headline,
-    sections: Sequence[Section], *, commands: Sequence[str] = (), **parts: str,
+    name: str, answer: Matrix | Sensitivity | SelfcheckResult, whole: Document, *more: Node,
+    **parts: str,
 ) -> str:  # fmt: skip
-    """``parts``: others of ``frame``."""
+    """``more``: under the facts. ``parts``: others of ``frame``."""
     return frame(
-        name, str(top)[:120], [opening(top, below=next_commands(commands))], sections,
+        name, str(whole.headline)[:120], [opening(whole, *more)], whole.sections,
         attachment=answer.to_json().encode(), made_by=answer.tool_version, **parts,
     )  # fmt: skip
 
@@ -59,9 +57,12 @@ def _framed(
 
 def _matrix(matrix: Matrix) -> str:
     small = replace(matrix, rows=[replace(row, report=None) for row in matrix.rows])
+    whole = Document(
+        headline=matrices.headline_of(matrix), sections=matrices.matrix_sections(matrix),
+        next=matrix.next,
+    )  # fmt: skip
     return _framed(
-        "compare", small, matrices.headline_of(matrix),
-        matrices.matrix_sections(matrix), commands=matrix.next, noun="Run",
+        "compare", small, whole, noun="Run",
         data_lead="This page holds the answer it was made of, without the report of each pair.",
     )  # fmt: skip
 
@@ -71,7 +72,7 @@ def _matrix(matrix: Matrix) -> str:
 
 def _localization(result: Localization, background: Background) -> str:
     answer = localized.headline_of(result)
-    top = opening(answer, id="answer", label="Answer", below=next_commands(result.commands))
+    top = opening(Document(headline=answer, next=result.commands), id="answer", label="Answer")
     sections = [localized.descent_section(result, page=True)]
     if result.report is None:
         return frame(
@@ -88,35 +89,29 @@ def _localization(result: Localization, background: Background) -> str:
 
 def _sensitivity(result: Sensitivity) -> str:
     first, *rest = (line.text.strip() for line in experiments.answer_lines(result))
-    more = [el("p", text) for text in rest]
-    top = Headline("", first)
-    return frame(
-        "sensitivity", str(top)[:120],
-        [opening(top, *more, standing="good", label="Answer",
-                 below=next_commands(result.next))],
-        experiments.sensitivity_sections(result), attachment=result.to_json().encode(),
-        made_by=result.tool_version,
+    whole = Document(
+        headline=Headline("", first, "green"), next=result.next,
+        sections=experiments.sensitivity_sections(result),
     )  # fmt: skip
+    return _framed("sensitivity", result, whole, *(el("p", text) for text in rest))
 
 
 def _selfcheck(result: SelfcheckResult) -> str:
     commands = [command for line in result.diverged or result.compared for command in line.next[:1]]
-    return _framed("selfcheck", result, Headline("", *experiments.agreement(result)),
-                   experiments.selfcheck_sections(result), commands=commands[:3])  # fmt: skip
+    return _framed("selfcheck", result, Document(
+        headline=Headline("", *experiments.agreement(result)), next=commands[:3],
+        sections=experiments.selfcheck_sections(result),
+    ))  # fmt: skip
 
 
 # --- scores -------------------------------------------------------------------------------------
 
 
-_STANDINGS = {"equal": "good", "worse": "bad", "incomparable": "bad"}
-
-
 def _scores(report: ScoresReport) -> str:
     openings = [
-        opening(headline(candidate),
+        opening(Document(headline=headline(candidate), next=() if number else report.next),
                 facts([("A", report.reference.path), ("B", candidate.side.path)]),
-                standing=_STANDINGS.get(candidate.verdict, "unsure"), id=f"verdict-{number}",
-                below=next_commands(report.next) if not number else ())
+                id=f"verdict-{number}")
         for number, candidate in enumerate(report.candidates)
     ]  # fmt: skip
     sections = [

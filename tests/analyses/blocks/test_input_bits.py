@@ -45,7 +45,8 @@ def run_of(tiny_model, tmp_path_factory):
         if (architecture, truth) not in made:
             made[architecture, truth] = capture(
                 str(tiny_model(architecture, num_blocks=4, dtype="float32")), prompts=PROMPTS,
-                max_new_tokens=2, out=tmp_path_factory.mktemp("inputs") / "a", truth=truth, probe=False,
+                max_new_tokens=2, out=tmp_path_factory.mktemp("inputs") / "a", truth=truth,
+                probe=False,
             )  # fmt: skip
         return made[architecture, truth]
 

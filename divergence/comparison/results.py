@@ -1179,7 +1179,7 @@ class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
     experts, which rounding may flip."""
     kl_places: list[tuple[int, int]] = []
     """(sample, step) of the positions that alone are farther apart than ``kl_limit`` times the
-    floor's mean."""
+    floor's mean; none where the median position is so, too."""
     explanation: Explanation | None = None
     """The answer of `compare --explain-token`."""
 

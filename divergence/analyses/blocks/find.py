@@ -281,17 +281,20 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
         if not of_token or unit.limit_usage > measured.thresholds.free_gain:
             return {}
     seen: dict[str, set[tuple[int, int, str]]] = {"free": set(), "anchored": set()}
+    rounded: set[int] = set()
     stacks = stacks_of(measured.sites)
     for site in measured.sites:
         made = site.role in ("block", "trunk") and not is_whole(module_of(site.site), stacks)
         known = site.pass_ == "free" or not site.is_unmeasured
         if made and known and site.pass_ in seen and ":out" in site.site:
             seen[site.pass_].add((site.sample, site.step, site.site))
+            if site.pass_ == "anchored" and not site.identical:
+                rounded.add(site.sample)
     lacking = seen["free"] - seen["anchored"]
     of_a, of_b = (run.manifest.tokens for run in (measured.reference, measured.candidate))
     together = of_a.groups == of_b.groups  # else each prompt has results of its own
     steps: dict[int, int] = {}
-    for sample in {place[0] for place in seen["anchored"]}:
+    for sample in rounded:  # of equal bits there is nothing to enlarge
         sound = {step for first, step, _ in seen["anchored"] if first == sample}
         sound -= {step for first, step, _ in lacking if first == sample}
         count = next(step for step in range(len(sound) + 1) if step not in sound)

@@ -182,13 +182,16 @@ def _odds_of_own(
     Errors are in floors, each side's beside the median of its siblings: a and b, in log, apart by
     d. What makes a block hard troubles both alike, with a deviation τ between siblings, which the
     nearer of a and b tells. If the farther side is off, their sum is d, else -d, with the variance
-    4τ²: the odds are d (a + b) / 2τ²."""
+    4τ²: the odds are d (a + b) / 2τ². Below 0 only where the farther side's error is what it is in
+    its siblings: where both are smaller, the block is an easy one."""
     levels = np.array([0.5 * np.log(each.energy.mean(axis=1) + least**2) for each in errors])
     beside = levels - np.median(levels, axis=0)
-    both, of_both = beside.sum(axis=1), np.abs(beside).min(axis=1)
-    apart = np.abs(sites.x - sites.control)[:, 0]
-    tau = max(_LEAST_HARD, 1.4826 * float(np.median(of_both)))
-    return np.where(apart > sites.reach[:, 0] / 2, apart * both / (2 * tau**2), np.inf)
+    off = (sites.x - sites.control)[:, 0]
+    farther = np.where(off > 0, beside[:, SIDES.index("candidate")], beside[:, 0])
+    tau = max(_LEAST_HARD, 1.4826 * float(np.median(np.abs(beside).min(axis=1))))
+    odds = np.abs(off) * beside.sum(axis=1) / (2 * tau**2)
+    odds = np.where(np.abs(farther) < 2 * tau, odds, np.maximum(odds, 0.0))
+    return np.where(np.abs(off) > sites.reach[:, 0] / 2, odds, np.inf)
 
 
 def _excused(x: Floats, usual: Floats) -> Floats:

@@ -154,7 +154,11 @@ def find_family(
             and places & places_of(other)
         ]  # fmt: skip
         if 2 * len(members) <= len(kin):
-            members = _off_alike(unit, kin, measured.thresholds, measured.unexplained)
+            confirm = measured.thresholds.truth_confirm
+            unexplained = confirm if measured.narrow else confirm**2  # float32 sums have an order
+            members = _off_alike(
+                unit, kin, measured.thresholds, unexplained if measured.unexplained else None
+            )
         if 2 * len(members) > len(kin):
             return Family(_name(unit, units, judged), members, len(kin))
     return None
@@ -174,11 +178,12 @@ def places_of(unit: Unit) -> set[PromptStep]:
 
 
 def _off_alike(
-    unit: Unit, kin: Sequence[Unit], thresholds: Thresholds, unexplained: bool
+    unit: Unit, kin: Sequence[Unit], thresholds: Thresholds, unexplained: float | None
 ) -> list[Unit]:
     """Those of a kind that are off as a flagged one of them is, although within their own limits:
     it is the first to pass, and not what is wrong. None where it stands out from them by itself.
-    ``unexplained``: there are no other kernels, and what is beyond rounding is no rounding."""
+    ``unexplained``: there are no other kernels, and what is beyond so many floors is no rounding.
+    """
     if unit.why not in ("typical", "forward"):
         return []
     near, places = thresholds.truth_confirm, places_of(unit)
@@ -194,8 +199,8 @@ def _off_alike(
                     for look in other.looks
                     if look.place in limits
                 ] or [(0.0, 1.0)]
-            if unexplained:
-                return statistics.median(ratio for ratio, _ in ratios) > near
+            if unexplained is not None:
+                return statistics.median(ratio for ratio, _ in ratios) > unexplained
             return statistics.median(ratio / limit for ratio, limit in ratios) > 1 / near
 
         return [unit, *(other for other in kin if other is not unit and is_off(other))]

@@ -298,11 +298,12 @@ def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """KL over the decided positions, in nats: mean, and 99th percentile (inverted cdf, so the
-    largest of fewer than 100)."""
+    """KL over the decided positions, in nats: mean, 99th percentile (inverted cdf, so the largest
+    of fewer than 100), and median."""
 
     mean: float
     p99: float
+    median: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,7 +389,8 @@ def _coarser(reference: Run, candidate: Run) -> Side | None:
 
 def _spread(values: Sequence[float]) -> Spread:
     numbers = np.asarray(values)
-    return Spread(float(numbers.mean()), float(np.quantile(numbers, 0.99, method="inverted_cdf")))
+    p99 = float(np.quantile(numbers, 0.99, method="inverted_cdf"))
+    return Spread(float(numbers.mean()), p99, float(np.median(numbers)))
 
 
 _TOKENS = 8
@@ -412,12 +414,15 @@ def _kl_fields(
         (_over(distances.between.p99, floor.p99), _kl_limit(tail, thresholds)),
     ]
     ratio, limit = max(shares, key=lambda share: share[0] / share[1])
+    # what a model enlarges it enlarges on both sides, so that few positions alone can be so
+    usual = _over(distances.between.median, floor.median) <= limit
+    far = [place for place, kl in distances.by_place.items() if kl > limit * floor.mean]
     return fields | {
         "floor_side": distances.side,
         "floor_kl_mean": floor.mean,
         "floor_kl_p99": floor.p99,
         "kl_ratio": ratio,
-        "kl_places": [place for place, kl in distances.by_place.items() if kl > limit * floor.mean],
+        "kl_places": far if usual else [],
         "kl_limit": None if routed else limit,
     }
 

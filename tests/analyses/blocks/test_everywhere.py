@@ -182,3 +182,22 @@ def test_coarse_inputs_of_all_forwards_are_no_fault_of_decoding(reference, tmp_p
     report = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False))
     assert "kept between steps" not in report.verdict.summary
     assert "B" in report.verdict.summary or report.verdict.side == "candidate"
+
+
+def test_a_fault_of_the_free_run_alone_is_no_enlarged_rounding(reference, tmp_path):
+    """The blocks are equal bit for bit where inputs are, and there is nothing to enlarge."""
+    a = reference("bfloat16")
+    calls = dict.fromkeys(EVERY, 0)
+
+    def prepare(model):
+        for number in EVERY:
+            mlp = model.model.layers[number].mlp
+
+            def forward(x, own=mlp.forward, number=number):
+                calls[number] += 1
+                return own(x) * (1.05 if calls[number] <= 3 * len(PROMPTS) else 1.0)
+
+            mlp.forward = forward
+
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", prepare=prepare, probe=False)).verdict
+    assert (verdict.kind, verdict.confidence) == ("drift", "low"), verdict.summary

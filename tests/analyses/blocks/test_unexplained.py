@@ -66,7 +66,7 @@ def verdict_of(tmp_path_factory):
                 truth="full", max_new_tokens=3,
             )  # fmt: skip
         plant = planting(replace_sums, product, blocks, 1.0)
-        out = folder / f"{dtype}-{product}-{len(blocks)}-{len(options)}"
+        out = folder / f"{dtype}-{product}-{list(blocks)}-{len(options)}"
         return compare(
             made[dtype], capture(like=made[dtype], out=out, prepare=plant, **options)
         ).verdict
@@ -86,6 +86,21 @@ def test_coarse_sums_in_all_blocks_of_one_machine_are_found(verdict_of):
     verdict = verdict_of("bfloat16", "coarse", range(6))
 
     assert (verdict.kind, verdict.side) == ("systematic", "candidate"), verdict.summary
+
+
+@pytest.mark.parametrize("product", ["coarse", "exact"])
+def test_sums_of_float32_round_by_their_order(product, verdict_of):
+    """In eight parts or exactly: another right kernel, of which no side is wrong."""
+    verdict = verdict_of("float32", product, range(6))
+
+    assert (verdict.kind, verdict.side) == ("within_floor", None), verdict.summary
+
+
+def test_a_half_that_is_wrong_begins_where_it_begins(verdict_of):
+    """The median block is between a right and a wrong one."""
+    verdict = verdict_of("bfloat16", "coarse", [3, 4, 5])
+
+    assert (verdict.kind, verdict.onset.block) == ("localized", "model.layers.3"), verdict.summary
 
 
 def test_the_blocks_that_are_equal_bit_for_bit_are_no_part_of_it(verdict_of):

@@ -154,7 +154,11 @@ def pack(store: Store, folder: Path, most_bytes: float) -> None:
     that has no room any more is left out, and told."""
     total = 0
     for kind in KINDS:
-        lines = [line for line in store.lines(kind) if line.num_bytes]
+        lines = [
+            line
+            for line in store.lines(kind)
+            if line.num_bytes and store.file("columns", kind, line.key).exists()
+        ]
         kept = [
             line
             for line in lines

@@ -170,8 +170,8 @@ def _descent_lines(descent: object) -> list[Line]:
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         result = msgspec.convert(descent, Localization, strict=False)  # "nan" is a number
         if result.operator is None or result.report is not None:
-            found = headline_lines(headline_of(result))
-            return [*found, BLANK, *sections_lines([descent_section(result)])[:-1]]
+            headline = headline_lines(headline_of(result))
+            return [*headline, BLANK, *sections_lines([descent_section(result)])[:-1]]
     return []
 
 

@@ -126,10 +126,11 @@ def _migration(cost: Cost, without: Cost, alpha: float | None) -> str:
 def _table(result: Quantization, *, verbose: bool) -> list[Line]:
     worst = result.worst()
     shown = worst if verbose else worst[:_SHOWN]
-    three, two = "{:.3g}".format, "{:.2g}".format
+    precise, rough = "{:.3g}".format, "{:.2g}".format
     alone = Table(rows=[_row(matrix) for matrix in shown], columns=(
         Column("KL alone", _nats), Column("same top", _percent), Column("at its block"),
-        Column("max |x|", three), Column("kurtosis", three), Column("quantile", two), "matrix",
+        Column("max |x|", precise), Column("kurtosis", precise), Column("quantile", rough),
+        "matrix",
     ))  # fmt: skip
     lines = [heading("each alone", f"costliest first; {_sum_text(result)}"), *table_lines(alone)]
     if len(worst) > len(shown):

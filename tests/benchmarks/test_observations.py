@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 import subprocess
 import sys
@@ -161,3 +162,17 @@ def test_replaying_nothing_is_no_success(tmp_path):
             cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode and "Traceback" not in done.stderr
+
+
+PACKED = sorted((Path(__file__).parents[2] / "benchmarks" / "observations").rglob("*.columns.xz"))
+
+
+@pytest.mark.parametrize("file", PACKED, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_what_is_packed_is_read(file):
+    """Each pair of tensors is a line of every column, and belongs to an answered pair of runs."""
+    table = read_columns(file)
+    answers = lzma.decompress(file.with_name(file.name.replace("columns", "answers")).read_bytes())
+    lengths = {len(table[name]) for name in ("recording", "text.site", "text.pass")}
+
+    assert len(lengths) == 1
+    assert table["recording"].max() < len(answers.splitlines())

@@ -101,6 +101,11 @@ class Measured:
         return nothing_explains(self.reference, self.candidate, self.preflight)
 
     @property
+    def trains(self) -> bool:
+        """Is it a training step, which hands on the errors of what it is given?"""
+        return self.reference.manifest.training.train
+
+    @property
     def has_operators(self) -> bool:
         """Did a side record operators?"""
         runs = (self.reference, self.candidate)

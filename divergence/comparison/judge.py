@@ -46,8 +46,6 @@ RATE = 1e-4
 _CONTROL = math.pi / 2
 """The variance of a median of k normal numbers, times k."""
 _ROUNDS = 6
-_EQUAL = 2
-"""Members that are equal bit for bit: the same kernels ran, whatever others are apart by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +96,8 @@ def outliers(
     of_members = np.array([max(sigma0, _deviation(y - np.median(y))) for y in apart])
     if num_columns == 1:
         sigma, members = of_members, np.zeros(num_members)
-        if np.sum((x == 0) & (own == 0)) >= _EQUAL:
-            sigma[:] = sigma0
+        if 2 * np.sum((x == 0) & (own == 0)) >= max(4, num_members):
+            sigma[:] = sigma0  # half are equal bit for bit: the same kernels ran
     else:  # what is off in most of its columns does not excuse itself in the others
         chance = _CONTROL * by_member / num_columns + np.square(of_members)
         out = np.abs(members) > beyond(limit, chance)

@@ -81,8 +81,8 @@ SENTENCES: Mapping[str, str] = {
         "or a precision setting}, not one layer"
     ),
     "cause_inputs": (
-        "a precision setting: the errors are as large as products make them whose float32 inputs "
-        "keep {bits:10=10 bits (TF32)|7=7 bits (bfloat16)}"
+        "a kernel, a formula or a precision setting, not one layer; the errors are as large as "
+        "products make them whose float32 inputs keep {bits:10=10 bits (TF32)|7=7 bits (bfloat16)}"
     ),
     "cause_special": "what is special there?",
     "cause_optimizer": "the optimizer's step or its settings, not one layer",

@@ -149,11 +149,12 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def of_one_machine(self) -> Thresholds:
         """Where nothing that is recorded lets two runs differ, there are no other kernels to leave
-        room for: a side that is coarser, in one block or in all, is so beyond chance."""
+        room for: a side that is coarser, in one block or in all, is so beyond chance. What was
+        chosen otherwise than by default stays."""
+        narrower = {"site_spread": ALLOWED[0], "truth_systematic": self.truth_standout}
+        usual = {name for name in narrower if getattr(self, name) == getattr(THRESHOLDS, name)}
         return msgspec.structs.replace(
-            self,
-            site_spread=ALLOWED[0],
-            truth_systematic=min(self.truth_standout, self.truth_systematic),
+            self, **{name: value for name, value in narrower.items() if name in usual}
         )
 
 

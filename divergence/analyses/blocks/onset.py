@@ -20,7 +20,7 @@ from divergence.analyses.blocks.suspects import (
     next_commands,
     places_of,
 )
-from divergence.analyses.blocks.units import TABLES, Blame, Unit
+from divergence.analyses.blocks.units import SURE, TABLES, Blame, Unit
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.analysis import Measured
 from divergence.comparison.decide import check
@@ -33,10 +33,6 @@ from divergence.words import SideOrBoth
 _CONFINED = 2.0
 """An error is in some forwards alone where the least of them uses so many times as much of its
 limit as any other forward: the factor from which on a verdict is clear."""
-
-
-_SURE = 3.0
-"""Log odds of 20 to 1."""
 
 
 def made_at(
@@ -75,7 +71,8 @@ def made_at(
         side = _side(family.members)
         evidence = [_family_evidence(family, unexplained=measured.unexplained), *evidence]
         off, cause = _who_and_why(family, max(len(alike), len(family.members)), units, flagged)
-        bits = None if structures else _input_bits(family)
+        no_rounding = structures or _passes_prefill(family.members[0], units)
+        bits = None if no_rounding else _input_bits(family)
         cause = cause if bits is None else fact("cause_inputs", bits=bits)
         scope = None if everywhere else only_in(*alike)
         if scope is not None and not scope["alone"] and len(alike) < len(family.members):
@@ -469,6 +466,6 @@ def checks_of(unit: Unit, units: Sequence[Unit]) -> list[Check]:
     if unit.blame is not None and unit.blame.side != "both" and unit.judged is not None:
         family, number = unit.judged
         other = "reference" if unit.blame.side == "candidate" else "candidate"
-        own = family.odds[number] > _SURE
+        own = family.odds[number] > SURE
         checks.append(check("own", own, fact("other_may_be_finer", other=other)))
     return checks

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from divergence.analyses.blocks.units import (
     FEW_ROWS,
+    SURE,
     TABLES,
     Blame,
     JudgedFamily,
@@ -141,8 +142,8 @@ def judge_family(
     x, own = whole(routed)  # sides that agree bit for bit are as far off as each other for certain
     sites, forwards, rows = judged("site", (x, np.where(equal, 0.0, own)), blocks), None, None
     if beside is None:
-        odds = _odds_of_own(sites, errors, least)
-        finer = odds < 0
+        odds = _odds_of_own(sites, errors, least, routed)
+        finer = odds < -SURE
         sites = replace(sites, control=np.where(finer[:, None], sites.x, sites.control))
     if len(places) > 1:
         usual = blocks.repeat(len(places))
@@ -174,7 +175,7 @@ def judge_family(
 
 
 def _odds_of_own(
-    sites: JudgedTable, errors: Sequence[RowErrors], least: float
+    sites: JudgedTable, errors: Sequence[RowErrors], least: float, routed: bool
 ) -> npt.NDArray[np.float64]:
     """(M,): how much likelier, in log, it is that a member's farther side is farther off than in
     its siblings, than that the other side is nearer; inf where the sides are not apart.
@@ -184,7 +185,8 @@ def _odds_of_own(
     nearer of a and b tells. If the farther side is off, their sum is d, else -d, with the variance
     4τ²: the odds are d (a + b) / 2τ². Below 0 only where the farther side's error is what it is in
     its siblings: where both are smaller, the block is an easy one."""
-    levels = np.array([0.5 * np.log(each.energy.mean(axis=1) + least**2) for each in errors])
+    middle = np.median if routed else np.mean
+    levels = np.array([0.5 * np.log(middle(each.energy, axis=1) + least**2) for each in errors])
     beside = levels - np.median(levels, axis=0)
     off = (sites.x - sites.control)[:, 0]
     farther = np.where(off > 0, beside[:, SIDES.index("candidate")], beside[:, 0])
@@ -715,7 +717,10 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     assert family[0].judged is not None
     together = family[0].judged[0]
     limit = thresholds.truth_systematic
-    if abs(together.usual) <= math.log(limit * max(unit.widened for unit in family)):
+    reach = math.log(limit * max(unit.widened for unit in family))
+    if limit <= thresholds.truth_standout:  # near enough to 1 for chance to matter
+        reach += together.usual_reach
+    if abs(together.usual) <= reach:
         return
     sign = 1 if together.usual > 0 else -1
     for member, unit in enumerate(family):

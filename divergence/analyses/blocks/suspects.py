@@ -157,7 +157,10 @@ def find_family(
             confirm = measured.thresholds.truth_confirm
             unexplained = confirm if measured.narrow else confirm**2  # float32 sums have an order
             members = _off_alike(
-                unit, kin, measured.thresholds, unexplained if measured.unexplained else None
+                unit,
+                kin,
+                measured.thresholds,
+                unexplained if measured.unexplained and not measured.trains else None,
             )
         if 2 * len(members) > len(kin):
             return Family(_name(unit, units, judged), members, len(kin))
@@ -190,6 +193,9 @@ def _off_alike(
     if unit.blame is None:
         # a limit that its siblings set is far above them: near to it is nobody but it
 
+        usual = statistics.median(other.typical for other in kin if other is not unit)
+        stands_out = unit.typical > thresholds.standout**2 * usual
+
         def is_off(other: Unit) -> bool:
             ratios = [(other.typical, unit.limit)]
             if unit.why == "forward":
@@ -199,7 +205,7 @@ def _off_alike(
                     for look in other.looks
                     if look.place in limits
                 ] or [(0.0, 1.0)]
-            if unexplained is not None:
+            if unexplained is not None and not stands_out:
                 return statistics.median(ratio for ratio, _ in ratios) > unexplained
             return statistics.median(ratio / limit for ratio, limit in ratios) > 1 / near
 

@@ -203,6 +203,10 @@ class JudgedGains:
     """(2, M, K): each side's own."""
 
 
+SURE = 3.0
+"""Log odds of 20 to 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class JudgedFamily:
     """The sites of one kind, judged together; the places and rows are those that all of them have.

@@ -422,7 +422,7 @@ def _kl_fields(
         "floor_kl_mean": floor.mean,
         "floor_kl_p99": floor.p99,
         "kl_ratio": ratio,
-        "kl_places": far if usual else [],
+        "kl_places": far if usual and ratio > limit and not routed else [],
         "kl_limit": None if routed else limit,
     }
 

@@ -53,7 +53,7 @@ class CompileEngine:
     def load(self, loading: Loading, options: CompileOptions) -> CompileSession:
         _check(options, loading)
         # of speed alone, and again for every block
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor\.")
+        warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
         loaded = load_model(loading)
         blocks = blocks_of(loaded.module)
         if not blocks:

@@ -81,6 +81,15 @@ class _Skipped(set[str]):
         return super().__contains__(key) or not self._only.search(str(key))
 
 
+def _expression(text: str) -> str:
+    """``text``, where it is a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"no regular expression: {error}") from error
+    return text
+
+
 def record(
     store: Store,
     kinds: list[str],

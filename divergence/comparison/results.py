@@ -1179,7 +1179,8 @@ class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
     experts, which rounding may flip."""
     kl_places: list[tuple[int, int]] = []
     """(sample, step) of the positions that alone are farther apart than ``kl_limit`` times the
-    floor's mean; none where the median position is so, too."""
+    floor's mean; none where ``kl_ratio`` is within its limit, there is no limit, or the median
+    position is so far apart, too."""
     explanation: Explanation | None = None
     """The answer of `compare --explain-token`."""
 

@@ -324,13 +324,7 @@ def _not_beyond(measured: Measured, judged: JudgedUnits, escalation: Escalation)
         coded=measured.reference.manifest.quantizes_activations,
         rerouted=lambda sample, step: measured.experts and _rerouted(measured, sample, step),
     )
-    tokens = measured.tokens
-    at_ends = bool(drifts) or (
-        tokens is not None
-        and (
-            bool(tokens.kl_places) or any(flip.judgement == "fault" for flip in tokens.differences)
-        )
-    )
+    at_ends = bool(drifts) or (measured.tokens is not None and measured.tokens.is_far)
     findings = [
         within_rounding(
             measured, judged.units, judged.excused, judged.unanchored, escalation, standouts,

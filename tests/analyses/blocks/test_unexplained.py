@@ -18,9 +18,9 @@ from divergence.recording.api import capture
 PROMPTS = [[(13 * n + 7 * k) % 500 + 3 for k in range(count)] for n, count in enumerate((20, 33))]
 
 
-def coarse(x, weight):
-    """Eight partial sums, each kept and added up in the runs' dtype."""
-    parts = zip(x.chunk(8, -1), weight.chunk(8, -1), strict=True)
+def coarse(x, weight, num_parts=8):
+    """Partial sums, each kept and added up in the runs' dtype."""
+    parts = zip(x.chunk(num_parts, -1), weight.chunk(num_parts, -1), strict=True)
     return functools.reduce(torch.add, [F.linear(*part) for part in parts])
 
 
@@ -129,3 +129,34 @@ def test_a_block_that_is_better_on_one_side_accuses_nobody_for_sure(verdict_of):
 
     assert verdict.confidence != "high"
     assert "nothing that is recorded" not in verdict.summary
+
+
+def test_a_block_that_stands_out_from_coarse_ones_is_named(tmp_path):
+    """Without a truth: sums in 64 parts are off in all blocks, and one MLP is three times too
+    large."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=128, initializer_range=0.08,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model")
+    a = capture(model, out=tmp_path / "a", dtype="bfloat16", prompts=PROMPTS, truth="no")
+
+    def plant(model, name, blocks, *, strength):
+        for number in blocks:
+            for path, linear in model.model.layers[number].named_modules():
+                if isinstance(linear, torch.nn.Linear):
+                    factor = strength if number == 3 and path == "mlp.down_proj" else 1.0
+
+                    @hidden(linear.forward)
+                    def forward(x, weight, factor):
+                        return coarse(x, weight, 64) * factor
+
+                    values = {"weight": linear.weight, "factor": factor}
+                    linear.forward = functools.partial(forward, **values)
+
+    b = capture(like=a, out=tmp_path / "b", prepare=planting(plant, "", range(6), 3.0))
+    verdict = compare(a, b).verdict
+
+    assert (verdict.kind, verdict.onset.block) == ("localized", "model.layers.3"), verdict.summary

@@ -512,7 +512,10 @@ def main() -> int:
             command.add_argument("--cases", type=Path, help="programs that get a wrong answer")
             command.add_argument("--accelerator", help="cuda: it repeats what the first CPU ran")
             command.add_argument(
-                "--only", default="", help="keys in which this expression is found"
+                "--only",
+                type=_expression,
+                default="",
+                help="keys in which this expression is found",
             )
         elif name == "pack":
             command.add_argument("--out", type=Path, default=Path("benchmarks/observations"))

@@ -301,9 +301,9 @@ class Observed:
         """Within it, each result of an operator that is measured is looked at."""
         measure, measure_one = operator_errors.measure_operator, operator_errors._measure
 
-        def named(unit: Any, forward: Any, match: Any, *args: Any) -> None:
+        def named(unit: Any, prefill: Any, forward: Any, match: Any, *args: Any) -> None:
             self._operator = (match.reference.path, match.candidate.path, *forward)
-            measure_one(unit, forward, match, *args)
+            measure_one(unit, prefill, forward, match, *args)
             self._operator = ()
 
         def seen(a: torch.Tensor, b: torch.Tensor, truth: Any, **options: Any) -> Any:

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -207,23 +208,19 @@ def operator_key(row: dict[str, Any]) -> str:
 
 def operators(work: Work, done: set[str]) -> Generator[None]:
     from benchmarks._operator_faults import FAULTS
-    from benchmarks.operator_localization import Bench, plan
+    from benchmarks.operator_localization import PAIRS, Bench
 
     machines: Any = _ByName(work)
+    pairs = {"-".join(pair): pair for pair in PAIRS}
     benches: dict[Any, Bench] = {}
-    blocks: dict[tuple[str, str], dict[tuple[str, str], tuple[Any, int]]] = {}
     for row in even(stored("operator_localization.jsonl"), "architecture", "dtype", "pair"):
         key = operator_key(row)
         if key in done:
             continue
-        architecture, dtype = row["architecture"], row["dtype"]
-        if (architecture, dtype) not in blocks:
-            blocks[architecture, dtype] = {
-                (fault.name, role): (pair, block)
-                for pair, block, fault, role, _ in plan(dtype, architecture, 1.0, 0)
-            }
-        pair, block = blocks[architecture, dtype][row["fault"], row["role"]]
-        assert "-".join(pair) == row["pair"], (pair, row["pair"])
+        architecture, dtype, pair = row["architecture"], row["dtype"], pairs[row["pair"]]
+        number = re.search(r"\.(\d+)[./]", row["site"])
+        assert number is not None, row["site"]
+        block = int(number[1])
         ties = FAULTS[row["fault"]].ties
         place = (architecture, dtype, pair, block, ties)
         if place not in benches:

@@ -8,16 +8,16 @@ from divergence.cli.answers import progress_bars, show_plan, show_run
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import (
+    FORCE,
+    OUT,
     RECORDED,
     REPEATING,
     CaptureOptions,
-    Force,
-    Option,
-    Out,
     Output,
     PlanOptions,
     TruthOptions,
     fields_of,
+    option,
 )
 from divergence.run.command import quoted
 from divergence.run.manifest import SUITE
@@ -25,37 +25,30 @@ from divergence.run.manifest import SUITE
 
 def capture(
     *,
-    model: Annotated[
-        str | None, Option("MODEL", "Model, suite:llm or suite:collectives; not with --like.")
-    ] = None,
-    out: Out = None,
+    model: str | None = option("MODEL", "Model, suite:llm or suite:collectives; not with --like."),
+    out: str | None = OUT,
     options: Annotated[dict[str, Any], CaptureOptions],
     plan_options: Annotated[dict[str, Any], PlanOptions],
-    dry_run: Annotated[
-        bool,
-        Option(
-            "--dry-run", "List sites, shapes and bytes; write nothing.", RECORDED, after="whole"
-        ),
-    ] = False,
-    like: Annotated[
-        str | None,
-        Option(
-            "--like RUN",
-            "Do again what RUN did: its tokens, sites and settings, on this machine.",
-            REPEATING,
-            after="chat",
-        ),
-    ] = None,
-    model_copy: Annotated[
-        str | None,
-        Option(
-            "--model PATH",
-            "With --like: where this machine has the model; with --endpoint: its name there.",
-            REPEATING,
-            after="like",
-        ),
-    ] = None,
-    force: Force = False,
+    dry_run: bool = option(
+        "--dry-run",
+        "List sites, shapes and bytes; write nothing.",
+        RECORDED,
+        after="whole",
+        default=False,
+    ),
+    like: str | None = option(
+        "--like RUN",
+        "Do again what RUN did: its tokens, sites and settings, on this machine.",
+        REPEATING,
+        after="chat",
+    ),
+    model_copy: str | None = option(
+        "--model PATH",
+        "With --like: where this machine has the model; with --endpoint: its name there.",
+        REPEATING,
+        after="like",
+    ),
+    force: bool = FORCE,
     output: Output,
     command: str | None,
 ) -> None:
@@ -133,21 +126,19 @@ def capture(
 def _refuse_repeating(options: dict[str, Any]) -> None:
     """Raise UsageError for an option that repeats something, where nothing is repeated."""
     for field in fields_of(CaptureOptions):
-        for option in field.options if field.name in options else ():
-            if option.needs_like and options[field.name] == option.turns_on:
+        for way in field.options if field.name in options else ():
+            if way.needs_like and options[field.name] == way.turns_on:
                 raise UsageError(
-                    f"{option.names[0]} needs --like", hint="divergence capture --like RUN -o OTHER"
+                    f"{way.names[0]} needs --like", hint="divergence capture --like RUN -o OTHER"
                 )
 
 
 def truth(
     *,
-    run: Annotated[str, Option("RUN", "The run to repeat.")],
-    out: Annotated[
-        str | None, Option("--out -o TRUTH", "Directory, archive or URL; needed.")
-    ] = None,
+    run: str = option("RUN", "The run to repeat.", default=...),
+    out: str | None = option("--out -o TRUTH", "Directory, archive or URL; needed."),
     options: Annotated[dict[str, Any], TruthOptions],
-    force: Force = False,
+    force: bool = FORCE,
     output: Output,
     command: str | None,
 ) -> None:

@@ -14,7 +14,7 @@ from divergence.cli.answers import exit_with, progress_bars, show
 from divergence.cli.compare import HTML, show_report
 from divergence.cli.signature import settings
 from divergence.errors import DivergenceError, UsageError
-from divergence.options.commands import OUTPUT, CheckOptions, Option, Output
+from divergence.options.commands import OUTPUT, CheckOptions, Output, option
 from divergence.output import append_output, check_output, write_output
 
 if TYPE_CHECKING:
@@ -23,42 +23,37 @@ if TYPE_CHECKING:
 
 def check(
     *,
-    golden: Annotated[
-        str, Option("GOLDEN", "The run kept as right, or a folder of them by device and dtype.")
-    ],
-    new: Annotated[str, Option("NEW", "The run to check.")],
+    golden: str = option(
+        "GOLDEN", "The run kept as right, or a folder of them by device and dtype.", default=...
+    ),
+    new: str = option("NEW", "The run to check.", default=...),
     options: Annotated[dict[str, Any], CheckOptions],
-    bless: Annotated[
-        bool,
-        Option(
-            "--bless", "Store NEW as the golden (a directory, .tar or .zip) and say what changes."
-        ),
-    ] = False,
-    keep_previous: Annotated[
-        bool, Option("--keep-previous", "With --bless: keep the old golden as GOLDEN.previous.")
-    ] = False,
-    allow_nonfinite: Annotated[
-        bool,
-        Option(
-            "--allow-nonfinite",
-            "With --bless: also a run in which a block or the logits hold nan or inf.",
-        ),
-    ] = False,
-    html: Annotated[Path | None, HTML] = None,
-    junit: Annotated[
-        Path | None,
-        Option("--junit FILE", "Also write the rules as a JUnit file, for a CI server.", OUTPUT),
-    ] = None,
-    github: Annotated[
-        bool,
-        Option(
-            "--github", "Also print GitHub's annotations, and append to the step's summary.", OUTPUT
-        ),
-    ] = False,
-    codequality: Annotated[
-        Path | None,
-        Option("--codequality FILE", "Also write GitLab's code quality report.", OUTPUT),
-    ] = None,
+    bless: bool = option(
+        "--bless",
+        "Store NEW as the golden (a directory, .tar or .zip) and say what changes.",
+        default=False,
+    ),
+    keep_previous: bool = option(
+        "--keep-previous", "With --bless: keep the old golden as GOLDEN.previous.", default=False
+    ),
+    allow_nonfinite: bool = option(
+        "--allow-nonfinite",
+        "With --bless: also a run in which a block or the logits hold nan or inf.",
+        default=False,
+    ),
+    html: Path | None = HTML,
+    junit: Path | None = option(
+        "--junit FILE", "Also write the rules as a JUnit file, for a CI server.", OUTPUT
+    ),
+    github: bool = option(
+        "--github",
+        "Also print GitHub's annotations, and append to the step's summary.",
+        OUTPUT,
+        default=False,
+    ),
+    codequality: Path | None = option(
+        "--codequality FILE", "Also write GitLab's code quality report.", OUTPUT
+    ),
     output: Output,
 ) -> None:
     """Check a run against a golden under a policy.

@@ -13,12 +13,13 @@ from divergence.errors import UsageError
 from divergence.options.commands import (
     LIMITS,
     OUTPUT,
+    QUIET,
+    VERBOSE,
     CompareOptions,
-    Option,
     Output,
-    Quiet,
-    Verbose,
+    but,
     fields_of,
+    option,
 )
 from divergence.output import check_output
 from divergence.run.command import command_line
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.fleet.result import Matrix
 
-HTML = Option(
+HTML = option(
     "--html FILE", "Also write the answer as a page for a browser: one file, to be sent.", OUTPUT
 )
 
@@ -47,62 +48,46 @@ EXIT_CODES = {
 
 def compare(
     *,
-    reference: Annotated[str, Option("A", "Run A.")],
-    candidates: Annotated[
-        list[str] | None,
-        Option(
-            "B",
-            "Run B, or several, each compared with A. Left out: A's decode steps "
-            "against its whole pass.",
-        ),
-    ] = None,
+    reference: str = option("A", "Run A.", default=...),
+    candidates: list[str] | None = option(
+        "B",
+        "Run B, or several, each compared with A. Left out: A's decode steps "
+        "against its whole pass.",
+    ),
     options: Annotated[dict[str, Any], CompareOptions],
-    policy: Annotated[str | None, LIMITS.but(after="floor")] = None,
-    explain_token: Annotated[
-        bool,
-        Option(
-            "--explain-token",
-            "Run the model here: how far the flagged block's error alone moves the token.",
-            "Explain",
-        ),
-    ] = False,
-    model: Annotated[
-        str | None,
-        Option("--model PATH", "Where this machine has the model, for --explain-token.", "Explain"),
-    ] = None,
-    warmup_steps: Annotated[
-        int | None,
-        Option(
-            "--warmup-steps N",
-            "Of two files of losses: leave out steps below N. Default: the first tenth of those in "
-            "both, at most 100.",
-            minimum=0,
-        ),
-    ] = None,
-    exit_code: Annotated[
-        bool, Option("--exit-code", "Exit 1 if the runs diverge, 2 if none can tell.")
-    ] = False,
-    every: Annotated[bool, Option("--all", "Every site, nothing left out.", OUTPUT)] = False,
-    csv: Annotated[
-        Path | None,
-        Option(
-            "--csv FILE",
-            "Also write one line per compared site; - is stdout, in place of the report.",
-            OUTPUT,
-        ),
-    ] = None,
-    html: Annotated[Path | None, HTML] = None,
-    svg: Annotated[
-        Path | None,
-        Option("--svg FILE", "Also write the error of each block as a picture.", OUTPUT),
-    ] = None,
-    png: Annotated[
-        Path | None, Option("--png FILE", "The same picture as PNG (extra plot).", OUTPUT)
-    ] = None,
-    reports: Annotated[
-        Path | None,
-        Option("--reports DIR", "Of many runs: write each pair's report there as JSON.", OUTPUT),
-    ] = None,
+    policy: str | None = but(LIMITS, after="floor"),
+    explain_token: bool = option(
+        "--explain-token",
+        "Run the model here: how far the flagged block's error alone moves the token.",
+        "Explain",
+        default=False,
+    ),
+    model: str | None = option(
+        "--model PATH", "Where this machine has the model, for --explain-token.", "Explain"
+    ),
+    warmup_steps: int | None = option(
+        "--warmup-steps N",
+        "Of two files of losses: leave out steps below N. Default: the first tenth of those in "
+        "both, at most 100.",
+        minimum=0,
+    ),
+    exit_code: bool = option(
+        "--exit-code", "Exit 1 if the runs diverge, 2 if none can tell.", default=False
+    ),
+    every: bool = option("--all", "Every site, nothing left out.", OUTPUT, default=False),
+    csv: Path | None = option(
+        "--csv FILE",
+        "Also write one line per compared site; - is stdout, in place of the report.",
+        OUTPUT,
+    ),
+    html: Path | None = HTML,
+    svg: Path | None = option(
+        "--svg FILE", "Also write the error of each block as a picture.", OUTPUT
+    ),
+    png: Path | None = option("--png FILE", "The same picture as PNG (extra plot).", OUTPUT),
+    reports: Path | None = option(
+        "--reports DIR", "Of many runs: write each pair's report there as JSON.", OUTPUT
+    ),
     output: Output,
 ) -> None:
     """Compare two runs: the verdict, the first site where they part, and why.
@@ -289,12 +274,12 @@ def _compare_losses(
 
 def view(
     *,
-    reference: Annotated[str, Option("A", "Run A, or a report.json.")],
-    candidate: Annotated[str | None, Option("B", "Run B.")] = None,
+    reference: str = option("A", "Run A, or a report.json.", default=...),
+    candidate: str | None = option("B", "Run B."),
     options: Annotated[dict[str, Any], CompareOptions],
-    policy: Annotated[str | None, LIMITS.but(after="floor")] = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    policy: str | None = but(LIMITS, after="floor"),
+    quiet: bool = QUIET,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Look through a comparison in this terminal: blocks, modules, prompts, steps.
 

@@ -19,12 +19,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from divergence.errors import FaultError, check_process
-from divergence.options.commands import Option, Output, Quiet, TrustRemoteCode, Verbose
+from divergence.options.commands import QUIET, TRUST, VERBOSE, Output, option
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, quoted_words
 
@@ -57,22 +57,19 @@ class _Plan:
 
 
 def demo(
-    model: Annotated[
-        str | None,
-        Option(
-            "--model MODEL",
-            "A model of your own: hub id or local directory. Default: a small random one.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None, Option("--dtype DTYPE", "With --model: load it in this dtype, as in capture.")
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    workdir: Annotated[
-        Path | None, Option("--workdir DIR", "Where model and runs go. Default: the user's cache.")
-    ] = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    model: str | None = option(
+        "--model MODEL",
+        "A model of your own: hub id or local directory. Default: a small random one.",
+    ),
+    dtype: str | None = option(
+        "--dtype DTYPE", "With --model: load it in this dtype, as in capture."
+    ),
+    trust_remote_code: bool = TRUST,
+    workdir: Path | None = option(
+        "--workdir DIR", "Where model and runs go. Default: the user's cache."
+    ),
+    quiet: bool = QUIET,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Show the whole job offline: capture, repeat elsewhere, compare, find a planted fault.
 

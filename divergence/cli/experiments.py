@@ -14,18 +14,19 @@ from divergence.cli.compare import HTML, exit_as, show_report
 from divergence.cli.signature import settings
 from divergence.errors import RunExistsError, UsageError
 from divergence.options.commands import (
+    FORCE,
     LIMITS,
     OUTPUT,
+    TRUST,
     DoctorOptions,
-    Force,
     LocalizeOptions,
-    Option,
     Output,
     QuantizationOptions,
     SelfcheckOptions,
     SelftestOptions,
     SensitivityOptions,
-    TrustRemoteCode,
+    but,
+    option,
 )
 from divergence.output import check_output, write_output
 from divergence.words import printable
@@ -38,59 +39,49 @@ _RUN = "Both sides alike"
 
 def diff(
     *,
-    model: Annotated[str, Option("MODEL", "Model: a directory, or a name on the hub.")],
-    out: Annotated[
-        Path | None,
-        Option(
-            "-o --out DIR",
-            "For the runs, report.json and report.html. Default: diff-MODEL-SETTING.",
-        ),
-    ] = None,
-    device: Annotated[
-        Sequence[str], Option("--device LIST", "cuda,cpu or npu,cpu: two of them.", _BOTH)
-    ] = (),
-    dtype: Annotated[
-        Sequence[str], Option("--dtype LIST", "bfloat16,float32; one value holds for both.", _BOTH)
-    ] = (),
-    attn_implementation: Annotated[
-        Sequence[str], Option("--attn-implementation LIST", "eager,sdpa.", _BOTH)
-    ] = (),
-    engine: Annotated[Sequence[str], Option("--engine LIST", "transformers,compile.", _BOTH)] = (),
-    threads: Annotated[Sequence[str], Option("--threads LIST", "1,8: of a CPU.", _BOTH)] = (),
-    batch: Annotated[
-        Sequence[str], Option("--batch LIST", "1,8: prompts that run together.", _BOTH)
-    ] = (),
-    env: Annotated[
-        Sequence[str],
-        Option(
-            "--env NAME=VALUE",
-            "An environment variable; given once, A runs without it. Repeatable.",
-            _BOTH,
-        ),
-    ] = (),
-    python: Annotated[
-        Sequence[str],
-        Option(
-            "--python LIST",
-            "Two virtual environments with divergence: other versions of torch, transformers.",
-            _BOTH,
-        ),
-    ] = (),
-    prompts: Annotated[Sequence[str], Option("--prompt TEXT", "A prompt; repeatable.", _RUN)] = (),
-    prompts_file: Annotated[
-        Path | None,
-        Option("--prompts FILE", "A file of prompts: .txt (one a line), .jsonl or .json.", _RUN),
-    ] = None,
-    chat: Annotated[bool, Option("--chat", "Put prompts through the chat template.", _RUN)] = False,
-    max_new_tokens: Annotated[
-        int | None,
-        Option("--max-new-tokens N", "Tokens to generate for each prompt.", _RUN, minimum=1),
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    exit_code: Annotated[
-        bool, Option("--exit-code", "Exit 1 if the sides diverge, 2 if none can tell.")
-    ] = False,
-    force: Force = False,
+    model: str = option("MODEL", "Model: a directory, or a name on the hub.", default=...),
+    out: Path | None = option(
+        "-o --out DIR", "For the runs, report.json and report.html. Default: diff-MODEL-SETTING."
+    ),
+    device: Sequence[str] = option(
+        "--device LIST", "cuda,cpu or npu,cpu: two of them.", _BOTH, default=()
+    ),
+    dtype: Sequence[str] = option(
+        "--dtype LIST", "bfloat16,float32; one value holds for both.", _BOTH, default=()
+    ),
+    attn_implementation: Sequence[str] = option(
+        "--attn-implementation LIST", "eager,sdpa.", _BOTH, default=()
+    ),
+    engine: Sequence[str] = option("--engine LIST", "transformers,compile.", _BOTH, default=()),
+    threads: Sequence[str] = option("--threads LIST", "1,8: of a CPU.", _BOTH, default=()),
+    batch: Sequence[str] = option(
+        "--batch LIST", "1,8: prompts that run together.", _BOTH, default=()
+    ),
+    env: Sequence[str] = option(
+        "--env NAME=VALUE",
+        "An environment variable; given once, A runs without it. Repeatable.",
+        _BOTH,
+        default=(),
+    ),
+    python: Sequence[str] = option(
+        "--python LIST",
+        "Two virtual environments with divergence: other versions of torch, transformers.",
+        _BOTH,
+        default=(),
+    ),
+    prompts: Sequence[str] = option("--prompt TEXT", "A prompt; repeatable.", _RUN, default=()),
+    prompts_file: Path | None = option(
+        "--prompts FILE", "A file of prompts: .txt (one a line), .jsonl or .json.", _RUN
+    ),
+    chat: bool = option("--chat", "Put prompts through the chat template.", _RUN, default=False),
+    max_new_tokens: int | None = option(
+        "--max-new-tokens N", "Tokens to generate for each prompt.", _RUN, minimum=1
+    ),
+    trust_remote_code: bool = TRUST,
+    exit_code: bool = option(
+        "--exit-code", "Exit 1 if the sides diverge, 2 if none can tell.", default=False
+    ),
+    force: bool = FORCE,
     output: Output,
 ) -> None:
     """Compare a model under two settings of this machine, in one command.
@@ -166,13 +157,13 @@ def _plain(value: object) -> str:
 
 def doctor(
     *,
-    reference: Annotated[str, Option("A", "Run A.")],
-    candidate: Annotated[str, Option("B", "Run B.")],
+    reference: str = option("A", "Run A.", default=...),
+    candidate: str = option("B", "Run B.", default=...),
     options: Annotated[dict[str, Any], DoctorOptions],
-    exit_code: Annotated[bool, Option("--exit-code", "Exit as compare --exit-code does.")] = False,
-    markdown: Annotated[
-        bool, Option("--markdown", "Print tables to paste into an issue.", OUTPUT)
-    ] = False,
+    exit_code: bool = option("--exit-code", "Exit as compare --exit-code does.", default=False),
+    markdown: bool = option(
+        "--markdown", "Print tables to paste into an issue.", OUTPUT, default=False
+    ),
     output: Output,
 ) -> None:
     """Go through the checklist with two runs: what to settle first, and which cause it is.
@@ -214,13 +205,11 @@ def doctor(
 
 def localize(
     *,
-    reference: Annotated[str, Option("A", "Run A.")],
-    candidate: Annotated[str, Option("B", "Run B.")],
-    out: Annotated[
-        str | None, Option("--out -o DIR", "Directory for the runs that are made; needed.")
-    ] = None,
+    reference: str = option("A", "Run A.", default=...),
+    candidate: str = option("B", "Run B.", default=...),
+    out: str | None = option("--out -o DIR", "Directory for the runs that are made; needed."),
     options: Annotated[dict[str, Any], LocalizeOptions],
-    html: Annotated[Path | None, HTML] = None,
+    html: Path | None = HTML,
     output: Output,
 ) -> None:
     """Go from the block to the operator, and prove it; captures what is missing.
@@ -256,10 +245,10 @@ def localize(
 
 def sensitivity(
     *,
-    run: Annotated[str, Option("RUN", "The run to plant in.")],
+    run: str = option("RUN", "The run to plant in.", default=...),
     options: Annotated[dict[str, Any], SensitivityOptions],
-    policy: Annotated[str | None, LIMITS.but(after="faults")] = None,
-    html: Annotated[Path | None, HTML] = None,
+    policy: str | None = but(LIMITS, after="faults"),
+    html: Path | None = HTML,
     output: Output,
 ) -> None:
     """How small a fault would be seen: by dtype, prompts, passes and limits as they are.
@@ -290,19 +279,16 @@ def sensitivity(
 
 def quantize(
     *,
-    run: Annotated[str, Option("RUN", "A floating-point run; or a model, captured first.")],
-    out: Annotated[str | None, Option("--out -o RUN", "Write the quantised run there.")] = None,
+    run: str = option("RUN", "A floating-point run; or a model, captured first.", default=...),
+    out: str | None = option("--out -o RUN", "Write the quantised run there."),
     options: Annotated[dict[str, Any], QuantizationOptions],
-    policy: Annotated[
-        Path | None,
-        Option(
-            "--policy DIR",
-            "With --target: write what is kept, as compressed-tensors, ModelOpt and msmodelslim "
-            "read it.",
-            after="measure",
-        ),
-    ] = None,
-    force: Force = False,
+    policy: Path | None = option(
+        "--policy DIR",
+        "With --target: write what is kept, as compressed-tensors, ModelOpt and msmodelslim "
+        "read it.",
+        after="measure",
+    ),
+    force: bool = FORCE,
     output: Output,
 ) -> None:
     """What quantisation costs a model, which matrices pay it, and which to keep out of it.
@@ -334,12 +320,12 @@ def quantize(
 
 def selfcheck(
     *,
-    model: Annotated[str, Option("MODEL", "Name on the hub, or a folder.")],
+    model: str = option("MODEL", "Name on the hub, or a folder.", default=...),
     options: Annotated[dict[str, Any], SelfcheckOptions],
-    exit_code: Annotated[
-        bool, Option("--exit-code", "Exit with 1 where a line diverged.", after="keep")
-    ] = False,
-    html: Annotated[Path | None, HTML] = None,
+    exit_code: bool = option(
+        "--exit-code", "Exit with 1 where a line diverged.", after="keep", default=False
+    ),
+    html: Path | None = HTML,
     output: Output,
 ) -> None:
     """Run a model in every way that must not matter, and see whether the numbers agree.
@@ -372,12 +358,12 @@ def selfcheck(
 
 def selftest(
     *,
-    out: Annotated[
-        Path | None, Option("-o --out FILE", "The answer as JSON. Default: selftest-DEVICE.json.")
-    ] = None,
+    out: Path | None = option(
+        "-o --out FILE", "The answer as JSON. Default: selftest-DEVICE.json."
+    ),
     options: Annotated[dict[str, Any], SelftestOptions],
-    force: Annotated[bool, Option("--force", "Replace FILE where it exists.")] = False,
-    exit_code: Annotated[bool, Option("--exit-code", "Exit with 1 where a step failed.")] = False,
+    force: bool = option("--force", "Replace FILE where it exists.", default=False),
+    exit_code: bool = option("--exit-code", "Exit with 1 where a step failed.", default=False),
     output: Output,
 ) -> None:
     """Try every path that touches a device, against this machine's CPU; write one file to send.

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from divergence.cli.answers import progress_bars, show, show_briefly
 from divergence.errors import UsageError
-from divergence.options.commands import Device, Force, Out, Output, ProbeOptions
+from divergence.options.commands import DEVICE, FORCE, OUT, Output, ProbeOptions
 
 
 def probe(
     *,
-    out: Out = None,
+    out: str | None = OUT,
     options: Annotated[dict[str, Any], ProbeOptions],
-    force: Force = False,
+    force: bool = FORCE,
     output: Output,
     command: str | None,
 ) -> None:
@@ -45,7 +45,7 @@ def probe(
         print_lines(probed_lines(str(run.path), run.manifest, verbose=output.verbose))
 
 
-def env(*, device: Device = "auto", output: Output) -> None:
+def env(*, device: str = DEVICE, output: Output) -> None:
     """Show this machine as a run records it: device, CPU, versions and variables.
 
     No host name, no user and no file path; variables by an allow-list.

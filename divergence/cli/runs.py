@@ -9,14 +9,14 @@ from divergence.cli.answers import progress_bars, show, show_copy, show_run
 from divergence.cli.signature import settings
 from divergence.errors import RunFormatError, UsageError
 from divergence.options.commands import (
+    FORCE,
+    OUT,
     OUTPUT,
     DoctorOptions,
-    Force,
-    Option,
-    Out,
     Output,
     ReplayOptions,
     ReproOptions,
+    option,
 )
 from divergence.run.command import command_line
 
@@ -25,12 +25,10 @@ from divergence.run.command import command_line
 
 def replay(
     *,
-    run: Annotated[str, Option("RUN", "A run that holds operators.")],
-    out: Annotated[
-        str | None, Option("--out -o RUN2", "Directory, archive or URL; needed.")
-    ] = None,
+    run: str = option("RUN", "A run that holds operators.", default=...),
+    out: str | None = option("--out -o RUN2", "Directory, archive or URL; needed."),
     options: Annotated[dict[str, Any], ReplayOptions],
-    force: Force = False,
+    force: bool = FORCE,
     output: Output,
     command: str | None,
 ) -> None:
@@ -60,9 +58,9 @@ def replay(
 
 def repro(
     *,
-    run: Annotated[str, Option("RUN", "A run that holds operators.")],
-    out: Annotated[str | None, Option("--out -o DIR", "Directory to write; needed.")] = None,
-    site: Annotated[str | None, Option("--site SITE", "The operator's site; needed.")] = None,
+    run: str = option("RUN", "A run that holds operators.", default=...),
+    out: str | None = option("--out -o DIR", "Directory to write; needed."),
+    site: str | None = option("--site SITE", "The operator's site; needed."),
     options: Annotated[dict[str, Any], ReproOptions],
     output: Output,
 ) -> None:
@@ -117,13 +115,11 @@ FORMATS = (
 
 def inspect(
     *,
-    run: Annotated[str, Option("RUN", "The run to look at.")],
-    site: Annotated[
-        str | None, Option("--site SITE", "The tensors of one site, or of a pattern.")
-    ] = None,
-    verify: Annotated[
-        bool, Option("--verify", "Read every byte and check it; exit 2 if one is wrong.")
-    ] = False,
+    run: str = option("RUN", "The run to look at.", default=...),
+    site: str | None = option("--site SITE", "The tensors of one site, or of a pattern."),
+    verify: bool = option(
+        "--verify", "Read every byte and check it; exit 2 if one is wrong.", default=False
+    ),
     output: Output,
 ) -> None:
     """Show what a run holds: what ran, where, whether it finished, and which sites.
@@ -194,12 +190,11 @@ def inspect(
 
 def pack(
     *,
-    run: Annotated[str, Option("RUN", "The run to pack: directory, archive or URL.")],
-    out: Annotated[
-        str | None,
-        Option("--out -o FILE", "A .tar or .zip to write, here or at a URL. Default: RUN.tar."),
-    ] = None,
-    force: Force = False,
+    run: str = option("RUN", "The run to pack: directory, archive or URL.", default=...),
+    out: str | None = option(
+        "--out -o FILE", "A .tar or .zip to write, here or at a URL. Default: RUN.tar."
+    ),
+    force: bool = FORCE,
     output: Output,
 ) -> None:
     """Put a run into one file: a .tar or .zip that is read as it is, without unpacking.
@@ -220,11 +215,11 @@ def pack(
 
 def unpack(
     *,
-    run: Annotated[str, Option("RUN", "The run to unpack: archive, URL or directory.")],
-    out: Annotated[
-        str | None, Option("--out -o DIR", "Directory to write. Default: RUN without .tar or .zip.")
-    ] = None,
-    force: Force = False,
+    run: str = option("RUN", "The run to unpack: archive, URL or directory.", default=...),
+    out: str | None = option(
+        "--out -o DIR", "Directory to write. Default: RUN without .tar or .zip."
+    ),
+    force: bool = FORCE,
     output: Output,
 ) -> None:
     """Put a run into a directory: out of an archive, or from a URL with all its bytes.
@@ -246,22 +241,17 @@ def unpack(
 
 def import_(
     *,
-    path: Annotated[str, Option("PATH", "The folder that was dumped, or one file.")],
-    out: Out = None,
-    layout: Annotated[
-        str, Option("--format NAME", "What wrote it; auto looks.", choices=FORMATS)
-    ] = "auto",
-    map: Annotated[
-        Path | None, Option("--map FILE", "A TOML file: which file, name or field is what.")
-    ] = None,
-    like: Annotated[
-        str | None,
-        Option("--like RUN", "The run it is to be held against: names, shapes, prompts."),
-    ] = None,
-    label: Annotated[
-        str | None, Option("--label TEXT", "What to call its machine.", OUTPUT)
-    ] = None,
-    force: Force = False,
+    path: str = option("PATH", "The folder that was dumped, or one file.", default=...),
+    out: str | None = OUT,
+    layout: str = option(
+        "--format NAME", "What wrote it; auto looks.", choices=FORMATS, default="auto"
+    ),
+    map: Path | None = option("--map FILE", "A TOML file: which file, name or field is what."),
+    like: str | None = option(
+        "--like RUN", "The run it is to be held against: names, shapes, prompts."
+    ),
+    label: str | None = option("--label TEXT", "What to call its machine.", OUTPUT),
+    force: bool = FORCE,
     output: Output,
     command: str | None,
 ) -> None:
@@ -294,11 +284,11 @@ def import_(
 
 def bundle(
     *,
-    reference: Annotated[str, Option("A", "Run A.")],
-    candidate: Annotated[str, Option("B", "Run B.")],
+    reference: str = option("A", "Run A.", default=...),
+    candidate: str = option("B", "Run B.", default=...),
     options: Annotated[dict[str, Any], DoctorOptions],
-    out: Annotated[str | None, Option("--out -o FILE", "The .zip to write; needed.")] = None,
-    force: Annotated[bool, Option("--force", "Replace an existing file.")] = False,
+    out: str | None = option("--out -o FILE", "The .zip to write; needed."),
+    force: bool = option("--force", "Replace an existing file.", default=False),
     output: Output,
 ) -> None:
     """Put what a vendor or a colleague needs to see of a comparison into one zip.

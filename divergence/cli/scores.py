@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 from divergence.cli.answers import exit_with, progress_bars, show, write_text
 from divergence.cli.compare import HTML
 from divergence.errors import UsageError
-from divergence.options.commands import OUTPUT, Device, Option, Output, TrustRemoteCode
+from divergence.options.commands import DEVICE, OUTPUT, TRUST, Output, option
 from divergence.output import check_output
 
 _READ, _CAPTURE = "What is read", "The flipped prompts as a run"
@@ -18,81 +17,66 @@ FORMATS = ("auto", "lm-eval", "evalscope", "opencompass", "inspect", "plain")
 
 def scores(
     *,
-    reference: Annotated[str, Option("A", "The reference's results: a folder or a file.")],
-    candidates: Annotated[
-        list[str], Option("B", "The candidate's. With several, each is held against A.")
-    ],
-    band: Annotated[
-        str | None,
-        Option(
-            "--band BAND",
-            "Fail unless equal: 3% of A's score, 1.5pp, or 0.015. Told without failing: 3% and 5%.",
-        ),
-    ] = None,
-    policy: Annotated[
-        str | None,
-        Option(
-            "--policy FILE",
-            "Fail by the table scores of a policy file, or of one by name. With --band: ci.",
-        ),
-    ] = None,
-    format: Annotated[
-        str, Option("--format NAME", "What wrote it; auto looks.", _READ, choices=FORMATS)
-    ] = "auto",
-    tasks: Annotated[
-        Sequence[str], Option("--task NAME", "Tasks to compare, or globs; repeatable.", _READ)
-    ] = (),
-    metrics: Annotated[
-        Sequence[str], Option("--metric NAME", "Metrics to compare, or globs; repeatable.", _READ)
-    ] = (),
-    filters: Annotated[
-        Sequence[str], Option("--filter NAME", "Filters of lm-eval, or globs; repeatable.", _READ)
-    ] = (),
-    cluster: Annotated[
-        str | None,
-        Option("--cluster FIELD", "Documents that share this field depend on each other.", _READ),
-    ] = None,
-    force: Annotated[
-        bool,
-        Option("--force", "Pair although prompts or settings differ; replace an existing run."),
-    ] = False,
-    runs: Annotated[
-        tuple[str, str] | None,
-        Option(
-            "--runs RUN_A RUN_B",
-            "Runs of flipped prompts, as by --capture and then --like: why these flipped.",
-        ),
-    ] = None,
-    capture: Annotated[
-        str | None,
-        Option("--capture MODEL", "Record the flipped prompts here, with this model.", _CAPTURE),
-    ] = None,
-    out: Annotated[str | None, Option("--out -o RUN", "The run to write.", _CAPTURE)] = None,
-    num_prompts: Annotated[
-        int, Option("--num-prompts N", "At most so many prompts.", _CAPTURE, minimum=1)
-    ] = 8,
-    max_new_tokens: Annotated[
-        int | None,
-        Option(
-            "--max-new-tokens N",
-            "Tokens to generate. Default: 1 of multiple choice, else as capture does.", _CAPTURE,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        Option("--dtype DTYPE", "As in capture. Default: that of the checkpoint.", _CAPTURE),
-    ] = None,
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    html: Annotated[Path | None, HTML] = None,
-    csv: Annotated[
-        Path | None, Option("--csv FILE", "Also write one row a score; - is stdout.", OUTPUT)
-    ] = None,
-    markdown: Annotated[
-        bool, Option("--markdown", "Print tables to paste into an issue.", OUTPUT)
-    ] = False,
+    reference: str = option("A", "The reference's results: a folder or a file.", default=...),
+    candidates: list[str] = option(
+        "B", "The candidate's. With several, each is held against A.", default=...
+    ),
+    band: str | None = option(
+        "--band BAND",
+        "Fail unless equal: 3% of A's score, 1.5pp, or 0.015. Told without failing: 3% and 5%.",
+    ),
+    policy: str | None = option(
+        "--policy FILE",
+        "Fail by the table scores of a policy file, or of one by name. With --band: ci.",
+    ),
+    format: str = option(
+        "--format NAME", "What wrote it; auto looks.", _READ, choices=FORMATS, default="auto"
+    ),
+    tasks: Sequence[str] = option(
+        "--task NAME", "Tasks to compare, or globs; repeatable.", _READ, default=()
+    ),
+    metrics: Sequence[str] = option(
+        "--metric NAME", "Metrics to compare, or globs; repeatable.", _READ, default=()
+    ),
+    filters: Sequence[str] = option(
+        "--filter NAME", "Filters of lm-eval, or globs; repeatable.", _READ, default=()
+    ),
+    cluster: str | None = option(
+        "--cluster FIELD", "Documents that share this field depend on each other.", _READ
+    ),
+    force: bool = option(
+        "--force",
+        "Pair although prompts or settings differ; replace an existing run.",
+        default=False,
+    ),
+    runs: tuple[str, str] | None = option(
+        "--runs RUN_A RUN_B",
+        "Runs of flipped prompts, as by --capture and then --like: why these flipped.",
+    ),
+    capture: str | None = option(
+        "--capture MODEL", "Record the flipped prompts here, with this model.", _CAPTURE
+    ),
+    out: str | None = option("--out -o RUN", "The run to write.", _CAPTURE),
+    num_prompts: int = option(
+        "--num-prompts N", "At most so many prompts.", _CAPTURE, minimum=1, default=8
+    ),
+    max_new_tokens: int | None = option(
+        "--max-new-tokens N",
+        "Tokens to generate. Default: 1 of multiple choice, else as capture does.",
+        _CAPTURE,
+    ),
+    dtype: str | None = option(
+        "--dtype DTYPE", "As in capture. Default: that of the checkpoint.", _CAPTURE
+    ),
+    device: str = DEVICE,
+    trust_remote_code: bool = TRUST,
+    html: Path | None = HTML,
+    csv: Path | None = option("--csv FILE", "Also write one row a score; - is stdout.", OUTPUT),
+    markdown: bool = option(
+        "--markdown", "Print tables to paste into an issue.", OUTPUT, default=False
+    ),
     output: Output,
-) -> None:  # fmt: skip
+) -> None:
     """Compare benchmark scores document by document: is 41.4 against 39.9 a difference?
 
     Reads results of lm-evaluation-harness (--log_samples), evalscope, opencompass and inspect,

@@ -2,7 +2,7 @@
 
     def command(
         options: Annotated[dict[str, Any], CompareOptions],     # those of them that were given
-        exit_code: Annotated[bool, Option("--exit-code", "...")] = False,
+        exit_code: bool = option("--exit-code", "...", default=False),
         output: Output,
     ) -> None:
 
@@ -13,6 +13,7 @@ not given is not passed on: the default is that of the function which the comman
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import inspect
 import typing
@@ -31,7 +32,6 @@ from divergence.options.commands import (
     Options,
     Output,
     fields_of,
-    parted,
     text_type,
 )
 from divergence.run.command import quoted_words
@@ -49,25 +49,23 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
     parameters: list[_Parameter] = []
     defaults: dict[str, Any] = {}
     for own in inspect.signature(function).parameters.values():
-        type_, declared = parted(hints[own.name])
-        if own.name == "command":
-            continue
-        if type_ is Output:
-            for name, hint in typing.get_type_hints(Output, include_extras=True).items():
-                parameters.append(_parameter(name, bool, False, parted(hint)[1][0]))
-            continue
-        if declared and isinstance(declared[0], Option):
-            parameters.append(_parameter(own.name, type_, own.default, declared[0]))
-            defaults[own.name] = own.default
-        else:
-            (structs[own.name],) = declared
+        hint = hints[own.name]
+        if hint is Output:
+            parameters += _spread(Output)
+        elif isinstance(own.default, dataclasses.Field):
+            default, (option,) = own.default.default, own.default.metadata["options"]
+            default = inspect.Parameter.empty if default is ... else default
+            parameters.append(_parameter(own.name, hint, default, option))
+            defaults[own.name] = default
+        elif own.name != "command":
+            (structs[own.name],) = hint.__metadata__
             parameters += _spread(structs[own.name])
     wants_line = "command" in hints
 
     def command(ctx: typer.Context, **values: Any) -> None:
         ctx.meta[VERBOSE] = values["verbose"]
         if "output" in hints:
-            values["output"] = Output(*(bool(values.pop(name)) for name in Output._fields))
+            values["output"] = Output(**_given(Output, values))
         for name, kind in structs.items():
             values[name] = _given(kind, values)
         for name, default in defaults.items():

@@ -6,6 +6,7 @@ The ranks are started by torchrun, or by ``--ranks N`` on this machine alone
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def capture_collectives(
 
         return start(
             capture_collectives, options.ranks, out=out, like=like,
-            options=replace(options, ranks=None), force=force, command=command, progress=progress,
+            options=dataclasses.replace(options, ranks=None), force=force, command=command,
+            progress=progress,
         )  # fmt: skip
     num_ranks = _started_ranks(like)
     device = resolve_device(options.device)

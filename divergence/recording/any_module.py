@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import structs
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
@@ -146,7 +145,7 @@ def refuse_beside_inputs(options: CaptureOptions, like: object) -> None:
     """Raise UsageError where an option was given that a module alone cannot follow."""
     given = ["like"] if like is not None else []
     given += [
-        name for name, value in structs.asdict(options).items()
+        name for name, value in vars(options).items()
         if value != getattr(CaptureOptions(), name) and name not in _APPLY
     ]  # fmt: skip
     if given:

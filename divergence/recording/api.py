@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from msgspec.structs import asdict, replace
 
 from divergence.errors import ModelError, UsageError
 from divergence.options.commands import SERVER, CaptureOptions, TruthOptions, given_fields
@@ -245,8 +244,8 @@ def truth(
         )
     attention = recorded.manifest.model.attn_implementation
     if options.attn_implementation is None and attention not in (None, "eager", "sdpa"):
-        options = replace(options, attn_implementation="eager")
-    values = asdict(options) | {"store": "full", "probe": False}
+        options = dataclasses.replace(options, attn_implementation="eager")
+    values = vars(options) | {"store": "full", "probe": False}
     values["label"] = options.label or "float64 truth"
     values |= _engine_of_truth(recorded)
     request = resolve_request(values.pop("model"), like=recorded, options=CaptureOptions(**values))

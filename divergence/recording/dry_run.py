@@ -216,7 +216,7 @@ def forward_shapes(
     """Site → shape in a prefill of ``loaded.structure`` whole, from shapes alone; as far as the
     architecture can be run without values."""
     whole = replace(loaded, module=loaded.structure, device=torch.device("meta"))
-    prefill = msgspec.structs.replace(request, max_new_tokens=1)
+    prefill = replace(request, max_new_tokens=1)
     for attempt in range(2):
         counter = _Counter(request.store)
         try:

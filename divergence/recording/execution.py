@@ -360,7 +360,7 @@ class Execution:
     def _again_in_full(self, manifest: Manifest) -> Iterator[Run]:
         """The free pass once more, on the same tokens, in a temporary run that keeps what this one
         does not: blocks get their inputs from it, and their outputs are what float64 is held to."""
-        request = msgspec.structs.replace(self.request, store="full")
+        request = dataclasses.replace(self.request, store="full")
         with tempfile.TemporaryDirectory(prefix="divergence-") as folder:
             out, keeper = Path(folder) / "run", self.keeper
             plan = msgspec.structs.replace(manifest.plan, passes=["free"], store="full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -543,7 +544,7 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
             f"{' and '.join(named)} with --train: a training step is one forward and one backward",
             hint="leave it out, or make two runs",
         )
-    return replace(_by_name(_as_policy(options)), max_new_tokens=0)
+    return dataclasses.replace(_by_name(_as_policy(options)), max_new_tokens=0)
 
 
 _DTYPES = ("autocast", "reduce_dtype", "accumulate_dtype", "moments_dtype", "buffer_dtype")
@@ -552,11 +553,11 @@ _DTYPES = ("autocast", "reduce_dtype", "accumulate_dtype", "moments_dtype", "buf
 def _by_name(options: CaptureOptions) -> CaptureOptions:
     """``bf16`` is ``bfloat16``, as it is of ``--dtype``. (What is no dtype is refused where it is
     used, by the option's name.)"""
-    names: dict[str, str] = {}
+    names: dict[str, Any] = {}
     for option in _DTYPES:
         with contextlib.suppress(UsageError):
             names[option] = format_named(getattr(options, option) or "").name
-    return replace(options, **names)
+    return dataclasses.replace(options, **names)
 
 
 def _as_policy(options: CaptureOptions) -> CaptureOptions:
@@ -567,4 +568,4 @@ def _as_policy(options: CaptureOptions) -> CaptureOptions:
     missing = {
         name: value for name, value in policy.options.items() if getattr(options, name) is None
     }
-    return replace(options, **missing, precision_policy=str(policy))
+    return dataclasses.replace(options, **missing, precision_policy=str(policy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import msgspec
-from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
 from divergence.options.commands import CaptureOptions, Options, PlanOptions, fields_of, kinds_of
@@ -320,7 +320,7 @@ def padded_right_alone(options: CaptureOptions, like: Run | None) -> CaptureOpti
             hint="leave it out, or --pad-left",
         )
     num = settings.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
-    return replace(options, max_new_tokens=min(num, 1))
+    return dataclasses.replace(options, max_new_tokens=min(num, 1))
 
 
 def _groups(batches: str, num_samples: int) -> list[list[int]]:

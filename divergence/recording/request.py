@@ -8,13 +8,12 @@ used, what is taken from it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import msgspec
-from msgspec.structs import asdict, replace
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
@@ -42,7 +41,8 @@ from divergence.run.trust import (
 _DEFAULT_MAX_NEW_TOKENS = 16
 
 
-class Request(CaptureOptions, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Request(CaptureOptions):
     """Everything decided before the model is loaded: the options, and none of them open.
 
     ``named``: the user named the model; else the run to be repeated did, and it is data alone.
@@ -54,7 +54,7 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     like: Run | None = None
     named: bool = True
     engine_named: bool = True
-    overrides: list[Override] = msgspec.field(default_factory=list)
+    overrides: list[Override] = dataclasses.field(default_factory=list)
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     attn_implementation: str
     prompts: list[Prompt]
@@ -135,7 +135,7 @@ def resolve_request(
         decided |= _like(_repeatable(like, options), name, options)
     else:
         decided |= _fresh(name, options)
-    request = Request(**{**asdict(options), **decided})
+    request = Request(**{**vars(options), **decided})
     if request.hooks:
         return request
     # what the model returns alone, in the free pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, get_origin
 
 import pytest
@@ -27,13 +28,12 @@ from divergence.gate.check import check
 from divergence.ops.replay import replay
 from divergence.ops.reproducer import repro
 from divergence.options.commands import (
+    VERBOSE,
     CaptureOptions,
     CheckOptions,
     CompareOptions,
     DoctorOptions,
-    Json,
     LocalizeOptions,
-    Option,
     ProbeOptions,
     QuantizationOptions,
     ReplayOptions,
@@ -42,10 +42,10 @@ from divergence.options.commands import (
     SelftestOptions,
     SensitivityOptions,
     TruthOptions,
-    Verbose,
     command_options,
     fields_of,
     kinds_of,
+    option,
     recorded_in,
 )
 from divergence.recording.api import capture, truth
@@ -60,14 +60,15 @@ KINDS = [
 ]  # fmt: skip
 
 
-class Mine(CaptureOptions, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Mine(CaptureOptions):
     """The options of capture and made-up ones: a line each, and nothing else anywhere."""
 
-    colour: Annotated[
-        str | None, Option("--colour NAME", "A colour.", setting=True, recorded="settings.colour")
-    ] = None
-    shapes: Annotated[Sequence[str], Option("--shape NAME", "A shape.", setting=True)] = ()
-    tidy: Annotated[bool, Option("--no-tidy", "Leave it as it is.", setting=True)] = True
+    colour: str | None = option(
+        "--colour NAME", "A colour.", setting=True, recorded="settings.colour"
+    )
+    shapes: Sequence[str] = option("--shape NAME", "A shape.", setting=True, default=())
+    tidy: bool = option("--no-tidy", "Leave it as it is.", setting=True, default=True)
 
 
 @pytest.fixture
@@ -75,9 +76,7 @@ def given(capsys):
     """``given("--colour", "red")`` → the options that such a command line gives."""
     seen: list[dict[str, Any]] = []
 
-    def command(
-        *, options: Annotated[dict[str, Any], Mine], json: Json = False, verbose: Verbose = False
-    ) -> None:
+    def command(*, options: Annotated[dict[str, Any], Mine], verbose: bool = VERBOSE) -> None:
         """A command."""
         seen.append(options)
 

@@ -95,8 +95,7 @@ class Captured:
 
         session = TorchSession(loaded_model(model))
         execution = Execution(request, session, "cpu", Determinism(), lambda *_: None)
-        plan = execution._plan([Pass("free")])
-        self._execution, self.manifest = execution, execution._manifest(plan, None)
+        self._execution, self.manifest = execution, execution._manifest([Pass("free")], None)
 
     def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
         from divergence.recording.execution import Pass, about_bytes, storage

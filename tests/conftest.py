@@ -64,10 +64,10 @@ def _no_network() -> Iterator[None]:
 def _no_own_truth() -> Iterator[None]:
     """Captures make no truth of their own unless a test asks for it: most tests are about
     something else, and tiny models take longer in float64 than in all that is tested."""
-    from divergence.recording import anchors as own_truth
+    from divergence.recording import passes
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(own_truth, "DEFAULT", "no")
+    patch.setattr(passes, "DEFAULT_TRUTH", "no")
     yield
     patch.undo()
 
@@ -75,9 +75,9 @@ def _no_own_truth() -> Iterator[None]:
 @pytest.fixture
 def own_truths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures make their own truth by default, as they do for users."""
-    from divergence.recording import anchors as own_truth
+    from divergence.recording import passes
 
-    monkeypatch.setattr(own_truth, "DEFAULT", "auto")
+    monkeypatch.setattr(passes, "DEFAULT_TRUTH", "auto")
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from divergence.collectives.cases import all_cases, order_cases
 from divergence.collectives.chosen import ChosenCollectives, backend_name, choose, join, parse_fault
 from divergence.collectives.running import (
@@ -30,7 +28,7 @@ from divergence.recording.machine import Determinism, deterministic_settings, re
 from divergence.recording.new_run import PlannedCase, operators_manifest
 from divergence.recording.processes import Ranks, closed, started
 from divergence.run.command import command_line, quoted
-from divergence.run.manifest import COLLECTIVES, Environment, Manifest, ModuleNote, Plan
+from divergence.run.manifest import COLLECTIVES, Manifest, ModuleNote, Plan
 from divergence.run.reader import Run
 from divergence.run.site import compile_patterns
 from divergence.run.trust import recorded_seed
@@ -199,9 +197,7 @@ def _manifest(
         ranks.device, plan, source=SOURCE, kind=backend, deterministic=enabled, seed=seed,
         switches=determinism.switches, label=options.label, command=command, like=recorded,
     )  # fmt: skip
-    environments: list[Environment] = ranks.gather(manifest.environment)
-    differing = any(environment != environments[0] for environment in environments)
-    manifest.mesh = replace(ranks.mesh, environments=environments if differing else [])
+    manifest.mesh = ranks.mesh_of(manifest.environment)
     return manifest
 
 

@@ -20,7 +20,6 @@ from divergence.recording.any_module import Inputs, capture_inputs, refuse_besid
 from divergence.recording.engines.engine import (
     DEFAULT,
     QUANTIZE,
-    Session,
     engine_named,
     options_for,
     refuse_lacking,
@@ -32,7 +31,7 @@ from divergence.recording.machine import cpu_threads, deterministic_settings, re
 from divergence.recording.new_run import check_output
 from divergence.recording.optimizer import check_stage, training_of
 from divergence.recording.plant import Plant, Substitute
-from divergence.recording.processes import Ranks, joined
+from divergence.recording.processes import joined
 from divergence.recording.prompts import Prompt, options_of, plain_wishes
 from divergence.recording.request import Request, resolve_request, taken
 from divergence.recording.structure import settled
@@ -179,7 +178,9 @@ def capture(
             model, options=options, like=None if like is None else Run.open(like), out=out,
             force=force, command=command, progress=progress,
         )  # fmt: skip
-    _refuse_of_servers(options)
+    for field in given_fields(options):
+        if field.option.panel == SERVER:
+            raise UsageError(f"{field.option.names[0]} needs --endpoint URL")
     if inputs is not None or not isinstance(model, str | Path | None):
         refuse_beside_inputs(options, like)
         return capture_inputs(
@@ -196,12 +197,6 @@ def capture(
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare
     )
-
-
-def _refuse_of_servers(options: CaptureOptions) -> None:
-    for field in given_fields(options):
-        if field.option.panel == SERVER:
-            raise UsageError(f"{field.option.names[0]} needs --endpoint URL")
 
 
 def truth(
@@ -247,20 +242,16 @@ def truth(
         options = dataclasses.replace(options, attn_implementation="eager")
     values = vars(options) | {"store": "full", "probe": False}
     values["label"] = options.label or "float64 truth"
-    values |= _engine_of_truth(recorded)
+    # a simulated quantisation is what the model is; every other engine is a way to run it
+    engine = recorded.manifest.engine
+    values |= {"engine": DEFAULT, "engine_options": {}}
+    if engine is not None and engine.name == QUANTIZE:
+        values |= {"engine": QUANTIZE, "engine_options": dict(engine.options)}
     request = resolve_request(values.pop("model"), like=recorded, options=CaptureOptions(**values))
     return _execute(
         request, out=out, force=force, command=command, progress=progress,
         compute_dtype=torch.float64,
     )  # fmt: skip
-
-
-def _engine_of_truth(recorded: Run) -> dict[str, object]:
-    """A simulated quantisation is what the model is; every other engine is a way to run it."""
-    engine = recorded.manifest.engine
-    if engine is not None and engine.name == QUANTIZE:
-        return {"engine": engine.name, "engine_options": dict(engine.options)}
-    return {"engine": DEFAULT, "engine_options": {}}
 
 
 def _execute(
@@ -303,9 +294,20 @@ def _execute(
         try:
             if not (request.named or request.trust_remote_code):
                 check_data_alone(request.model, revision=request.revision)
-            session = _session(request, device, ranks)
+            engine = engine_named(request.engine, built_in_alone=not request.engine_named)
+            loading = dataclasses.replace(request.loading, device=device, ranks=ranks)
+            session = engine.load(loading, options_for(engine, request.engine_options))
         except ModelError as error:
-            _hint_at_the_model(error, request)
+            if request.like is None or request.named:
+                raise
+            # what a run names may be elsewhere here, or a file of the engine that made it
+            made_by, path = request.like.manifest.engine, expanded(request.model)
+            is_file = path.is_file() or (path.is_absolute() and not path.exists())
+            if is_file and made_by is not None and made_by.name != request.engine:
+                error.where = f"{request.like.path} was made from it by the engine {made_by.name}"
+                error.hint = f"name the model that {request.engine} is to load: --model DIR"
+            elif not path.exists():
+                error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
             raise
         with contextlib.closing(session):
             loaded = session.loaded
@@ -316,38 +318,17 @@ def _execute(
                     f"{', '.join(loaded.missing[:4])}"
                 )
                 on_progress("note", 0, None, text)
+            module = loaded.module
             if prepare is not None:
                 refuse_lacking(session, prepare=True)
-                module = settled(loaded.module, prepare(loaded.module))
-                session.loaded = dataclasses.replace(loaded, module=module)
+                module = settled(module, prepare(module))
             forwards = Forwards(
                 cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
             )
-            session.loaded = dataclasses.replace(session.loaded, forwards=forwards)
+            session.loaded = dataclasses.replace(loaded, module=module, forwards=forwards)
             if request.train:
                 session = TrainingSession(session, training_of(request, loaded.ranks))
             execution = Execution(
                 request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )
             return execution.run(place, force=force, command=command)
-
-
-def _hint_at_the_model(error: ModelError, request: Request) -> None:
-    """What a run names may be elsewhere on this machine, or a file of the engine that made it."""
-    if request.like is None or request.named:
-        return
-    made_by, path = request.like.manifest.engine, expanded(request.model)
-    is_file = path.is_file() or (path.is_absolute() and not path.exists())
-    if is_file and made_by is not None and made_by.name != request.engine:
-        error.where = f"{request.like.path} was made from it by the engine {made_by.name}"
-        error.hint = f"name the model that {request.engine} is to load: --model DIR"
-    elif not path.exists():
-        error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
-
-
-def _session(request: Request, device: str, ranks: Ranks | None) -> Session:
-    """The model, loaded by the engine that was asked for."""
-    engine = engine_named(request.engine, built_in_alone=not request.engine_named)
-    options = options_for(engine, request.engine_options)
-    loading = dataclasses.replace(request.loading, device=device, ranks=ranks)
-    return engine.load(loading, options)

@@ -669,7 +669,9 @@ class _Reader:
         hooks = hooks_of(module)
         self.hooked = bool(hooks)
         for name, hook in hooks.items():
-            self._outside(name, hook)
+            chain = layers(hook)
+            if chain and not is_library(chain[-1]):
+                self._read(name, chain, follow=False)
         # which implementation of attention was asked for is a setting: no other code of the class
         chosen = {n: d for n, d in self.functions.items() if not n.endswith("]")}
         self.digest = digest_many(chosen | self._foreign)
@@ -734,11 +736,6 @@ class _Reader:
             for by, digest in around(function).items()
             if (name, by) != ("forward", "torch.compile")
         }
-
-    def _outside(self, name: str, function: Any) -> None:
-        chain = layers(function)
-        if chain and not is_library(chain[-1]):
-            self._read(name, chain, follow=False)
 
     def _follow(self, function: types.FunctionType, node: ast.AST) -> None:
         """What a function calls by name."""

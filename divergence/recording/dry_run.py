@@ -22,18 +22,17 @@ from divergence.errors import ModelError, first_line
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries import sketch_bytes
 from divergence.options.commands import CaptureOptions
-from divergence.recording.anchors import (
+from divergence.recording.engines.load import LoadedModel, Loading, empty_model
+from divergence.recording.keeper import ShapeKeeper
+from divergence.recording.modules import Recorder
+from divergence.recording.passes import (
     can_anchor,
     keeps_tensors,
     mode_of,
     unpadded,
     why_not_escalated,
+    why_not_whole,
 )
-from divergence.recording.engines.load import LoadedModel, Loading, empty_model
-from divergence.recording.keeper import ShapeKeeper
-from divergence.recording.modules import Recorder
-from divergence.recording.new_run import PlannedCase
-from divergence.recording.passes import why_not_whole
 from divergence.recording.prompts import group_samples, plain_wishes, plan_options, tokenize
 from divergence.recording.request import Request, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
@@ -147,7 +146,26 @@ def plan_capture(
     check_operators(selection, store=request.store, only_changed=request.only_changed)
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
     counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
-    rows = _rows(request, counters, notes, steps)
+    kept_prefill = step_selected(request.steps, 0)
+    kept_decode = sum(step_selected(request.steps, step) for step in range(1, steps))
+    rows = []
+    for site in dict.fromkeys(site for counter in counters for _, site in counter.seen):
+        prefill = sum(counter.seen.get((0, site), (None, 0))[1] for counter in counters)
+        decode = [counter.seen.get((1, site), (None, 0))[1] for counter in counters]
+        seen = (counter.seen.get((step, site)) for counter in counters for step in (0, 1))
+        item = next(entry[0] for entry in seen if entry is not None)
+        rows.append(
+            PlannedSite(
+                site=site,
+                role=notes[module_of(site)].role,
+                shape=item.shape,
+                dtype=item.dtype,
+                bytes_prefill=prefill if kept_prefill else 0,
+                bytes_per_step=max(decode, default=0),
+                num_steps=kept_prefill + kept_decode,
+                bytes=prefill * kept_prefill + sum(decode) * kept_decode,
+            )
+        )
     passes, total, said = ["free"], sum(row.bytes for row in rows), []
     if request.only_changed:
         said.append("of these bytes only those are stored that the run to be repeated has not")
@@ -300,33 +318,6 @@ def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int, train: bool
     return {**inputs, "attention_mask": mask}
 
 
-def _rows(
-    request: Request, counters: Sequence[_Counter], notes: Mapping[str, ModuleNote], steps: int
-) -> list[PlannedSite]:
-    kept_prefill = step_selected(request.steps, 0)
-    kept_decode = sum(step_selected(request.steps, step) for step in range(1, steps))
-    rows = []
-    for site in dict.fromkeys(site for counter in counters for _, site in counter.seen):
-        prefill = sum(counter.seen.get((0, site), (None, 0))[1] for counter in counters)
-        decode = [counter.seen.get((1, site), (None, 0))[1] for counter in counters]
-        seen = (counter.seen.get((step, site)) for counter in counters for step in (0, 1))
-        item = next(entry[0] for entry in seen if entry is not None)
-        path = module_of(site)
-        rows.append(
-            PlannedSite(
-                site=site,
-                role=notes[path].role,
-                shape=item.shape,
-                dtype=item.dtype,
-                bytes_prefill=prefill if kept_prefill else 0,
-                bytes_per_step=max(decode, default=0),
-                num_steps=kept_prefill + kept_decode,
-                bytes=prefill * kept_prefill + sum(decode) * kept_decode,
-            )
-        )
-    return rows
-
-
 def plantable_module(
     model: str | Path, *, dtype: str | None = None, trust_remote_code: bool = False
 ) -> tuple[str, str]:
@@ -369,31 +360,37 @@ def plantable_module(
         return block, weighted[-1]
     outputs = [row for row in plan.rows if row.site.startswith((f"{block}:out", f"{block}."))
                and row.site.endswith(":out")]  # fmt: skip
-    return block, _last_writer(block, outputs, weighted) or weighted[-1]
-
-
-def _last_writer(block: str, outputs: list[PlannedSite], weighted: list[str]) -> str | None:
-    """``outputs`` in the order in which they are made, the block's own last."""
+    # ``outputs`` are in the order in which they are made, the block's own last
     result = next((row for row in outputs if row.site == f"{block}:out"), None)
     if result is None:
-        return None
+        return block, weighted[-1]
     inner = [row for row in outputs if row is not result and row.bytes_prefill > 0]
     if result.bytes_prefill == 0:  # it is what the last of them made
         inner = inner[:-1]
     whole = [module_of(row.site) for row in inner
              if math.prod(row.shape) == math.prod(result.shape)]  # fmt: skip
-    return next((path for path in reversed(whole) if path in weighted), None)
+    writers = [path for path in whole if path in weighted]
+    return block, (writers or weighted)[-1]
 
 
 def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureOptions) -> DryRun:
     """The cases that a capture would run, with the bytes of their inputs."""
-    refuse_options(options, collectives=of_collectives(model, like))
+    collectives = of_collectives(model, like)
+    refuse_options(options, collectives=collectives)
+    if collectives:
+        from divergence.collectives.capturing import plan_collectives
+
+        cases = plan_collectives(like, options)
+    else:
+        from divergence.ops.suite.capturing import plan_cases
+
+        cases = plan_cases(suite_of(model), like=like, sites=options.sites)
     rows = [
         PlannedSite(
             site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
             bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
         )
-        for case in _cases(model, like, options)
+        for case in cases
     ]  # fmt: skip
     return DryRun(
         model=str(model or ("" if like is None else like.manifest.model.source)),
@@ -406,15 +403,3 @@ def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureO
         total_bytes=sum(row.bytes for row in rows),
         notes=["shapes and sizes are of the inputs; equal ones are stored once"],
     )
-
-
-def _cases(
-    model: str | Path | None, like: Run | None, options: CaptureOptions
-) -> list[PlannedCase]:
-    if of_collectives(model, like):
-        from divergence.collectives.capturing import plan_collectives
-
-        return plan_collectives(like, options)
-    from divergence.ops.suite.capturing import plan_cases
-
-    return plan_cases(suite_of(model), like=like, sites=options.sites)

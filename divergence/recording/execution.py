@@ -20,23 +20,6 @@ from divergence.numerics.summaries import sketch_tensor
 from divergence.numerics.summary import summarize
 from divergence.options.commands import CaptureOptions, recorded_in
 from divergence.recording import optimizer as asked
-from divergence.recording.anchors import (
-    LEAST_SECONDS,
-    SHARE,
-    Allowance,
-    FloorSink,
-    can_anchor,
-    disagreement,
-    keeps_tensors,
-    mode_of,
-    other_device,
-    recorded_inputs,
-    repeated_tokens,
-    why_no_room,
-    why_no_truth,
-    why_not_anchored,
-    why_not_escalated,
-)
 from divergence.recording.engines.engine import (
     GroupResult,
     Session,
@@ -45,22 +28,34 @@ from divergence.recording.engines.engine import (
     refuse_lacking,
 )
 from divergence.recording.engines.load import map_text
-from divergence.recording.engines.together import Together
+from divergence.recording.engines.together import Allowance, Together
 from divergence.recording.hooks import USUAL, Anchor
 from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
 from divergence.recording.machine import Determinism
 from divergence.recording.modules import Recorder
 from divergence.recording.new_run import probed, provenance, unlike
 from divergence.recording.passes import (
+    LEAST_SECONDS,
+    SHARE,
+    FloorSink,
     Pass,
     RememberingSink,
     RepeatSink,
-    TensorKey,
+    can_anchor,
     check_forwards,
+    disagreement,
+    keeps_tensors,
+    mode_of,
+    other_device,
     own_inputs,
-    own_plants,
+    recorded_inputs,
+    repeated_tokens,
     run_pass,
     run_whole,
+    why_no_room,
+    why_no_truth,
+    why_not_anchored,
+    why_not_escalated,
     why_not_whole,
     widened,
 )
@@ -71,7 +66,7 @@ from divergence.recording.ranks import Division, LocalKeeper
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.structure import CompiledWatch, inside, noting_calls, output_paths
-from divergence.run.captured import Buffer, BufferLimits, CapturedTensor
+from divergence.run.captured import Buffer, BufferLimits
 from divergence.run.contents import first_nonfinite, nonfinite_text
 from divergence.run.location import Location
 from divergence.run.manifest import (
@@ -82,7 +77,6 @@ from divergence.run.manifest import (
     SampleTokens,
     Settings,
     Sizes,
-    StoreMode,
     Tokens,
 )
 from divergence.run.reader import Run
@@ -115,8 +109,12 @@ def storage(
     than usual.
     """
     kernel = _kernel(num_bytes, buffer_bytes=request.buffer_bytes)
-    if kernel == "compiled":
-        _load_compiled(request.store)
+    if kernel == "compiled":  # loaded now: the writer's thread would keep Python's lock for it
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            tensor = torch.ones(1, 16, dtype=dtype)
+            summarize(tensor, kernel=kernel)
+            if request.store == "sketch":
+                sketch_tensor(tensor, 8, kernel=kernel)
     buffer = Buffer(BufferLimits.of(request.buffer_bytes, kernel=kernel), pinned=can_pin(device))
     reducer = reducer_for(
         request.store, like=request.like, only_changed=request.only_changed, kernel=kernel
@@ -129,38 +127,24 @@ def storage(
         ),
     ) as writer:
         keeper: Keeper = BufferKeeper(writer, buffer)
-        if request.store != "full" and not _wants_host_digests(request):
+        # Does the run to be repeated hold nothing but hosts' digests of what is not to be kept? A
+        # device's own could be held against nothing: its tensors go to the host, and are reduced
+        # there. (Hosts that keep sketches note both kinds.)
+        of_hosts = (
+            request.like is not None
+            and request.store in ("stats", "hash")
+            and not wants_fold(request.like)
+            and any(record.place is None for record in request.like.records)
+        )
+        if request.store != "full" and not of_hosts:
             keeper = ReducedKeeper(request.store, keeper, note=note)
         yield writer, keeper if ranks is None else LocalKeeper(keeper)
-
-
-def _wants_host_digests(request: Request) -> bool:
-    """Does the run to be repeated hold nothing but hosts' digests of what is not to be kept?
-
-    A device's own could then be held against nothing: its tensors go to the host, and are reduced
-    there. (Hosts that keep sketches note both kinds.)
-    """
-    return (
-        request.like is not None
-        and request.store in ("stats", "hash")
-        and not wants_fold(request.like)
-        and any(record.place is None for record in request.like.records)
-    )
 
 
 def _kernel(num_bytes: int, *, buffer_bytes: int) -> Kernel:
     """Compiled loops where they pay, and where their memory is a small part of the buffer, in whose
     bound it is."""
     return kernel_for(num_bytes) if buffer_bytes >= _SHARE * RESIDENT_BYTES else "numpy"
-
-
-def _load_compiled(store: StoreMode) -> None:
-    """Now, and not on the writer's thread, which would keep Python's lock from the model."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        tensor = torch.ones(1, 16, dtype=dtype)
-        summarize(tensor, kernel="compiled")
-        if store == "sketch":
-            sketch_tensor(tensor, 8, kernel="compiled")
 
 
 def about_bytes(
@@ -218,7 +202,13 @@ class Execution:
         self.request, self.session, self.on_progress = request, session, on_progress
         loaded = self.loaded = session.loaded
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
-        self.samples, self.groups, self.forced = self._tokens()
+        self.forced: list[list[int]] | None = None
+        if request.like is not None:
+            self.samples, self.groups, self.forced = repeated_tokens(request, loaded)
+        else:
+            self.samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
+            left = loaded.task == "causal-lm"
+            self.groups = group_samples(self.samples, pad_left=left, **request.grouping)
         like = None if request.like is None else request.like.manifest
         session.settle(self.samples, self.forced, like)
         self.notes = session.notes()
@@ -255,7 +245,7 @@ class Execution:
         plain = plain and request.use_cache and request.prefill_chunk is None
         truth = self.compute_dtype == torch.float64 and plain
         self._together = Together(self.loaded, self.samples) if truth else None
-        manifest = self._manifest(self._plan(passes), command)
+        manifest = self._manifest(passes, command)
         own_truth = self.compute_dtype is None and mode_of(request) != "no"
         lacking = why_no_truth(request, self.session, self.device, out) if own_truth else None
         if lacking is not None:
@@ -306,7 +296,15 @@ class Execution:
                 self._note(note)
             if remembering is not None:
                 writer.drain()
-                manifest.repeatability = self._repeat(remembering.items)
+                manifest.repeatability = Repeatability(num_runs=request.repeat)
+                for number in range(1, request.repeat):
+                    self.on_progress("repeat", number, request.repeat - 1, "")
+                    sink = RepeatSink(remembering.items, manifest.repeatability)
+                    run_pass(
+                        self.session, self._recorder(sink, Pass("free")), self.samples,
+                        self.own_groups, max_new_tokens=request.max_new_tokens,
+                        forced=self.forced or [sample.generated_ids for sample in self.samples],
+                    )  # fmt: skip
             if own_truth and lacking is None:
                 self._make_truth(writer, manifest)
             if self.division is not None:
@@ -451,21 +449,30 @@ class Execution:
     def _note(self, text: str) -> None:
         self.on_progress("note", 0, None, text)
 
-    def _tokens(self) -> tuple[list[SampleTokens], list[list[int]], list[list[int]] | None]:
-        """(samples, groups, forced tokens), tokenised here or taken from the recorded run."""
-        request, like = self.request, self.request.like
-        if like is not None:
-            return repeated_tokens(request, self.loaded)
-        samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
-        left = self.loaded.task == "causal-lm"
-        return samples, group_samples(samples, pad_left=left, **request.grouping), None
-
     def _passes(self) -> list[Pass]:
         """What this capture makes; what it cannot make is said."""
-        request = self.request
-        passes = [Pass("free", compute_dtype=self.compute_dtype), *self._anchored_passes()]
+        request, lacks = self.request, self.session.lacks
+        passes, escalate = [Pass("free", compute_dtype=self.compute_dtype)], request.escalate
+        if request.like is not None and (request.anchor or escalate):
+            unfit = can_anchor(request.like, self.notes)
+            if "anchor" in lacks:
+                escalate = False
+                self._note(f"no anchored pass: {lacks['anchor']}")
+            elif unfit is not None:
+                missed = "anchored or escalated" if escalate else "anchored"
+                escalate = False
+                self._note(f"no {missed} pass: {request.like.path} cannot anchor one, {unfit}")
+            elif request.anchor:
+                passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
+        if escalate:
+            reason = lacks.get("anchor") or lacks.get("escalate")
+            reason = reason or why_not_escalated(request, self.loaded.module)
+            if reason is None:
+                passes.append(ESCALATED)
+            else:
+                self._note(f"no escalated pass: {reason}")
         if request.whole:
-            reason = self.session.lacks.get("whole") or why_not_whole(
+            reason = lacks.get("whole") or why_not_whole(
                 request, self.loaded.task, self.selection, self.notes
             )
             if reason is None:
@@ -474,50 +481,19 @@ class Execution:
                 self._note(f"no whole pass: {reason}")
         return passes
 
-    def _anchored_passes(self) -> list[Pass]:
-        request, passes = self.request, list[Pass]()
-        if request.like is None:
-            return self._escalated()
-        if not (request.anchor or request.escalate):
-            return passes
-        if "anchor" in self.session.lacks:
-            self._note(f"no anchored pass: {self.session.lacks['anchor']}")
-            return passes
-        reason = can_anchor(request.like, self.notes)
-        if reason is not None:
-            missed = "anchored or escalated" if request.escalate else "anchored"
-            self._note(f"no {missed} pass: {request.like.path} cannot anchor one, {reason}")
-            return passes
-        if request.anchor:
-            passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
-        return passes + self._escalated()
-
-    def _escalated(self) -> list[Pass]:
-        """The escalated pass, where it is asked for; why not, where this capture cannot make it."""
-        if not self.request.escalate:
-            return []
-        lacking = self.session.lacks
-        reason = lacking.get("anchor") or lacking.get("escalate")
-        reason = reason or why_not_escalated(self.request, self.loaded.module)
-        if reason is None:
-            return [ESCALATED]
-        self._note(f"no escalated pass: {reason}")
-        return []
-
     def _is_own(self, pass_: Pass) -> bool:
         """An escalated pass that is anchored to this run's own free pass?"""
         return pass_.name == ESCALATED.name and self.request.like is None
 
-    def _plan(self, passes: list[Pass]) -> Plan:
-        request = self.request
-        anchored = any(made_pass.anchored for made_pass in passes)
+    def _manifest(self, passes: list[Pass], command: str | None) -> Manifest:
+        request, like = self.request, self.request.like
+        like_id = None if like is None else like.manifest.id
         kept = self.selection.hooked | asked.owners_of(self.loaded.structure, self.training)
-        like = None if request.like is None else request.like.manifest.id
-        return Plan(
+        plan = Plan(
             passes=[made_pass.name for made_pass in passes],
             **{**recorded_in(request, "plan", CaptureOptions), "sites": self.selection.sites},
-            only_changed=like if request.only_changed else None,
-            anchored_to=like if anchored else None,
+            only_changed=like_id if request.only_changed else None,
+            anchored_to=like_id if any(made_pass.anchored for made_pass in passes) else None,
             plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
             substitutes=[str(substitute) for substitute in request.substitutes.values()],
             logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
@@ -527,9 +503,6 @@ class Execution:
                 if path in kept or inside(path, self.selection.operators)
             },
         )
-
-    def _manifest(self, plan: Plan, command: str | None) -> Manifest:
-        request, like = self.request, self.request.like
         identity = self.session.identity(
             lambda done, total, name: self.on_progress("digest", done, total, name)
         )
@@ -545,7 +518,7 @@ class Execution:
             engine=self.session.note(),
             tokens=Tokens(
                 samples=self.samples, groups=self.groups,
-                forced_by=None if like is None else like.manifest.id,
+                forced_by=like_id,
             ),
             settings=Settings(
                 **recorded_in(request, "settings", CaptureOptions),
@@ -562,7 +535,7 @@ class Execution:
             overrides=request.overrides,
         )  # fmt: skip
         if self.division is not None:
-            self.division.note_environments(manifest)
+            manifest.mesh = self.division.ranks.mesh_of(manifest.environment)
         return manifest
 
     def _recorder(
@@ -593,6 +566,11 @@ class Execution:
                 after_forward()
 
         plants: list[Plant] = [] if pass_.is_own_truth else self.plants
+        if pass_.whole or self._is_own(pass_):  # inputs from the free pass have theirs already
+            plants = [
+                plant for plant in plants
+                if not plant.port.startswith("in") or self.notes[plant.path].role == "inner"
+            ]  # fmt: skip
         return self.session.recorder(
             self.notes,
             wanted=self.selection.wanted,
@@ -603,7 +581,7 @@ class Execution:
             steps=request.steps,
             positions=request.positions,
             logit_paths=output_paths(self.loaded.structure) if decides else (),
-            plants=own_plants(plants, self.notes) if pass_.whole or self._is_own(pass_) else plants,
+            plants=plants,
             anchor=anchor,
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,
@@ -662,15 +640,3 @@ class Execution:
                 f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "
                 f"there the {pass_.name} pass is rounded to them"
             )
-
-    def _repeat(self, first: dict[TensorKey, CapturedTensor]) -> Repeatability:
-        result = Repeatability(num_runs=self.request.repeat)
-        for number in range(1, self.request.repeat):
-            self.on_progress("repeat", number, self.request.repeat - 1, "")
-            recorder = self._recorder(RepeatSink(first, result), Pass("free"))
-            run_pass(
-                self.session, recorder, self.samples, self.own_groups,
-                max_new_tokens=self.request.max_new_tokens,
-                forced=self.forced or [sample.generated_ids for sample in self.samples],
-            )  # fmt: skip
-        return result

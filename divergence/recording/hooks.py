@@ -298,28 +298,19 @@ def recorded_rows(
     cached: bool,
 ) -> torch.Tensor | None:
     """What was recorded for this forward's input: of a chunk its rows of the prefill, without a
-    cache the rows of all steps up to ``step``."""
-    if step and not cached:
-        return _rows_so_far(anchor, sample, step, site, own)
-    rows = anchor(sample, step, site, own)
-    return rows if rows is None or chunks is None else chunks.rows(rows, own)
-
-
-def _rows_so_far(
-    anchor: Anchor, sample: int, step: int, site: str, own: torch.Tensor
-) -> torch.Tensor | None:
-    """The recorded rows of all steps up to ``step``; the step's alone where ``own`` holds no more.
-    None where a step has none, or they do not fit together."""
+    cache the rows of all steps up to ``step``. None where one has none, or they do not fit."""
+    if cached or not step:
+        recorded = anchor(sample, step, site, own)
+        return recorded if recorded is None or chunks is None else chunks.rows(recorded, own)
     rows = [anchor(sample, number, site, own) for number in range(step + 1)]
     held = [row for row in rows if row is not None]
     if len(held) < len(rows):
         return None
-    if held[-1].shape == own.shape:
+    if held[-1].shape == own.shape:  # it holds no more than the step's own
         return held[-1]
-    if any(row.ndim < 2 for row in held):
-        return None
     shapes = {row.shape[:1] + row.shape[2:] for row in held}
-    return torch.cat(held, dim=1) if len(shapes) == 1 else None
+    fit = len(shapes) == 1 and all(row.ndim > 1 for row in held)
+    return torch.cat(held, dim=1) if fit else None
 
 
 def called_through(

@@ -176,10 +176,14 @@ class BufferKeeper:
 
     def keep(self, tensor: torch.Tensor) -> CapturedTensor:
         if not _plain(tensor):
-            if not tensor.is_cpu:
-                copies = self._copies_of(tensor.device)
-                if copies is not None:
-                    return self._keep_later(tensor, copies)
+            copies = None if tensor.is_cpu else self._copies_of(tensor.device)
+            if copies is not None:  # its bytes arrive in the slot beside the model's work
+                clone = copies.clone(tensor)
+                slot = self._place(clone.nbytes)
+                if slot is None:
+                    return CapturedTensor(CopyKeeper.copy(clone))
+                copies.start(clone, slot)
+                return CapturedTensor(clone, slot)
             tensor = CopyKeeper.copy(tensor)
         num_bytes = tensor.nbytes
         slot = self._buffer.take(num_bytes) or self._place(num_bytes)
@@ -187,15 +191,6 @@ class BufferKeeper:
             return CapturedTensor(CopyKeeper.copy(tensor))
         slot.fill(tensor.data_ptr())
         return CapturedTensor(tensor, slot)
-
-    def _keep_later(self, tensor: torch.Tensor, copies: DeviceCopies) -> CapturedTensor:
-        """What lies on a device: its bytes arrive in the slot beside the model's work."""
-        clone = copies.clone(tensor)
-        slot = self._place(clone.nbytes)
-        if slot is None:
-            return CapturedTensor(CopyKeeper.copy(clone))
-        copies.start(clone, slot)
-        return CapturedTensor(clone, slot)
 
     def _copies_of(self, device: torch.device) -> DeviceCopies | None:
         if device not in self._copies:
@@ -292,7 +287,16 @@ class ReducedKeeper:
                 return self.inner.keep(tensor)
         item = CapturedTensor(tensor)
         try:
-            item.reduced = self._reduce(tensor, k)
+            if not is_exact_on(str(device)):
+                raise RuntimeError("its 64-bit integer arithmetic is wrong")
+            item.reduced = Reduced(
+                sums=fold_sums(tensor),
+                statistics=None if self._store == "hash" else statistics_on_device(tensor),
+                projections=None
+                if k is None
+                else sketch_tensor(tensor, k, num_pooled=num_pooled(tensor.shape, k)),
+                sum_dtype=sum_dtype_name(str(device)),
+            )
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError) as error:  # no fault of the model's
@@ -304,15 +308,3 @@ class ReducedKeeper:
             return self.inner.keep(tensor)
         item.tensor = None
         return item
-
-    def _reduce(self, tensor: torch.Tensor, k: int | None) -> Reduced:
-        if not is_exact_on(str(tensor.device)):
-            raise RuntimeError("its 64-bit integer arithmetic is wrong")
-        return Reduced(
-            sums=fold_sums(tensor),
-            statistics=None if self._store == "hash" else statistics_on_device(tensor),
-            projections=None
-            if k is None
-            else sketch_tensor(tensor, k, num_pooled=num_pooled(tensor.shape, k)),
-            sum_dtype=sum_dtype_name(str(tensor.device)),
-        )

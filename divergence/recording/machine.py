@@ -309,7 +309,16 @@ def resolve_device(name: str = "auto") -> str:
     if kind == "cpu":
         return "cpu"
     if kind in ("auto", "npu"):
-        _load_npu(required=kind == "npu")
+        try:  # registers torch.npu
+            import torch_npu  # noqa: F401
+        except Exception as error:  # also a torch_npu built for another torch
+            if kind == "npu":
+                raise UsageError(
+                    "device npu is not there: torch_npu cannot be imported",
+                    where=str(error),
+                    hint="install the torch-npu that fits this torch and CANN, and source "
+                    "set_env.sh",
+                ) from error
     if kind == "auto":
         return accelerator_type() or "cpu"
     module = getattr(torch, kind, None)
@@ -358,19 +367,6 @@ def collect_environment(device: str = "auto", *, label: str | None = None) -> En
         cpu_model=cpu_model(),
         torch_build=torch_build(),
     )
-
-
-def _load_npu(*, required: bool) -> None:
-    """torch_npu registers torch.npu when imported; asked for only where npu is wanted."""
-    try:
-        import torch_npu  # noqa: F401
-    except Exception as error:  # also a torch_npu built for another torch
-        if required:
-            raise UsageError(
-                "device npu is not there: torch_npu cannot be imported",
-                where=str(error),
-                hint="install the torch-npu that fits this torch and CANN, and source set_env.sh",
-            ) from error
 
 
 def accelerator_type() -> str | None:

@@ -196,7 +196,12 @@ class Recorder:
             if plain and not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
                 self._emit(path, self._numbered(path, ""), "in", args[0])  # nearly always
                 return None
-            call = self._next_call(path, args, kwargs)
+            # What this call adds to the module's path: nothing, ``#2`` for the second one, or the
+            # word it is told apart by. Rotary tables are asked for by layer type, and in the order
+            # of a set of strings, which differs from process to process.
+            words = (word for word in (*args, *kwargs.values()) if type(word) is str)
+            word = next((word for word in words if word.isidentifier()), "")
+            call = self._numbered(path, f"#{word}" if word and path != ROOT else "")
             changed = None
             done: set[str] = set()
             if anchors and not self._anchor_broken:
@@ -244,18 +249,6 @@ class Recorder:
 
         return post_hook
 
-    def _next_call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """What this call adds to the module's path: nothing, ``#2`` for the second one, or the
-        word it is told apart by. Rotary tables are asked for by layer type, and in the order of
-        a set of strings, which differs from process to process."""
-        call = ""
-        if path != ROOT:
-            for value in (*args, *kwargs.values()):
-                if type(value) is str and value.isidentifier():
-                    call = f"#{value}"
-                    break
-        return self._numbered(path, call)
-
     def _numbered(self, path: str, call: str = "") -> str:
         calls = self._calls
         if path in calls:  # not its first call in this forward
@@ -291,7 +284,12 @@ class Recorder:
             return tensor
         recorded = self._recorded_rows(join_site(path, port), tensor)
         if recorded is not None and recorded.shape != tensor.shape:
-            recorded = self._completed(path, recorded, tensor)
+            # of what enters the head only the deciding positions were kept: the others stay own
+            num = (self._num_kept or 0) + 1
+            last, recorded = recorded, None
+            if path in self._logit_paths and last.shape == tensor[:, -num:].shape:
+                recorded = tensor.clone()
+                recorded[:, -num:] = last.to(device=tensor.device, dtype=tensor.dtype)
         if recorded is None:
             if port == "in" and self._notes[path.partition("#")[0]].role == "block":
                 # From here on the caches would hold own values: no longer anchored.
@@ -319,17 +317,6 @@ class Recorder:
             self._anchor, self._sample, self._step, site, own,
             chunks=None if self._step else self._chunks, cached=self._forwards.cached,
         )  # fmt: skip
-
-    def _completed(
-        self, path: str, recorded: torch.Tensor, tensor: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Of what enters the head only the deciding positions were kept: the others stay own."""
-        num = (self._num_kept or 0) + 1
-        if path not in self._logit_paths or recorded.shape != tensor[:, -num:].shape:
-            return None
-        whole = tensor.clone()
-        whole[:, -num:] = recorded.to(device=tensor.device, dtype=tensor.dtype)
-        return whole
 
     def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(port: str, tensor: torch.Tensor) -> torch.Tensor:

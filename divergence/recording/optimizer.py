@@ -87,15 +87,6 @@ _AXES = {0: "dp", 1: "dp", 2: "fsdp", 3: "fsdp"}
 """The axis of the mesh that keeps so much."""
 
 
-def stage_of(zero: int | None, ranks: Ranks | None) -> int | None:
-    """The stage as the manifest has it; None where each process keeps all."""
-    if ranks is None or not {"dp", "fsdp"} & ranks.sizes.keys():
-        return None
-    if zero is None:
-        zero = 3 if "fsdp" in ranks.sizes else 0
-    return zero or None
-
-
 def check_stage(options: CaptureOptions, axes: Collection[str]) -> None:
     """Raise UsageError for a stage that these axes of ``--mesh`` do not make. ``axes`` is empty
     in one process."""
@@ -236,7 +227,27 @@ class Stepping:
                 hint=f"one of {', '.join(OPTIMIZERS)}",
             )
         self._parts: dict[int, list[torch.Tensor]] = {}
-        _check_precision(training, ranks)
+        for name in ("accumulate_dtype", "moments_dtype", "reduce_dtype", "buffer_dtype"):
+            if getattr(training, name) not in (None, *_DTYPES_OPTIMIZER):
+                option = f"--{name.replace('_', '-')} {getattr(training, name)}"
+                raise UsageError(f"{option}: one of {', '.join(_DTYPES)}")
+        if training.optimizer is None and training.precision_policy is None:
+            for name in ("main_weights", "moments_dtype"):
+                if getattr(training, name):
+                    raise UsageError(f"--{name.replace('_', '-')} needs --optimizer-step")
+        if training.reduce_order is not None and training.reduce_dtype is None:
+            raise UsageError("--reduce-order needs --reduce-dtype")
+        if training.reduce_order not in (None, *ORDERS):
+            raise UsageError(f"--reduce-order {training.reduce_order}: one of {', '.join(ORDERS)}")
+        if ranks is not None and "fsdp" in ranks.sizes:
+            names = ("reduce_dtype", "accumulate_dtype", "main_weights")
+            named = [name for name in names if getattr(training, name)]
+            if named:
+                options = " and ".join(f"--{name.replace('_', '-')}" for name in named)
+                raise UsageError(
+                    f"{options}: with --mesh fsdp torch adds up gradients and holds the weights",
+                    hint="in one process, or with --mesh dp",
+                )
 
     @property
     def loss_scale(self) -> float:
@@ -322,7 +333,16 @@ class Stepping:
     def step(self, named: Named, held: Named) -> Update:
         """Clip and apply. ``held``: of ``reduce``, for the parameters ``named``, which are changed
         (session.leaves gives their values back)."""
-        stepped = self._stepped(named, held)
+        # main weights, where they are asked for, else the parameters; each with its gradient
+        stepped: list[tuple[str, str, torch.nn.Parameter]] = []
+        for (path, leaf, own), (*_, holder) in zip(named, held, strict=True):
+            wide = self.training.main_weights and own.dtype.itemsize < 4
+            dtype = torch.float32 if wide else own.dtype
+            if holder.dtype != dtype:
+                gradient = holder.grad
+                holder = torch.nn.Parameter(own.detach().to(dtype)) if wide else own
+                holder.grad = None if gradient is None else gradient.to(dtype)
+            stepped.append((path, leaf, holder))
         parameters = [parameter for *_, parameter in stepped if parameter.grad is not None]
         limit = self.training.clip_grad_norm
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -345,21 +365,6 @@ class Stepping:
             num_unmoved=sum(int(_whole(count)) for count in still),
             holder={"dp": "single"} if isinstance(optimizer, DividedOptimizer) else None,
         )  # fmt: skip
-
-    def _stepped(self, named: Named, held: Named) -> Named:
-        """Main weights, where they are asked for, else the parameters; each with its gradient."""
-        stepped = []
-        for (path, leaf, parameter), (*_, holder) in zip(named, held, strict=True):
-            wide = self.training.main_weights and parameter.dtype.itemsize < 4
-            dtype = torch.float32 if wide else parameter.dtype
-            if holder.dtype != dtype:
-                gradient = holder.grad
-                holder = parameter
-                if wide:
-                    holder = torch.nn.Parameter(parameter.detach().to(dtype))
-                holder.grad = None if gradient is None else gradient.to(dtype)
-            stepped.append((path, leaf, holder))
-        return stepped
 
     def _optimizer(
         self, parameters: list[torch.nn.Parameter]
@@ -385,30 +390,6 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _check_precision(training: Training, ranks: Ranks | None) -> None:
-    for name in ("accumulate_dtype", "moments_dtype", "reduce_dtype", "buffer_dtype"):
-        if getattr(training, name) not in (None, *_DTYPES_OPTIMIZER):
-            option = f"--{name.replace('_', '-')} {getattr(training, name)}"
-            raise UsageError(f"{option}: one of {', '.join(_DTYPES)}")
-    if training.optimizer is None and training.precision_policy is None:
-        for name in ("main_weights", "moments_dtype"):
-            if getattr(training, name):
-                raise UsageError(f"--{name.replace('_', '-')} needs --optimizer-step")
-    if training.reduce_order is not None and training.reduce_dtype is None:
-        raise UsageError("--reduce-order needs --reduce-dtype")
-    if training.reduce_order not in (None, *ORDERS):
-        raise UsageError(f"--reduce-order {training.reduce_order}: one of {', '.join(ORDERS)}")
-    if ranks is not None and "fsdp" in ranks.sizes:
-        names = ("reduce_dtype", "accumulate_dtype", "main_weights")
-        named = [name for name in names if getattr(training, name)]
-        if named:
-            options = " and ".join(f"--{name.replace('_', '-')}" for name in named)
-            raise UsageError(
-                f"{options}: with --mesh fsdp torch adds up gradients and holds the weights",
-                hint="in one process, or with --mesh dp",
-            )
-
-
 # In which dtypes a training step was really made: read from its tensors, not from its options.
 
 
@@ -423,9 +404,14 @@ def precision_of(
     known = StepPrecision(
         parameters=compute or own or "none",
         gradients=_usual(gradients),
-        reduction=sent or _reduction(training, gradients),
+        reduction=sent,
         buffers=_usual(buffer for buffer in model.buffers() if buffer.is_floating_point()),
     )
+    if sent is None:  # and of one process that stands for no ranks
+        known.reduction = training.reduce_dtype
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if known.reduction is None and joined:
+            known.reduction = _usual(gradients)
     if made is not None:
         known.main_weights = _usual(weight for *_, weight in made.named)
         known.moments = _usual(value for *_, moments in made.updates() for _, value in moments)
@@ -437,15 +423,6 @@ def _usual(tensors: Iterable[torch.Tensor]) -> str | None:
     return usual_dtype(
         (str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors
     )
-
-
-def _reduction(training: Training, gradients: list[torch.Tensor]) -> str | None:
-    """None in one process that stands for no ranks."""
-    if training.reduce_dtype is not None:
-        return training.reduce_dtype
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return _usual(gradients)
-    return None
 
 
 def _of_fsdp(model: torch.nn.Module) -> tuple[str | None, str | None]:
@@ -470,17 +447,18 @@ def training_of(options: CaptureOptions, ranks: Ranks | None = None) -> Training
     """The step as the manifest has it, on ``ranks``."""
     given = recorded_in(options, "training", CaptureOptions)
     if options.train:
-        given["zero"] = stage_of(options.zero, ranks)
+        # the stage; None where each process keeps all
+        axes = set() if ranks is None else {"dp", "fsdp"} & ranks.sizes.keys()
+        usual = 3 if "fsdp" in axes else 0
+        zero = usual if options.zero is None else options.zero
+        given["zero"] = (zero or None) if axes else None
     if options.optimizer is not None:
-        given["learning_rate"] = _or(options.learning_rate, LEARNING_RATE)
-        given["weight_decay"] = _or(options.weight_decay, WEIGHT_DECAY.get(options.optimizer, 0.0))
+        rates = {"learning_rate": LEARNING_RATE,
+                 "weight_decay": WEIGHT_DECAY.get(options.optimizer, 0.0)}  # fmt: skip
+        given |= {name: rate for name, rate in rates.items() if getattr(options, name) is None}
     if options.reduce_dtype is not None:  # with --mesh the library of the ranks chooses
         given["reduce_order"] = None if options.mesh else options.reduce_order or "ring"
     return Training(**{name: value for name, value in given.items() if value is not None})
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def places_of(paths: Iterable[str], training: Training) -> list[str]:
@@ -544,28 +522,19 @@ def without_decoding(options: CaptureOptions, like: Run | None) -> CaptureOption
             f"{' and '.join(named)} with --train: a training step is one forward and one backward",
             hint="leave it out, or make two runs",
         )
-    return dataclasses.replace(_by_name(_as_policy(options)), max_new_tokens=0)
-
-
-_DTYPES = ("autocast", "reduce_dtype", "accumulate_dtype", "moments_dtype", "buffer_dtype")
-
-
-def _by_name(options: CaptureOptions) -> CaptureOptions:
-    """``bf16`` is ``bfloat16``, as it is of ``--dtype``. (What is no dtype is refused where it is
-    used, by the option's name.)"""
+    if options.precision_policy is not None:  # its dtypes, where the option itself is not given
+        policy = read_policy(options.precision_policy)
+        missing = {
+            name: value for name, value in policy.options.items() if getattr(options, name) is None
+        }
+        options = dataclasses.replace(options, **missing, precision_policy=str(policy))
+    # ``bf16`` is ``bfloat16``, as it is of ``--dtype``. (What is no dtype is refused where it is
+    # used, by the option's name.)
     names: dict[str, Any] = {}
     for option in _DTYPES:
         with contextlib.suppress(UsageError):
             names[option] = format_named(getattr(options, option) or "").name
-    return dataclasses.replace(options, **names)
+    return dataclasses.replace(options, **names, max_new_tokens=0)
 
 
-def _as_policy(options: CaptureOptions) -> CaptureOptions:
-    """With the dtypes of ``--precision-policy``, where the option itself is not given."""
-    if options.precision_policy is None:
-        return options
-    policy = read_policy(options.precision_policy)
-    missing = {
-        name: value for name, value in policy.options.items() if getattr(options, name) is None
-    }
-    return dataclasses.replace(options, **missing, precision_policy=str(policy))
+_DTYPES = ("autocast", "reduce_dtype", "accumulate_dtype", "moments_dtype", "buffer_dtype")

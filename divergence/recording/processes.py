@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -40,7 +41,7 @@ from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.kernels import set_device
 from divergence.run.command import quoted
 from divergence.run.location import Url, archive_kind, location_of
-from divergence.run.manifest import Manifest, Mesh, MeshAxis
+from divergence.run.manifest import Environment, Manifest, Mesh, MeshAxis
 from divergence.run.reader import Run
 from divergence.run.record import MANIFEST
 from divergence.run.writer import RunWriter
@@ -159,6 +160,12 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._control)
         return values
 
+    def mesh_of(self, environment: Environment) -> Mesh:
+        """The mesh, with the ranks' machines where they are not all alike."""
+        environments: list[Environment] = self.gather(environment)
+        differing = any(environment != environments[0] for environment in environments)
+        return msgspec.structs.replace(self.mesh, environments=environments if differing else [])
+
     def meet(self, patience: datetime.timedelta) -> None:
         """A barrier. Raises RuntimeError where the others are not there in that time (a barrier of
         the group's own waits for as long as the group does)."""
@@ -209,7 +216,15 @@ class Ranks:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Leave a note for the others when this rank fails, or say who failed first."""
-        before, self._depth = self._on_sigterm(), self._depth + 1
+        before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            # torchrun's, sent when another rank failed: an error like any other, so that the run on
+            # disk is closed
+            def stop(*_: object) -> NoReturn:
+                raise _ToldToStopError("this rank was told to stop")
+
+            before = signal.signal(signal.SIGTERM, stop)
+        self._depth += 1
         try:
             yield
         except BaseException as error:
@@ -220,17 +235,6 @@ class Ranks:
             self._depth -= 1
             if before is not None and self._depth == 0:
                 signal.signal(signal.SIGTERM, before)
-
-    def _on_sigterm(self) -> Any:
-        """Makes torchrun's SIGTERM, sent when another rank failed, an error like any other, so that
-        the run on disk is closed."""
-        if threading.current_thread() is not threading.main_thread():
-            return None
-
-        def stop(*_: object) -> NoReturn:
-            raise _ToldToStopError("this rank was told to stop")
-
-        return signal.signal(signal.SIGTERM, stop)
 
     def _explain(self, error: BaseException) -> NoReturn:
         if isinstance(error, PeerStoppedError):

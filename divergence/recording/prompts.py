@@ -83,26 +83,15 @@ def text_lines(path: Path, hint: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(line: str | bytes, where: str) -> LabelLine:
-    try:
-        decoded = msgspec.json.decode(line, type=tuple[Label, ...] | LabelLine)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"not labels: {error}", where=where, hint=LABEL_HINT) from error
+    decoded = _decoded(line, tuple[Label, ...] | LabelLine, "labels", where, LABEL_HINT)
     return decoded if isinstance(decoded, LabelLine) else LabelLine(labels=decoded)
 
 
-def labels_of(
-    labels: Sequence[int] | None, completion_from: int | None, ids: Sequence[int], number: int
-) -> list[int] | None:
-    """The label of each token of a prompt; None where each is its own. Raises PromptError."""
-    if completion_from is not None:
-        if completion_from >= len(ids):
-            raise PromptError(
-                f"prompt {number} has {len(ids)} tokens, and its completion is to begin at "
-                f"token {completion_from}",
-                hint=f"the first is 0, so at most {len(ids) - 1}",
-            )
-        return [NO_LABEL] * completion_from + list(ids[completion_from:])
-    return None if labels is None else list(labels)
+def _decoded(line: str | bytes, type_: Any, what: str, where: str, hint: str) -> Any:
+    try:
+        return msgspec.json.decode(line, type=type_)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"not {what}: {error}", where=where, hint=hint) from error
 
 
 def check_labels(samples: Sequence[SampleTokens], vocab: int | None = None) -> None:
@@ -219,6 +208,12 @@ def collect_prompts(
     return collected or [Prompt(text=text) for text in _DEFAULT_PROMPTS]
 
 
+_PROMPT_HINT = (
+    'for example {"text": "..."}, {"messages": [{"role": "user", "content": "..."}]} or '
+    '{"input_ids": [1, 2, 3]}'
+)
+
+
 def _read_prompts(path: str | Path) -> list[Prompt]:
     """Read a prompts file. Raises PromptError naming file and line."""
     path = expanded(path)
@@ -227,7 +222,8 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
     if suffix == ".txt":
         prompts = [Prompt(text=line) for _, line in text_lines(path, hint)]
     elif suffix == ".jsonl":
-        prompts = [_parse(line, where) for where, line in text_lines(path, hint)]
+        lines = text_lines(path, hint)
+        prompts = [_decoded(line, Prompt, "a prompt", where, _PROMPT_HINT) for where, line in lines]
     elif suffix == ".json":
         data = read_bytes(path, most=MAX_LINE_BYTES, error=PromptError, hint=hint)
         content = json_value(data, where=str(path), error=PromptError, hint=hint)
@@ -245,23 +241,20 @@ def _read_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def _parse(line: str, where: str) -> Prompt:
-    try:
-        return msgspec.json.decode(line, type=Prompt)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(
-            f"not a prompt: {error}",
-            where=where,
-            hint='for example {"text": "..."}, {"messages": [{"role": "user", "content": "..."}]} '
-            'or {"input_ids": [1, 2, 3]}',
-        ) from error
-
-
 def tokenize(prompts: Sequence[Prompt], tokenizer: Any, *, chat: bool) -> list[SampleTokens]:
     """Render and encode each prompt. Raises PromptError (no tokenizer, no template, no tokens)."""
     samples = [_tokenize(prompt, tokenizer, chat, number) for number, prompt in enumerate(prompts)]
     for number, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        sample.labels = labels_of(prompt.labels, prompt.completion_from, sample.prompt_ids, number)
+        ids, first = sample.prompt_ids, prompt.completion_from
+        sample.labels = None if prompt.labels is None else list(prompt.labels)
+        if first is not None:
+            if first >= len(ids):
+                raise PromptError(
+                    f"prompt {number} has {len(ids)} tokens, and its completion is to begin at "
+                    f"token {first}",
+                    hint=f"the first is 0, so at most {len(ids) - 1}",
+                )
+            sample.labels = [NO_LABEL] * first + list(ids[first:])
     check_labels(samples)
     return samples
 
@@ -281,7 +274,16 @@ def group_samples(
     Raises UsageError for ``batches`` that do not hold each sample once.
     """
     if batches is not None:
-        groups = _groups(batches, len(samples))
+        parts = [part.split(",") for part in batches.split()]
+        groups = []
+        if all(number.isdecimal() for part in parts for number in part):
+            groups = [[int(number) for number in part] for part in parts]
+        if sorted(number for group in groups for number in group) != list(range(len(samples))):
+            raise UsageError(
+                f"--batches {batches!r} does not hold each of the prompts 0 to "
+                f"{len(samples) - 1} once",
+                hint="batches are divided by blanks and prompts by commas, for example '0,1 2,3'",
+            )
     elif batch:
         groups = [list(range(len(samples)))]
     else:
@@ -321,19 +323,6 @@ def padded_right_alone(options: CaptureOptions, like: Run | None) -> CaptureOpti
         )
     num = settings.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
     return dataclasses.replace(options, max_new_tokens=min(num, 1))
-
-
-def _groups(batches: str, num_samples: int) -> list[list[int]]:
-    """``0,1 2,3`` as lists."""
-    parts = [part.split(",") for part in batches.split()]
-    if all(number.isdecimal() for part in parts for number in part):
-        groups = [[int(number) for number in part] for part in parts]
-        if sorted(number for group in groups for number in group) == list(range(num_samples)):
-            return groups
-    raise UsageError(
-        f"--batches {batches!r} does not hold each of the prompts 0 to {num_samples - 1} once",
-        hint="batches are divided by blanks and prompts by commas, for example '0,1 2,3'",
-    )
 
 
 def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[str, str]:
@@ -433,8 +422,12 @@ def plain_wishes(**wishes: Any) -> dict[str, Any]:
         if name in types and name not in ("dtype", "device"):
             plain[name] = _plain(name, value, types[name])
     for name in ("dtype", "device"):
-        if wishes.get(name) is not None:
-            plain[name] = _torch_name(name, wishes[name])
+        value = wishes.get(name)
+        if value is not None and not isinstance(value, str):
+            # ``torch.float32`` → ``float32``, ``torch.device("cuda", 1)`` → ``cuda:1``
+            if type(value).__module__ != "torch" or type(value).__name__ != name:
+                raise _not(name, value, f"text or a torch.{name}")
+            plain[name] = str(value).removeprefix("torch.")
     if plain.get("dtype") == "auto":
         plain["dtype"] = None
     if "sites" in wishes:
@@ -478,15 +471,6 @@ def _prompt(value: Any) -> str | Prompt:
     if min(numbers) < 0:
         raise UsageError(f"prompts: {min(numbers)} is no token id")
     return Prompt(input_ids=tuple(numbers))
-
-
-def _torch_name(name: str, value: Any) -> str:
-    """``torch.float32`` → ``float32``, ``torch.device("cuda", 1)`` → ``cuda:1``."""
-    if isinstance(value, str):
-        return value
-    if type(value).__module__ != "torch" or type(value).__name__ != name:
-        raise _not(name, value, f"text or a torch.{name}")
-    return str(value).removeprefix("torch.")
 
 
 def _whole_number(name: str, value: Any) -> int:

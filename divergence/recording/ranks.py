@@ -18,7 +18,7 @@ from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected
 from divergence.recording.structure import inside
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import Environment, Manifest, ModuleNote, SampleTokens
+from divergence.run.manifest import Manifest, ModuleNote, SampleTokens
 from divergence.run.site import ROOT, escape_path, module_of, of_parameter, split_site
 
 # What each rank holds of a tensor that a module handed over: known by rule, or not stated.
@@ -208,13 +208,23 @@ class Division:
             for path in notes
             if path == ROOT or any(block.startswith(path + ".") for block in blocks)
         }
-        self._stages = self._who_has_what(module, notes) if "pp" in ranks.sizes else None
+        self._stages: dict[str, set[int]] | None = None
+        """By module path, the pipeline stages that have it, and not a stand-in."""
+        if "pp" in ranks.sizes:
+            own = {
+                escape_path(name)
+                for name, part in module.named_modules()
+                if type(part).__name__ != "PipelineIdentityLayer"
+            }
+            self._stages = {path: set() for path in notes}
+            for place, paths in ranks.gather((ranks.places["pp"], own)):
+                for path in paths & self._stages.keys():
+                    self._stages[path].add(place)
         self._first = self.groups[0][0] if self.groups else -1
         self._tensor: TensorPlacement | None = None
         if "tp" in ranks.sizes and self.groups:
             group = self.groups[0]
-            first = samples[group[0]]
-            length = first.num_padded
+            length = samples[group[0]].num_padded
             self._tensor = TensorPlacement(
                 tensor_plan(module),
                 forward_shapes(request, loaded, selection, notes, batch=len(group), tokens=length),
@@ -244,10 +254,15 @@ class Division:
             return False
         if self._stages is None:
             return True
-        known = self._owned.get(site)
-        if known is None:
-            known = self._owned[site] = self._stage_answers(site)
-        return known
+        if site not in self._owned:
+            path, port = module_of(site), split_site(site)[1]
+            own, last = self.ranks.places["pp"], self.ranks.sizes["pp"] - 1
+            if path in self._containers:  # it begins on the first stage and ends on the last
+                answers = own == (0 if port.startswith("in") else last)
+            else:  # of several stages' (a rotary table) the first has what one process would see
+                answers = own == min(self._stages.get(path) or [own])
+            self._owned[site] = answers
+        return self._owned[site]
 
     def order(self, order: int) -> int:
         return order + _STAGE * self.ranks.places.get("pp", 0)
@@ -286,14 +301,6 @@ class Division:
                 samples[number].decoder_prompt_ids = sample.decoder_prompt_ids
             manifest.tokens.texts = texts | manifest.tokens.texts
 
-    def note_environments(self, manifest: Manifest) -> None:
-        """Notes the mesh, and the ranks' machines where they are not all alike."""
-        environments: list[Environment] = self.ranks.gather(manifest.environment)
-        differing = any(environment != environments[0] for environment in environments)
-        manifest.mesh = msgspec.structs.replace(
-            self.ranks.mesh, environments=environments if differing else []
-        )
-
     def count(self, manifest: Manifest, record_digests: dict[str, str]) -> None:
         """Adds up all ranks' sizes, warnings and repeatability, once all have written.
         ``record_digests``: of this rank's file; those of all go into the manifest."""
@@ -316,30 +323,6 @@ class Division:
                 dict.fromkeys([*settings.nondeterministic_warnings, *warnings])
             )
             settings.cpu_fallbacks = list(dict.fromkeys([*settings.cpu_fallbacks, *fallbacks]))
-
-    def _who_has_what(
-        self, module: torch.nn.Module, notes: Mapping[str, ModuleNote]
-    ) -> dict[str, set[int]]:
-        """Module path → the pipeline stages that have it, and not a stand-in."""
-        own = {
-            escape_path(name)
-            for name, part in module.named_modules()
-            if type(part).__name__ != "PipelineIdentityLayer"
-        }
-        stages: dict[str, set[int]] = {path: set() for path in notes}
-        for place, paths in self.ranks.gather((self.ranks.places["pp"], own)):
-            for path in paths & stages.keys():
-                stages[path].add(place)
-        return stages
-
-    def _stage_answers(self, site: str) -> bool:
-        """A container of blocks begins on the first stage and ends on the last; of a module on
-        several stages (a rotary table) the first has the input that one process would see."""
-        path, port = module_of(site), split_site(site)[1]
-        own, last = self.ranks.places["pp"], self.ranks.sizes["pp"] - 1
-        if path in self._containers:
-            return own == (0 if port.startswith("in") else last)
-        return own == min((self._stages or {}).get(path) or [own])
 
 
 def _add(total: msgspec.Struct, other: msgspec.Struct, names: Sequence[str]) -> None:

@@ -38,8 +38,6 @@ from divergence.run.trust import (
     recorded_source,
 )
 
-_DEFAULT_MAX_NEW_TOKENS = 16
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request(CaptureOptions):
@@ -117,7 +115,18 @@ def resolve_request(
     options = padded_right_alone(options, like)
     if options.batches is not None:
         options = replace(options, batch=True)
-    _check_unhooked(options)
+    if options.hooks is False:  # nothing is seen but what the model returns
+        given = {
+            "--sites": options.sites, "--plant": options.plants,
+            "--substitute": options.substitutes, "--whole": options.whole,
+            "--escalate": options.escalate, "--weights": options.weights,
+        }  # fmt: skip
+        named = [option for option, value in given.items() if value]
+        if named:
+            raise UsageError(
+                f"{' and '.join(named)} needs hooks in the model",
+                hint="leave out --no-hooks, or make two runs",
+            )
     if options.mesh is not None and options.device_map is not None:
         raise UsageError(
             "--mesh and --device-map both divide the model",
@@ -132,7 +141,7 @@ def resolve_request(
     }
     name = None if model is None else str(model)
     if like is not None:
-        decided |= _like(_repeatable(like, options), name, options)
+        decided |= _like(like, name, options)
     else:
         decided |= _fresh(name, options)
     request = Request(**{**vars(options), **decided})
@@ -150,7 +159,7 @@ def _fresh(model: str | None, options: CaptureOptions) -> dict[str, Any]:
             hint="divergence capture MODEL -o RUN, or divergence capture --like RUN -o RUN2",
         )
     num = options.max_new_tokens
-    max_new_tokens = _DEFAULT_MAX_NEW_TOKENS if num is None else num
+    max_new_tokens = 16 if num is None else num
     _check_steps(options.steps, max_new_tokens)
     return {
         "model": model,
@@ -169,27 +178,22 @@ def _fresh(model: str | None, options: CaptureOptions) -> dict[str, Any]:
     }
 
 
-def _repeatable(like: Run, options: CaptureOptions) -> Run:
-    """The run to be repeated, as far as a model ran in it."""
+def _like(like: Run, model: str | None, options: CaptureOptions) -> dict[str, Any]:
+    """What the recorded run decides and what the caller overrides: each option that says where the
+    manifest holds it is taken from there."""
     if options.prompts or options.prompts_file or options.chat:
         raise UsageError(
             "--like repeats the recorded tokens, so prompts cannot be given with it",
             hint="leave out --prompt, --prompts and --chat, or capture without --like",
         )
     run = unsharded(like)
-    if run.manifest.plan.replayed_pass is not None:
+    recorded = run.manifest
+    if recorded.plan.replayed_pass is not None:
         raise UsageError(
             f"{run.path} is a replay of single operators: no model ran in it",
             hint="give the run whose operators it ran again "
-            f"({run.manifest.plan.anchored_to}), or divergence replay that run",
+            f"({recorded.plan.anchored_to}), or divergence replay that run",
         )
-    return run
-
-
-def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any]:
-    """What the recorded run decides and what the caller overrides: each option that says where the
-    manifest holds it is taken from there."""
-    recorded = run.manifest
     overrides: list[Override] = []
     store = chosen_store(options.store, only_changed=options.only_changed, like=run)
     options = replace(options, store=store)
@@ -255,27 +259,10 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
             recorded_value, allowed = special.get(name) or (attrgetter(place)(recorded), None)
             used[name] = choose(name, given, recorded_value, allowed)
     used["attn_implementation"] = used["attn_implementation"] or "eager"
-    decided = {
+    return used | {
         "like": run, "named": model is not None, "engine_named": options.engine is not None,
-        "prompts": [], "overrides": overrides,
+        "prompts": [], "overrides": overrides, "store": store,
     }  # fmt: skip
-    return {"store": store, **decided, **used}
-
-
-def _check_unhooked(options: CaptureOptions) -> None:
-    """Without hooks nothing is seen but what the model returns."""
-    if options.hooks is not False:
-        return
-    given = {
-        "--sites": options.sites, "--plant": options.plants, "--substitute": options.substitutes,
-        "--whole": options.whole, "--escalate": options.escalate, "--weights": options.weights,
-    }  # fmt: skip
-    named = [name for name, value in given.items() if value]
-    if named:
-        raise UsageError(
-            f"{' and '.join(named)} needs hooks in the model",
-            hint="leave out --no-hooks, or make two runs",
-        )
 
 
 def _check_recorded(run: Run) -> None:

@@ -52,7 +52,15 @@ class SiteSelection:
         self._modules = "modules" in self.sites
         self._blocks = "blocks" in self.sites
         operators = [site for site in self.sites if site.startswith(OPERATORS)]
-        self.operators = _roots([site.removeprefix(OPERATORS) for site in operators], notes)
+        globs = [site.removeprefix(OPERATORS).rstrip(":") for site in operators]
+        for glob in globs:
+            _check(glob, notes)
+        named = compile_patterns([f"{glob}:*" for glob in globs])
+        inner = {path for path in notes if named(f"{path}:")}
+        # the outermost of them: what is called inside is recorded
+        self.operators = {
+            path for path in inner if not any(path.startswith(f"{outer}.") for outer in inner)
+        }
         patterns = [site for site in self.sites if site not in (*BUILTIN_SITES, *operators)]
         for pattern in patterns:
             _check(pattern, notes)
@@ -92,16 +100,6 @@ class SiteSelection:
     def is_routing(self, path: str, port: str, tensor: torch.Tensor) -> bool:
         """Does it tell which token goes to which expert? Then its rows are all prompts' tokens."""
         return is_routing(self._routing.get(path), port, tensor)
-
-
-def _roots(globs: Sequence[str], notes: Mapping[str, ModuleNote]) -> set[str]:
-    """The outermost modules that the globs name: what is called inside them is recorded."""
-    named: set[str] = set()
-    for glob in globs:
-        _check(glob.rstrip(":"), notes)
-        match = compile_patterns([glob.rstrip(":") + ":*"])
-        named |= {path for path in notes if match(f"{path}:")}
-    return {path for path in named if not any(path.startswith(f"{outer}.") for outer in named)}
 
 
 def _path_part(pattern: str) -> str:

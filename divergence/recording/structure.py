@@ -331,7 +331,14 @@ def inside(path: str, roots: Iterable[str]) -> bool:
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
     """Class and role of every module, by path; the root is ``"."`` and trunk."""
-    lists = _block_lists(model)
+    lists: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        if any(path.startswith(outer + ".") for outer in lists):
+            continue  # experts, or layers within a layer
+        if all(any(True for _ in child.parameters()) for child in module):
+            lists[path] = module
     blocks = {
         f"{path}.{name}" for path, module in lists.items() for name, _ in module.named_children()
     }
@@ -371,18 +378,6 @@ def output_paths(model: nn.Module) -> set[str]:
     if head is not None:
         paths.update(escape_path(path) for path, module in model.named_modules() if module is head)
     return paths
-
-
-def _block_lists(model: nn.Module) -> dict[str, nn.Module]:
-    lists: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
-            continue
-        if any(path.startswith(outer + ".") for outer in lists):
-            continue  # experts, or layers within a layer
-        if all(any(True for _ in child.parameters()) for child in module):
-            lists[path] = module
-    return lists
 
 
 _ROUTER = re.compile(r"Router|Gate$|TopK")

@@ -171,7 +171,11 @@ class TrainingOperators(OperatorRecorder):
 
         def push(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._in_backward:
-                self._runs_again(path, input_leaves(args, kwargs, names))
+                called = path + self._call_of(path)
+                if called in self._flows:
+                    for port, tensor in input_leaves(args, kwargs, names):
+                        self._flows[called].enter(tensor, join_site(called, port))
+                self._again.append(path)
                 return
             begin(module, args, kwargs)
             if self._stack:
@@ -185,7 +189,8 @@ class TrainingOperators(OperatorRecorder):
 
         def pop(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if self._in_backward:
-                self._has_run_again(path)
+                while path in self._again and self._again.pop() != path:
+                    pass
                 return
             flow = self._flow
             if path in self._stack:
@@ -285,17 +290,6 @@ class TrainingOperators(OperatorRecorder):
             made_by = type(self._node).__name__.removesuffix("Backward")
         return {"source": own or line, "backward_of": made_by}
 
-    def _runs_again(self, path: str, given: list[tuple[str, torch.Tensor]]) -> None:
-        called = path + self._call_of(path)
-        if called in self._flows:
-            for port, tensor in given:
-                self._flows[called].enter(tensor, join_site(called, port))
-        self._again.append(path)
-
-    def _has_run_again(self, path: str) -> None:
-        while path in self._again and self._again.pop() != path:
-            pass
-
 
 def _nothing(site: str, item: CapturedTensor, call: Any = None) -> None:
     """In place of a record."""
@@ -348,17 +342,6 @@ def _like(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
     divided: Any = gradient  # a DTensor
     return distribute_tensor(value, mesh, divided.placements)
-
-
-def _hook_first(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
-    """A hook of the tensor's gradient, before those that are there: what leaves the backward of the
-    module that reads it comes before what enters that of the one that made it."""
-    handle = tensor.register_hook(hook)
-    hooks: Any = tensor._backward_hooks
-    earlier = {key: hooks[key] for key in list(hooks) if key != handle.id}
-    for key, old_hook in earlier.items():  # torch runs them in the order in which they were put in
-        del hooks[key]
-        hooks[key] = old_hook
 
 
 class TrainRecorder(Recorder):
@@ -439,7 +422,15 @@ class TrainRecorder(Recorder):
             call = self._calls.get(path, "")
             for port, tensor in input_leaves(args, kwargs, names):
                 if tensor.requires_grad:
-                    _hook_first(tensor, partial(self._leaves, path, call, f"out{port[2:]}"))
+                    handle = tensor.register_hook(
+                        partial(self._leaves, path, call, f"out{port[2:]}")
+                    )
+                    # Before those that are there: what leaves the backward of the module that reads
+                    # a tensor comes before what enters that of the one that made it. Torch runs
+                    # them in the order in which they were put in.
+                    hooks: Any = tensor._backward_hooks
+                    for key in [key for key in hooks if key != handle.id]:
+                        hooks[key] = hooks.pop(key)
 
         return before
 
@@ -717,7 +708,12 @@ class TrainingSession:
             if not ranks.owns(recorder.sample):  # it runs for the others' sake, who wait for it
                 share = 0.0
             _add_up(model, dealt=ranks.dealt)
-        with failures(loaded, samples, 0), torch.enable_grad(), self._in_training(model):
+        dropout, again = self._training.dropout, self._training.gradient_checkpointing
+        with (
+            failures(loaded, samples, 0),
+            torch.enable_grad(),
+            training_mode(model, on=dropout or again, dropout=dropout, checkpointing=again),
+        ):
             with self._autocast(ids.device.type):
                 output = model(input_ids=ids, attention_mask=mask, **_beside(model, mask))
                 loss = self._loss(output.logits, labels, self._num_labels)
@@ -725,11 +721,6 @@ class TrainingSession:
         self.losses.append(float(loss.detach().sum()))
         none: list[list[int]] = [[] for _ in samples]
         return GroupResult(none, none, none)
-
-    def _in_training(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Training mode where something of the step needs it."""
-        dropout, again = self._training.dropout, self._training.gradient_checkpointing
-        return training_mode(model, on=dropout or again, dropout=dropout, checkpointing=again)
 
     def _autocast(self, device: str) -> contextlib.AbstractContextManager[Any]:
         if self._training.autocast is None:

@@ -8,8 +8,8 @@ import torch
 import divergence
 from divergence.cli.main import app
 from divergence.errors import UsageError
-from divergence.recording import anchors as module
 from divergence.recording.dry_run import plan_capture
+from divergence.recording.engines import together as module
 from divergence.run.reader import own_truth
 
 PROMPTS = ["A bridge is built twice.", "Once on paper, where every beam is exact."]
@@ -102,7 +102,6 @@ def test_what_else_is_recorded_stays_as_it_was(heard, llama):
 
 def test_auto_keeps_to_its_time(heard, llama, monkeypatch):
     """With no time to spend the first prompt's prefill is made, and the manifest says so."""
-    monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr("divergence.recording.execution.LEAST_SECONDS", 0.0)
     monkeypatch.setattr("divergence.recording.execution.SHARE", 0.0)
     run, _ = heard(llama, truth="auto")

@@ -38,8 +38,8 @@ from divergence.experiments.sensitivity.trials import (
 from divergence.facts import Fact, fact, sentence, template_of, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
-from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
+from divergence.recording.passes import can_anchor
 from divergence.run.command import Command, command, command_line
 from divergence.run.ranks import unsharded
 from divergence.run.reader import Run, own_truth

@@ -55,12 +55,15 @@ class QuantizedCodes:
 
     def exact(self, path: str, dtype: torch.dtype) -> torch.Tensor:
         """Code × scale, computed in ``dtype``."""
+        from compressed_tensors.compressors.base import BaseCompressor
+
         _, tensors, scheme = self._of[path]
         wide = {
             name: tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
             for name, tensor in tensors.items()
         }
-        weight: torch.Tensor = _compressor(scheme).decompress(wide, scheme)["weight"]
+        compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
+        weight: torch.Tensor = compressor.decompress(wide, scheme)["weight"]
         return weight.to(dtype)
 
 
@@ -95,9 +98,3 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
     """The module's parameters and buffers, not those of modules in it."""
     tensors = {**module._parameters, **module._buffers}
     return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-
-
-def _compressor(scheme: Any) -> Any:
-    from compressed_tensors.compressors.base import BaseCompressor
-
-    return BaseCompressor.get_value_from_registry(scheme.format.value)

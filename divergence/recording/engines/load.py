@@ -80,12 +80,6 @@ def map_text(given: DeviceMap | None) -> str | None:
     return json.dumps(dict(given), sort_keys=True)
 
 
-def input_device(module: torch.nn.Module) -> torch.device:
-    """Where token ids are put: with the first weight that is anywhere; hooks move them on."""
-    device = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
-    return torch.device("cpu") if device is None else device
-
-
 def weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Name → weight for all of ``state_dict``, whole, in its order as far as weights are at hand.
     One that is offloaded is there while the loop is at it, and no longer. All ranks of a mesh must
@@ -369,8 +363,9 @@ def load_model(loading: Loading) -> LoadedModel:
             ) from error
     with _no_bars():
         codes = dequantize(module, loading.source)
+    device = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
     return replace(
-        _loaded(loading, task, module, input_device(module)),
+        _loaded(loading, task, module, torch.device("cpu") if device is None else device),
         missing=sorted(str(name) for name in told.get("missing_keys", ())),
         ranks=ranks,
         twin=None if ranks is None else empty_model(loading).module,

@@ -141,8 +141,10 @@ class QuantizeSession(TorchSession):
         repeated, if it is of the same scheme, else from running on the prompts."""
         if not self.scheme.needs_calibration:
             return
-        if like is not None and like.calibration is not None and self._is_same(like):
-            self.calibration = CalibratedLimits(like.calibration)
+        known = None if like is None else like.calibration
+        own = self.options.items()
+        if like is not None and known and all(like.options.get(key) == v for key, v in own):
+            self.calibration = CalibratedLimits(known)
             return
         with watching(self.loaded.module, targets_of(self.loaded.module)) as self.watches:
             for sample in samples:
@@ -160,26 +162,20 @@ class QuantizeSession(TorchSession):
             limits=None if known is None else known.limits.get(name),
         )  # fmt: skip
 
-    def _is_same(self, note: EngineNote) -> bool:
-        return all(note.options.get(key) == value for key, value in self.options.items())
-
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
         identity = super().identity(on_parameter)
-        identity.quantization = self._description()
-        return identity
-
-    def _description(self) -> QuantizationNote:
         scheme, places = self.scheme, sorted({starred(name) for name in self.targets})
         weights = _numbers(scheme.weights, dynamic=False)
         quantized_scheme = QuantizedScheme(
             weights=weights, activations=_numbers(scheme.activations, dynamic=not scheme.static),
             modules=places, num_modules=len(self.targets),
         )  # fmt: skip
-        return QuantizationNote(
+        identity.quantization = QuantizationNote(
             method="simulated", schemes=[] if weights is None else [quantized_scheme],
             kv_cache=_numbers(scheme.kv, dynamic=True),
             kept=sorted({starred(name) for name in self.kept}),
         )  # fmt: skip
+        return identity
 
     def note(self) -> EngineNote:
         note = super().note()

@@ -16,6 +16,7 @@ Caches of other kinds than keys and values, whole or of a sliding window, are no
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from divergence.recording.anchors import Allowance
 from divergence.recording.engines.engine import (
     GroupResult,
     can_generate,
@@ -44,6 +44,61 @@ FORWARDS_ALONE = 4
 """What a forward of many steps takes with its checks, in forwards of about a prompt's length."""
 HELD_BYTES = 64 << 20
 """Of what one forward gives, held until it is known to be right."""
+
+
+class Enough(Exception):  # no error: what fitted was made
+    """The time that a truth may take is used up."""
+
+
+class Allowance:
+    """How far a truth goes. ``seconds``: in all; None for as far as the run. ``num_tokens``: of the
+    prompts of each group."""
+
+    def __init__(self, seconds: float | None, num_tokens: Sequence[int]) -> None:
+        self.seconds, self._num_tokens = seconds, num_tokens
+        self.num_steps: list[int] = []
+        self.together = False
+        """Are the steps counted by who makes many in one forward?"""
+        self._begun = self._last = time.monotonic()
+        self._until = self._cost = self._per_token = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._begun
+
+    def begins(self) -> bool:
+        """Is the next group's prefill made? The first one's always is."""
+        group = len(self.num_steps)
+        self.num_steps.append(0)
+        self._last = time.monotonic()
+        expected = self.elapsed + self._per_token * self._num_tokens[group]
+        return group == 0 or self.seconds is None or expected <= self.seconds
+
+    def count(self, num_steps: int = 1) -> None:
+        """So many steps more were made."""
+        now = time.monotonic()
+        self._cost, self._last = now - self._last, now
+        first = self.num_steps[-1] == 0
+        self.num_steps[-1] += num_steps
+        if first and self.seconds is not None:
+            group = len(self.num_steps) - 1
+            self._per_token = self._cost / max(1, self._num_tokens[group])
+            rest = self._num_tokens[group + 1 :]
+            reserved = self._per_token * sum(rest)
+            spare = max(0.0, self.seconds - self.elapsed - reserved)
+            self._until = now + spare / (1 + len(rest))
+
+    def goes_on(self, factor: float = 1.0) -> bool:
+        """Does another forward fit, at ``factor`` times the cost of the last?"""
+        return self.seconds is None or time.monotonic() + factor * self._cost <= self._until
+
+    def after_forward(self) -> None:
+        """Raises Enough where no further forward fits."""
+        if self.together:
+            return
+        self.count()
+        if not self.goes_on():
+            raise Enough
 
 
 class Together:

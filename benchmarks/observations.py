@@ -159,10 +159,13 @@ def record_case(store: Store, program: Path) -> None:
 
 
 def pack(store: Store, folder: Path, most_bytes: float) -> None:
-    """Writes answers and columns of every fault and a third of the healthy pairs, by kinds; a kind
-    that has no room any more is left out, and told."""
+    """Writes answers and columns of every fault and a third of the healthy pairs, by kinds, beside
+    those that ``folder`` has of other pairs; a kind that has no room any more is left as it is, and
+    told."""
     total = 0
     for kind in KINDS:
+        file = folder / f"{kind}.columns.xz"
+        answers = file.with_name(f"{kind}.answers.xz")
         lines = [
             line
             for line in store.lines(kind)
@@ -173,34 +176,61 @@ def pack(store: Store, folder: Path, most_bytes: float) -> None:
             for line in lines
             if kind not in ("health", "trained-prompts") or _is_third(line.key)
         ]
+        old_bytes = sum(path.stat().st_size for path in (file, answers) if path.exists())
+        total += old_bytes
         if not kept:
             continue
-        tables: dict[str, list[np.ndarray]] = defaultdict(list)
-        for number, line in enumerate(kept):
+        keys = {line.key for line in kept}
+        packed = [
+            (line, columns) for line, columns in _unpack(file, answers) if line.key not in keys
+        ]
+        for line in kept:
             columns = read_columns(store.file("columns", kind, line.key))
-            columns = {
-                name: column
-                for name, column in columns.items()
-                if name.partition(".")[0] in ("pairs", "logits") or name in _TEXTS
-            }
-            size = len(columns.get("text.site", ()))
-            columns["recording"] = np.full(size, number, np.int32)
+            packed.append((line, {name: columns[name] for name in columns if _is_packed(name)}))
+        tables: dict[str, list[np.ndarray]] = defaultdict(list)
+        for number, (_, columns) in enumerate(packed):
+            for name, of in _NUMBERED.items():
+                columns[name] = np.full(len(columns.get(of, ())), number, np.int32)
             for name, column in columns.items():
                 tables[name].append(column)
-        answers = b"\n".join(msgspec.json.encode(line) for line in kept)
         joined = {name: np.concatenate(parts) for name, parts in tables.items()}
-        file = folder / f"{kind}.columns.xz"
-        num_bytes = write_columns(file, joined, preset=9 | lzma.PRESET_EXTREME)
-        (folder / f"{kind}.answers.xz").write_bytes(lzma.compress(answers))
-        num_bytes += (folder / f"{kind}.answers.xz").stat().st_size
-        if total + num_bytes > most_bytes:
-            for written in folder.glob(f"{kind}.*.xz"):
-                written.unlink()
-            print(f"{kind}: {len(kept)} pairs, {num_bytes / 1e6:.1f} MB: left out")
+        part, preset = file.with_suffix(".part"), 9 | lzma.PRESET_EXTREME
+        encoded = lzma.compress(b"\n".join(msgspec.json.encode(line) for line, _ in packed))
+        num_bytes = write_columns(part, joined, preset=preset) + len(encoded)
+        if total - old_bytes + num_bytes > most_bytes:
+            part.unlink()
+            print(f"{kind}: {len(packed)} pairs, {num_bytes / 1e6:.1f} MB: left out")
             continue
-        total += num_bytes
-        print(f"{kind}: {len(kept)} of {len(lines)} pairs, {num_bytes / 1e6:.2f} MB")
+        part.rename(file)
+        answers.write_bytes(encoded)
+        total += num_bytes - old_bytes
+        print(f"{kind}: {len(packed)} pairs, {len(kept)} of them new, {num_bytes / 1e6:.2f} MB")
     print(f"{total / 1e6:.1f} MB in {folder}")
+
+
+_NUMBERED = {"recording": "text.site", "logits.recording": "logits.pair"}
+"""The line of the answers that a line of a table belongs to, and a column of that table."""
+
+
+def _is_packed(name: str) -> bool:
+    return name.partition(".")[0] in ("pairs", "logits") or name in _TEXTS
+
+
+def _unpack(file: Path, answers: Path) -> Iterator[tuple[Line, dict[str, np.ndarray]]]:
+    """Each packed pair with its own columns."""
+    if not file.exists():
+        return
+    table = read_columns(file)
+    rows = {name: table.pop(name) for name in _NUMBERED}
+    texts = lzma.decompress(answers.read_bytes()).splitlines()
+    for number, text in enumerate(texts):
+        columns = {
+            name: column[
+                rows["logits.recording" if name.startswith("logits.") else "recording"] == number
+            ]
+            for name, column in table.items()
+        }
+        yield msgspec.json.decode(text, type=Line), columns
 
 
 _TEXTS = tuple(f"text.{name}" for name in ("site", "pass", "role", "dtype", "sides"))

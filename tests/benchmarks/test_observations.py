@@ -176,3 +176,26 @@ def test_what_is_packed_is_read(file):
 
     assert len(lengths) == 1
     assert table["recording"].max() < len(answers.splitlines())
+
+
+def test_packing_adds_to_what_is_packed(store, tmp_path):
+    """A pair that is packed already stays, with its own lines of every table."""
+    line = store.lines("massive")[0]
+    columns = store.file("columns", "massive", line.key)
+    for number in range(2):
+        other = Store(tmp_path / str(number))
+        other.add(msgspec.structs.replace(line, key=f"pair {number}"))
+        file = other.file("columns", "massive", f"pair {number}")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(columns.read_bytes())
+        observations.pack(other, tmp_path / "packed", 1e9)
+
+    table = read_columns(tmp_path / "packed" / "massive.columns.xz")
+    answers = lzma.decompress((tmp_path / "packed" / "massive.answers.xz").read_bytes())
+    keys = [msgspec.json.decode(text, type=Line).key for text in answers.splitlines()]
+    assert keys == ["pair 0", "pair 1"]
+    original = read_columns(columns)
+    for name in ("pairs.r2", "logits.kl"):
+        numbers = table["recording" if name == "pairs.r2" else "logits.recording"]
+        for number in range(2):
+            np.testing.assert_array_equal(table[name][numbers == number], original[name])
